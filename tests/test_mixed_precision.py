@@ -1,0 +1,89 @@
+"""The two flows of TensorFlow's mixed precision guide, with only the import changed."""
+
+import keras
+import numpy as np
+import pytest
+import sklearn.datasets
+import tensorflow as tf
+from keras import layers
+
+from helpers.graph_asserts import op_dtypes
+from tfamp import mixed_precision
+
+
+@pytest.fixture(scope="module")
+def digits():
+    x, y = sklearn.datasets.load_digits(return_X_y=True)
+    return (x / 16.0).astype("float32"), y.astype("int32")
+
+
+def guide_model():
+    inputs = keras.Input(shape=(64,), name="digits")
+    x = layers.Dense(128, activation="relu", name="dense_1")(inputs)
+    dense = layers.Dense(128, activation="relu", name="dense_2")
+    x = dense(x)
+    x = layers.Dense(10, name="dense_logits")(x)
+    outputs = layers.Activation("softmax", dtype="float32", name="predictions")(x)
+    return keras.Model(inputs=inputs, outputs=outputs), dense
+
+
+def test_policy_object_as_the_guide_prints_it():
+    policy = mixed_precision.Policy("mixed_float16")
+    mixed_precision.set_global_policy(policy)
+    assert (policy.compute_dtype, policy.variable_dtype) == ("float16", "float32")
+    assert mixed_precision.global_policy() == policy
+
+
+@pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16"])
+def test_fit_flow(digits, name):
+    x, y = digits
+    mixed_precision.set_global_policy(name)
+    model, dense = guide_model()
+    low = name.removeprefix("mixed_")
+    assert (dense.dtype_policy.name, dense.kernel.dtype, dense.compute_dtype) == (
+        name,
+        "float32",
+        low,
+    )
+    assert model.outputs[0].dtype == "float32"
+    assert low in op_dtypes(model, tf.TensorSpec((8, 64)))["MatMul"]
+    model.compile(
+        loss="sparse_categorical_crossentropy",
+        optimizer=mixed_precision.LossScaleOptimizer(keras.optimizers.RMSprop()),
+        metrics=["accuracy"],
+        jit_compile=False,
+    )
+    initial = model.get_weights()
+    history = model.fit(x, y, batch_size=256, epochs=12, validation_split=0.2, verbose=0)
+    assert history.history["accuracy"][-1] > 0.9
+    model.set_weights(initial)
+    assert model.evaluate(x, y, verbose=0)[1] < 0.5
+
+
+@pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16"])
+def test_custom_loop_flow(digits, name):
+    x, y = digits
+    mixed_precision.set_global_policy(mixed_precision.Policy(name))
+    model, _ = guide_model()
+    optimizer = mixed_precision.LossScaleOptimizer(keras.optimizers.RMSprop())
+    loss_object = keras.losses.SparseCategoricalCrossentropy()
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(2000, seed=0).batch(128)
+
+    @tf.function
+    def train_step(inputs, labels):
+        with tf.GradientTape() as tape:
+            predictions = model(inputs)
+            loss = loss_object(labels, predictions)
+            scaled_loss = optimizer.get_scaled_loss(loss)
+        scaled_gradients = tape.gradient(scaled_loss, model.trainable_variables)
+        gradients = optimizer.get_unscaled_gradients(scaled_gradients)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    losses = [
+        np.mean([float(train_step(inputs, labels)) for inputs, labels in dataset])
+        for _ in range(12)
+    ]
+    assert losses[-1] < 0.3 * losses[0]
+    accuracy = np.mean(np.argmax(model.predict(x, verbose=0), axis=-1) == y)
+    assert accuracy > 0.9

@@ -1,0 +1,488 @@
+"""LossScaleOptimizer: one contract for every Keras optimizer, and who unscales."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tfamp
+from helpers.training import (
+    BATCH,
+    assert_identical,
+    data,
+    scaled_gradients,
+    small_model,
+    snapshot,
+    train_step,
+)
+
+SCALE = 2.0**10
+
+
+def _multi_optimizer():
+    return keras.optimizers.MultiOptimizer(lambda variable: keras.optimizers.Adam(0.01))
+
+
+# One entry for each optimizer Keras ships, and for each argument of theirs that changes the update.
+OPTIMIZERS = {
+    "adadelta": lambda: keras.optimizers.Adadelta(0.5),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.05),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.05),
+    "adam": lambda: keras.optimizers.Adam(0.05),
+    "adam_amsgrad": lambda: keras.optimizers.Adam(0.05, amsgrad=True),
+    "adamax": lambda: keras.optimizers.Adamax(0.05),
+    "adamw": lambda: keras.optimizers.AdamW(0.05, weight_decay=0.1),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.05),
+    "lamb": lambda: keras.optimizers.Lamb(0.05),
+    "lion": lambda: keras.optimizers.Lion(0.01),
+    "muon": lambda: keras.optimizers.Muon(0.01),
+    "nadam": lambda: keras.optimizers.Nadam(0.05),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True),
+    "schedule_free_adamw": lambda: keras.optimizers.ScheduleFreeAdamW(0.05),
+    "sgd": lambda: keras.optimizers.SGD(0.05),
+    "sgd_nesterov": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
+    "clipnorm": lambda: keras.optimizers.SGD(0.05, clipnorm=0.5),
+    "clipvalue": lambda: keras.optimizers.SGD(0.05, clipvalue=0.1),
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.05, global_clipnorm=0.5),
+    "ema": lambda: keras.optimizers.SGD(
+        0.05, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=2
+    ),
+    "accumulation": lambda: keras.optimizers.Adam(0.05, gradient_accumulation_steps=2),
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.05, decay_steps=1, decay_rate=0.5)
+    ),
+}
+if hasattr(keras.optimizers, "MultiOptimizer"):
+    OPTIMIZERS["multi"] = _multi_optimizer
+
+SHIPPED = {
+    name
+    for name, value in vars(keras.optimizers).items()
+    if isinstance(value, type)
+    and issubclass(value, keras.optimizers.Optimizer)
+    and value not in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
+}
+
+
+def test_contract_table_covers_every_optimizer_keras_ships():
+    covered = {type(make()).__name__ for make in OPTIMIZERS.values()}
+    assert covered == SHIPPED
+
+
+def batches():
+    x, y = data()
+    return [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, len(x), BATCH)]
+
+
+def poisoned(x, value=np.inf):
+    x = x.copy()
+    x[3, 1] = value
+    return x
+
+
+def plain_step(model, optimizer):
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+        variables = model.trainable_variables
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, [v.value for v in variables]), variables, strict=True)
+        )
+
+    return step
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "function"])
+def test_finite_steps_equal_the_inner_optimizers(name, traced):
+    model, reference = small_model(), small_model()
+    optimizer = tfamp.LossScaleOptimizer(OPTIMIZERS[name](), initial_scale=SCALE)
+    inner = OPTIMIZERS[name]()
+    optimizer.build(model.trainable_variables)
+    inner.build(reference.trainable_variables)
+    step, expected = train_step(model, optimizer), plain_step(reference, inner)
+    if traced:
+        step, expected = tf.function(step), tf.function(expected)
+    for x, y in batches():
+        step(tf.constant(x), tf.constant(y))
+        expected(tf.constant(x), tf.constant(y))
+    for actual, wanted in zip(model.variables, reference.variables, strict=True):
+        np.testing.assert_allclose(actual.numpy(), wanted.numpy(), rtol=1e-5, atol=1e-6)
+    assert not np.array_equal(model.get_weights()[0], small_model().get_weights()[0])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize("unscale", [False, True], ids=["fit_way", "explicit"])
+def test_a_skipped_step_moves_nothing(name, traced, unscale):
+    model = small_model()
+    optimizer = tfamp.LossScaleOptimizer(OPTIMIZERS[name](), initial_scale=SCALE)
+    optimizer.build(model.trainable_variables)
+    step = train_step(model, optimizer, unscale=unscale)
+    step = tf.function(step) if traced else step
+    (x, y), *rest = batches()
+    step(tf.constant(x), tf.constant(y))
+    before = snapshot(model, optimizer.inner_optimizer)
+    for value in (np.inf, np.nan):
+        step(tf.constant(poisoned(rest[0][0], value)), tf.constant(rest[0][1]))
+    assert_identical(snapshot(model, optimizer.inner_optimizer), before)
+    assert int(optimizer.skipped_steps) == 2
+    assert float(optimizer.loss_scale) == SCALE / 4
+    step(tf.constant(x), tf.constant(y))
+    assert int(optimizer.consecutive_skipped_steps) == 0
+    assert bool(optimizer.last_step_finite)
+
+
+# ---- Who unscales ---------------------------------------------------------------------------
+
+
+def one_weight(**arguments):
+    weight = keras.Variable([1.0, 1.0])
+    arguments = {"initial_scale": 8.0} | arguments
+    return weight, tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), **arguments)
+
+
+def scaled(*values):
+    return [tf.constant(values, "float32") * 8.0]
+
+
+def test_apply_unscales_gradients_that_were_not():
+    weight, optimizer = one_weight()
+    optimizer.apply_gradients(zip(scaled(0.5, 0.25), [weight], strict=True))
+    np.testing.assert_array_equal(weight.numpy(), [0.5, 0.75])
+
+
+def test_apply_does_not_unscale_again_what_may_have_been_changed_since():
+    weight, optimizer = one_weight()
+    gradients = optimizer.get_unscaled_gradients(scaled(0.5, 3.0))
+    optimizer.apply_gradients([(tf.clip_by_value(gradients[0], -1.0, 1.0), weight)])
+    np.testing.assert_array_equal(weight.numpy(), [0.5, 0.0])
+
+
+def test_unscaled_argument_overrules():
+    weight, optimizer = one_weight()
+    optimizer.apply_gradients([(tf.constant([0.5, 0.5]), weight)], unscaled=True)
+    np.testing.assert_array_equal(weight.numpy(), [0.5, 0.5])
+    optimizer.get_unscaled_gradients(scaled(1.0, 1.0))
+    optimizer.apply_gradients([(scaled(0.5, 0.5)[0], weight)], unscaled=False)
+    np.testing.assert_array_equal(weight.numpy(), [0.0, 0.0])
+
+
+def test_window_closes_at_apply():
+    weight, optimizer = one_weight()
+    gradients = scaled(0.25, 0.25)
+    for _ in range(2):  # The same tensor object again in the next step is fine.
+        optimizer.apply_gradients([(optimizer.get_unscaled_gradients(gradients)[0], weight)])
+    optimizer.apply_gradients(zip(scaled(0.25, 0.25), [weight], strict=True))
+    np.testing.assert_array_equal(weight.numpy(), [0.25, 0.25])
+
+
+@pytest.mark.parametrize("unscale_traced", [False, True])
+@pytest.mark.parametrize("apply_traced", [False, True])
+def test_unscaling_and_applying_in_two_functions(unscale_traced, apply_traced):
+    weight, optimizer = one_weight()
+
+    def unscale(gradients):
+        return optimizer.get_unscaled_gradients([gradients])[0]
+
+    def apply(gradients):
+        optimizer.apply_gradients([(gradients, weight)])
+
+    unscale = tf.function(unscale) if unscale_traced else unscale
+    apply = tf.function(apply) if apply_traced else apply
+    for _ in range(2):
+        apply(unscale(scaled(0.25, 0.25)[0]))
+    np.testing.assert_array_equal(weight.numpy(), [0.5, 0.5])
+    apply(scaled(0.25, 0.25)[0])  # The same trace, this time with scaled gradients.
+    np.testing.assert_array_equal(weight.numpy(), [0.25, 0.25])
+
+
+def test_overflow_found_in_one_function_is_remembered_in_the_other():
+    weight, optimizer = one_weight()
+
+    @tf.function
+    def unscale_and_hide(gradients):
+        return tf.clip_by_value(optimizer.get_unscaled_gradients([gradients])[0], -1.0, 1.0)
+
+    @tf.function
+    def apply(gradients):
+        optimizer.apply_gradients([(gradients, weight)])
+
+    apply(unscale_and_hide(tf.constant([np.inf, 1.0])))
+    np.testing.assert_array_equal(weight.numpy(), [1.0, 1.0])
+    assert float(optimizer.loss_scale) == 4.0
+
+
+@pytest.mark.parametrize("clip", ["by_value", "by_norm", "by_global_norm", "replaced"])
+def test_clipping_cannot_hide_an_overflow(clip):
+    clipped = {
+        "by_value": lambda g: tf.clip_by_value(g, -1.0, 1.0),
+        "by_norm": lambda g: tf.clip_by_norm(g, 1.0),
+        "by_global_norm": lambda g: tf.clip_by_global_norm([g], 1.0)[0][0],
+        "replaced": tf.zeros_like,
+    }[clip]
+    weight, optimizer = one_weight()
+    gradients = optimizer.get_unscaled_gradients([tf.constant([np.inf, 1.0])])
+    optimizer.apply_gradients([(clipped(gradients[0]), weight)])
+    np.testing.assert_array_equal(weight.numpy(), [1.0, 1.0])
+    assert int(optimizer.skipped_steps) == 1
+
+
+def test_a_gradient_spoilt_after_unscaling_is_skipped_too():
+    weight, optimizer = one_weight()
+    gradients = optimizer.get_unscaled_gradients(scaled(1.0, 1.0))
+    optimizer.apply_gradients([(gradients[0] / 0.0, weight)])
+    np.testing.assert_array_equal(weight.numpy(), [1.0, 1.0])
+
+
+def test_accumulation_over_several_backward_passes():
+    weight, optimizer = one_weight()
+
+    @tf.function
+    def step(first, second):
+        total = [
+            (a + b) / 2.0
+            for a, b in zip(
+                optimizer.get_unscaled_gradients([first]),
+                optimizer.get_unscaled_gradients([second]),
+                strict=True,
+            )
+        ]
+        optimizer.apply_gradients(zip(total, [weight], strict=True))
+
+    step(scaled(0.5, 0.0)[0], scaled(0.0, 1.0)[0])
+    np.testing.assert_array_equal(weight.numpy(), [0.75, 0.5])
+    step(tf.constant([np.inf, 0.0]), scaled(0.0, 1.0)[0])  # One bad pass spoils the step.
+    np.testing.assert_array_equal(weight.numpy(), [0.75, 0.5])
+
+
+def test_accumulating_scaled_gradients_and_unscaling_once():
+    weight, optimizer = one_weight()
+    total = scaled(0.5, 0.0)[0] + scaled(0.0, 0.5)[0]
+    optimizer.apply_gradients([(optimizer.get_unscaled_gradients([total])[0], weight)])
+    np.testing.assert_array_equal(weight.numpy(), [0.5, 0.5])
+
+
+@pytest.mark.parametrize("again", ["inputs", "outputs"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_unscaling_twice_is_an_error_that_says_so(again, sparse):
+    _, optimizer = one_weight()
+    gradients = [tf.IndexedSlices(tf.ones((1, 2)), [0]) if sparse else tf.ones(2)]
+    unscaled = optimizer.get_unscaled_gradients(gradients)
+    with pytest.raises(ValueError, match="unscaled already since the last apply"):
+        optimizer.get_unscaled_gradients(gradients if again == "inputs" else unscaled)
+
+
+def test_unscaling_twice_is_found_while_tracing():
+    _, optimizer = one_weight()
+
+    @tf.function
+    def step(gradients):
+        return optimizer.get_unscaled_gradients(optimizer.get_unscaled_gradients([gradients]))
+
+    with pytest.raises(ValueError, match="unscaled already"):
+        step(tf.ones(2))
+
+
+def test_retracing_for_new_shapes_keeps_unscaling_once():
+    model = small_model()
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=SCALE)
+    reference, inner = small_model(), keras.optimizers.SGD(0.1)
+    step, expected = tf.function(train_step(model, optimizer)), plain_step(reference, inner)
+    x, y = data()
+    for size in (8, 5, 3, 8):
+        step(tf.constant(x[:size]), tf.constant(y[:size]))
+        expected(tf.constant(x[:size]), tf.constant(y[:size]))
+    np.testing.assert_allclose(model.get_weights()[0], reference.get_weights()[0], rtol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.booleans())
+def test_state_follows_the_rule_on_random_histories(history, unscale):
+    rule = tfamp.DynamicLossScale(
+        initial_scale=8.0, growth_steps=2, hysteresis=2, min_scale=2.0, max_scale=32.0
+    )
+    weight = keras.Variable(0.0)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), loss_scale=rule)
+    scale, good, bad = 8.0, 0, 0
+    for step, finite in enumerate(history):
+        gradient = tf.constant(scale if finite else np.inf)
+        grads = optimizer.get_unscaled_gradients([gradient]) if unscale else [gradient]
+        optimizer.apply_gradients(zip(grads, [weight], strict=True), unscaled=unscale)
+        good, bad = (good + 1, 0) if finite else (0, bad + 1)
+        if good == 2:
+            scale, good = min(scale * 2, 32.0), 0
+        elif bad >= 2:
+            scale = max(scale / 2, 2.0)
+        assert float(optimizer.loss_scale) == scale, (step, history)
+        assert int(optimizer.dynamic_counter) == good
+        assert int(optimizer.consecutive_skipped_steps) == bad
+        assert bool(optimizer.last_step_finite) == finite
+    assert float(weight.numpy()) == -sum(history)
+    assert int(optimizer.iterations) == sum(history)
+
+
+# ---- Gradients of every kind ------------------------------------------------------------------
+
+
+def test_sparse_gradients_are_checked_and_unscaled_on_their_values_only():
+    table = keras.Variable(np.ones((1000, 4), "float32"))
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
+
+    @tf.function
+    def step(values, indices):
+        gradient = tf.IndexedSlices(values, indices, tf.constant([1000, 4]))
+        optimizer.apply_gradients([(gradient, table)])
+
+    optimizer.build([table])
+    step(8.0 * tf.ones((2, 4)), tf.constant([1, 7]))
+    assert np.flatnonzero(table.numpy()[:, 0] == 0.0).tolist() == [1, 7]
+    before = table.numpy()
+    step(tf.constant([[np.nan] * 4, [8.0] * 4]), tf.constant([1, 7]))
+    np.testing.assert_array_equal(table.numpy(), before)
+    graph = step.get_concrete_function(
+        tf.TensorSpec((2, 4)), tf.TensorSpec((2,), "int32")
+    ).graph
+    checks = [op for op in graph.get_operations() if op.type == "IsFinite"]
+    assert [op.inputs[0].shape.as_list() for op in checks] == [[2, 4]]
+
+
+def test_embedding_trains_like_with_the_inner_optimizer():
+    def trained(optimizer):
+        keras.utils.set_random_seed(5)
+        model = keras.Sequential(
+            [keras.layers.Embedding(50, 8), keras.layers.Flatten(), keras.layers.Dense(1)]
+        )
+        model.compile(optimizer, "mse", jit_compile=False)
+        tokens = np.arange(64).reshape(16, 4) % 50
+        model.fit(tokens, tokens.mean(1), batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    wrapped = trained(tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.01)))
+    for actual, expected in zip(wrapped, trained(keras.optimizers.Adam(0.01)), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_none_gradients_pass_through(unscale):
+    used, unused = keras.Variable(1.0), keras.Variable(1.0)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
+    grads = [tf.constant(4.0), None]
+    grads = optimizer.get_unscaled_gradients(grads) if unscale else grads
+    assert grads[1] is None
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        optimizer.apply_gradients(
+            zip(grads, [used, unused], strict=True), unscaled=unscale
+        )
+    assert (float(used), float(unused)) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_gradients_of_mixed_dtypes(unscale):
+    dtypes = ["float16", "bfloat16", "float32", "float64"]
+    variables = [keras.Variable([1.0], dtype=dtype) for dtype in dtypes]
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
+    grads = [tf.constant([4.0], dtype) for dtype in dtypes]
+    if unscale:
+        grads = optimizer.get_unscaled_gradients(grads)
+        assert [g.dtype.name for g in grads] == ["float32", "float32", "float32", "float64"]
+    optimizer.apply_gradients(zip(grads, variables, strict=True), unscaled=unscale)
+    assert [float(v.numpy()[0]) for v in variables] == [0.5] * 4
+
+
+def test_gradient_finite_in_float32_but_not_in_its_float16_variable_is_skipped():
+    weight = keras.Variable([1.0], dtype="float16")
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=2.0**-4)
+    optimizer.apply_gradients([(tf.constant([60000.0], "float16"), weight)], unscaled=False)
+    assert float(weight.numpy()[0]) == 1.0
+    assert int(optimizer.skipped_steps) == 1
+
+
+def test_scaled_gradient_finite_but_unscaled_not_is_skipped():
+    weight = keras.Variable([1.0])
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=2.0**-20)
+    optimizer.apply_gradients([(tf.constant([1e35]), weight)], unscaled=False)
+    assert float(weight.numpy()[0]) == 1.0
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_variables_overwritten_with_their_gradient_are_left_alone(unscale):
+    weight, amax = keras.Variable(1.0), keras.Variable(1.0)
+    amax.overwrite_with_gradient = True
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
+    optimizer.build([weight, amax])
+    grads = [tf.constant(4.0), tf.constant(5.0)]
+    grads = optimizer.get_unscaled_gradients(grads) if unscale else grads
+    optimizer.apply_gradients(zip(grads, [weight, amax], strict=True), unscaled=unscale)
+    assert (float(weight), float(amax)) == (0.5, 5.0)
+
+
+# ---- Losses ------------------------------------------------------------------------------------
+
+
+def test_float16_loss_is_scaled_in_float32():
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=2.0**20)
+    scaled_loss = optimizer.get_scaled_loss(tf.constant(3.0, "float16"))
+    assert scaled_loss.dtype == tf.float32
+    assert float(scaled_loss) == 3.0 * 2.0**20
+
+
+def test_loss_function_is_scaled_when_called():
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=4.0)
+    assert float(optimizer.get_scaled_loss(lambda: tf.constant(2.0))()) == 8.0
+
+
+def test_scale_read_before_the_first_apply_is_not_baked_into_the_graph():
+    weight, optimizer = one_weight()
+
+    @tf.function
+    def scaled_loss():
+        return optimizer.get_scaled_loss(tf.constant(1.0))
+
+    assert float(scaled_loss()) == 8.0
+    optimizer.apply_gradients([(tf.constant([np.inf, 0.0]), weight)])
+    assert float(scaled_loss()) == 4.0
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("with_tape", [False, True])
+def test_minimize(traced, with_tape):
+    weight = keras.Variable(3.0)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.25), initial_scale=8.0)
+
+    def step():
+        if not with_tape:
+            return optimizer.minimize(lambda: tf.square(weight.value), [weight])
+        with tf.GradientTape() as tape:
+            loss = tf.square(weight.value)
+        return optimizer.minimize(loss, [weight], tape=tape)
+
+    optimizer.build([weight])
+    (tf.function(step) if traced else step)()
+    assert float(weight) == 1.5
+
+
+def test_several_optimizers_in_one_loop_keep_their_own_state():
+    first, second = small_model(), small_model()
+    optimizers = [
+        tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=16.0),
+        tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0),
+    ]
+
+    @tf.function
+    def step(x, x_bad, y):
+        for model, optimizer, inputs in zip(
+            (first, second), optimizers, (x, x_bad), strict=True
+        ):
+            grads = scaled_gradients(model, optimizer, inputs, y)
+            grads = optimizer.get_unscaled_gradients(grads)
+            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+    before = snapshot(second)
+    x, y = batches()[0]
+    step(tf.constant(x), tf.constant(poisoned(x)), tf.constant(y))
+    assert_identical(snapshot(second), before)
+    assert [float(o.loss_scale) for o in optimizers] == [16.0, 32.0]
+    assert [int(o.iterations) for o in optimizers] == [1, 0]

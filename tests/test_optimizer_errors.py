@@ -1,0 +1,212 @@
+"""Bad input to LossScaleOptimizer: a message that helps, and nothing changed."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.training import assert_identical, small_model, snapshot
+
+
+def wrapped(**arguments):
+    return tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.1), **arguments)
+
+
+# ---- Construction ---------------------------------------------------------------------------
+
+
+def test_wrapping_twice():
+    with pytest.raises(ValueError, match="LossScaleOptimizer already.*inner_optimizer"):
+        tfamp.LossScaleOptimizer(wrapped())
+    with pytest.raises(ValueError, match="already"):
+        tfamp.LossScaleOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
+
+
+@pytest.mark.parametrize("inner", ["adam", None, 3, keras.optimizers.Adam])
+def test_wrapping_what_is_no_optimizer(inner):
+    with pytest.raises(TypeError, match=r"must be a keras\.optimizers\.Optimizer, e\.g\."):
+        tfamp.LossScaleOptimizer(inner)
+
+
+def test_inner_optimizer_that_scales_itself():
+    inner = keras.optimizers.SGD(loss_scale_factor=64.0)
+    with pytest.raises(ValueError, match="loss_scale=64"):
+        tfamp.LossScaleOptimizer(inner)
+    assert inner.loss_scale_factor == 64.0, "the inner optimizer must not be modified"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"initial_scale": 0}, ValueError, "initial_scale"),
+        ({"initial_scale": -2.0}, ValueError, "initial_scale"),
+        ({"initial_scale": float("nan")}, ValueError, "initial_scale"),
+        ({"initial_scale": "big"}, TypeError, "initial_scale must be a number; got 'big'"),
+        ({"dynamic_growth_steps": 0}, ValueError, "growth_steps"),
+        ({"dynamic_growth_steps": 1.5}, TypeError, "growth_steps"),
+        ({"growth_factor": 0.9}, ValueError, "growth_factor"),
+        ({"backoff_factor": 1.1}, ValueError, "backoff_factor"),
+        ({"hysteresis": 0}, ValueError, "hysteresis"),
+        ({"min_scale": 0.0}, ValueError, "min_scale"),
+        ({"max_scale": float("inf")}, ValueError, "max_scale"),
+        ({"dynamic": "yes"}, TypeError, "dynamic must be True or False"),
+        ({"loss_scale": "dynamic"}, TypeError, "scale must be a number; got 'dynamic'"),
+        ({"loss_scale": -1.0}, ValueError, "scale must be a number in"),
+        ({"loss_scale": 8.0, "initial_scale": 4.0}, ValueError, "give either loss_scale or those"),
+        ({"loss_scale": tfamp.FixedLossScale(), "dynamic": False}, ValueError, "give either"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        wrapped(**arguments)
+
+
+def test_arguments_are_keyword_only():
+    with pytest.raises(TypeError):
+        tfamp.LossScaleOptimizer(keras.optimizers.SGD(), 8.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dynamic", "scale"),
+    [
+        ({}, True, 2.0**15),
+        ({"loss_scale": 8}, False, 8.0),
+        ({"dynamic": False, "initial_scale": 8.0}, False, 8.0),
+        ({"loss_scale": tfamp.FixedLossScale(4.0)}, False, 4.0),
+        ({"loss_scale": tfamp.DynamicLossScale(initial_scale=2.0)}, True, 2.0),
+    ],
+)
+def test_ways_to_give_the_scale(arguments, dynamic, scale):
+    optimizer = wrapped(**arguments)
+    assert (optimizer.dynamic, optimizer.initial_scale) == (dynamic, scale)
+    assert float(optimizer.loss_scale) == float(optimizer.get_scale()) == scale
+
+
+def test_fixed_scale_skips_or_applies_as_told():
+    for skip, expected in [(True, 1.0), (False, -np.inf)]:
+        weight = keras.Variable(1.0)
+        optimizer = tfamp.LossScaleOptimizer(
+            keras.optimizers.SGD(1.0), loss_scale=tfamp.FixedLossScale(8.0, skip_nonfinite=skip)
+        )
+        optimizer.apply_gradients([(tf.constant(np.inf), weight)], unscaled=False)
+        assert float(weight) == expected
+        assert float(optimizer.loss_scale) == 8.0
+        assert int(optimizer.skipped_steps) == int(skip)
+        assert not bool(optimizer.last_step_finite)
+
+
+# ---- Applying --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def built():
+    model = small_model()
+    optimizer = wrapped(initial_scale=8.0)
+    optimizer.build(model.trainable_variables)
+    return model, optimizer
+
+
+def gradients_of(model, value=1.0):
+    return [tf.fill(v.shape, value) for v in model.trainable_variables]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (lambda g, v: ([], []), ValueError, "nothing to apply: the list of gradients is empty"),
+        (lambda g, v: ([None] * 4, v), ValueError, "No gradient was given for any of 4 variables"),
+        (lambda g, v: ([g[1], *g[1:]], v), ValueError, "has shape .*; the variable has shape"),
+        (lambda g, v: ([1.0, *g[1:]], v), TypeError, "must be a float tensor; got float"),
+        (
+            lambda g, v: ([tf.ones(v[0].shape, tf.int32), *g[1:]], v),
+            TypeError,
+            "must be a float tensor; got int32",
+        ),
+        (lambda g, v: (v, g), TypeError, "as variable. Are the two swapped"),
+        (lambda g, v: (g[:1], [keras.Variable(np.ones((4, 8)))]), ValueError, "Unknown variable"),
+    ],
+    ids=["empty", "all_none", "shape", "number", "integer", "swapped", "unknown"],
+)
+def test_bad_gradients(built, traced, spoil, error, message):
+    model, optimizer = built
+    grads, variables = spoil(gradients_of(model), model.trainable_variables)
+    before = snapshot(model, optimizer)
+
+    def step():
+        optimizer.apply_gradients(zip(grads, variables, strict=True), unscaled=False)
+
+    with pytest.raises(error, match=message):
+        (tf.function(step) if traced else step)()
+    assert_identical(snapshot(model, optimizer), before)
+
+
+@pytest.mark.parametrize("pairs", [None, 3, [1, 2], [(1, 2, 3)]])
+def test_what_is_no_list_of_pairs(built, pairs):
+    with pytest.raises(TypeError, match="takes .gradient, variable. pairs"):
+        built[1].apply_gradients(pairs)
+
+
+def test_apply_with_fewer_gradients_than_variables(built):
+    model, optimizer = built
+    with pytest.raises(ValueError, match="one gradient for each of the 4 variables; got 2"):
+        optimizer.apply(gradients_of(model)[:2])
+
+
+def test_apply_without_variables_uses_those_it_was_built_with(built):
+    model, optimizer = built
+    optimizer.apply(gradients_of(model), unscaled=False)
+    assert int(optimizer.iterations) == 1
+
+
+def test_building_on_an_empty_list():
+    with pytest.raises(ValueError, match="at least one variable"):
+        wrapped().build([])
+
+
+@pytest.mark.parametrize("bad", [None, tf.ones(3), {"a": tf.ones(3)}, "gradients"])
+def test_unscaling_what_is_no_list(bad):
+    with pytest.raises(TypeError, match="takes a list of gradients"):
+        wrapped().get_unscaled_gradients(bad)
+
+
+@pytest.mark.parametrize("loss", [None, "loss", tf.constant(3), {"a": 1.0}])
+def test_losses_that_cannot_be_scaled(loss):
+    with pytest.raises(TypeError, match="The loss must be a float tensor"):
+        wrapped().get_scaled_loss(loss)
+
+
+def test_minimize_a_tensor_without_its_tape():
+    weight = keras.Variable(1.0)
+    with pytest.raises(ValueError, match="needs the tape"):
+        wrapped().minimize(tf.constant(1.0), [weight])
+
+
+def test_minimize_without_variables():
+    with pytest.raises(ValueError, match="list of gradients is empty"):
+        wrapped().minimize(lambda: tf.constant(1.0), [])
+
+
+def test_a_loop_that_never_scales_is_told_once():
+    weight, optimizer = keras.Variable([1.0]), wrapped()
+    with pytest.warns(tfamp.TfampWarning, match="no loss has been scaled") as record:
+        optimizer.apply_gradients([(tf.ones(1), weight)])
+        optimizer.apply_gradients([(tf.ones(1), weight)])
+    assert len([w for w in record if w.category is tfamp.TfampWarning]) == 1
+
+
+@pytest.mark.parametrize("backend_error", [ValueError])
+def test_stateless_apply_says_that_tensorflow_has_none(built, backend_error):
+    model, optimizer = built
+    with pytest.raises(backend_error, match="not supported with the TensorFlow backend"):
+        optimizer.stateless_apply(
+            [v.value for v in optimizer.variables],
+            gradients_of(model),
+            [v.value for v in model.trainable_variables],
+        )
+
+
+def test_stateless_apply_before_build():
+    with pytest.raises(ValueError, match="must be built before stateless_apply"):
+        wrapped().stateless_apply([], [], [])

@@ -1,0 +1,245 @@
+"""Saving and resuming: every way restores everything, and training goes on bit-identically."""
+
+import subprocess
+import sys
+import textwrap
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.training import (
+    assert_identical,
+    data,
+    scaled_gradients,
+    small_model,
+    snapshot,
+    train_step,
+)
+
+# Values other than the defaults, so that a forgotten field shows.
+RULE = tfamp.DynamicLossScale(
+    initial_scale=2.0**12,
+    growth_factor=4.0,
+    backoff_factor=0.25,
+    growth_steps=7,
+    hysteresis=2,
+    min_scale=2.0**-8,
+    max_scale=2.0**24,
+)
+FIXED = tfamp.FixedLossScale(512.0, skip_nonfinite=False)
+
+
+def make_optimizer(rule=RULE):
+    return tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.01), loss_scale=rule, name="wrapped")
+
+
+def steps(count, seed):
+    """Batches of which one in five is bad, the same for the same seed."""
+    x, y = data()
+    random = np.random.default_rng(seed)
+    for _ in range(count):
+        rows = random.integers(0, len(x), 8)
+        bad = random.random() < 0.2
+        yield tf.constant(x[rows] * np.float32(np.nan if bad else 1.0)), tf.constant(y[rows])
+
+
+@pytest.mark.parametrize("rule", [RULE, FIXED, tfamp.DynamicLossScale(), tfamp.FixedLossScale()])
+def test_config_round_trip(rule):
+    optimizer = make_optimizer(rule)
+    config = optimizer.get_config()
+    again = tfamp.LossScaleOptimizer.from_config(config)
+    assert again.get_config() == config == optimizer.get_config(), "config must not be modified"
+    assert again.dynamic == isinstance(rule, tfamp.DynamicLossScale)
+    assert again.initial_scale == float(again.loss_scale) == rule.initial_scale
+    assert again.name == "wrapped"
+    assert type(again.inner_optimizer) is keras.optimizers.Adam
+
+
+def test_serialized_by_keras():
+    saved = keras.saving.serialize_keras_object(make_optimizer())
+    again = keras.saving.deserialize_keras_object(saved)
+    assert isinstance(again, tfamp.LossScaleOptimizer)
+    assert again.get_config() == saved["config"]
+
+
+def test_config_of_keras_own_optimizer_is_accepted():
+    theirs = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.5), initial_scale=64.0, dynamic_growth_steps=10
+    )
+    ours = tfamp.LossScaleOptimizer.from_config(theirs.get_config())
+    assert (ours.initial_scale, ours.dynamic_growth_steps) == (64.0, 10)
+
+
+def assert_same_values(actual, expected):
+    """As assert_identical, for models whose variables have other paths."""
+    for value, wanted in zip(actual.values(), expected.values(), strict=True):
+        np.testing.assert_array_equal(value, wanted)
+
+
+def train(model, optimizer, batches, traced=True):
+    step = train_step(model, optimizer)
+    step = tf.function(step) if traced else step
+    for x, y in batches:
+        step(x, y)
+
+
+@pytest.mark.parametrize("traced", [True, False], ids=["function", "eager"])
+def test_checkpoint_resumes_bit_identically(tmp_path, traced):
+    model, optimizer = small_model(), make_optimizer()
+    optimizer.build(model.trainable_variables)
+    train(model, optimizer, steps(100, seed=1), traced)
+    assert int(optimizer.skipped_steps) > 5, "the test needs a state worth restoring"
+    path = tf.train.Checkpoint(model=model, optimizer=optimizer).save(tmp_path / "checkpoint")
+    saved = snapshot(model, optimizer)
+    train(model, optimizer, steps(100, seed=2), traced)
+
+    other, resumed = small_model(), make_optimizer()
+    resumed.build(other.trainable_variables)
+    status = tf.train.Checkpoint(model=other, optimizer=resumed).restore(path)
+    status.assert_consumed()
+    assert_same_values(snapshot(other, resumed), saved)
+    train(other, resumed, steps(100, seed=2), traced)
+    assert_same_values(snapshot(other, resumed), snapshot(model, optimizer))
+
+
+def test_checkpoint_restored_before_the_optimizer_is_built(tmp_path):
+    model, optimizer = small_model(), make_optimizer()
+    train(model, optimizer, steps(30, seed=1))
+    path = tf.train.Checkpoint(model=model, optimizer=optimizer).save(tmp_path / "checkpoint")
+    other, resumed = small_model(), make_optimizer()
+    tf.train.Checkpoint(model=other, optimizer=resumed).restore(path)
+    train(other, resumed, steps(30, seed=2))
+    train(model, optimizer, steps(30, seed=2))
+    assert_same_values(snapshot(other, resumed), snapshot(model, optimizer))
+
+
+def fit(model, x, y):
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float32"])
+def test_keras_file_resumes_bit_identically(tmp_path, policy):
+    x, y = data()
+    x[9] = np.nan
+    with tfamp.policy_scope(policy):
+        model = small_model()
+    model.compile(make_optimizer(), "mse", jit_compile=False)
+    fit(model, x, y)
+    assert int(model.optimizer.skipped_steps) == 1
+    model.save(tmp_path / "model.keras")
+    other = keras.models.load_model(tmp_path / "model.keras")
+    assert isinstance(other.optimizer, tfamp.LossScaleOptimizer)
+    assert other.optimizer.get_config() == model.optimizer.get_config()
+    assert_equal_state(other, model)
+    other.compile(other.optimizer, "mse", jit_compile=False)
+    fit(model, x, y)
+    fit(other, x, y)
+    assert_equal_state(other, model)
+
+
+def assert_equal_state(actual, expected):
+    assert_same_values(
+        snapshot(actual, actual.optimizer), snapshot(expected, expected.optimizer)
+    )
+
+
+def test_weights_file_and_backup_and_restore(tmp_path):
+    x, y = data()
+
+    class Killed(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    def run(*callbacks):
+        model = small_model()
+        model.compile(make_optimizer(), "mse", jit_compile=False)
+        arguments = {"batch_size": 8, "epochs": 4, "shuffle": False, "verbose": 0}
+        model.fit(x, y, callbacks=list(callbacks), **arguments)
+        return model
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(tmp_path / "backup")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(backup(), Killed())
+    assert_equal_state(run(backup()), run())
+
+
+PROGRAM = textwrap.dedent(
+    """
+    import sys, keras, numpy as np, tensorflow as tf, tfamp
+
+    tf.config.experimental.enable_op_determinism()
+    keras.utils.set_random_seed(0)
+    tfamp.set_global_policy("mixed_bfloat16")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+    optimizer = tfamp.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01), initial_scale=2.0**10, dynamic_growth_steps=5
+    )
+    optimizer.build(model.trainable_variables)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer, done=tf.Variable(0))
+    manager = tf.train.CheckpointManager(checkpoint, sys.argv[1], max_to_keep=1)
+    checkpoint.restore(manager.latest_checkpoint)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = optimizer.get_scaled_loss(tf.reduce_mean(tf.square(model(x) - 1.0)))
+        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+    for number in range(int(checkpoint.done), 60):
+        if number == int(sys.argv[2]):
+            import os, signal
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = np.random.default_rng(number).standard_normal((8, 4)).astype("float32")
+        step(tf.constant(x * (np.nan if number % 9 == 4 else 1.0), tf.float32))
+        checkpoint.done.assign(number + 1)
+        if number % 10 == 9:
+            manager.save()
+    np.savez(sys.argv[3], *[v.numpy() for v in model.variables + optimizer.variables])
+    """
+)
+
+
+def test_killed_and_resumed_equals_uninterrupted(tmp_path):
+    def run(folder, kill_at):
+        arguments = [tmp_path / folder, str(kill_at), tmp_path / f"{folder}.npz"]
+        return subprocess.run(
+            [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=300
+        )
+
+    assert run("killed", 37).returncode == -9
+    for folder in ("killed", "whole"):
+        result = run(folder, -1)
+        assert result.returncode == 0, result.stderr
+    killed, whole = (np.load(tmp_path / f"{name}.npz") for name in ("killed", "whole"))
+    for name in whole.files:
+        np.testing.assert_array_equal(killed[name], whole[name])
+
+
+def test_export_and_inference_without_the_optimizer(tmp_path):
+    x, y = data()
+    model = small_model()
+    model.compile(make_optimizer(), "mse", jit_compile=False)
+    fit(model, x, y)
+    model.export(tmp_path / "exported", verbose=False)
+    served = tf.saved_model.load(str(tmp_path / "exported"))
+    np.testing.assert_allclose(served.serve(x), model(x), rtol=1e-5)
+
+
+def test_unrelated_state_is_untouched_by_a_failed_apply():
+    model, optimizer = small_model(), make_optimizer()
+    optimizer.build(model.trainable_variables)
+    x, y = data(1)
+    grads = scaled_gradients(model, optimizer, tf.constant(x), tf.constant(y))
+    before = snapshot(model, optimizer)
+    with pytest.raises(ValueError, match="has shape"):
+        optimizer.apply_gradients(
+            zip([*grads[:-1], tf.zeros((3, 3))], model.trainable_variables, strict=True)
+        )
+    assert_identical(snapshot(model, optimizer), before)

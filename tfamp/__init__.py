@@ -1,0 +1,56 @@
+"""tfamp: automatic mixed precision for TensorFlow and Keras 3.
+
+Importing this module changes nothing and imports neither TensorFlow nor Keras: every public name
+is loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfamp import mixed_precision as mixed_precision
+    from tfamp.errors import TfampError as TfampError
+    from tfamp.errors import TfampWarning as TfampWarning
+    from tfamp.errors import UnsupportedVersionError as UnsupportedVersionError
+    from tfamp.optimizer import LossScaleOptimizer as LossScaleOptimizer
+    from tfamp.options import DynamicLossScale as DynamicLossScale
+    from tfamp.options import FixedLossScale as FixedLossScale
+    from tfamp.policy import Policy as Policy
+    from tfamp.policy_state import global_policy as global_policy
+    from tfamp.policy_state import policy_scope as policy_scope
+    from tfamp.policy_state import set_global_policy as set_global_policy
+
+__version__ = "0.1.0"
+
+# Public name -> module that defines it. No function shares its module's name: importing the module
+# would put the module in the function's place.
+_HOMES = {
+    "DynamicLossScale": "tfamp.options",
+    "FixedLossScale": "tfamp.options",
+    "LossScaleOptimizer": "tfamp.optimizer",
+    "Policy": "tfamp.policy",
+    "TfampError": "tfamp.errors",
+    "TfampWarning": "tfamp.errors",
+    "UnsupportedVersionError": "tfamp.errors",
+    "global_policy": "tfamp.policy_state",
+    "mixed_precision": "tfamp.mixed_precision",
+    "policy_scope": "tfamp.policy_state",
+    "set_global_policy": "tfamp.policy_state",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tfamp' has no attribute {name!r}")
+    module = importlib.import_module(_HOMES[name])
+    value = module if _HOMES[name] == f"tfamp.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

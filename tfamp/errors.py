@@ -1,0 +1,38 @@
+"""Error and warning classes of tfamp; a leaf module that imports nothing.
+
+Bad arguments are `ValueError` or `TypeError`, as everywhere in Python. The classes here are for
+what is particular to tfamp, so that a program can catch or filter them by name.
+"""
+
+
+class TfampError(Exception):
+    """Base class of every error that only tfamp can raise.
+
+    Example:
+        >>> import tfamp
+        >>> issubclass(tfamp.UnsupportedVersionError, tfamp.TfampError)
+        True
+    """
+
+
+class UnsupportedVersionError(TfampError):
+    """A private TensorFlow or Keras symbol tfamp relies on is missing in the installed release.
+
+    The message names the symbol, the installed version and the versions tfamp was tested with.
+
+    Example:
+        >>> import tfamp
+        >>> raise tfamp.UnsupportedVersionError("keras.src.x is gone in Keras 9.9")
+        Traceback (most recent call last):
+        ...
+        tfamp.errors.UnsupportedVersionError: keras.src.x is gone in Keras 9.9
+    """
+
+
+class TfampWarning(UserWarning):
+    """Base class of every warning tfamp gives, so that one filter reaches them all.
+
+    Example:
+        >>> import warnings, tfamp
+        >>> warnings.filterwarnings("ignore", category=tfamp.TfampWarning)
+    """

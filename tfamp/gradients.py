@@ -1,0 +1,172 @@
+"""Pure functions on lists of gradients: checking, unscaling, finiteness, agreement of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from tfamp.dtypes import FLOAT_DTYPES, LOW_PRECISION
+
+
+def variable_name(variable: Any) -> str:
+    """The most telling name a variable has: a Keras path, else a TensorFlow name."""
+    return str(getattr(variable, "path", None) or getattr(variable, "name", variable))
+
+
+def dtype_name(tensor: Any) -> str:
+    """The dtype of a tensor, variable or `IndexedSlices` as a name."""
+    return keras.backend.standardize_dtype(tensor.dtype)
+
+
+def scaled_loss(loss: Any, scale: Any) -> Any:
+    """Multiplies a loss by the loss scale, in float32 or wider.
+
+    A float16 loss is cast first: the default maximum scale, and already 2**16, is inf in float16.
+
+    Args:
+        loss: Float tensor of any shape, or a number.
+        scale: Scalar float32.
+
+    Returns:
+        The scaled loss: float64 if the loss is, else float32.
+
+    Raises:
+        TypeError: `loss` is no float tensor or number.
+    """
+    loss = _as_float_tensor(loss)
+    if dtype_name(loss) in LOW_PRECISION:
+        loss = ops.cast(loss, "float32")
+    return loss * ops.cast(scale, loss.dtype)
+
+
+def _as_float_tensor(loss: Any) -> Any:
+    try:
+        tensor = ops.convert_to_tensor(loss)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"The loss must be a float tensor; got {type(loss).__name__}. To scale several losses, "
+            "scale each of them."
+        ) from error
+    if dtype_name(tensor) not in FLOAT_DTYPES:
+        raise TypeError(f"The loss must be a float tensor; got dtype {dtype_name(tensor)}.")
+    return tensor
+
+
+def unscale(gradient: Any, scale: Any) -> Any:
+    """Divides one gradient by the loss scale, in float32 or wider.
+
+    Args:
+        gradient: Float tensor, `tf.IndexedSlices` (its values are divided, it is not densified)
+            or None.
+        scale: Scalar float32.
+
+    Returns:
+        The unscaled gradient; None for None.
+    """
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            unscale(gradient.values, scale), gradient.indices, gradient.dense_shape
+        )
+    if dtype_name(gradient) in LOW_PRECISION:
+        gradient = ops.cast(gradient, "float32")
+    return gradient / ops.cast(scale, gradient.dtype)
+
+
+def all_finite(gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> Any:
+    """Whether no gradient holds an inf or NaN.
+
+    Args:
+        gradients: Float tensors, `tf.IndexedSlices` (only their values are looked at) or None.
+        variables: The variables they belong to, if known. A gradient that is finite but would not
+            be in its variable's narrower dtype counts as not finite.
+
+    Returns:
+        Scalar bool tensor; True for an empty list.
+    """
+    dtypes = [dtype_name(v) for v in variables] if variables else [None] * len(gradients)
+    checks = [
+        ops.all(ops.isfinite(_as_stored(gradient, dtype)))
+        for gradient, dtype in zip(gradients, dtypes, strict=True)
+        if gradient is not None
+    ]
+    return ops.all(ops.stack(checks)) if checks else ops.convert_to_tensor(True)
+
+
+def _as_stored(gradient: Any, dtype: str | None) -> Any:
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    narrows = dtype in LOW_PRECISION and dtype_name(values) != dtype
+    return ops.cast(values, dtype) if narrows else values
+
+
+def on_every_replica(finite: Any) -> Any:
+    """Makes all replicas agree: True only where every replica of every worker said True.
+
+    Args:
+        finite: Scalar bool tensor of this replica.
+
+    Returns:
+        Scalar bool tensor, equal on all replicas. Without several replicas it is `finite`.
+    """
+    replica = tf.distribute.get_replica_context()
+    if replica is None or replica.num_replicas_in_sync == 1:
+        return finite
+    faults = tf.cast(tf.logical_not(finite), "float32")
+    return tf.equal(replica.all_reduce(tf.distribute.ReduceOp.SUM, faults), 0.0)
+
+
+def check_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Raises if the gradients cannot be applied to the variables, before anything is changed.
+
+    Args:
+        gradients: Float tensors, `tf.IndexedSlices` or None.
+        variables: The variables they belong to, in the same order.
+
+    Raises:
+        ValueError: The lists are empty or of different lengths, all gradients are None, or a
+            shape does not fit.
+        TypeError: A gradient is no float tensor.
+    """
+    if not gradients:
+        raise ValueError(
+            "There is nothing to apply: the list of gradients is empty. Pass one (gradient, "
+            "variable) pair for each trainable variable."
+        )
+    if len(gradients) != len(variables):
+        raise ValueError(
+            f"Expected one gradient for each of the {len(variables)} variables; got "
+            f"{len(gradients)}."
+        )
+    if all(gradient is None for gradient in gradients):
+        names = ", ".join(variable_name(v) for v in variables[:3])
+        raise ValueError(
+            f"No gradient was given for any of {len(variables)} variables ({names}, …): all are "
+            "None. Was the loss computed under the tape, from these variables?"
+        )
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if gradient is not None:
+            _check_gradient(gradient, variable)
+
+
+def _check_gradient(gradient: Any, variable: Any) -> None:
+    if not hasattr(gradient, "dtype") or dtype_name(gradient) not in FLOAT_DTYPES:
+        given = dtype_name(gradient) if hasattr(gradient, "dtype") else type(gradient).__name__
+        raise TypeError(
+            f"The gradient of {variable_name(variable)} must be a float tensor; got {given}."
+        )
+    if not hasattr(variable, "assign"):
+        raise TypeError(
+            f"Expected (gradient, variable) pairs; got {type(variable).__name__} as variable. "
+            "Are the two swapped?"
+        )
+    given_shape = tf.TensorShape(gradient.shape)
+    if not given_shape.is_compatible_with(tf.TensorShape(variable.shape)):
+        raise ValueError(
+            f"The gradient of {variable_name(variable)} has shape {given_shape}; the variable has "
+            f"shape {tf.TensorShape(variable.shape)}."
+        )

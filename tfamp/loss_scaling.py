@@ -1,0 +1,123 @@
+"""Scaling losses and unscaling their gradients; a part of `LossScaleOptimizer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from tfamp import gradients as gradient_lib
+from tfamp.options import LossScale
+from tfamp.scale_variables import ScaleVariables
+from tfamp.unscaled_window import UnscaledWindows
+
+_Loss = TypeVar("_Loss")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def as_written(method: _Method) -> _Method:
+    """Keeps AutoGraph, which rewrites all that a `tf.function` calls, from rewriting a method."""
+    kept: _Method = tf.autograph.experimental.do_not_convert(method)
+    return kept
+
+
+class LossScaling(ScaleVariables):
+    """Adds the methods a training loop scales with to an optimizer."""
+
+    def _start_scaling(self, rule: LossScale) -> None:
+        self._windows = UnscaledWindows()
+        self._create_scale_variables(rule)
+
+    @as_written
+    def get_scaled_loss(self, loss: _Loss) -> _Loss:
+        """Multiplies the loss by the current scale.
+
+        Args:
+            loss: Float tensor of any shape, or a function without arguments that returns one.
+
+        Returns:
+            The scaled loss, float32 (float64 for a float64 loss), or a function returning it.
+
+        Raises:
+            TypeError: `loss` is neither.
+
+        Example:
+            >>> import keras, tfamp
+            >>> optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8.0)
+            >>> float(optimizer.get_scaled_loss(2.0))
+            16.0
+        """
+        if callable(loss) and not keras.ops.is_tensor(loss):
+            compute: Callable[[], Any] = loss
+            return lambda: self.scale_loss(compute())  # type: ignore[return-value]
+        return self.scale_loss(loss)
+
+    @as_written
+    def scale_loss(self, loss: Any) -> Any:
+        """Multiplies the loss by the current scale; what `model.fit` calls.
+
+        Args:
+            loss: Float tensor of any shape.
+
+        Returns:
+            The scaled loss, float32 (float64 for a float64 loss).
+
+        Raises:
+            TypeError: `loss` is no float tensor.
+        """
+        return gradient_lib.scaled_loss(loss, self.get_scale())
+
+    @as_written
+    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+        """Divides gradients of a scaled loss by the current scale.
+
+        The gradients are checked here and the result is remembered until the next apply, so
+        nothing done to them in between (clipping by value, say) can hide an overflow. May be
+        called several times before one apply, for gradients of several backward passes.
+
+        Args:
+            grads: Float tensors, `tf.IndexedSlices` or None, as `tape.gradient` returns them.
+
+        Returns:
+            The unscaled gradients, in the same order.
+
+        Raises:
+            TypeError: `grads` is no list or tuple of gradients.
+            ValueError: One of them has been unscaled already.
+
+        Example:
+            >>> import keras, tensorflow as tf, tfamp
+            >>> optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8.0)
+            >>> [float(g) for g in optimizer.get_unscaled_gradients([tf.constant(24.0)])]
+            [3.0]
+        """
+        if (
+            isinstance(grads, (dict, str))
+            or not isinstance(grads, Iterable)
+            or hasattr(grads, "dtype")
+        ):
+            raise TypeError(
+                "get_unscaled_gradients takes a list of gradients, as tape.gradient returns it for "
+                f"a list of variables; got {type(grads).__name__}."
+            )
+        grads = list(grads)
+        window = self._windows.current()
+        window.check_not_unscaled(grads)
+        unscaled = self._divided(grads, self._trainable_variables, self.get_scale())
+        finite = gradient_lib.on_every_replica(gradient_lib.all_finite(unscaled))
+        self._unscaled_finite.assign(ops.logical_and(self._unscaled_finite, finite))
+        self._unscaled_pending.assign(True)
+        window.remember(grads, unscaled)
+        return unscaled
+
+    def _divided(self, grads: Sequence[Any], variables: Sequence[Any], scale: Any) -> list[Any]:
+        if len(variables) != len(grads):
+            return [gradient_lib.unscale(g, scale) for g in grads]
+        return [
+            # Such a "gradient" is the variable's next value (float8 training), not a derivative.
+            g if getattr(v, "overwrite_with_gradient", False) else gradient_lib.unscale(g, scale)
+            for g, v in zip(grads, variables, strict=True)
+        ]

@@ -1,0 +1,16 @@
+"""The names of `tf.keras.mixed_precision`, so that code written for it runs on Keras 3.
+
+    from tfamp import mixed_precision      # was: from tensorflow.keras import mixed_precision
+
+Example:
+    >>> from tfamp import mixed_precision
+    >>> mixed_precision.Policy("mixed_float16").compute_dtype
+    'float16'
+"""
+
+from tfamp.optimizer import LossScaleOptimizer as LossScaleOptimizer
+from tfamp.policy import Policy as Policy
+from tfamp.policy_state import global_policy as global_policy
+from tfamp.policy_state import set_global_policy as set_global_policy
+
+__all__ = ["LossScaleOptimizer", "Policy", "global_policy", "set_global_policy"]
