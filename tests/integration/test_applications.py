@@ -1,0 +1,112 @@
+"""Every model of keras.applications builds, trains one step and predicts under mixed policies."""
+
+from __future__ import annotations
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tfamp
+
+MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+
+# One of each kind of architecture; the others are slow. 64 pixels and no less: at 32 the last
+# BatchNormalizations see two values each, and float32 itself gets gradients of 1e9 and NaN weights.
+SIDE = 64
+REPRESENTATIVE = (
+    "ConvNeXtTiny",
+    "DenseNet121",
+    "EfficientNetB0",
+    "EfficientNetV2B0",
+    "MobileNetV2",
+    "MobileNetV3Small",
+    "ResNet50",
+    "ResNet50V2",
+    "VGG16",
+    "Xception",
+)
+# Those that refuse so small an input.
+_SIDES = {"InceptionResNetV2": 75, "InceptionV3": 75, "Xception": 71}
+
+
+def _others():
+    found = inspect.getmembers(keras.applications, inspect.isfunction)
+    return [name for name, _ in found if name not in REPRESENTATIVE]
+
+
+CASES = [*REPRESENTATIVE, *(pytest.param(name, marks=pytest.mark.slow) for name in _others())]
+
+
+def all_layers(model):
+    return [layer for layer in model._flatten_layers() if not isinstance(layer, keras.Model)]
+
+
+def assert_mixed(model, low):
+    heavy = (layers.Conv2D, layers.DepthwiseConv2D, layers.SeparableConv2D)
+    found = all_layers(model)
+    convolutions = {layer.compute_dtype for layer in found if isinstance(layer, heavy)}
+    assert convolutions == {low}
+    norms = [layer for layer in found if isinstance(layer, layers.BatchNormalization)]
+    assert {norm.compute_dtype for norm in norms} <= {"float32"}
+    assert {weight.dtype for weight in model.trainable_weights} == {"float32"}
+    assert model.layers[-1].compute_dtype == "float32"
+    assert model.outputs[0].dtype == "float32"
+    # BatchNormalization and the output layer are float32, and hardly anything else.
+    kept = [layer for layer in found if layer.weights and layer.compute_dtype == "float32"]
+    assert len(kept) <= len(norms) + 1 + sum(isinstance(x, layers.Normalization) for x in found)
+
+
+def train_and_predict(model, side):
+    images = np.random.default_rng(0).uniform(0, 255, (2, side, side, 3)).astype("float32")
+    labels = np.array([1, 3])
+    before = [weight.numpy() for weight in model.trainable_weights]
+    # No loss scaling: it would hide a gradient that overflows, by skipping the step.
+    model.compile(
+        keras.optimizers.SGD(1e-4),
+        "sparse_categorical_crossentropy",
+        jit_compile=False,
+        auto_scale_loss=False,
+    )
+    loss = model.train_on_batch(images, labels)
+    after = [weight.numpy() for weight in model.trainable_weights]
+    assert all(np.isfinite(value).all() for value in after)
+    assert any((old != new).any() for old, new in zip(before, after, strict=True))
+    predicted = model.predict_on_batch(images)
+    return loss, predicted
+
+
+@pytest.mark.parametrize("policy", MIXED)
+@pytest.mark.parametrize("name", CASES)
+def test_builds_trains_and_predicts(name, policy):
+    make, side = getattr(keras.applications, name), _SIDES.get(name, SIDE)
+    tfamp.set_global_policy(policy)
+    model = make(weights=None, input_shape=(side, side, 3), classes=10)
+    assert_mixed(model, MIXED[policy])
+    loss, predicted = train_and_predict(model, side)
+    assert np.isfinite(loss)
+    assert predicted.dtype == np.float32
+    assert predicted.shape == (2, 10)
+    assert np.isfinite(predicted).all()
+    keras.utils.clear_session(free_memory=True)
+
+
+@pytest.mark.parametrize("policy", MIXED)
+@pytest.mark.parametrize("nested", [True, False])
+def test_transfer_learning(policy, nested):
+    low = MIXED[policy]
+    tfamp.set_global_policy(policy)
+    base = keras.applications.MobileNetV3Small(
+        weights=None, include_top=False, input_shape=(SIDE, SIDE, 3), pooling="avg"
+    )
+    assert base.outputs[0].dtype == "float32"
+    x = keras.Input((SIDE, SIDE, 3)) if nested else base.input
+    features = base(x) if nested else base.output
+    model = keras.Model(x, layers.Dense(10, activation="softmax")(features))
+    assert_mixed(model, low)
+    assert base.layers[-1].compute_dtype == (low if nested else "float32")
+    loss, predicted = train_and_predict(model, SIDE)
+    assert np.isfinite(loss)
+    assert predicted.dtype == np.float32

@@ -1,0 +1,197 @@
+"""A model saved under tfamp reloads with the same dtypes in a process that never imports tfamp."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tfamp
+
+X = np.linspace(-1, 1, 16, dtype="float32").reshape(2, 8)
+
+# Runs in a fresh process for all files at once: starting TensorFlow takes seconds.
+_RELOAD = """
+import json, sys
+import keras, numpy as np
+x = np.load(sys.argv[1])
+found = {}
+for path in sys.argv[2:]:
+    model = keras.saving.load_model(path)
+    found[path] = {
+        "layers": sorted(
+            [type(layer).__name__, layer.dtype_policy.name]
+            for layer in model._flatten_layers()
+            if not isinstance(layer, (keras.layers.InputLayer, keras.Model))
+        ),
+        "outputs": [output.dtype for output in model.outputs],
+        "real": [str(y.dtype.name) for y in keras.tree.flatten(model(x))],
+        "values": [np.asarray(y, "float64").tolist() for y in keras.tree.flatten(model(x))],
+    }
+assert "tfamp" not in sys.modules
+assert keras.config.dtype_policy().name == "float32"
+print(json.dumps(found))
+"""
+
+
+def functional():
+    x = keras.Input((8,))
+    return keras.Model(x, layers.Dense(3)(layers.BatchNormalization()(layers.Dense(4)(x))))
+
+
+def functional_with_ops():
+    x = keras.Input((8,))
+    return keras.Model(x, keras.ops.softmax(layers.Dense(3)(x) + 1.0))
+
+
+def sequential():
+    return keras.Sequential(
+        [keras.Input((8,)), layers.Dense(4), layers.BatchNormalization(), layers.Dense(3)]
+    )
+
+
+def deferred():
+    model = keras.Sequential([layers.Dense(4), layers.Dense(3)])
+    model(X)
+    return model
+
+
+def several_outputs():
+    x = keras.Input((8,))
+    trunk = layers.Dense(4)(x)
+    return keras.Model(x, {"a": layers.Dense(2)(trunk), "b": layers.Dense(3)(trunk)})
+
+
+def nested_inside():
+    return keras.Sequential([keras.Input((8,)), sequential(), functional_head(3), layers.Dense(2)])
+
+
+def nested_at_the_end():
+    return keras.Sequential([keras.Input((8,)), layers.Dense(8), sequential()])
+
+
+def functional_head(units):
+    x = keras.Input((units,))
+    return keras.Model(x, layers.Dense(units)(layers.Dense(4)(x)))
+
+
+def with_cast():
+    x = keras.Input((8,))
+    hidden = layers.Dense(4)
+    with_cast.full = keras.Model(x, layers.Dense(2)(hidden(x)))
+    return keras.Model(x, hidden.output)
+
+
+def sequential_with_cast():
+    inner = keras.Sequential([keras.Input((2,)), layers.Dense(3)])
+    return keras.Sequential(
+        [keras.Input((8,)), layers.Reshape((4, 2)), layers.TimeDistributed(inner)]
+    )
+
+
+def composite_layers():
+    x = keras.Input((8,))
+    y = layers.Bidirectional(layers.LSTM(2, return_sequences=True))(layers.Reshape((4, 2))(x))
+    return keras.Model(x, layers.MultiHeadAttention(2, 2)(y, y))
+
+
+MODELS = {
+    make.__name__: make
+    for make in (
+        functional,
+        functional_with_ops,
+        sequential,
+        deferred,
+        several_outputs,
+        nested_inside,
+        nested_at_the_end,
+        with_cast,
+        sequential_with_cast,
+        composite_layers,
+    )
+}
+POLICIES = ["mixed_float16", "mixed_bfloat16"]
+
+
+def describe(model):
+    outputs = keras.tree.flatten(model(X))
+    return {
+        # A model's own policy is not in its file, and says nothing about its layers.
+        "layers": sorted(
+            [type(layer).__name__, layer.dtype_policy.name]
+            for layer in model._flatten_layers()
+            if not isinstance(layer, layers.InputLayer | keras.Model)
+        ),
+        "outputs": [output.dtype for output in model.outputs],
+        "real": [output.dtype.name for output in outputs],
+        "values": [np.asarray(output, "float64").tolist() for output in outputs],
+    }
+
+
+@pytest.fixture(scope="module")
+def reloaded(tmp_path_factory):
+    """(here, there) by (model, policy): what the models were, and what they are when reloaded."""
+    folder = tmp_path_factory.mktemp("saved")
+    here, paths = {}, {}
+    for policy in POLICIES:
+        for name, make in MODELS.items():
+            with tfamp.policy_scope(policy):
+                model = make()
+                paths[name, policy] = str(folder / f"{name}-{policy}.keras")
+                model.save(paths[name, policy])
+                here[name, policy] = describe(model)
+    np.save(folder / "x.npy", X)
+    done = subprocess.run(
+        [sys.executable, "-c", _RELOAD, str(folder / "x.npy"), *paths.values()],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+    )
+    assert done.returncode == 0, done.stderr
+    there = json.loads(done.stdout.splitlines()[-1])
+    return {key: (here[key], there[path]) for key, path in paths.items()}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_same_dtypes_and_values(reloaded, name, policy):
+    here, there = reloaded[name, policy]
+    low = [value for _, value in here["layers"] if value == policy]
+    assert low or name == "functional_with_ops", "nothing was in low precision to begin with"
+    assert set(here["outputs"]) == set(here["real"]) == {"float32"}
+    assert there["outputs"] == here["outputs"]
+    assert there["real"] == here["real"]
+    # Only its Functional has the cast of a Sequential, so it is no layer of it before.
+    added = [["Activation", "float32"]] if name == "sequential_with_cast" else []
+    assert there["layers"] == sorted(here["layers"] + added)
+    for actual, expected in zip(there["values"], here["values"], strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_reloaded_model_can_be_saved_and_extended_under_tfamp(tmp_path, policy):
+    with tfamp.policy_scope(policy):
+        sequential().save(tmp_path / "m.keras")
+        model = keras.saving.load_model(tmp_path / "m.keras")
+        assert describe(model)["real"] == ["float32"]
+        model.add(layers.Dense(2))
+        assert describe(model)["real"] == ["float32"]
+        model.save(tmp_path / "m.keras")
+    assert describe(keras.saving.load_model(tmp_path / "m.keras"))["real"] == ["float32"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_clone_has_the_same_dtypes(policy):
+    with tfamp.policy_scope(policy):
+        model = functional()
+        clone = keras.models.clone_model(model)
+    assert describe(clone)["layers"] == describe(model)["layers"]
+    assert describe(clone)["real"] == ["float32"]

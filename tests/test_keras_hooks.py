@@ -1,0 +1,232 @@
+"""The wrapped constructors come and go without a trace; every private Keras symbol is there."""
+
+from __future__ import annotations
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+from keras.src.models.functional import Functional, functional_like_constructor
+
+import tfamp
+from tfamp import keras_hooks
+
+WRAPPED = [keras.layers.Layer, Functional]
+
+
+@pytest.mark.parametrize("owner", WRAPPED)
+def test_constructors_come_back_as_the_same_objects(owner):
+    original = owner.__init__
+    with tfamp.policy_scope("mixed_float16"):
+        assert owner.__init__ is not original
+    assert owner.__init__ is original
+    assert "__init__" in owner.__dict__
+
+
+@pytest.mark.parametrize("owner", WRAPPED)
+def test_wrapped_constructors_keep_their_signature(owner):
+    original = owner.__init__
+    with tfamp.policy_scope("mixed_float16"):
+        assert inspect.signature(owner.__init__) == inspect.signature(original)
+        assert inspect.getfullargspec(owner.__init__) == inspect.getfullargspec(original)
+        assert owner.__init__.__wrapped__ is original
+        assert owner.__init__.__doc__ == original.__doc__
+
+
+def test_keras_still_recognises_functional_constructors():
+    class Plain(keras.Model):
+        def __init__(self, inputs, outputs, name=None, **kwargs):
+            super().__init__(inputs, outputs, name=name, **kwargs)
+
+    class Custom(keras.Model):
+        def __init__(self, units):
+            super().__init__()
+            self.units = units
+
+    with tfamp.policy_scope("mixed_float16"):
+        assert functional_like_constructor(Functional)
+        assert functional_like_constructor(Plain)
+        assert not functional_like_constructor(Custom)
+
+
+def test_automatic_config_of_a_users_layer_is_the_same():
+    class Scale(keras.layers.Layer):
+        def __init__(self, factor, **kwargs):
+            super().__init__(**kwargs)
+            self.factor = factor
+
+    plain = Scale(2.0, dtype="float32", name="s").get_config()
+    with tfamp.policy_scope("mixed_float16"):
+        config = Scale(2.0, dtype="float32", name="s").get_config()
+    assert config == plain
+
+
+def test_errors_of_the_constructors_are_keras_own():
+    with tfamp.policy_scope("mixed_float16"):
+        with pytest.raises(ValueError, match="Unrecognized keyword arguments"):
+            keras.layers.Layer(wrong=1)
+        with pytest.raises(TypeError):
+            keras.layers.Layer("positional")
+        with pytest.raises(ValueError, match="must be KerasTensors"):
+            keras.Model(inputs=[1], outputs=[2])
+
+
+def test_a_patch_on_top_of_ours_survives_and_ours_goes_quiet():
+    original = keras.layers.Layer.__init__
+    calls = []
+    scope = tfamp.policy_scope("mixed_float16")
+    scope.__enter__()
+    ours = keras.layers.Layer.__init__
+
+    def theirs(self, *args, **kwargs):
+        calls.append(type(self).__name__)
+        ours(self, *args, **kwargs)
+
+    keras.layers.Layer.__init__ = theirs
+    try:
+        scope.__exit__(None, None, None)
+        assert keras.layers.Layer.__init__ is theirs
+        assert keras.layers.Dense(1).compute_dtype == "float32"
+        assert calls == ["Dense"]
+    finally:
+        keras.layers.Layer.__init__ = original
+
+
+def test_a_tfamp_policy_as_dtype_is_converted():
+    with tfamp.policy_scope("mixed_float16"):
+        layer = keras.layers.Dense(1, dtype=tfamp.Policy("mixed_bfloat16"))
+    assert type(layer.dtype_policy) is keras.DTypePolicy
+    assert layer.dtype_policy.name == "mixed_bfloat16"
+
+
+def test_the_policy_source_passes_other_attributes_through():
+    tfamp.set_global_policy("mixed_float16")
+    from keras.src.dtype_policies import dtype_policy as module
+
+    assert module.global_state.clear_session is keras.utils.clear_session
+    module.global_state.set_global_attribute("tfamp_test", 3)
+    assert module.global_state.get_global_attribute("tfamp_test") == 3
+    assert module.global_state.get_global_attribute("absent", 4) == 4
+
+
+def test_the_policy_source_comes_and_goes():
+    from keras.src.dtype_policies import dtype_policy as module
+
+    keras_hooks.remove_policy_source()
+    original = module.global_state
+    keras_hooks.install_policy_source(lambda: keras.DTypePolicy("float64"), lambda: None)
+    assert keras.config.dtype_policy().name == "float64"
+    keras_hooks.remove_policy_source()
+    assert module.global_state is original
+    assert keras.config.dtype_policy().name == "float32"
+
+
+# One test per private symbol: a Keras release that changes one fails here first.
+
+
+def test_private_thread_policy():
+    keras.config.set_dtype_policy("float64")
+    assert keras_hooks.thread_policy().name == "float64"
+    keras_hooks.set_thread_policy(None)
+    assert keras_hooks.thread_policy() is None
+    assert keras.config.dtype_policy().name == "float32"
+
+
+def test_private_calling_layers():
+    seen = []
+
+    class Inner(keras.layers.Layer):
+        def call(self, x):
+            seen.append(keras_hooks.calling_layers())
+            return x
+
+    class Outer(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def call(self, x):
+            return self.inner(x)
+
+    outer = Outer()
+    outer(np.ones((1, 1), "float32"))
+    assert all(layers == [outer, outer.inner] for layers in seen)
+    assert len(seen) >= 1
+    assert keras_hooks.calling_layers() == []
+
+
+def test_private_functional_class():
+    x = keras.Input((1,))
+    assert type(keras.Model(x, x)) is keras_hooks.functional_class()
+
+
+def test_private_functional_of():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    assert keras_hooks.functional_of(model) is None
+    model.build((None, 2))
+    assert isinstance(keras_hooks.functional_of(model), keras_hooks.functional_class())
+
+
+def test_private_sublayers():
+    layer = keras.layers.TimeDistributed(keras.layers.Dense(1))
+    assert keras_hooks.sublayers(layer) == (layer.layer,)
+
+
+def test_private_nodes_and_producer():
+    x = keras.Input((2,))
+    layer = keras.layers.Dense(1)
+    y = layer(x)
+    (node,) = keras_hooks.inbound_nodes(layer)
+    assert (node.operation, node.outputs, node.input_tensors) == (layer, [y], [x])
+    assert (node.arguments.args, node.arguments.kwargs) == ((x,), {})
+    assert keras_hooks.producer(y) == (layer, node)
+    assert keras_hooks.outbound_nodes(keras_hooks.producer(x)[0]) == (node,)
+
+
+def test_private_producer_of_a_tensor_nothing_made():
+    x = keras.KerasTensor((2,))
+    keras.ops.abs(x)
+    assert keras_hooks.producer(x) == (None, None)
+
+
+def test_private_symbolic_dtype():
+    x = keras.KerasTensor((2,))
+    keras_hooks.set_symbolic_dtype(x, "float16")
+    assert x.dtype == "float16"
+
+
+def test_private_set_outputs():
+    x = keras.Input((2,))
+    model = keras.Model(x, {"a": x + 1.0, "b": x})
+    names = model.output_names
+    doubled = [keras.ops.multiply(tensor, 2.0) for tensor in model.outputs]
+    keras_hooks.set_outputs(model, doubled)
+    assert model.outputs == doubled
+    assert model.output_names == names
+    result = model(np.ones((1, 2), "float32"))
+    assert result["a"].numpy().tolist() == [[4.0, 4.0]]
+    assert type(model.output) is dict
+    layer = keras.layers.Activation("linear")
+    keras_hooks.set_outputs(model, [layer(doubled[0]), doubled[1]])
+    assert [*keras_hooks.sublayers(model)] == model.layers == [model.layers[0], layer]
+    keras_hooks.set_outputs(model, doubled)
+    assert [*keras_hooks.sublayers(model)] == model.layers == [model.layers[0]]
+    assert keras.Model.from_config(model.get_config()).output_shape == model.output_shape
+
+
+def test_private_copy_mask():
+    x = keras.layers.Embedding(3, 2, mask_zero=True)(np.array([[1, 0]]))
+    y = keras.ops.cast(x, "float64")
+    keras_hooks.copy_mask(x, y)
+    assert y._keras_mask.numpy().tolist() == [[True, False]]
+    keras_hooks.copy_mask(keras.ops.ones((1,)), y)
+    assert y._keras_mask is not None
+
+
+def test_a_missing_symbol_says_which_and_what_to_install(monkeypatch):
+    message = f"_no_such.* is not in Keras {keras.__version__}; tfamp was tested with Keras 3"
+    with pytest.raises(tfamp.UnsupportedVersionError, match=message):
+        keras_hooks._symbol(keras.layers.Dense(1), "_no_such")
+    with pytest.raises(tfamp.UnsupportedVersionError, match=r"keras\.src\.gone is not in Keras"):
+        keras_hooks._module("keras.src.gone")

@@ -1,0 +1,307 @@
+"""Subclassed models: the outermost call returns float32, a call inside another one does not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfamp
+from helpers.graph_asserts import assert_has_low_precision
+
+MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+X = np.linspace(-1, 1, 24, dtype="float32").reshape(3, 8)
+
+
+@pytest.fixture(params=MIXED, autouse=True)
+def low(request):
+    """The low dtype of the mixed policy in force."""
+    tfamp.set_global_policy(request.param)
+    return MIXED[request.param]
+
+
+@keras.saving.register_keras_serializable("tfamp_tests")
+class Net(keras.Model):
+    def __init__(self, units=4, **kwargs):
+        super().__init__(**kwargs)
+        self.units = units
+        self.hidden = layers.Dense(8)
+        self.norm = layers.BatchNormalization()
+        self.head = layers.Dense(units)
+
+    def call(self, x, training=False):
+        return self.head(self.norm(self.hidden(x), training=training))
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+
+class Outer(keras.Model):
+    """Holds another model and notes what it returned in here."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.seen = []
+
+    def call(self, x):
+        y = self.inner(x)
+        self.seen.append(keras.backend.standardize_dtype(y.dtype))
+        return y
+
+
+def dtype_of(tensor):
+    return keras.backend.standardize_dtype(tensor.dtype)
+
+
+def spec_of(model):
+    return dtype_of(model.compute_output_spec(keras.KerasTensor((None, 8))))
+
+
+def test_every_way_to_call_it_returns_float32(low):
+    model = Net()
+    assert spec_of(model) == "float32"
+    assert dtype_of(model(X)) == spec_of(model) == "float32"
+    assert dtype_of(tf.function(model)(X)) == "float32"
+    assert dtype_of(tf.function(model, jit_compile=True)(tf.constant(X))) == "float32"
+    assert dtype_of(model.predict(X, verbose=0)) == "float32"
+    assert dtype_of(model.call(tf.constant(X, low))) == "float32"
+    assert [model.hidden.compute_dtype, model.norm.compute_dtype] == [low, "float32"]
+    assert_has_low_precision(lambda x: model(x), tf.TensorSpec((3, 8)))
+
+
+def test_it_goes_on_after_the_policy_has_changed():
+    model, called = Net(), Net()
+    called(X)
+    tfamp.set_global_policy("float32")
+    for each in (model, called):
+        assert dtype_of(each(X)) == spec_of(each) == "float32"
+
+
+@pytest.mark.parametrize("run_eagerly", [True, False])
+def test_fit_and_evaluate_see_float32(run_eagerly):
+    seen = set()
+
+    def loss(y, predicted):
+        seen.add(dtype_of(predicted))
+        return keras.losses.mean_squared_error(y, predicted)
+
+    model = Net(1)
+    model.compile(keras.optimizers.SGD(0.01), loss, run_eagerly=run_eagerly, jit_compile=False)
+    y = X.sum(axis=1, keepdims=True)
+    history = model.fit(X, y, epochs=3, batch_size=3, verbose=0).history["loss"]
+    assert np.isfinite(history).all()
+    assert np.isfinite(model.evaluate(X, y, verbose=0))
+    assert seen == {"float32"}
+
+
+def test_without_float32_outputs_it_returns_low(low):
+    with tfamp.policy_scope(tfamp.Policy(f"mixed_{low}", float32_outputs=False)):
+        assert dtype_of(Net()(X)) == low
+
+
+def test_its_own_dtype_wins(low):
+    model = Net(dtype=f"mixed_{low}")
+    assert "call" not in vars(model)
+    assert dtype_of(model(X)) == low
+
+
+def test_a_dtype_policy_set_by_hand_wins():
+    model = Net()
+    model.dtype_policy = "float32"
+    model.head.dtype_policy = "float64"
+    assert dtype_of(model(X)) == "float64"
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_inside_another_model_it_returns_low(low, traced):
+    outer = Outer(Outer(Net()))
+    call = tf.function(outer) if traced else outer
+    assert dtype_of(call(X)) == "float32"
+    assert set(outer.seen) == set(outer.inner.seen) == {low}
+    assert dtype_of(outer.inner(X)) == "float32"
+
+
+def test_a_functional_or_sequential_called_by_a_subclassed_model_is_a_part_of_it(low):
+    x = keras.Input((8,))
+    for inner in (
+        keras.Model(x, layers.Dense(2)(x)),
+        keras.Sequential([keras.Input((8,)), layers.Dense(2)]),
+        keras.Sequential([layers.Dense(2)]),
+    ):
+        outer = Outer(inner)
+        assert dtype_of(outer(X)) == "float32"
+        assert set(outer.seen) == {low}
+        assert inner.layers[-1].compute_dtype == low
+
+
+def test_models_called_in_a_train_step_are_outermost(low):
+    class Trained(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.parts = [Net(), keras.Sequential([keras.Input((8,)), layers.Dense(2)])]
+            self.seen = set()
+
+        def train_step(self, data):
+            self.seen |= {dtype_of(part(data[0])) for part in self.parts}
+            return {"loss": 0.0}
+
+    model = Trained()
+    model.compile(jit_compile=False)
+    model.fit(X, X, verbose=0)
+    assert model.seen == {"float32"}
+
+
+def test_symbolic_call_is_low_and_the_functional_around_it_float32(low):
+    model = Net()
+    x = keras.Input((8,))
+    y = model(x)
+    assert y.dtype == low
+    ends = keras.Model(x, y)
+    contains = keras.Model(x, layers.Dense(2)(y))
+    sequential = keras.Sequential([keras.Input((8,)), Net()])
+    for outer in (ends, contains, sequential):
+        assert outer.outputs[0].dtype == "float32"
+        assert dtype_of(outer(X)) == spec_of(outer) == "float32"
+    assert spec_of(model) == dtype_of(model(X)) == "float32"
+
+
+def test_own_shape_and_spec_methods_agree_with_the_call():
+    class WithShape(Net):
+        def compute_output_shape(self, input_shape):
+            return (input_shape[0], self.units)
+
+    class WithSpec(Net):
+        def compute_output_spec(self, x, training=False):
+            return keras.KerasTensor((x.shape[0], self.units), dtype=self.compute_dtype)
+
+    for model in (WithShape(), WithSpec()):
+        assert dtype_of(model(X)) == spec_of(model) == "float32"
+
+
+def test_structured_outputs_and_what_is_no_low_float():
+    class Many(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(2)
+
+        def call(self, x):
+            y = self.dense(x)
+            exact = keras.ops.cast(y, "float64")
+            return {"low": (y, [y]), "label": keras.ops.argmax(y), "exact": exact, "none": None}
+
+    outputs = Many()(X)
+    assert [dtype_of(outputs["low"][0]), dtype_of(outputs["low"][1][0])] == ["float32"] * 2
+    assert [dtype_of(outputs["label"]), dtype_of(outputs["exact"])] == ["int32", "float64"]
+    assert outputs["none"] is None
+    assert type(outputs["low"]) is tuple
+
+
+def test_masks_survive():
+    class Tagger(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.embedding = layers.Embedding(5, 3, mask_zero=True)
+            self.lstm = layers.LSTM(2, return_sequences=True)
+
+        def call(self, x):
+            return self.lstm(self.embedding(x))
+
+    result = Tagger()(np.array([[1, 2, 0]]))
+    assert dtype_of(result) == "float32"
+    assert result._keras_mask.numpy().tolist() == [[True, True, False]]
+
+
+def test_python_control_flow_and_extra_arguments():
+    class Gated(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(2)
+
+        def call(self, x, gate, *, scale=1.0, training=None):
+            return (
+                self.dense(x) * scale if training else self.dense(x) * keras.ops.cast(gate, x.dtype)
+            )
+
+    model = Gated()
+    for training in (True, False):
+        assert dtype_of(model(X, gate=np.float32(2), scale=0.5, training=training)) == "float32"
+    assert list(model._call_signature.parameters) == ["x", "gate", "scale", "training"]
+
+
+def test_saved_weights_checkpoints_and_files_come_back(tmp_path, low):
+    model = Net()
+    expected = model(X).numpy()
+    model.save_weights(tmp_path / "w.weights.h5")
+    tf.train.Checkpoint(model=model).write(str(tmp_path / "checkpoint"))
+    model.save(tmp_path / "model.keras")
+    for restore in (
+        lambda other: other.load_weights(tmp_path / "w.weights.h5"),
+        lambda other: tf.train.Checkpoint(model=other).read(str(tmp_path / "checkpoint")),
+    ):
+        other = Net()
+        other(X)
+        restore(other)
+        np.testing.assert_array_equal(other(X), expected)
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert loaded.hidden.compute_dtype == low
+    np.testing.assert_array_equal(loaded(X), tf.cast(expected, loaded.dtype_policy.compute_dtype))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies(duplicate):
+    model = Net()
+    expected = model(X).numpy()
+    np.testing.assert_allclose(np.asarray(duplicate(model)(X), "float32"), expected, rtol=1e-2)
+
+
+@pytest.mark.parametrize("way", ["export", "saved_model"])
+def test_an_exported_model_returns_float32(tmp_path, low, way):
+    model = Net()
+    expected = model(X)
+    if way == "export":
+        model.export(str(tmp_path / "m"), verbose=False)
+        loaded = tf.saved_model.load(str(tmp_path / "m"))  # keeps its variables alive
+        serve = loaded.serve
+    else:
+        tf.saved_model.save(model, str(tmp_path / "m"))
+        loaded = tf.saved_model.load(str(tmp_path / "m"))
+        signature = loaded.signatures["serving_default"]
+
+        def serve(x):
+            return next(iter(signature(x).values()))
+
+    # Keras exports a subclassed model for inputs of its compute dtype.
+    result = serve(tf.constant(X, low))
+    assert result.dtype == tf.float32
+    np.testing.assert_allclose(result, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_replicas_return_float32(two_replicas):
+    with two_replicas.scope():
+        model = Net()
+    model(X)
+
+    @tf.function
+    def run():
+        return two_replicas.run(lambda: model(X))
+
+    assert {value.dtype for value in run().values} == {tf.float32}
+
+
+def test_compile_still_scales_the_loss_of_float16_models(low):
+    x = keras.Input((8,))
+    models = [
+        keras.Model(x, layers.Dense(1)(x)),
+        keras.Sequential([keras.Input((8,)), layers.Dense(1)]),
+        Net(1),
+    ]
+    for model in models:
+        model.compile("sgd", "mse")
+        scaled = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+        assert scaled == (low == "float16")

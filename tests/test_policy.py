@@ -1,0 +1,161 @@
+"""Policy as a value: names, dtypes, equality, what it keeps float32, errors that help."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tfamp
+from tfamp import hardware
+from tfamp.policy import POLICY_NAMES
+
+
+class BatchNormalization:
+    """Stands for Keras's: a policy knows classes by name too."""
+
+
+class Subclass(BatchNormalization):
+    pass
+
+
+class Norm:
+    pass
+
+
+class Dense:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "compute", "variable", "output"),
+    [
+        ("float16", "float16", "float16", "float16"),
+        ("bfloat16", "bfloat16", "bfloat16", "bfloat16"),
+        ("float32", "float32", "float32", "float32"),
+        ("float64", "float64", "float64", "float64"),
+        ("mixed_float16", "float16", "float32", "float32"),
+        ("mixed_bfloat16", "bfloat16", "float32", "float32"),
+    ],
+)
+def test_dtypes_of_each_name(name, compute, variable, output):
+    policy = tfamp.Policy(name)
+    assert policy.name == name
+    assert (policy.compute_dtype, policy.variable_dtype) == (compute, variable)
+    assert policy.output_dtype == output
+    assert policy.is_mixed == name.startswith("mixed")
+
+
+def test_output_dtype_is_low_without_float32_outputs():
+    assert tfamp.Policy("mixed_bfloat16", float32_outputs=False).output_dtype == "bfloat16"
+
+
+def test_auto_becomes_the_name_the_hardware_decides(monkeypatch):
+    tpu = hardware.Hardware("", cpu_bfloat16=False, cpu_float16=False, gpus=(), tpu=True)
+    monkeypatch.setattr(hardware, "detect", lambda: tpu)
+    assert tfamp.Policy("auto") == tfamp.Policy("mixed_bfloat16")
+
+
+def test_equal_by_value_and_hashable():
+    one = tfamp.Policy("mixed_float16", float32_layers=[Norm])
+    same = tfamp.Policy("mixed_float16", float32_layers=("BatchNormalization", Norm, Norm))
+    assert one == same
+    assert len({one, same, tfamp.Policy("mixed_float16")}) == 2
+    assert one != tfamp.Policy("mixed_float16", float32_layers=[Norm], float32_outputs=False)
+
+
+def test_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tfamp.Policy("float32").name = "float16"
+
+
+@pytest.mark.parametrize(
+    "make", [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))]
+)
+def test_copies_are_equal(make):
+    policy = tfamp.Policy("mixed_float16", float32_layers=["LayerNormalization"])
+    assert make(policy) == policy
+
+
+def test_repr_can_be_evaluated():
+    policy = tfamp.Policy("mixed_float16", float32_layers=["Softmax"], float32_outputs=False)
+    assert eval(repr(policy), {"Policy": tfamp.Policy}) == policy
+
+
+def test_keeps_batch_normalization_and_its_subclasses():
+    policy = tfamp.Policy("mixed_float16")
+    assert policy.keeps_float32(BatchNormalization)
+    assert policy.keeps_float32(Subclass)
+    assert not policy.keeps_float32(Dense)
+
+
+@pytest.mark.parametrize("given_layers", [[Norm], ["Norm"], {Norm}, iter([Norm])])
+def test_given_layers_are_kept_in_addition(given_layers):
+    policy = tfamp.Policy("mixed_float16", float32_layers=given_layers)
+    assert policy.keeps_float32(Norm)
+    assert policy.keeps_float32(BatchNormalization)
+    assert not policy.keeps_float32(Dense)
+
+
+def test_empty_tuple_keeps_none():
+    assert not tfamp.Policy("mixed_float16", float32_layers=()).keeps_float32(BatchNormalization)
+
+
+def test_only_mixed_policies_keep_layers():
+    assert not tfamp.Policy("float16").keeps_float32(BatchNormalization)
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [("mixed_fp16", "mixed_float16"), ("Float32", "float32"), ("MIXED_BFLOAT16", "mixed_bfloat16")],
+)
+def test_wrong_name_lists_the_names_and_suggests_the_nearest(name, suggestion):
+    with pytest.raises(ValueError, match=f"did you mean '{suggestion}'") as error:
+        tfamp.Policy(name)
+    assert all(known in str(error.value) for known in POLICY_NAMES)
+
+
+@given(st.text())
+def test_any_other_text_is_a_value_error(name):
+    if name in POLICY_NAMES:
+        return
+    with pytest.raises(ValueError, match="name must be one of"):
+        tfamp.Policy(name)
+
+
+@pytest.mark.parametrize("name", [None, 16, 1.5, b"float16", float, ["float16"]])
+def test_name_that_is_no_string_is_a_type_error(name):
+    with pytest.raises(TypeError, match="name must be a string"):
+        tfamp.Policy(name)
+
+
+def test_policy_as_name_says_to_use_it_as_it_is():
+    with pytest.raises(TypeError, match="already is a Policy"):
+        tfamp.Policy(tfamp.Policy("float16"))
+
+
+@pytest.mark.parametrize("layers", ["BatchNormalization", Norm, None, 3])
+def test_float32_layers_that_are_no_sequence(layers):
+    with pytest.raises(TypeError, match="float32_layers must be a sequence"):
+        tfamp.Policy("mixed_float16", float32_layers=layers)
+
+
+@pytest.mark.parametrize("item", [Norm(), None, 3])
+def test_float32_layers_that_hold_something_else(item):
+    with pytest.raises(TypeError, match="float32_layers must hold layer classes"):
+        tfamp.Policy("mixed_float16", float32_layers=[item])
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_float32_outputs_must_be_a_bool(value):
+    with pytest.raises(TypeError, match="float32_outputs must be True or False"):
+        tfamp.Policy("mixed_float16", float32_outputs=value)
+
+
+def test_options_are_keyword_only():
+    with pytest.raises(TypeError):
+        tfamp.Policy("mixed_float16", ())

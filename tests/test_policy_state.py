@@ -1,0 +1,338 @@
+"""Which policy is in force where: process, scopes, threads, and Keras's own setter."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras.config import dtype_policy as imported_long_ago
+
+import tfamp
+from tfamp import keras_hooks
+
+MIXED = ["mixed_float16", "mixed_bfloat16"]
+NAMES = ["float16", "bfloat16", "float32", "float64", *MIXED]
+
+
+def in_thread(function, *args):
+    """Runs in a new thread, so with none of Keras's thread-local state."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result(timeout=60)
+
+
+def keras_name():
+    return keras.config.dtype_policy().name
+
+
+class Worker:
+    """A thread that is already running, for calls in it later."""
+
+    def __enter__(self):
+        self._pool = ThreadPoolExecutor(1)
+        self(lambda: None)
+        return self
+
+    def __call__(self, function, *args):
+        return self._pool.submit(function, *args).result(timeout=60)
+
+    def __exit__(self, *_):
+        self._pool.shutdown()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_keras_agrees_with_the_global_policy(name):
+    tfamp.set_global_policy(name)
+    assert tfamp.global_policy() == tfamp.Policy(name)
+    assert keras_name() == name
+    assert imported_long_ago().name == name
+    assert type(keras.config.dtype_policy()) is keras.DTypePolicy
+    assert keras.layers.Dense(1).dtype_policy.name == name
+
+
+def test_auto_is_in_force_under_its_concrete_name():
+    tfamp.set_global_policy("auto")
+    assert tfamp.global_policy().name == keras_name() != "auto"
+
+
+def test_a_policy_is_in_force_as_given():
+    policy = tfamp.Policy("mixed_float16", float32_layers=["Softmax"])
+    tfamp.set_global_policy(policy)
+    assert tfamp.global_policy() is policy
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_global_policy_reaches_new_and_running_threads(name):
+    with Worker() as worker:
+        worker(keras_name)  # Keras has stored its default in that thread by now
+        tfamp.set_global_policy(name)
+        for run in (worker, in_thread):
+            assert run(keras_name) == name
+            assert run(tfamp.global_policy) == tfamp.Policy(name)
+            assert run(lambda: keras.layers.Dense(1).dtype_policy.name) == name
+        tfamp.set_global_policy("float32")
+        assert worker(keras_name) == "float32"
+
+
+def test_scope_restores_and_nests():
+    with tfamp.policy_scope("mixed_float16") as outer:
+        assert outer == tfamp.global_policy() == tfamp.Policy("mixed_float16")
+        with tfamp.policy_scope(tfamp.Policy("mixed_bfloat16")):
+            assert keras_name() == "mixed_bfloat16"
+        assert keras_name() == "mixed_float16"
+    assert keras_name() == "float32"
+
+
+def test_scope_restores_after_an_exception():
+    with pytest.raises(ZeroDivisionError), tfamp.policy_scope("mixed_float16"):
+        1 / 0  # noqa: B018
+    assert keras_name() == "float32"
+    assert not keras_hooks.installed()
+
+
+def test_one_scope_object_can_be_entered_again_inside_itself():
+    scope = tfamp.policy_scope("mixed_float16")
+    with scope:
+        tfamp.set_global_policy("mixed_bfloat16")
+        with scope:
+            assert keras_name() == "mixed_float16"
+        assert keras_name() == "mixed_bfloat16"
+    assert keras_name() == "float32"
+
+
+def test_scope_decorates():
+    @tfamp.policy_scope("mixed_float16")
+    def depth(n):
+        return keras_name() if n == 0 else depth(n - 1)
+
+    assert depth(3) == "mixed_float16"
+    assert keras_name() == "float32"
+
+
+def test_scope_is_of_its_thread_only():
+    with Worker() as worker, tfamp.policy_scope("mixed_float16"):
+        assert worker(keras_name) == "float32"
+        assert worker(lambda: keras.layers.Dense(1).compute_dtype) == "float32"
+        worker(tfamp.set_global_policy, "mixed_bfloat16")
+        # The scope hides the process's policy, whoever sets it.
+        assert keras_name() == "mixed_float16"
+    assert keras_name() == "mixed_bfloat16"
+
+
+def test_global_policy_set_in_a_scope_ends_with_it():
+    tfamp.set_global_policy("mixed_float16")
+    with tfamp.policy_scope("float32"):
+        tfamp.set_global_policy("mixed_bfloat16")
+        assert keras_name() == "mixed_bfloat16"
+        assert in_thread(keras_name) == "mixed_float16"
+    assert keras_name() == "mixed_float16"
+
+
+@pytest.mark.parametrize(
+    "bad", ["mixed_flaot16", "", None, 16, float, keras.DTypePolicy("float16")]
+)
+def test_bad_input_changes_nothing(bad):
+    tfamp.set_global_policy("mixed_float16")
+    for use in (tfamp.set_global_policy, tfamp.policy_scope):
+        with pytest.raises((TypeError, ValueError), match="must be"):
+            use(bad)
+    assert tfamp.global_policy() == tfamp.Policy("mixed_float16")
+    assert keras_name() == "mixed_float16"
+
+
+def test_a_keras_policy_is_refused_with_advice():
+    with pytest.raises(TypeError, match="give the name, or set it with keras.config"):
+        tfamp.set_global_policy(keras.DTypePolicy("mixed_float16"))
+
+
+def test_leaving_a_scope_twice_is_an_error():
+    scope = tfamp.policy_scope("mixed_float16")
+    with scope:
+        pass
+    with pytest.raises(RuntimeError, match="left more often than it was entered"):
+        scope.__exit__(None, None, None)
+    assert keras_name() == "float32"
+
+
+def test_scopes_left_out_of_order_leave_nothing_behind():
+    one, two = tfamp.policy_scope("mixed_float16"), tfamp.policy_scope("mixed_bfloat16")
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    assert keras_name() == "mixed_bfloat16"
+    two.__exit__(None, None, None)
+    assert keras_name() == "float32"
+    assert not keras_hooks.installed()
+
+
+def test_keras_setter_wins_in_its_thread_until_tfamps_next():
+    tfamp.set_global_policy("mixed_float16")
+    keras.config.set_dtype_policy("bfloat16")
+    assert keras_name() == "bfloat16"
+    assert tfamp.global_policy() == tfamp.Policy("bfloat16")
+    assert keras.layers.Dense(1).compute_dtype == "bfloat16"
+    assert in_thread(keras_name) == "mixed_float16"
+    tfamp.set_global_policy("mixed_bfloat16")
+    assert keras_name() == "mixed_bfloat16"
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_keras_setter_of_a_mixed_policy_is_keras_mixed_precision(name):
+    tfamp.set_global_policy("mixed_float16")
+    keras.config.set_dtype_policy(name)
+    assert tfamp.global_policy() == tfamp.Policy(name, float32_layers=(), float32_outputs=False)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization()])
+    assert model.outputs[0].dtype == tfamp.Policy(name).compute_dtype
+
+
+def test_keras_setter_in_a_running_thread_is_overridden_by_tfamps_next():
+    with Worker() as worker:
+        tfamp.set_global_policy("mixed_float16")
+        worker(keras.config.set_dtype_policy, "bfloat16")
+        assert worker(keras_name) == "bfloat16"
+        tfamp.set_global_policy("mixed_float16")
+        assert worker(keras_name) == "mixed_float16"
+
+
+def test_keras_setter_before_tfamp_is_reported():
+    with Worker() as worker:
+        worker(keras.config.set_dtype_policy, "mixed_bfloat16")
+        with tfamp.policy_scope("float32"):
+            expected = tfamp.Policy("float32")
+            assert tfamp.global_policy() == expected
+
+
+def test_keras_setter_inside_a_scope_ends_with_it():
+    keras.config.set_dtype_policy("float64")
+    with tfamp.policy_scope("mixed_float16"):
+        assert keras_name() == "mixed_float16"
+        keras.config.set_dtype_policy("bfloat16")
+        assert keras_name() == "bfloat16"
+        with tfamp.policy_scope("mixed_bfloat16"):
+            assert keras_name() == "mixed_bfloat16"
+        assert keras_name() == "bfloat16"
+        tfamp.set_global_policy("mixed_bfloat16")
+        assert keras_name() == "mixed_bfloat16"
+    assert keras_name() == "float64"
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        keras.dtype_policies.QuantizedDTypePolicy("int8", "float32"),
+        keras.dtype_policies.DTypePolicyMap(),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_keras_policies_tfamp_cannot_express(policy):
+    keras.config.set_dtype_policy(policy)
+    with pytest.raises(ValueError, match="which a tfamp.Policy cannot express"):
+        tfamp.global_policy()
+    with tfamp.policy_scope("mixed_float16"):
+        assert keras_name() == "mixed_float16"
+    assert keras.config.dtype_policy() is policy
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_clear_session_keeps_the_policy(name):
+    tfamp.set_global_policy(name)
+    keras.utils.clear_session()
+    assert keras_name() == name
+    with tfamp.policy_scope("float32"):
+        keras.utils.clear_session()
+        assert keras_name() == "float32"
+    # Keras forgets what its own setter said.
+    keras.config.set_dtype_policy("float64")
+    keras.utils.clear_session()
+    assert keras_name() == name
+    assert tfamp.global_policy() == tfamp.Policy(name)
+
+
+def test_eight_threads_under_eight_policies():
+    names = [*NAMES, *MIXED]
+    barrier = threading.Barrier(len(names))
+    x = np.ones((4, 3), "float32")
+
+    def train(name):
+        barrier.wait(timeout=60)
+        with tfamp.policy_scope(name):
+            for _ in range(5):
+                barrier.wait(timeout=60)
+                layer = keras.layers.Dense(2)
+                assert layer.dtype_policy.name == keras_name() == name
+                model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
+                assert model.outputs[0].dtype == tfamp.Policy(name).output_dtype
+                assert layer(x).dtype == tfamp.Policy(name).compute_dtype
+        return keras_name()
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        assert set(pool.map(train, names)) == {"float32"}
+    assert not keras_hooks.installed()
+
+
+def test_a_thread_that_dies_in_a_scope_leaves_nothing():
+    thread = threading.Thread(target=lambda: tfamp.policy_scope("mixed_float16").__enter__())
+    thread.start()
+    thread.join(timeout=60)
+    tfamp.set_global_policy("float32")
+    assert not keras_hooks.installed()
+    assert keras_name() == "float32"
+
+
+_steps = st.lists(
+    st.sampled_from(["set", "keras", "enter", "exit", "clear"]).flatmap(
+        lambda step: st.tuples(st.just(step), st.sampled_from(NAMES))
+    ),
+    max_size=12,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(_steps)
+def test_any_sequence_of_calls_follows_a_stack(steps):
+    """Reference: a stack of [tfamp's policy, Keras's or None], restored entry by entry."""
+    tfamp.set_global_policy("float32")
+    stack, scopes = [["float32", None]], []
+    for step, name in steps:
+        if step == "set":
+            tfamp.set_global_policy(name)
+            stack[-1] = [name, None]
+        elif step == "keras":
+            keras.config.set_dtype_policy(name)
+            stack[-1][1] = name
+        elif step == "enter":
+            scopes.append(tfamp.policy_scope(name))
+            scopes[-1].__enter__()
+            stack.append([name, None])
+        elif step == "exit" and scopes:
+            scopes.pop().__exit__(None, None, None)
+            stack.pop()
+        elif step == "clear":
+            keras.utils.clear_session(free_memory=False)
+            stack[-1][1] = None
+        assert keras_name() == (stack[-1][1] or stack[-1][0])
+    while scopes:
+        scopes.pop().__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_hooks_are_in_place_exactly_while_a_mixed_policy_is(name):
+    original = keras.layers.Layer.__init__
+    assert not keras_hooks.installed()
+    tfamp.set_global_policy("bfloat16")
+    assert keras.layers.Layer.__init__ is original
+    with tfamp.policy_scope(name):
+        tfamp.set_global_policy("float32")
+        assert not keras_hooks.installed()
+        tfamp.set_global_policy(name)
+        assert keras_hooks.installed()
+    assert keras.layers.Layer.__init__ is original
+    tfamp.set_global_policy(name)
+    with tfamp.policy_scope("float32"):
+        assert keras_hooks.installed()  # other threads are under the mixed policy
+    tfamp.set_global_policy("float32")
+    assert keras.layers.Layer.__init__ is original

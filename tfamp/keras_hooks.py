@@ -1,0 +1,372 @@
+"""Every place where tfamp reaches into Keras: two wrapped constructors, and private symbols.
+
+Nothing here decides anything. `policy_state` says when to hook and what to call, `output_dtypes`
+what to do with a layer or a model; this file only knows where in Keras that is. Each private symbol
+has one small function and one test, so a Keras release that changes a symbol says which: the
+function raises `UnsupportedVersionError` with the symbol and the installed version.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import keras
+
+from tfamp.errors import UnsupportedVersionError
+
+TESTED_VERSIONS = "3.12 to 3.15"
+
+_POLICY = "dtype_policy"
+
+
+@dataclass(frozen=True)
+class LayerHooks:
+    """What the wrapped constructors call.
+
+    Attributes:
+        layer_dtype: Gets the layer's class and the `dtype` its maker gave (None: not given) and
+            returns the one to construct it with.
+        layer_created: Gets every layer whose maker gave no dtype, once it is constructed.
+        functional_created: Gets every Functional model, once it is constructed.
+    """
+
+    layer_dtype: Callable[[type, Any], Any]
+    layer_created: Callable[[Any], None]
+    functional_created: Callable[[Any], None]
+
+
+class _Constructor:
+    """One wrapped `__init__`: put in place by `install`, gone without a trace after `remove`."""
+
+    def __init__(self, owner: type, make: Callable[[Callable[..., None]], Callable[..., None]]):
+        self._owner = owner
+        self._original = owner.__dict__["__init__"]
+        wanted = make(self._original)
+
+        @functools.wraps(self._original)
+        def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
+            # Off while another library, patched on top of this, still holds it.
+            (wanted if self._active else self._original)(self_, *args, **kwargs)
+
+        # Keras reads constructors with getfullargspec, which looks at this and not at __wrapped__.
+        __init__.__signature__ = inspect.signature(self._original)  # type: ignore[attr-defined]
+        self._wrapper = __init__
+        self._active = True
+        owner.__init__ = self._wrapper  # type: ignore[misc]
+
+    def remove(self) -> None:
+        self._active = False
+        if self._owner.__dict__["__init__"] is self._wrapper:
+            self._owner.__init__ = self._original  # type: ignore[misc]
+
+
+_constructors: list[_Constructor] = []
+
+
+def install(hooks: LayerHooks) -> None:
+    """Wraps the constructors of `keras.layers.Layer` and of Functional; does nothing if they are.
+
+    The caller holds a lock: this function has none.
+
+    Args:
+        hooks: What the wrapped constructors call.
+    """
+    if _constructors:
+        return
+    functional = functional_class()
+
+    def layer_init(original: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+            given = kwargs.get("dtype")
+            wanted = hooks.layer_dtype(type(self), given)
+            if wanted is not given:
+                kwargs["dtype"] = wanted
+            original(self, *args, **kwargs)
+            if given is None:
+                hooks.layer_created(self)
+
+        return wrapped
+
+    def functional_init(original: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            hooks.functional_created(self)
+
+        return wrapped
+
+    _constructors.append(_Constructor(keras.layers.Layer, layer_init))
+    _constructors.append(_Constructor(functional, functional_init))
+
+
+def remove() -> None:
+    """Puts the original constructors back; does nothing if they are in place."""
+    while _constructors:
+        _constructors.pop().remove()
+
+
+def installed() -> bool:
+    """Whether the constructors are wrapped now."""
+    return bool(_constructors)
+
+
+class _GlobalStateWithPolicy:
+    """Stands for Keras's global-state module where the module of the dtype policies looks it up.
+
+    Only `keras.config.dtype_policy` and `set_dtype_policy` see it, so no other reader of the global
+    state gets slower, and functions imported from Keras long ago are reached as well.
+    """
+
+    def __init__(self, module: ModuleType, read: Callable[[], Any], wrote: Callable[[], None]):
+        self._module = module
+        self._read = read
+        self._wrote = wrote
+
+    def get_global_attribute(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        policy = self._read() if name == _POLICY else None
+        if policy is not None:
+            return policy
+        return self._module.get_global_attribute(name, *args, **kwargs)
+
+    def set_global_attribute(self, name: str, value: Any) -> None:
+        self._module.set_global_attribute(name, value)
+        if name == _POLICY:
+            self._wrote()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def install_policy_source(read: Callable[[], Any], wrote: Callable[[], None]) -> None:
+    """Makes Keras ask `read` for the global dtype policy, and tell `wrote` when its own is set.
+
+    Symbol: `keras.src.dtype_policies.dtype_policy.global_state`; Keras keeps its policy in a
+    thread-local there, and there is no public way to set it for another thread.
+
+    Args:
+        read: Returns a Keras dtype policy, or None for Keras's own of this thread.
+        wrote: Called in the thread that used Keras's own setter.
+    """
+    module = _policy_module()
+    if not isinstance(module.global_state, _GlobalStateWithPolicy):
+        module.global_state = _GlobalStateWithPolicy(_global_state(), read, wrote)
+
+
+def remove_policy_source() -> None:
+    """Gives Keras its global state back; does nothing if it has it."""
+    _policy_module().global_state = _global_state()
+
+
+def thread_policy() -> Any:
+    """Keras's own policy of this thread as Keras stores it, None where it stores none yet.
+
+    Symbol: `keras.src.backend.common.global_state.get_global_attribute`.
+    """
+    return _symbol(_global_state(), "get_global_attribute")(_POLICY)
+
+
+def set_thread_policy(policy: Any) -> None:
+    """Stores Keras's own policy of this thread; None as if none had been set.
+
+    Symbol: `keras.src.backend.common.global_state.set_global_attribute`.
+
+    Args:
+        policy: What `thread_policy` returned.
+    """
+    _symbol(_global_state(), "set_global_attribute")(_POLICY, policy)
+
+
+def calling_layers() -> list[Any]:
+    """The layers whose call, build or tracing this thread is in, the outermost first.
+
+    Symbol: "name_scope_stack" in `keras.src.backend.common.global_state`, whose entries have a
+    `.caller`. Keras's own call context would not do: while a layer traces its sublayers to build
+    them, there is none.
+    """
+    stack = _symbol(_global_state(), "get_global_attribute")("name_scope_stack") or ()
+    callers = [_symbol(scope, "caller") for scope in stack]
+    return [caller for caller in callers if isinstance(caller, keras.Layer)]
+
+
+def functional_class() -> type:
+    """The class of Functional models. Symbol: `keras.src.models.functional.Functional`."""
+    return _symbol(_module("keras.src.models.functional"), "Functional")
+
+
+def functional_of(model: Any) -> Any:
+    """The Functional behind a Sequential, None before it is built.
+
+    Symbol: `Sequential._functional`.
+    """
+    return _symbol(model, "_functional")
+
+
+def sublayers(layer: Any) -> tuple[Any, ...]:
+    """The layers a layer holds. Symbol: `Layer._layers`; public only on models."""
+    return tuple(_symbol(layer, "_layers"))
+
+
+def inbound_nodes(operation: Any) -> tuple[Any, ...]:
+    """One node per symbolic call of a layer or op. Symbol: `Operation._inbound_nodes`.
+
+    A node has `.operation`, `.outputs`, `.input_tensors` and `.arguments` (`.args`, `.kwargs`).
+    """
+    return tuple(_symbol(operation, "_inbound_nodes"))
+
+
+def outbound_nodes(operation: Any) -> tuple[Any, ...]:
+    """The nodes that use what a layer or op returned. Symbol: `Operation._outbound_nodes`."""
+    return tuple(_symbol(operation, "_outbound_nodes"))
+
+
+def producer(tensor: Any) -> tuple[Any, Any]:
+    """The layer or op that made a symbolic tensor, and the node of that call.
+
+    Symbol: `KerasTensor._keras_history`.
+
+    Returns:
+        (operation, node), or (None, None) for a tensor nothing made.
+    """
+    history = _symbol(tensor, "_keras_history")
+    if history.operation is None:
+        return None, None
+    return history.operation, inbound_nodes(history.operation)[history.node_index]
+
+
+def set_symbolic_dtype(tensor: Any, dtype: str) -> None:
+    """Changes the dtype a symbolic tensor says it has. Symbol: `KerasTensor._dtype`.
+
+    Public tensors are immutable: a model's outputs would go on saying what they said before its
+    output layer was changed.
+    """
+    _symbol(tensor, "_dtype")
+    tensor._dtype = dtype
+
+
+def set_outputs(functional: Any, outputs: Sequence[Any]) -> None:
+    """Gives a Functional other outputs, computed from the same inputs.
+
+    Symbols: `keras.src.ops.function.map_graph`, `Function._outputs_struct`, the five attributes
+    that `Function.__init__` sets from these, and `Layer._layers`, which lists its layers once more.
+
+    Args:
+        functional: The model; its `output_names` stay.
+        outputs: Flat list of as many symbolic tensors as it has outputs.
+    """
+    map_graph = _symbol(_module("keras.src.ops.function"), "map_graph")
+    attributes = ("_nodes", "_nodes_by_depth", "_operations", "_operations_by_depth")
+    values = dict(zip(attributes, map_graph(functional.inputs, outputs), strict=True))
+    structure = _symbol(functional, "_outputs_struct")
+    values["_outputs_struct"] = keras.tree.pack_sequence_as(structure, list(outputs))
+    values["_outputs"] = list(outputs)
+    before = list(functional.layers)
+    for name, value in values.items():
+        _symbol(functional, name)
+        # Around Layer.__setattr__, which would wrap lists and dicts into trackable ones.
+        object.__setattr__(functional, name, value)
+    tracked, after = _symbol(functional, "_layers"), functional.layers
+    kept = [layer for layer in tracked if not _holds(before, layer) or _holds(after, layer)]
+    tracked[:] = kept + [layer for layer in after if not _holds(tracked, layer)]
+
+
+def _holds(layers: Sequence[Any], layer: Any) -> bool:
+    return any(layer is other for other in layers)
+
+
+def intercept_layer_calls(dtype: Callable[[], str | None]) -> Callable[[], None]:
+    """Makes Keras layers read their variables in a dtype while they are called.
+
+    Keras does the same for mixed policies. Only variables that take part in it are read so: those
+    of BatchNormalization, and of an optimizer, are not.
+
+    Symbols: `keras.src.backend.common.variables.AutocastScope` and `get_autocast_scope`.
+
+    Args:
+        dtype: Returns the dtype for the calling thread; None for the layers' own.
+
+    Returns:
+        A function that puts everything back.
+    """
+    variables = _module("keras.src.backend.common.variables")
+    scope_class = _symbol(variables, "AutocastScope")
+    current_scope = _symbol(variables, "get_autocast_scope")
+    original = keras.layers.Layer.__call__
+
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        low = dtype()
+        if low is None or current_scope() is not None:
+            return original(self, *args, **kwargs)
+        scope = scope_class(low)
+        scope.dtype = _DtypeOfFloat32Layers(low)
+        with scope:
+            return original(self, *args, **kwargs)
+
+    keras.layers.Layer.__call__ = __call__
+
+    def restore() -> None:
+        keras.layers.Layer.__call__ = original
+
+    return restore
+
+
+class _DtypeOfFloat32Layers(str):
+    """The name of a dtype that says it does not differ from float32.
+
+    A layer opens a scope of its own where the current scope's dtype differs from its compute dtype.
+    Float32 layers are to stay in this one; those with another policy of their own are not.
+    """
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __ne__(self, other: object) -> bool:
+        return other != "float32" and str.__ne__(self, other)
+
+
+def copy_mask(source: Any, target: Any) -> None:
+    """Gives a tensor the Keras mask of another.
+
+    Symbols: `keras.src.backend.get_keras_mask`, `set_keras_mask`.
+    """
+    backend = _module("keras.src.backend")
+    mask = _symbol(backend, "get_keras_mask")(source)
+    if mask is not None:
+        _symbol(backend, "set_keras_mask")(target, mask)
+
+
+def _global_state() -> ModuleType:
+    return _module("keras.src.backend.common.global_state")
+
+
+def _policy_module() -> Any:
+    module = _module("keras.src.dtype_policies.dtype_policy")
+    _symbol(module, "global_state")
+    return module
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise _unsupported(name) from error
+
+
+def _symbol(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        where = getattr(owner, "__name__", type(owner).__name__)
+        raise _unsupported(f"{where}.{name}") from error
+
+
+def _unsupported(symbol: str) -> UnsupportedVersionError:
+    return UnsupportedVersionError(
+        f"{symbol} is not in Keras {keras.__version__}; tfamp was tested with Keras "
+        f"{TESTED_VERSIONS}. Install one of these, or a newer tfamp."
+    )

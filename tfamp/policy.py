@@ -1,0 +1,146 @@
+"""The precision policy as a value: which dtype computes, which one variables have. Framework-free.
+
+`policy_state` puts a policy in force; this file only says what a policy is.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tfamp import dtypes
+
+_MIXED = {f"mixed_{dtype}": dtype for dtype in dtypes.LOW_PRECISION}
+_DEFAULT_FLOAT32_LAYERS = ("BatchNormalization",)
+
+POLICY_NAMES = (*dtypes.FLOAT_DTYPES, *_MIXED, "auto")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which dtype layers compute in, which one their variables have, and what stays float32.
+
+    A policy is a value: it cannot be changed, can be hashed, and equals any other with the same
+    contents. Put it in force with `tfamp.set_global_policy` or `tfamp.policy_scope`.
+
+    Args:
+        name: "mixed_float16" or "mixed_bfloat16": layers compute in the low dtype, variables are
+            float32. "float16", "bfloat16", "float32" or "float64": everything in that dtype.
+            "auto": looks at this machine once, now, and becomes "mixed_bfloat16",
+            "mixed_float16" or "float32"; `tfamp doctor` tells which and why.
+        float32_layers: Layer classes, or names of layer classes, that stay float32 under a mixed
+            policy, subclasses and sublayers included. They are kept in addition to
+            BatchNormalization; the empty tuple keeps none, not even BatchNormalization.
+        float32_outputs: Whether models return float32 under a mixed policy.
+
+    Attributes:
+        name: The name, never "auto".
+        float32_layers: Tuple of the classes and names kept, BatchNormalization first.
+        float32_outputs: As given.
+
+    Raises:
+        ValueError: `name` is none of the names above.
+        TypeError: An argument has the wrong type.
+
+    Example:
+        >>> policy = Policy("mixed_float16")
+        >>> policy.compute_dtype, policy.variable_dtype, policy.output_dtype
+        ('float16', 'float32', 'float32')
+        >>> Policy("mixed_float16", float32_layers=["Softmax"]).float32_layers
+        ('BatchNormalization', 'Softmax')
+    """
+
+    name: str
+    float32_layers: tuple[type | str, ...] = field(default=_DEFAULT_FLOAT32_LAYERS, kw_only=True)
+    float32_outputs: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        # The dataclass is frozen for its users; this is where its values are made.
+        object.__setattr__(self, "name", _resolved_name(self.name))
+        object.__setattr__(self, "float32_layers", _normalised_layers(self.float32_layers))
+        if not isinstance(self.float32_outputs, bool):
+            raise TypeError(f"float32_outputs must be True or False; got {self.float32_outputs!r}.")
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether layers compute in a lower dtype than their variables have."""
+        return self.name in _MIXED
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype layers compute in."""
+        return _MIXED.get(self.name, self.name)
+
+    @property
+    def variable_dtype(self) -> str:
+        """The dtype of the variables layers create."""
+        return "float32" if self.is_mixed else self.name
+
+    @property
+    def output_dtype(self) -> str:
+        """The dtype models return."""
+        return "float32" if self.is_mixed and self.float32_outputs else self.compute_dtype
+
+    def keeps_float32(self, layer_class: type) -> bool:
+        """Returns whether layers of a class stay float32 under this policy.
+
+        Args:
+            layer_class: A layer class; it is kept if it or any of its base classes is in
+                `float32_layers`, by identity or by name.
+
+        Returns:
+            True under a mixed policy that keeps the class, else False.
+
+        Example:
+            >>> class BatchNormalization: ...
+            >>> class MyNorm(BatchNormalization): ...
+            >>> Policy("mixed_bfloat16").keeps_float32(MyNorm)
+            True
+        """
+        return self.is_mixed and any(
+            base in self.float32_layers or base.__name__ in self.float32_layers
+            for base in layer_class.__mro__
+        )
+
+
+def _resolved_name(name: object) -> str:
+    if isinstance(name, Policy):
+        raise TypeError(
+            f"name must be a policy's name; got {name!r}, which already is a Policy. Use it as it "
+            "is, or dataclasses.replace(policy, ...) for one that differs."
+        )
+    if not isinstance(name, str):
+        raise TypeError(
+            f"name must be a string, one of {', '.join(POLICY_NAMES)}; got {name!r} of type "
+            f"{type(name).__name__}."
+        )
+    if name not in POLICY_NAMES:
+        raise ValueError(f"name must be one of {', '.join(POLICY_NAMES)}; got {_suggest(name)}")
+    if name == "auto":
+        from tfamp import hardware
+
+        return hardware.automatic_policy(hardware.detect())[0]
+    return name
+
+
+def _suggest(name: str) -> str:
+    close = difflib.get_close_matches(name.lower(), POLICY_NAMES, n=1)
+    return f"{name!r}; did you mean {close[0]!r}?" if close else f"{name!r}."
+
+
+def _normalised_layers(layers: object) -> tuple[type | str, ...]:
+    if isinstance(layers, str | type) or not isinstance(layers, Iterable):
+        raise TypeError(
+            "float32_layers must be a sequence of layer classes or their names, such as "
+            f"(keras.layers.LayerNormalization,); got {layers!r}."
+        )
+    given = tuple(layers)
+    for layer in given:
+        if not isinstance(layer, str | type):
+            raise TypeError(
+                "float32_layers must hold layer classes or their names; got "
+                f"{layer!r} of type {type(layer).__name__}. Give the class, not a layer of it."
+            )
+    # dict.fromkeys: without duplicates, in the order given.
+    return tuple(dict.fromkeys((*_DEFAULT_FLOAT32_LAYERS, *given))) if given else ()
