@@ -10,10 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tfamp import graph as graph
     from tfamp import mixed_precision as mixed_precision
+    from tfamp.autocast_mode import autocast as autocast
     from tfamp.errors import TfampError as TfampError
     from tfamp.errors import TfampWarning as TfampWarning
     from tfamp.errors import UnsupportedVersionError as UnsupportedVersionError
+    from tfamp.grad_scaler import GradScaler as GradScaler
+    from tfamp.graph.op_lists import OpLists as OpLists
     from tfamp.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from tfamp.options import DynamicLossScale as DynamicLossScale
     from tfamp.options import FixedLossScale as FixedLossScale
@@ -27,14 +31,18 @@ __version__ = "0.1.0"
 # Public name -> module that defines it. No function shares its module's name: importing the module
 # would put the module in the function's place.
 _HOMES = {
+    "autocast": "tfamp.autocast_mode",
     "DynamicLossScale": "tfamp.options",
     "FixedLossScale": "tfamp.options",
+    "GradScaler": "tfamp.grad_scaler",
     "LossScaleOptimizer": "tfamp.optimizer",
+    "OpLists": "tfamp.graph.op_lists",
     "Policy": "tfamp.policy",
     "TfampError": "tfamp.errors",
     "TfampWarning": "tfamp.errors",
     "UnsupportedVersionError": "tfamp.errors",
     "global_policy": "tfamp.policy_state",
+    "graph": "tfamp.graph",
     "mixed_precision": "tfamp.mixed_precision",
     "policy_scope": "tfamp.policy_state",
     "set_global_policy": "tfamp.policy_state",

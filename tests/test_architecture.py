@@ -1,0 +1,244 @@
+"""The rules the code is held to by reading it: layers, forbidden imports, sizes, a light import."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# The sources under test: the installed wheel where there is one, else the checkout.
+PACKAGE = Path(importlib.util.find_spec("tfamp").submodule_search_locations[0])
+
+# A module imports only from its own row and the rows before it. A new file gets a row here.
+LAYERS = (
+    (
+        "errors",
+        "dtypes",
+        "options",
+        "_tf_private",
+        "graph.autocast_lists",
+        "graph.grappler_lists",
+    ),
+    ("hardware", "policy", "loss_scale", "graph.structures", "graph.op_lists", "graph.maxflow"),
+    ("graph.regions", "graph.coloring", "graph.cost", "graph.placement", "graph.plan"),
+    ("graph.index", "graph.apply", "graph.verify"),
+    ("graph.rewrite", "graph"),
+    (
+        "conditional_apply",
+        "gradients",
+        "keras_hooks",
+        "scale_variables",
+        "tracing",
+        "unscaled_window",
+    ),
+    (
+        "loss_scaling",
+        "scaler_rounds",
+        "scaler_state",
+        "layer_roles",
+        "output_dtypes",
+        "model_calls",
+        "batch_norm",
+    ),
+    ("policy_state", "optimizer"),
+    ("autocast", "grad_scaler", "function", "saved_model", "diagnostics"),
+    ("prepare", "mixed_precision"),
+    ("cli", "__main__"),
+)
+FRAMEWORKS = {"tensorflow", "keras"}
+FRAMEWORK_FREE = {
+    "errors",
+    "dtypes",
+    "options",
+    "policy",
+    "loss_scale",
+    "graph.structures",
+    "graph.autocast_lists",
+    "graph.grappler_lists",
+    "graph.op_lists",
+    "graph.maxflow",
+    "graph.regions",
+    "graph.coloring",
+    "graph.cost",
+    "graph.placement",
+    "graph.plan",
+}
+PRIVATE = ("tensorflow.python", "tensorflow.core", "tensorflow.__internal__", "keras.src")
+PRIVATE_ALLOWED = {"_tf_private", "keras_hooks"}
+MAX_FILE_LINES = 400
+MAX_BODY_LINES = 60
+UNLIMITED_FUNCTIONS = {"build_parser"}
+
+
+def _module_name(path: Path) -> str:
+    """Name below tfamp, with dots: "policy", "graph.index", "graph"; the package itself is ""."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {_module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = [name for name in SOURCES if name]
+
+
+def _tree(module: str) -> ast.Module:
+    return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def _runtime_nodes(node: ast.AST):
+    """Every node below, leaving out what only a type checker reads."""
+    for child in ast.iter_child_nodes(node):
+        if _is_type_checking(child):
+            for other in child.orelse:
+                yield other
+                yield from _runtime_nodes(other)
+            continue
+        yield child
+        yield from _runtime_nodes(child)
+
+
+def _imports(module: str) -> set[str]:
+    """Full names of the modules a module imports, in functions too: {"tfamp.errors", "keras"}."""
+    package = SOURCES[module].name == "__init__.py"
+    found = set()
+    for node in _runtime_nodes(_tree(module)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(module, package, node)
+            # "from tfamp import policy" may name a module or something in one.
+            found |= {f"{base}.{alias.name}" for alias in node.names}
+            found.add(base)
+    return found
+
+
+def _absolute(module: str, package: bool, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    here = ["tfamp", *([p for p in module.split(".") if p])]
+    here = here[: len(here) - node.level + (1 if package else 0)]
+    return ".".join([*here, *([node.module] if node.module else [])])
+
+
+def _tfamp_imports(module: str) -> set[str]:
+    own = {name.removeprefix("tfamp.") for name in _imports(module) if name.startswith("tfamp.")}
+    return {name for name in own if name in SOURCES} - {module}
+
+
+def _row(module: str) -> int:
+    # "graph.index" has a row of its own, "diagnostics.monitor" has its package's.
+    for name in (module, module.partition(".")[0]):
+        for row, names in enumerate(LAYERS):
+            if name in names:
+                return row
+    return pytest.fail(f"tfamp/{module.replace('.', '/')}.py is in no row of LAYERS; give it one")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_from_its_own_layer_and_below(module):
+    above = {name for name in _tfamp_imports(module) if _row(name) > _row(module)}
+    assert not above, f"{module} (row {_row(module)}) imports {sorted(above)} from a higher row"
+
+
+def test_no_import_cycles():
+    graph = {module: _tfamp_imports(module) for module in MODULES}
+    try:
+        list(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("module", sorted(FRAMEWORK_FREE & set(MODULES)))
+def test_framework_free_modules_import_no_framework(module):
+    roots = {name.partition(".")[0] for name in _imports(module)}
+    assert not roots & FRAMEWORKS
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.partition(".")[0] == "graph"])
+def test_graph_never_imports_keras(module):
+    assert "keras" not in {name.partition(".")[0] for name in _imports(module)}
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - PRIVATE_ALLOWED))
+def test_private_symbols_stay_in_their_files(module):
+    tree = _tree(module)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    used = set(_imports(module))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            used.add(re.sub(r"^tf\.", "tensorflow.", ast.unparse(node)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            # importlib.import_module("keras.src.layers") is an import too.
+            used |= {node.value} if id(node) not in docstrings else set()
+    private = sorted(n for n in used if any(n == p or n.startswith(f"{p}.") for p in PRIVATE))
+    assert not private, f"{module} uses {private}: move it to _tf_private.py or keras_hooks.py"
+
+
+@pytest.mark.parametrize("module", list(SOURCES))
+def test_files_are_short(module):
+    lines = len(SOURCES[module].read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_FILE_LINES, f"{SOURCES[module].name} has {lines} lines"
+
+
+def _body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+@pytest.mark.parametrize("module", list(SOURCES))
+def test_functions_are_short(module):
+    functions = [
+        node
+        for node in ast.walk(_tree(module))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    long = {f.name: n for f in functions if (n := _body_lines(f)) > MAX_BODY_LINES}
+    assert not {name: n for name, n in long.items() if name not in UNLIMITED_FUNCTIONS}
+
+
+def _run_python(code: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_tfamp_loads_no_framework_and_changes_nothing():
+    _run_python(
+        "import sys, os, logging\n"
+        "environment, handlers = dict(os.environ), list(logging.getLogger().handlers)\n"
+        "import tfamp\n"
+        "dir(tfamp)\n"
+        "heavy = {'tensorflow', 'keras', 'matplotlib', 'rich', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, f'import tfamp loaded {heavy}'\n"
+        "assert dict(os.environ) == environment\n"
+        "assert list(logging.getLogger().handlers) == handlers\n"
+        "assert not logging.getLogger('tfamp').handlers\n"
+    )
+
+
+@pytest.mark.parametrize("module", sorted(FRAMEWORK_FREE & set(MODULES)))
+def test_framework_free_modules_import_where_no_framework_is_installed(module):
+    _run_python(
+        "import sys, importlib\n"
+        "sys.modules.update(dict.fromkeys(['tensorflow', 'keras', 'numpy']))\n"
+        f"importlib.import_module('tfamp.{module}')\n"
+    )
+
+
+def test_names_of_framework_free_modules_need_no_framework():
+    _run_python(
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(['tensorflow', 'keras', 'numpy']))\n"
+        "import tfamp\n"
+        "tfamp.Policy, tfamp.FixedLossScale, tfamp.DynamicLossScale, tfamp.TfampError\n"
+    )

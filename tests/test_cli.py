@@ -1,0 +1,103 @@
+"""The command line: what it prints, its exit codes, and that a user never meets a traceback."""
+
+import json
+import subprocess
+import sys
+
+import keras
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp import hardware
+from tfamp.cli import main
+from tfamp.errors import UnsupportedVersionError
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tfamp {tfamp.__version__}\n"
+
+
+def test_help_names_the_commands(capsys):
+    assert main(["--help"]) == 0
+    assert "doctor" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["doctr"], "invalid choice: 'doctr'"),
+        (["doctor", "--jsn"], "unrecognized arguments: --jsn"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_and_says_what_is_wrong(argv, message, capsys):
+    assert main(argv) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert not printed.out
+
+
+def test_doctor_tells_versions_policy_and_reason(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    name, reason = hardware.automatic_policy(hardware.detect())
+    for expected in (tfamp.__version__, tf.__version__, keras.__version__, name, reason):
+        assert expected in text
+
+
+def test_doctor_json_holds_the_detected_facts(capsys):
+    assert main(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    found = hardware.detect()
+    assert facts["hardware"]["cpu_model"] == found.cpu_model
+    assert facts["hardware"]["cpu_bfloat16"] is found.cpu_bfloat16
+    assert facts["auto_policy"]["name"] == hardware.automatic_policy(found)[0]
+    assert facts["problems"] == []
+
+
+def test_doctor_shows_each_gpu(monkeypatch, capsys):
+    gpus = (hardware.Gpu("A100", (8, 0)), hardware.Gpu("mystery", None))
+    found = hardware.Hardware("", cpu_bfloat16=True, cpu_float16=False, gpus=gpus, tpu=False)
+    monkeypatch.setattr(hardware, "detect", lambda: found)
+    assert main(["doctor"]) == 0
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert ["GPU", "A100, compute capability 8.0"] in lines
+    assert ["GPU", "mystery, compute capability unknown"] in lines
+    assert ["CPU", "unknown model"] in lines
+    assert ["CPU", "bfloat16  native"] in lines
+    assert ["CPU", "float16   not native"] in lines
+
+
+def test_doctor_changes_no_policy():
+    main(["doctor"])
+    assert keras.config.dtype_policy().name == "float32"
+
+
+def test_doctor_reports_another_keras_backend(monkeypatch, capsys):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    assert main(["doctor"]) == 1
+    assert "Keras runs on the jax backend; tfamp needs TensorFlow" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "error", [UnsupportedVersionError("TensorFlow 9 is too new"), ImportError("no tensorflow")]
+)
+def test_what_cannot_be_done_is_one_line_and_exit_code_1(error, monkeypatch, capsys):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(hardware, "detect", fail)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == f"tfamp: error: {error}\n"
+
+
+def test_python_m_tfamp_exits_with_the_code_of_main():
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "tfamp", *arguments], capture_output=True, text=True, check=False
+        )
+
+    assert run("--version").stdout == f"tfamp {tfamp.__version__}\n"
+    assert run("nonsense").returncode == 2

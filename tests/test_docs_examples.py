@@ -1,0 +1,104 @@
+"""Runs every Python block of README.md and docs/, so that no page shows code that does not work."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import runpy
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [
+    path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()
+]
+# A fence may be indented (in a list or a content tab); it ends with the same indentation.
+_BLOCK = re.compile(
+    r"(?P<no_run>^[ ]*<!--\s*no-run:\s*(?P<reason>[^\n]*?)\s*-->\s*\n)?"
+    r"^(?P<indent>[ ]*)(?P<fence>`{3,})[ ]*\{?\.?(?:python|py)\b[^\n]*\n"
+    r"(?P<code>.*?)"
+    r"^(?P=indent)(?P=fence)[ ]*$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    code: str
+    line: int
+    runs: bool
+
+
+def python_blocks(text: str) -> list[Block]:
+    """The Python blocks of a Markdown text, with the line their code starts at."""
+    blocks = []
+    for match in _BLOCK.finditer(text):
+        assert match["no_run"] is None or match["reason"], "no-run needs a reason"
+        line = text.count("\n", 0, match.start("code")) + 1
+        blocks.append(Block(textwrap.dedent(match["code"]), line, runs=match["no_run"] is None))
+    return blocks
+
+
+def run_page(path: Path) -> int:
+    """Runs a page's blocks in order, in one namespace; returns how many it ran or compiled."""
+    namespace = {"__name__": "__main__"}
+    blocks = python_blocks(path.read_text(encoding="utf-8"))
+    for block in blocks:
+        # Leading newlines make tracebacks and SyntaxErrors show the page's own line numbers.
+        code = compile("\n" * (block.line - 1) + block.code, str(path), "exec")
+        if block.runs:
+            exec(code, namespace)
+    return len(blocks)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_python_blocks_of_the_page_run(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if not run_page(path):
+        pytest.skip("no Python block")
+
+
+def test_there_are_python_blocks():
+    assert sum(len(python_blocks(path.read_text(encoding="utf-8"))) for path in PAGES) > 0
+
+
+def test_blocks_share_a_namespace_and_keep_their_line_numbers(tmp_path):
+    page = tmp_path / "page.md"
+    plain = "# T\n\n```python\nx = 1\n```\n\n"
+    page.write_text(f'{plain}=== "tab"\n\n    ```python title="a"\n    y = x / 0\n    ```\n')
+    with pytest.raises(ZeroDivisionError) as error:
+        run_page(page)
+    assert error.traceback[-1].lineno + 1 == 10
+
+
+def test_a_no_run_block_is_compiled_only(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- no-run: needs a GPU -->\n```python\n1 / 0\n```\n")
+    assert run_page(page) == 1
+    page.write_text("<!-- no-run: needs a GPU -->\n```python\n1 /\n```\n")
+    with pytest.raises(SyntaxError):
+        run_page(page)
+
+
+def test_no_run_needs_a_reason():
+    with pytest.raises(AssertionError, match="no-run needs a reason"):
+        python_blocks("<!-- no-run: -->\n```python\n1\n```\n")
+
+
+def test_other_blocks_are_left_alone():
+    assert python_blocks("```sh\nrm -r x\n```\n```pycon\n>>> 1\n```\n```\ntext\n```\n") == []
+
+
+def test_readme_starts_with_two_commands_that_ci_runs():
+    shell_commands = runpy.run_path(str(ROOT / ".ci" / "readme_command.py"))["shell_commands"]
+    main_example, tests = shell_commands((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert "examples/" in main_example
+    assert "pytest" in tests
+
+
+def test_readme_commands_are_read_without_prompts_and_comments():
+    shell_commands = runpy.run_path(str(ROOT / ".ci" / "readme_command.py"))["shell_commands"]
+    text = "```python\nx\n```\n```console\n# first\n$ a \\\n  b\n\nc\n```\n```sh\nd\n```\n"
+    assert [command.split() for command in shell_commands(text)] == [["a", "b"], ["c"]]
