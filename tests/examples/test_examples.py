@@ -1,0 +1,122 @@
+"""Every example runs at its smallest size and prints the results it promises."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+
+import tfamp
+
+pytest.importorskip("rich")
+pytest.importorskip("sklearn")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("[!_]*.py"))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs an example's main in an empty directory; returns its exit code and what it printed."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, *arguments):
+        code = importlib.import_module(name).main(list(arguments))
+        assert keras.config.dtype_policy().name == "float32", f"{name} left its policy behind"
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def percent(pattern, text):
+    """Returns the one percentage that follows `pattern`, as a number."""
+    (found,) = re.findall(pattern + r"\D*?(\d+\.\d+) ?%", text)
+    return float(found)
+
+
+def test_the_main_job_prints_plain_text_where_there_is_no_terminal():
+    paths = [str(Path(tfamp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / "digits_fit.py"), "--small"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        check=True,
+        encoding="utf-8",
+        timeout=300,
+    )
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", result.stdout)
+    assert re.search(r"│ float32 .*%.*│ +- │ +- │ +0 of 8 \(0%\)", result.stdout)
+    assert re.search(r"│ mixed_float16 .*%.*│ +32768 │ +0 │ +4 of 8 \(50%\)", result.stdout)
+
+
+def test_the_main_job_runs_in_bfloat16_without_a_loss_scale(run):
+    code, printed = run("digits_fit", "--small", "--epochs", "1", "--dtype", "bfloat16")
+    assert code == 0
+    assert re.search(r"│ mixed_bfloat16 .*%.*│ +- │ +- │ +4 of 8 \(50%\)", printed)
+
+
+def test_the_custom_loop_takes_one_step_per_group_of_micro_batches(run):
+    code, printed = run("digits_custom_loop", "--small", "--epochs", "1", "--micro-batches", "6")
+    assert code == 0
+    for policy in ("float32", "mixed_float16"):
+        line = next(x for x in printed.splitlines() if x.startswith(f"{policy} ") and "steps" in x)
+        steps, skipped = re.search(r"steps (\d+)  skipped (\d+)", line).groups()
+        assert int(steps) + int(skipped) == 1198 // (6 * 32)
+        assert percent("accuracy", line) > 10
+
+
+def test_the_transformer_learns_and_writes(run):
+    code, printed = run("char_transformer", "--small")
+    assert code == 0
+    bits = re.findall(r"^(\w+) +(\d\.\d+) bits per character", printed, re.M)
+    assert [policy for policy, _ in bits] == ["float32", "mixed_float16"]
+    assert all(float(value) < 5.5 for _, value in bits)  # log2(96) = 6.6 before training
+    assert "\ndef " in printed
+
+
+def test_scaling_keeps_the_gradients_that_float16_flushes(run):
+    code, printed = run("underflow_demo", "--small")
+    assert code == 0
+    rows = [line for line in printed.splitlines() if line.startswith("│")]
+    flushed = [float(re.search(r"([\d.]+)% │$", row)[1]) for row in rows]
+    assert [row.split("│")[1].strip() for row in rows] == [
+        "float32",
+        "mixed_float16, no scaling",
+        "mixed_float16, tfamp",
+    ]
+    assert flushed[0] == 0
+    assert flushed[1] > 95
+    assert flushed[2] < 5
+
+
+def test_the_underflow_demo_draws_a_picture(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, _ = run("underflow_demo", "--small", "--dtype", "float32", "--plot", "gradients.png")
+    assert code == 0
+    assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_accuracy_table_is_markdown_and_written_only_on_request(run, tmp_path):
+    code, printed = run("accuracy_table", "--small", "--output", "table.md")
+    assert code == 0
+    assert [percent(f"`{p}`", printed) > 10 for p in ("float32", "mixed_float16")]
+    assert {line.count("|") for line in printed.splitlines()} == {5}
+    assert [path.name for path in tmp_path.iterdir()] == ["table.md"]
+    assert (tmp_path / "table.md").read_text(encoding="utf-8") == printed
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_wrong_number_of_epochs_is_a_usage_error(run, name):
+    with pytest.raises(SystemExit) as exit_:
+        run(name, "--epochs", "0")
+    assert exit_.value.code == 2
+
+
+def test_the_readme_lists_every_example():
+    readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert sorted(set(re.findall(r"python examples/(\w+)\.py", readme))) == SCRIPTS
