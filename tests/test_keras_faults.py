@@ -1,4 +1,4 @@
-"""Three faults of Keras 3.15's LossScaleOptimizer: each test passes with ours and fails with theirs.
+"""Three faults of Keras 3.15's LossScaleOptimizer; each test passes with ours, fails with theirs.
 
 The parametrisation with Keras's class is expected to fail, strictly: when Keras mends a fault, the
 test says so and the comparison in the docs has to change.

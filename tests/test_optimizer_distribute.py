@@ -127,8 +127,8 @@ def test_unscaling_and_applying_in_two_functions(two_replicas):
     np.testing.assert_array_equal(weight.numpy(), [0.25])
 
 
-# Not here: steps_per_execution > 1 and gradient_accumulation_steps. Keras 3.15 fails with both under
-# MirroredStrategy, whatever the optimizer.
+# Not here: steps_per_execution > 1 and gradient_accumulation_steps. Keras 3.15 fails with both
+# under MirroredStrategy, whatever the optimizer.
 @pytest.mark.parametrize("arguments", [{}, {"run_eagerly": True}], ids=["graph", "eager"])
 def test_fit(two_replicas, arguments):
     x, y = data()

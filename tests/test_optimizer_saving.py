@@ -141,9 +141,7 @@ def test_keras_file_resumes_bit_identically(tmp_path, policy):
 
 
 def assert_equal_state(actual, expected):
-    assert_same_values(
-        snapshot(actual, actual.optimizer), snapshot(expected, expected.optimizer)
-    )
+    assert_same_values(snapshot(actual, actual.optimizer), snapshot(expected, expected.optimizer))
 
 
 def test_weights_file_and_backup_and_restore(tmp_path):

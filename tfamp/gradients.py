@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -78,6 +78,29 @@ def unscale(gradient: Any, scale: Any) -> Any:
     return gradient / ops.cast(scale, gradient.dtype)
 
 
+def unscale_all(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> list[Any]:
+    """Divides gradients by the loss scale, in float32 or wider.
+
+    Args:
+        gradients: As in `unscale`.
+        variables: The variables they belong to. Those that are overwritten with their "gradient"
+            keep it: it is their next value (float8 training), not a derivative. Where there is
+            another number of variables than of gradients, all gradients are divided.
+        scale: Scalar float32.
+
+    Returns:
+        The unscaled gradients, in the same order.
+    """
+    if len(variables) != len(gradients):
+        return [unscale(gradient, scale) for gradient in gradients]
+    return [
+        gradient
+        if getattr(variable, "overwrite_with_gradient", False)
+        else unscale(gradient, scale)
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+
+
 def all_finite(gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> Any:
     """Whether no gradient holds an inf or NaN.
 
@@ -118,6 +141,31 @@ def on_every_replica(finite: Any) -> Any:
         return finite
     faults = tf.cast(tf.logical_not(finite), "float32")
     return tf.equal(replica.all_reduce(tf.distribute.ReduceOp.SUM, faults), 0.0)
+
+
+def split_pairs(
+    grads_and_vars: Iterable[tuple[Any, Any]], caller: str
+) -> tuple[list[Any], list[Any]]:
+    """Splits (gradient, variable) pairs.
+
+    Args:
+        grads_and_vars: The pairs.
+        caller: Name of the method they were given to, for the message.
+
+    Returns:
+        The gradients and the variables.
+
+    Raises:
+        TypeError: An element is no pair.
+    """
+    try:
+        pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{caller} takes (gradient, variable) pairs, as zip(gradients, variables) makes them; "
+            f"got {type(grads_and_vars).__name__} with other elements."
+        ) from error
+    return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
 
 
 def check_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> None:

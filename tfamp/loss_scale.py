@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-from tfamp.options import DynamicLossScale, LossScale
+from tfamp.options import FixedLossScale, LossScale
 
 
 class ArrayNamespace(Protocol):
@@ -27,6 +27,37 @@ class ArrayNamespace(Protocol):
 
     def maximum(self, x1: Any, x2: Any, /) -> Any:
         """Elementwise maximum."""
+
+
+class DynamicRule(Protocol):
+    """What the arithmetic reads of a dynamic rule.
+
+    A `DynamicLossScale` is one, made of numbers; one made of tensors can change after tracing.
+    """
+
+    @property
+    def growth_factor(self) -> Any:
+        """Factor the scale grows by."""
+
+    @property
+    def backoff_factor(self) -> Any:
+        """Factor it backs off by."""
+
+    @property
+    def growth_steps(self) -> Any:
+        """Finite steps in a row before it grows."""
+
+    @property
+    def hysteresis(self) -> Any:
+        """It backs off from this overflow in a row on."""
+
+    @property
+    def min_scale(self) -> Any:
+        """Smallest scale."""
+
+    @property
+    def max_scale(self) -> Any:
+        """Largest scale."""
 
 
 class LossScaleState(NamedTuple):
@@ -63,12 +94,12 @@ def initial_state(rule: LossScale) -> LossScaleState:
 
 
 def next_state(
-    rule: LossScale, state: LossScaleState, finite: Any, xp: ArrayNamespace
+    rule: LossScale | DynamicRule, state: LossScaleState, finite: Any, xp: ArrayNamespace
 ) -> LossScaleState:
     """Returns the state after one step.
 
     Args:
-        rule: A `FixedLossScale` or `DynamicLossScale`.
+        rule: A `FixedLossScale`, a `DynamicLossScale` or another dynamic rule.
         state: The state before the step; not modified.
         finite: Scalar bool, tensor or plain: whether every gradient of the step was finite.
         xp: The array library of `state` and `finite`, e.g. `keras.ops` or `numpy`.
@@ -83,7 +114,7 @@ def next_state(
         >>> float(next_state(rule, initial_state(rule), False, numpy).scale)
         4.0
     """
-    if not rule.skip_nonfinite:
+    if isinstance(rule, FixedLossScale) and not rule.skip_nonfinite:
         return state
     counted = LossScaleState(
         scale=state.scale,
@@ -91,11 +122,11 @@ def next_state(
         skipped_steps=xp.where(finite, state.skipped_steps, state.skipped_steps + 1),
         consecutive_skipped_steps=xp.where(finite, 0, state.consecutive_skipped_steps + 1),
     )
-    return _rescaled(rule, counted, finite, xp) if isinstance(rule, DynamicLossScale) else counted
+    return counted if isinstance(rule, FixedLossScale) else _rescaled(rule, counted, finite, xp)
 
 
 def _rescaled(
-    rule: DynamicLossScale, state: LossScaleState, finite: Any, xp: ArrayNamespace
+    rule: DynamicRule, state: LossScaleState, finite: Any, xp: ArrayNamespace
 ) -> LossScaleState:
     good_steps = xp.where(finite, state.good_steps + 1, 0)
     # ">=", not "==": a growth interval made shorter than the count still takes effect.

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import keras
-import tensorflow as tf
 from keras import ops
 
 from tfamp import gradients as gradient_lib
 from tfamp.options import LossScale
 from tfamp.scale_variables import ScaleVariables
-from tfamp.unscaled_window import UnscaledWindows
+from tfamp.tracing import PerTrace, as_written
+from tfamp.unscaled_window import UnscaledWindow
 
 _Loss = TypeVar("_Loss")
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def as_written(method: _Method) -> _Method:
-    """Keeps AutoGraph, which rewrites all that a `tf.function` calls, from rewriting a method."""
-    kept: _Method = tf.autograph.experimental.do_not_convert(method)
-    return kept
 
 
 class LossScaling(ScaleVariables):
     """Adds the methods a training loop scales with to an optimizer."""
 
     def _start_scaling(self, rule: LossScale) -> None:
-        self._windows = UnscaledWindows()
+        self._windows = PerTrace(UnscaledWindow)
         self._create_scale_variables(rule)
 
     @as_written
@@ -106,18 +99,9 @@ class LossScaling(ScaleVariables):
         grads = list(grads)
         window = self._windows.current()
         window.check_not_unscaled(grads)
-        unscaled = self._divided(grads, self._trainable_variables, self.get_scale())
+        unscaled = gradient_lib.unscale_all(grads, self._trainable_variables, self.get_scale())
         finite = gradient_lib.on_every_replica(gradient_lib.all_finite(unscaled))
         self._unscaled_finite.assign(ops.logical_and(self._unscaled_finite, finite))
         self._unscaled_pending.assign(True)
         window.remember(grads, unscaled)
         return unscaled
-
-    def _divided(self, grads: Sequence[Any], variables: Sequence[Any], scale: Any) -> list[Any]:
-        if len(variables) != len(grads):
-            return [gradient_lib.unscale(g, scale) for g in grads]
-        return [
-            # Such a "gradient" is the variable's next value (float8 training), not a derivative.
-            g if getattr(v, "overwrite_with_gradient", False) else gradient_lib.unscale(g, scale)
-            for g, v in zip(grads, variables, strict=True)
-        ]

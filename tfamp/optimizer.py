@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -11,10 +11,11 @@ import tensorflow as tf
 from keras import ops
 
 from tfamp import gradients as gradient_lib
-from tfamp._tf_private import strategy_needs_merge_call
+from tfamp.conditional_apply import apply_if_finite, check_in_replica, outside_the_graph
 from tfamp.errors import TfampWarning
-from tfamp.loss_scaling import LossScaling, as_written
+from tfamp.loss_scaling import LossScaling
 from tfamp.options import DynamicLossScale, FixedLossScale, LossScale, resolve_loss_scale
+from tfamp.tracing import as_written
 
 
 @keras.saving.register_keras_serializable(package="tfamp")
@@ -58,7 +59,8 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
         >>> import keras, numpy, tfamp
         >>> optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4.0)
         >>> weight = keras.Variable(1.0)
-        >>> optimizer.apply_gradients([(4.0 * numpy.ones((), "float32"), weight)])
+        >>> gradient = numpy.float32(optimizer.get_scaled_loss(1.0))
+        >>> _ = optimizer.apply_gradients([(gradient, weight)])
         >>> float(weight)
         0.5
     """
@@ -116,19 +118,6 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
         # Past Keras's LossScaleOptimizer.build, which would make a second set of state variables.
         keras.optimizers.Optimizer.build(self, var_list)
 
-    def _build_outside_the_graph(self, variables: list[Any]) -> None:
-        def build(strategy: tf.distribute.Strategy | None = None) -> None:
-            del strategy
-            with tf.init_scope():
-                self.build(variables)
-
-        # Variables that a replica creates while it traces cannot be initialised; Keras's own
-        # optimizers fail there unless they were built before.
-        if tf.distribute.has_strategy():
-            tf.distribute.get_replica_context().merge_call(build)
-        else:
-            build()
-
     @as_written
     def minimize(
         self, loss: Any, var_list: Sequence[Any], tape: tf.GradientTape | None = None
@@ -154,7 +143,7 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
         # A tape that was left can be entered again; the multiplication has to be on it.
         with tape or tf.GradientTape() as recording:
             scaled = self.scale_loss(loss() if is_function else loss)
-        gradients = recording.gradient(scaled, [getattr(v, "value", v) for v in variables])
+        gradients = recording.gradient(scaled, variables)
         self.apply(gradients, variables, unscaled=False)
 
     @as_written
@@ -176,14 +165,8 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
                 the optimizer was built for other variables.
             TypeError: An element is no pair of a float gradient and a variable.
         """
-        try:
-            pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                "apply_gradients takes (gradient, variable) pairs, as zip(gradients, variables) "
-                f"makes them; got {type(grads_and_vars).__name__} with other elements."
-            ) from error
-        self.apply([g for g, _ in pairs], [v for _, v in pairs], unscaled=unscaled)
+        grads, variables = gradient_lib.split_pairs(grads_and_vars, "apply_gradients")
+        self.apply(grads, variables, unscaled=unscaled)
         return self.iterations
 
     @as_written
@@ -211,20 +194,29 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
             self._trainable_variables if trainable_variables is None else trainable_variables
         )
         gradient_lib.check_gradients(grads, variables)
-        if keras.backend.backend() == "tensorflow" and tf.distribute.in_cross_replica_context():
-            raise ValueError(
-                "Gradients must be applied inside strategy.run, once on each replica; this call is "
-                "in cross-replica context."
-            )
+        check_in_replica()
         if not self.built:
-            self._build_outside_the_graph(variables)
+            outside_the_graph(lambda: self.build(variables))
+        self._check_known(variables)
         grads, finite = self._prepared(grads, variables, unscaled)
-        if keras.backend.backend() == "tensorflow" and strategy_needs_merge_call():
-            tf.distribute.get_replica_context().merge_call(
-                self._finish_on_all_replicas, args=(finite, grads), kwargs={"variables": variables}
-            )
-        else:
-            self._finish(finite, lambda: self.inner_optimizer.apply(grads, variables))
+        apply_if_finite(
+            finite,
+            self.inner_optimizer,
+            grads,
+            variables,
+            skips=self._rule.skip_nonfinite,
+            record=self._record_step,
+        )
+
+    def _check_known(self, variables: list[Any]) -> None:
+        # Keras checks it too, but some releases fail there while they put the message together.
+        for variable in variables:
+            if self._var_key(variable) not in self._trainable_variables_indices:
+                raise ValueError(
+                    f"Unknown variable {gradient_lib.variable_name(variable)}: {self.name} was "
+                    f"built for {len(self._trainable_variables)} other variables. Create a new "
+                    "optimizer for a new set of variables, or build it with all of them first."
+                )
 
     def _prepared(
         self, grads: list[Any], variables: list[Any], unscaled: bool | None
@@ -233,7 +225,7 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
         known_unscaled = self._windows.current().close() or unscaled
         if unscaled is False or (unscaled is None and not known_unscaled):
             scale = self._divisor(certainly_scaled=unscaled is False)
-            grads = self._divided(grads, variables, scale)
+            grads = gradient_lib.unscale_all(grads, variables, scale)
         finite = gradient_lib.on_every_replica(gradient_lib.all_finite(grads, variables))
         return grads, ops.logical_and(finite, self._unscaled_finite)
 
@@ -280,7 +272,8 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
         mapping = list(zip(self.variables, optimizer_variables, strict=True))
         inner_values = list(optimizer_variables[len(self._variables) :])
         with keras.StatelessScope(state_mapping=mapping) as scope:
-            grads = self._divided(grads, self._trainable_variables, self.dynamic_scale.value)
+            scale = self.dynamic_scale.value
+            grads = gradient_lib.unscale_all(grads, self._trainable_variables, scale)
             finite = gradient_lib.all_finite(grads, self._trainable_variables)
             self._record_step(finite)
         own_values = [scope.get_current_value(variable) for variable in self._variables]
@@ -298,24 +291,6 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
             else update()
         )
         return new_trainable, own_values + list(new_inner)
-
-    def _finish_on_all_replicas(
-        self, strategy: tf.distribute.Strategy, finite: Any, grads: Any, variables: list[Any]
-    ) -> None:
-        def update() -> None:
-            strategy.extended.call_for_each_replica(
-                self.inner_optimizer.apply, args=(grads, variables)
-            )
-
-        # The replicas agreed on it, so any one's answer will do.
-        self._finish(strategy.experimental_local_results(finite)[0], update)
-
-    def _finish(self, finite: Any, update: Callable[[], None]) -> None:
-        if self._rule.skip_nonfinite:
-            ops.cond(finite, update, lambda: None)
-        else:
-            update()
-        self._record_step(finite)
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, serializable."""

@@ -12,7 +12,7 @@ from tfamp.loss_scale import LossScaleState, initial_state, next_state
 from tfamp.options import DynamicLossScale, LossScale
 
 if TYPE_CHECKING:
-    _Base = keras.optimizers.Optimizer
+    from keras.optimizers import Optimizer as _Base
 else:
     _Base = object
 

@@ -1,14 +1,7 @@
-"""Which gradients were unscaled since the last apply, per thread and per graph being traced.
-
-Whether gradients have been unscaled is a fact of the program text, not of a step: it belongs to
-the graph that is being traced (or to eager mode). Keeping it per graph makes it hold under
-retracing and in several functions; per thread, because each replica of a `MirroredStrategy`
-traces in a thread of its own.
-"""
+"""Which gradients were unscaled since the last apply; `tracing.PerTrace` keeps one per graph."""
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -55,23 +48,3 @@ class UnscaledWindow:
 def _tensors(gradients: Sequence[Any]) -> list[Any]:
     values = (g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients)
     return [value for value in values if tf.is_tensor(value)]
-
-
-class UnscaledWindows(threading.local):
-    """The windows of one optimizer in this thread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._eager = UnscaledWindow()
-        self._by_graph: weakref.WeakKeyDictionary[tf.Graph, UnscaledWindow] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def current(self) -> UnscaledWindow:
-        """The window of the graph being traced, or of eager mode."""
-        if tf.executing_eagerly():
-            return self._eager
-        return self._by_graph.setdefault(tf.compat.v1.get_default_graph(), UnscaledWindow())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> UnscaledWindows:
-        return UnscaledWindows()  # What was unscaled with one optimizer says nothing of its copy.

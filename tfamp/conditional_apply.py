@@ -1,0 +1,90 @@
+"""Applying gradients unless they are not finite, and creating variables, on any strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from tfamp._tf_private import strategy_needs_merge_call
+
+
+def check_in_replica() -> None:
+    """Raises if gradients cannot be applied here, because every replica has to apply its own.
+
+    Raises:
+        ValueError: Called outside `strategy.run`, in the strategy's scope.
+    """
+    if keras.backend.backend() == "tensorflow" and tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "Gradients must be applied inside strategy.run, once on each replica; this call is "
+            "in cross-replica context."
+        )
+
+
+def outside_the_graph(create: Callable[[], None]) -> None:
+    """Calls a function that creates variables, outside the graph being traced and once.
+
+    Variables that a replica creates while it traces cannot be initialised; Keras's own optimizers
+    fail there unless they were built before.
+
+    Args:
+        create: Creates the variables.
+    """
+
+    def call(strategy: tf.distribute.Strategy | None = None) -> None:
+        del strategy
+        with tf.init_scope():
+            create()
+
+    if tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None:
+        tf.distribute.get_replica_context().merge_call(call)
+    else:
+        call()
+
+
+def apply_if_finite(
+    finite: Any,
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    *,
+    skips: bool = True,
+    record: Callable[[Any], None] = lambda finite: None,
+) -> None:
+    """Applies unscaled gradients where they are finite, and otherwise changes nothing.
+
+    Args:
+        finite: Scalar bool tensor, the same on all replicas.
+        optimizer: The bare Keras optimizer, built.
+        gradients: Float tensors, `tf.IndexedSlices` or None.
+        variables: The variables they belong to, in the same order.
+        skips: False applies the gradients in any case.
+        record: Called with `finite` after the update, once for all replicas.
+    """
+
+    def finish(finite: Any, update: Callable[[], None]) -> None:
+        if skips:
+            ops.cond(finite, update, lambda: None)
+        else:
+            update()
+        record(finite)
+
+    def finish_on_all_replicas(
+        strategy: tf.distribute.Strategy, finite: Any, gradients: Sequence[Any]
+    ) -> None:
+        def update() -> None:
+            strategy.extended.call_for_each_replica(optimizer.apply, args=(gradients, variables))
+
+        # The replicas agreed on it, so any one's answer will do.
+        finish(strategy.experimental_local_results(finite)[0], update)
+
+    if keras.backend.backend() == "tensorflow" and strategy_needs_merge_call():
+        tf.distribute.get_replica_context().merge_call(
+            finish_on_all_replicas, args=(finite, gradients)
+        )
+    else:
+        finish(finite, lambda: optimizer.apply(gradients, variables))
