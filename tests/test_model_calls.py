@@ -305,3 +305,18 @@ def test_compile_still_scales_the_loss_of_float16_models(low):
         model.compile("sgd", "mse")
         scaled = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
         assert scaled == (low == "float16")
+
+
+def test_a_model_inside_another_is_low_while_the_outer_ones_spec_is_computed():
+    class Residual(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(8)
+            self.inner = Net(8)
+
+        def call(self, x):
+            y = self.dense(x)
+            return y + self.inner(y)  # TensorFlow does not add float32 to float16
+
+    model = Residual()
+    assert spec_of(model) == dtype_of(model(X)) == spec_of(model) == "float32"

@@ -612,6 +612,24 @@ def test_float32_layers_keep_what_they_are_made_of(low):
     assert block.chosen.compute_dtype == low
 
 
+def test_float32_layers_build_their_sublayers_in_float32(low):
+    class Kept(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.inner = KeepsLowConstant()
+
+        def build(self, shape):
+            self.inner.build(shape)
+
+        def call(self, x):
+            return self.inner(x)
+
+    with tfamp.policy_scope(tfamp.Policy(f"mixed_{low}", float32_layers=[Kept])):
+        layer = Kept()
+    assert flat_dtypes(layer(X)) == ["float32"]
+    assert layer.inner.factor.dtype == tf.float32
+
+
 def test_masks_survive_the_cast():
     x = keras.Input((4,), dtype="int32")
     hidden = layers.LSTM(3, return_sequences=True)(layers.Embedding(5, 3, mask_zero=True)(x))

@@ -78,7 +78,6 @@ def forget(functional: Any) -> None:
             if record is not None:
                 record.interior_of.discard(functional)
                 record.output_of.discard(functional)
-                lower_if_no_output(layer)
 
 
 def lower_if_no_output(layer: Any) -> None:
