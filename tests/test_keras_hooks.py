@@ -29,7 +29,9 @@ def test_wrapped_constructors_keep_their_signature(owner):
     original = owner.__init__
     with tfamp.policy_scope("mixed_float16"):
         assert inspect.signature(owner.__init__) == inspect.signature(original)
-        assert inspect.getfullargspec(owner.__init__) == inspect.getfullargspec(original)
+        # Keras 3.12 hides Functional's own behind a decorator, which getfullargspec does not see.
+        spec = inspect.getfullargspec(inspect.unwrap(original))
+        assert inspect.getfullargspec(owner.__init__) == spec
         assert owner.__init__.__wrapped__ is original
         assert owner.__init__.__doc__ == original.__doc__
 
@@ -158,7 +160,8 @@ def test_private_calling_layers():
 
 def test_private_functional_class():
     x = keras.Input((1,))
-    assert type(keras.Model(x, x)) is keras_hooks.functional_class()
+    model = keras.Model(x, keras.layers.Flatten()(x))
+    assert type(model) is keras_hooks.functional_class()
 
 
 def test_private_functional_of():
