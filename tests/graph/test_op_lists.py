@@ -1,0 +1,535 @@
+"""Op lists: TensorFlow's own are restated faithfully, tfamp's can run, changes are checked."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorflow.python.framework import kernels
+
+import tfamp
+from tfamp import _tf_private
+from tfamp.graph import autocast_lists, grappler_lists, op_lists
+from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
+
+DTYPES = ("float16", "bfloat16")
+DEFAULTS = [(dtype, device) for dtype in DTYPES for device in DEVICES]
+SETS = {
+    f"{module.__name__.rpartition('.')[2]}.{name}": value
+    for module in (autocast_lists, grappler_lists, op_lists)
+    for name, value in vars(module).items()
+    if isinstance(value, frozenset)
+}
+HEADER = (
+    Path(tf.__file__).parent
+    / "include/tensorflow/core/grappler/optimizers/auto_mixed_precision_lists.h"
+)
+
+
+def all_ops(lists: OpLists) -> frozenset[str]:
+    return lists.allow | lists.infer | lists.deny | lists.clear
+
+
+def type_attributes(op: str) -> dict[str, set[str] | None]:
+    """Type attributes of an op and the dtypes each admits; None stands for any."""
+    return {
+        attr.name: {tf.as_dtype(value).name for value in attr.allowed_values.list.type} or None
+        for attr in _tf_private.op_definition(op).attr
+        if attr.type in ("type", "list(type)")
+    }
+
+
+def admits(op: str, dtype: str) -> bool:
+    """Whether a type attribute of the op admits both float32 and the dtype."""
+    return any(
+        allowed is None or {"float32", dtype} <= allowed for allowed in type_attributes(op).values()
+    )
+
+
+def kernel_dtypes(op: str, device: str) -> set[str]:
+    """Dtypes some kernel of an op has on a device."""
+    return {
+        tf.as_dtype(value).name
+        for kernel in kernels.get_registered_kernels_for_op(op).kernel
+        if kernel.device_type == device
+        for constraint in kernel.constraint
+        for value in constraint.allowed_values.list.type
+    }
+
+
+# Facts
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_op_is_one_tensorflow_knows(name):
+    unknown = SETS[name] - _tf_private.known_ops() - grappler_lists.EXTERNAL
+    assert not unknown, "a comma lost between two names shows here too"
+
+
+def test_external_ops_are_on_grapplers_float16_list_only():
+    assert OpLists.grappler("float16").allow >= grappler_lists.EXTERNAL
+    assert not grappler_lists.EXTERNAL & _tf_private.known_ops()
+    for dtype, device in DEFAULTS:
+        assert not grappler_lists.EXTERNAL & all_ops(OpLists.default(dtype, device))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "counts"), [("float16", (39, 43, 9, 110)), ("bfloat16", (14, 48, 7, 111))]
+)
+def test_number_of_grapplers_ops(dtype, counts):
+    lists = OpLists.grappler(dtype)
+    assert tuple(len(getattr(lists, color)) for color in COLORS) == counts
+
+
+@pytest.mark.parametrize(
+    ("op", "float16", "bfloat16"),
+    [
+        ("MatMul", "allow", "allow"),
+        ("BatchMatMulV2", "allow", "allow"),
+        ("BatchMatMulV3", None, None),
+        ("Conv2DBackpropFilter", "allow", "allow"),
+        ("Conv3D", "allow", "allow"),
+        ("DepthwiseConv2dNative", "allow", "allow"),
+        ("LSTMBlockCell", "allow", None),
+        ("GRUBlockCell", "allow", None),
+        ("CudnnRNNV3", "allow", None),
+        ("FusedPadConv2D", None, "allow"),
+        ("AddV2", "infer", "infer"),
+        ("FusedBatchNormV3", "infer", "infer"),
+        ("FusedBatchNormGradV3", "infer", "infer"),
+        ("FusedBatchNormV2", "infer", "infer"),
+        ("Softmax", "infer", "infer"),
+        ("Rsqrt", None, "infer"),
+        ("Square", None, "infer"),
+        ("Sum", "deny", "infer"),
+        ("Mean", "deny", "infer"),
+        ("Exp", "deny", "deny"),
+        ("SaveV2", "deny", "deny"),
+        ("SparseSoftmaxCrossEntropyWithLogits", "deny", "deny"),
+        ("Reshape", "clear", "clear"),
+        ("TensorListStack", "clear", "clear"),
+        ("OneHot", "clear", None),
+        ("While", None, "clear"),
+        ("Cast", None, None),
+        ("Tanh", "infer", "infer"),
+    ],
+)
+def test_a_sample_of_grapplers_colors(op, float16, bfloat16):
+    assert OpLists.grappler("float16").color(op) == float16
+    assert OpLists.grappler("bfloat16").color(op) == bfloat16
+
+
+def header_lists() -> dict[str, dict[str, frozenset[str]]]:
+    """The lists in TensorFlow's header; those of the CPU's float16 mode under "oneDNN"."""
+    text = re.sub(r"//[^\n]*", "", HEADER.read_text(encoding="utf-8"))
+    base, float16, bfloat16 = re.split(r"class AutoMixedPrecisionLists(?:Fp16|Mkl)\b", text)
+    of_tensor_lists = set(re.findall(r'"(TensorList\w+)"', base))
+    methods = re.compile(r"(\w+)List\(\) override \{(.*?)return list;", re.DOTALL)
+    one_dnn = re.compile(r"if \(use_onednn_\) \{(.*?)\}", re.DOTALL)
+    found = {}
+    for dtype, body in (("float16", float16), ("bfloat16", bfloat16)):
+        found[dtype] = {}
+        for method, code in methods.findall(body):
+            of_gpu = one_dnn.sub("", code)
+            ops = set(re.findall(r'list\.insert\("(\w+)"\)', of_gpu))
+            for literal in re.findall(r"FlatSet<string>\s*\{(.*?)\}", of_gpu, re.DOTALL):
+                ops |= set(re.findall(r'"(\w+)"', literal))
+            ops |= of_tensor_lists if "AddTensorListOps" in code else set()
+            found[dtype][method.lower()] = frozenset(ops)
+            for block in one_dnn.findall(code):
+                found.setdefault("oneDNN", {})[method.lower()] = frozenset(
+                    re.findall(r'"(\w+)"', block)
+                )
+    return found
+
+
+@pytest.mark.skipif(not HEADER.exists(), reason="this TensorFlow comes without its C++ headers")
+def test_grapplers_lists_are_those_of_the_installed_tensorflow():
+    header = header_lists()
+    for dtype in DTYPES:
+        lists = OpLists.grappler(dtype)
+        assert {color: getattr(lists, color) for color in COLORS} == header[dtype]
+    assert header["oneDNN"] == {"infer": grappler_lists.FLOAT16_CPU_INFER}
+
+
+@pytest.mark.parametrize("module", [autocast_lists, grappler_lists, op_lists])
+def test_ops_are_sorted_and_written_once(module):
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    literals = [node for node in ast.walk(tree) if isinstance(node, ast.Set)]
+    for literal in literals:
+        ops = [element.value for element in literal.elts]
+        assert ops == sorted(set(ops))
+
+
+# tfamp's defaults
+
+
+@pytest.mark.parametrize(("dtype", "device"), DEFAULTS)
+def test_default_ops_that_compute_admit_the_dtype(dtype, device):
+    lists = OpLists.default(dtype, device)
+    refused = [op for op in sorted(lists.allow | lists.infer) if not admits(op, dtype)]
+    assert not refused
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels_of"),
+    [("auto", "CPU"), ("auto", "GPU"), ("cpu", "CPU"), ("gpu", "GPU")],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_default_allows_no_op_that_would_lose_its_kernel(dtype, device, kernels_of):
+    lost = [
+        op
+        for op in sorted(OpLists.default(dtype, device).allow)
+        if "float32" in (found := kernel_dtypes(op, kernels_of)) and dtype not in found
+    ]
+    assert not lost
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "color", "more", "fewer"),
+    [
+        (
+            "float16",
+            "auto",
+            "allow",
+            {"Conv", "FusedPadConv2D", "FusedResizeAndPadConv2D"},
+            {"GRUBlockCell", "GRUBlockCellGrad"} | grappler_lists.EXTERNAL,
+        ),
+        (
+            "float16",
+            "gpu",
+            "allow",
+            {"BatchMatMulV3", "Conv", "FusedPadConv2D", "FusedResizeAndPadConv2D"},
+            {"GRUBlockCell", "GRUBlockCellGrad"} | grappler_lists.EXTERNAL,
+        ),
+        ("float16", "cpu", "infer", {"Rsqrt", "Square", "SquaredDifference"}, set()),
+        ("float16", "gpu", "infer", set(), set()),
+        ("float16", "auto", "deny", set(), set()),
+        ("float16", "auto", "clear", set(), set()),
+        (
+            "bfloat16",
+            "auto",
+            "allow",
+            {
+                "BatchMatMulV3",
+                "Conv",
+                "CudnnRNN",
+                "CudnnRNNBackprop",
+                "CudnnRNNBackpropV2",
+                "CudnnRNNBackpropV3",
+                "CudnnRNNV2",
+                "CudnnRNNV3",
+            },
+            set(),
+        ),
+        ("bfloat16", "cpu", "infer", set(), set()),
+        ("bfloat16", "auto", "deny", set(), set()),
+        ("bfloat16", "auto", "clear", set(), {"StatelessWhile", "While"}),
+    ],
+)
+def test_how_defaults_differ_from_grapplers(dtype, device, color, more, fewer):
+    ours = getattr(OpLists.default(dtype, device), color)
+    theirs = getattr(OpLists.grappler(dtype), color)
+    assert ours - theirs == more
+    assert theirs - ours == fewer
+
+
+@pytest.mark.parametrize("build", [OpLists.default, OpLists.grappler])
+@pytest.mark.parametrize("dtype", ["float32", "half", "", None, tf.float16, ["float16"]])
+def test_another_dtype_is_refused(build, dtype):
+    with pytest.raises(ValueError, match=r"dtype must be one of float16, bfloat16; got "):
+        build(dtype)
+
+
+@pytest.mark.parametrize("device", ["GPU", "cuda", "/CPU:0", None])
+def test_another_device_is_refused(device):
+    with pytest.raises(ValueError, match=r"device must be one of auto, cpu, gpu, tpu; got "):
+        OpLists.default("float16", device)
+
+
+# What autocast derives
+
+
+@pytest.mark.parametrize("lists", [OpLists.default(*args) for args in DEFAULTS])
+def test_autocasts_sets_do_not_overlap(lists):
+    assert lists.low == lists.allow
+    assert lists.deny <= lists.float32
+    assert not lists.low & lists.float32
+    assert not lists.widest & (lists.low | lists.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("expected", "ops"),
+    [
+        ("low", "MatMul BatchMatMulV2 Einsum Conv2D Conv3DBackpropInputV2 DepthwiseConv2dNative"),
+        (
+            "float32",
+            "Exp Expm1 Log Log1p Pow Rsqrt Softmax LogSoftmax Sum Mean Prod Cumsum Cumprod L2Loss "
+            "EuclideanNorm Softplus SoftmaxCrossEntropyWithLogits Reciprocal Tan Erfinv CTCLoss "
+            "SparseSoftmaxCrossEntropyWithLogits Cholesky Svd RFFT CTCLossV2",
+        ),
+        (
+            "widest",
+            "AddV2 Sub Mul RealDiv Maximum AddN ConcatV2 Pack SelectV2 Equal Less BiasAdd Cross "
+            "SquaredDifference Atan2 FloorMod TensorScatterUpdate ClipByValue PadV2",
+        ),
+        (None, "Relu Tanh Sigmoid Reshape Identity Max AvgPool Cast FusedBatchNormV3 Sqrt"),
+    ],
+)
+def test_a_sample_of_autocasts_sets(dtype, expected, ops):
+    lists = OpLists.default(dtype)
+    for op in ops.split():
+        holding = [name for name in ("low", "float32", "widest") if op in getattr(lists, name)]
+        assert holding == ([expected] if expected else []), op
+
+
+def test_joining_ops_take_several_tensors_of_one_low_dtype():
+    for op in sorted(autocast_lists.JOINING):
+        arguments = _tf_private.op_definition(op).input_arg
+        attributes = [
+            argument.type_attr
+            for argument in arguments
+            for _ in range(2 if argument.number_attr else 1)
+        ]
+        shared = {name for name in attributes if name and attributes.count(name) > 1}
+        admitted = type_attributes(op)
+        assert any(
+            admitted[name] is None or {"float32", *DTYPES} <= admitted[name] for name in shared
+        ), op
+
+
+def test_float32_kernel_ops_lack_a_low_kernel_or_type_attribute():
+    for op in sorted(autocast_lists.FLOAT32_KERNELS):
+        lacking = [
+            (dtype, device)
+            for dtype in DTYPES
+            for device in ("CPU", "GPU")
+            if not admits(op, dtype) or dtype not in kernel_dtypes(op, device)
+        ]
+        assert lacking, op
+
+
+def test_a_denied_op_is_float32_and_an_allowed_one_low_whatever_else_it_is():
+    lists = OpLists.default("bfloat16").with_changes(deny_add=["AddV2"], allow_add=["Softmax"])
+    assert "AddV2" in lists.float32 - lists.widest
+    assert "Softmax" in lists.low - lists.float32
+
+
+@pytest.mark.parametrize("change", [{"infer_add": ["Pow"]}, {"clear_add": ["Pow"]}])
+def test_an_op_put_on_infer_or_clear_is_computed_as_given(change):
+    lists = OpLists.default("float16").with_changes(**change)
+    assert lists.as_given == {"Pow"}
+    assert "Pow" not in lists.float32
+    assert "Pow" in lists.widest, "its two inputs still need one dtype"
+    assert "Pow" in lists.with_changes(deny_add=["Pow"]).float32
+
+
+def test_adding_an_op_to_infer_where_it_is_frees_it_from_float32():
+    default = OpLists.default("float16")
+    freed = default.with_changes(infer_add=["Softmax"])
+    assert freed.infer == default.infer
+    assert default.float32 - freed.float32 == {"Softmax"}
+
+
+def test_an_op_taken_off_deny_is_computed_as_given():
+    lists = OpLists.default("float16").with_changes(deny_remove=["Exp"])
+    assert lists.color("Exp") is None
+    assert "Exp" not in lists.float32
+
+
+def test_an_op_taken_off_allow_still_gets_inputs_of_one_dtype():
+    assert "MatMul" in OpLists.default("float16").with_changes(allow_remove=["MatMul"]).widest
+
+
+# Changes
+
+
+@pytest.mark.parametrize("target", COLORS)
+@pytest.mark.parametrize("op", ["MatMul", "AddV2", "Exp", "Reshape", "Cast"])
+def test_adding_moves_an_op_from_the_list_that_held_it(op, target):
+    before = OpLists.default("float16")
+    after = before.with_changes(**{f"{target}_add": [op]})
+    assert after.color(op) == target
+    assert all_ops(after) == all_ops(before) | {op}
+    for color in COLORS:
+        assert getattr(after, color) - {op} == getattr(before, color) - {op}
+
+
+@pytest.mark.parametrize(
+    ("color", "op"),
+    [("allow", "MatMul"), ("infer", "AddV2"), ("deny", "Exp"), ("clear", "Reshape")],
+)
+def test_removing_leaves_an_op_on_no_list(color, op):
+    before = OpLists.default("float16")
+    after = before.with_changes(**{f"{color}_remove": [op]})
+    assert after.color(op) is None
+    assert all_ops(after) == all_ops(before) - {op}
+
+
+def test_several_changes_at_once():
+    lists = OpLists.default("float16").with_changes(
+        allow_add=("Tanh", "Sum"), infer_remove={"Erf"}, deny_add=iter(["MatMul"]), clear_add=[]
+    )
+    assert [lists.color(op) for op in ("Tanh", "Sum", "Erf", "MatMul")] == [
+        "allow",
+        "allow",
+        None,
+        "deny",
+    ]
+
+
+def test_an_op_may_be_taken_off_one_list_and_put_on_another():
+    lists = OpLists.default("float16").with_changes(deny_remove=["Sum"], allow_add=["Sum"])
+    assert lists.color("Sum") == "allow"
+    assert not lists.as_given
+
+
+def test_no_change_gives_equal_lists_and_a_change_leaves_its_source_as_it_was():
+    before = OpLists.default("float16")
+    kept = {field.name: getattr(before, field.name) for field in dataclasses.fields(before)}
+    assert before.with_changes() == before
+    before.with_changes(deny_add=["MatMul"])
+    assert {name: getattr(before, name) for name in kept} == kept
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"allow_add": ["Sum"], "deny_add": ["Sum"]}, r"'Sum' in both allow_add and deny_add"),
+        ({"infer_add": ["Sum"], "clear_add": ["Sum"]}, r"'Sum' in both infer_add and clear_add"),
+        ({"deny_add": ["Sum"], "deny_remove": ["Sum"]}, r"'Sum' in both deny_add and deny_remove"),
+        ({"allow_remove": ["Sum"]}, r"allow_remove .*; got 'Sum', but it is on deny"),
+        ({"clear_remove": ["Cast"]}, r"clear_remove .*; got 'Cast', but it is on no list"),
+        ({"deny_add": ["MatMull"]}, r"no op 'MatMull'; the nearest names are 'MatMul', "),
+        ({"deny_add": ["batch_mat_mul"]}, r"no op 'batch_mat_mul'; .* 'BatchMatMul', "),
+        ({"deny_add": ["tf.matmul"]}, r"no op 'tf.matmul'; the nearest names are 'MatMul', "),
+        ({"deny_remove": ["Expp"]}, r"no op 'Expp'; the nearest names are 'Exp', "),
+        ({"clear_add": ["Zqxzqxzqx"]}, r"no op 'Zqxzqxzqx'\. Give op types"),
+    ],
+)
+def test_contradictions_and_unknown_ops_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        OpLists.default("float16").with_changes(**changes)
+
+
+@pytest.mark.parametrize("argument", [f"{c}_{what}" for c in COLORS for what in ("add", "remove")])
+@pytest.mark.parametrize("value", ["MatMul", 3, None, [b"MatMul"], [None], {"MatMul": 1}.values()])
+def test_what_is_no_collection_of_strings_is_a_type_error(argument, value):
+    with pytest.raises(TypeError, match=rf"{argument} must "):
+        OpLists.default("float16").with_changes(**{argument: value})
+
+
+def test_external_ops_can_be_taken_off_grapplers_list():
+    lists = OpLists.grappler("float16").with_changes(allow_remove=["Mha"], deny_add=["Tmlp"])
+    assert lists.color("Mha") is None
+    assert lists.color("Tmlp") == "deny"
+
+
+# The value
+
+
+def test_lists_are_made_of_any_collection_and_are_values():
+    lists = OpLists(allow=["MatMul", "MatMul"], deny={"Exp"})
+    assert lists.allow == frozenset({"MatMul"})
+    assert lists == OpLists(allow=("MatMul",), deny=["Exp"])
+    assert len({lists, OpLists(allow=("MatMul",), deny=["Exp"]), OpLists()}) == 2
+    assert pickle.loads(pickle.dumps(lists)) == lists
+    assert tfamp.OpLists is OpLists
+    assert tfamp.graph.OpLists is OpLists
+
+
+def test_lists_cannot_be_changed():
+    lists = OpLists.default("float16")
+    for name in ("allow", "low", "float32", "other"):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(lists, name, frozenset())
+
+
+def test_an_op_on_two_lists_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"got 'Exp' in both infer and deny"):
+        OpLists(infer=["Add", "Exp"], deny=["Exp"])
+
+
+def test_an_op_as_given_must_be_neither_allowed_nor_denied():
+    with pytest.raises(ValueError, match=r"as_given .*; got 'Exp', which is on deny"):
+        OpLists(deny=["Exp"], as_given=["Exp"])
+
+
+def test_a_string_or_what_is_no_string_is_refused():
+    with pytest.raises(TypeError, match=r"allow must be a collection of op types.*; got 'MatMul'"):
+        OpLists(allow="MatMul")
+    with pytest.raises(TypeError, match=r"deny must hold op types as strings; got 1 of type int"):
+        OpLists(deny=[1])
+
+
+def test_repr_tells_sizes_instead_of_hundreds_of_names():
+    lists = OpLists(allow=["MatMul"], deny=["Exp", "Pow"])
+    assert repr(lists) == (
+        "<OpLists, numbers of ops: allow: 1, infer: 0, deny: 2, clear: 0, as_given: 0>"
+    )
+
+
+def test_the_lazy_package_tells_its_names():
+    assert "OpLists" in dir(tfamp.graph)
+    with pytest.raises(AttributeError, match=r"module 'tfamp.graph' has no attribute 'Oplists'"):
+        tfamp.graph.Oplists  # noqa: B018
+    assert importlib.util.find_spec("tfamp.graph.op_lists")
+
+
+OPS = ["MatMul", "Conv2D", "AddV2", "Softmax", "Exp", "Pow", "Sum", "Reshape", "Cast", "Rsqrt"]
+
+
+@st.composite
+def lists_and_changes(draw):
+    """Lists after a few changes, and one more change that can be made to them."""
+    lists = OpLists.default(draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DEVICES)))
+    for _ in range(draw(st.integers(0, 3))):
+        lists = lists.with_changes(**draw(changes_of(lists)))
+    return lists, draw(changes_of(lists))
+
+
+@st.composite
+def changes_of(draw, lists):
+    changes = {f"{color}_{what}": [] for color in COLORS for what in ("add", "remove")}
+    for op in draw(st.lists(st.sampled_from(OPS), unique=True)):
+        target = draw(st.sampled_from([*COLORS, None]))
+        if target:
+            changes[f"{target}_add"].append(op)
+        elif lists.color(op):
+            changes[f"{lists.color(op)}_remove"].append(op)
+    return changes
+
+
+@settings(deadline=None)
+@given(lists_and_changes())
+def test_any_sequence_of_changes_keeps_the_invariants(case):
+    before, changes = case
+    after = before.with_changes(**changes)
+    added = {op: c for c in COLORS for op in changes[f"{c}_add"]}
+    removed = {op for c in COLORS for op in changes[f"{c}_remove"]}
+
+    assert sum(len(getattr(after, color)) for color in COLORS) == len(all_ops(after))
+    for op in OPS:
+        expected = added.get(op, None if op in removed else before.color(op))
+        assert after.color(op) == expected
+        if op not in added and op not in removed:
+            for name in ("low", "float32", "widest", "as_given"):
+                assert (op in getattr(after, name)) == (op in getattr(before, name))
+    untouched = {color: getattr(after, color) - set(OPS) for color in COLORS}
+    assert untouched == {color: getattr(before, color) - set(OPS) for color in COLORS}
+    assert not after.low & after.float32
+    assert not after.widest & (after.low | after.float32)
+    assert after.deny <= after.float32
+    assert not after.as_given & (after.low | after.float32)
+    # Adding once more what was added changes nothing.
+    again = {name: ops for name, ops in changes.items() if name.endswith("_add")}
+    assert after.with_changes(**again) == after

@@ -1,0 +1,31 @@
+"""Mixed precision of whole graphs, and the op lists that both the graph and autocast go by.
+
+Importing this module loads nothing else: every public name is loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfamp.graph.op_lists import OpLists as OpLists
+
+# Public name -> module that defines it.
+_HOMES = {
+    "OpLists": "tfamp.graph.op_lists",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tfamp.graph' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

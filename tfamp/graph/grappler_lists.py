@@ -1,0 +1,248 @@
+"""The op lists of TensorFlow's own graph pass, Grappler's `auto_mixed_precision`; framework-free.
+
+The facts are those of TensorFlow 2.19 to 2.21, on a GPU with CUDA 9.1 and cuDNN 8.0 or newer for
+float16, and of the CPU's oneDNN mode for bfloat16. A test compares them with the header of the
+TensorFlow that is installed, so these names follow TensorFlow; tfamp's own choices are in
+`tfamp.graph.op_lists`.
+"""
+
+from __future__ import annotations
+
+# Ops of other libraries: Grappler names them, TensorFlow does not register them.
+EXTERNAL = frozenset(
+    {
+        "FastUnsortedSegmentMax",
+        "FusedConv2DBiasActivation",
+        "FusedSparseConvGpuV2",
+        "Mha",
+        "MhaV2",
+        "Pmlp",
+        "Tmlp",
+        "TmlpV2",
+        "TmlpV3",
+        "VoxelMax",
+    }
+)
+
+# Both dtypes.
+_ALLOW = frozenset(
+    {
+        "BatchMatMul",
+        "BatchMatMulV2",
+        "Conv2D",
+        "Conv2DBackpropFilter",
+        "Conv2DBackpropInput",
+        "Conv3D",
+        "Conv3DBackpropFilterV2",
+        "Conv3DBackpropInputV2",
+        "DepthwiseConv2dNative",
+        "DepthwiseConv2dNativeBackpropFilter",
+        "DepthwiseConv2dNativeBackpropInput",
+        "Einsum",
+        "MatMul",
+    }
+)
+_INFER = frozenset(
+    {
+        "Add",
+        "AddN",
+        "AddV2",
+        "AvgPool",
+        "AvgPool3D",
+        "AvgPool3DGrad",
+        "AvgPoolGrad",
+        "BiasAdd",
+        "BiasAddGrad",
+        "BiasAddV1",
+        "Elu",
+        "EluGrad",
+        "Erf",
+        "Erfc",
+        "FloorDiv",
+        "FusedBatchNormGradV2",
+        "FusedBatchNormGradV3",
+        "FusedBatchNormV2",
+        "FusedBatchNormV3",
+        "Inv",
+        "LeakyRelu",
+        "LeakyReluGrad",
+        "Log",
+        "Log1p",
+        "LogSoftmax",
+        "Mul",
+        "Prod",
+        "RealDiv",
+        "Reciprocal",
+        "Selu",
+        "SeluGrad",
+        "Sigmoid",
+        "SigmoidGrad",
+        "Softmax",
+        "Softplus",
+        "SoftplusGrad",
+        "Softsign",
+        "SoftsignGrad",
+        "Sqrt",
+        "Sub",
+        "Tanh",
+        "TanhGrad",
+        "_FusedBatchNormEx",
+    }
+)
+_DENY = frozenset(
+    {
+        "Exp",
+        "Expm1",
+        "L2Loss",
+        "Pow",
+        "SaveV2",
+        "SoftmaxCrossEntropyWithLogits",
+        "SparseSoftmaxCrossEntropyWithLogits",
+    }
+)
+_CLEAR = frozenset(
+    {
+        "Abs",
+        "ArgMax",
+        "ArgMin",
+        "BatchToSpace",
+        "BatchToSpaceND",
+        "BroadcastTo",
+        "Ceil",
+        "CheckNumerics",
+        "ClipByValue",
+        "Concat",
+        "ConcatV2",
+        "DepthToSpace",
+        "DynamicPartition",
+        "DynamicStitch",
+        "EnsureShape",
+        "Enter",
+        "Equal",
+        "Exit",
+        "ExpandDims",
+        "Fill",
+        "Floor",
+        "Gather",
+        "GatherNd",
+        "GatherV2",
+        "Greater",
+        "GreaterEqual",
+        "Identity",
+        "IdentityN",
+        "IsFinite",
+        "IsInf",
+        "IsNan",
+        "Less",
+        "LessEqual",
+        "Max",
+        "MaxPool",
+        "MaxPool3D",
+        "MaxPool3DGrad",
+        "MaxPoolGrad",
+        "MaxPoolGradGrad",
+        "MaxPoolGradGradV2",
+        "MaxPoolGradV2",
+        "MaxPoolV2",
+        "Maximum",
+        "Merge",
+        "Min",
+        "Minimum",
+        "MirrorPad",
+        "MirrorPadGrad",
+        "Neg",
+        "NextIteration",
+        "NotEqual",
+        "OnesLike",
+        "Pack",
+        "Pad",
+        "PadV2",
+        "PreventGradient",
+        "Rank",
+        "Relu",
+        "Relu6",
+        "Relu6Grad",
+        "ReluGrad",
+        "Reshape",
+        "ResizeNearestNeighbor",
+        "ResizeNearestNeighborGrad",
+        "Reverse",
+        "ReverseSequence",
+        "ReverseV2",
+        "Round",
+        "Select",
+        "SelectV2",
+        "Shape",
+        "ShapeN",
+        "Sign",
+        "Slice",
+        "Snapshot",
+        "SpaceToBatch",
+        "SpaceToBatchND",
+        "SpaceToDepth",
+        "Split",
+        "SplitV",
+        "Squeeze",
+        "StopGradient",
+        "StridedSlice",
+        "StridedSliceGrad",
+        "Switch",
+        "TensorListConcat",
+        "TensorListConcatLists",
+        "TensorListConcatV2",
+        "TensorListFromTensor",
+        "TensorListGather",
+        "TensorListGetItem",
+        "TensorListPopBack",
+        "TensorListPushBack",
+        "TensorListPushBackBatch",
+        "TensorListScatter",
+        "TensorListScatterIntoExistingList",
+        "TensorListScatterV2",
+        "TensorListSetItem",
+        "TensorListSplit",
+        "TensorListStack",
+        "Tile",
+        "TopK",
+        "TopKV2",
+        "Transpose",
+        "Unpack",
+        "Where",
+        "ZerosLike",
+    }
+)
+
+FLOAT16_ALLOW = (
+    _ALLOW
+    | EXTERNAL
+    | {
+        "BlockLSTM",
+        "BlockLSTMGrad",
+        "BlockLSTMGradV2",
+        "BlockLSTMV2",
+        "Conv3DBackpropFilter",
+        "Conv3DBackpropInput",
+        "CudnnRNN",
+        "CudnnRNNBackprop",
+        "CudnnRNNBackpropV2",
+        "CudnnRNNBackpropV3",
+        "CudnnRNNV2",
+        "CudnnRNNV3",
+        "GRUBlockCell",
+        "GRUBlockCellGrad",
+        "LSTMBlockCell",
+        "LSTMBlockCellGrad",
+    }
+)
+FLOAT16_INFER = _INFER
+# In float16 a sum overflows long before its terms do.
+FLOAT16_DENY = _DENY | {"Mean", "Sum"}
+FLOAT16_CLEAR = _CLEAR | {"MaxPool3DGradGrad", "OneHot", "Size"}
+
+# What Grappler's float16 mode for CPUs adds to the infer list.
+FLOAT16_CPU_INFER = frozenset({"Rsqrt", "Square", "SquaredDifference"})
+
+BFLOAT16_ALLOW = _ALLOW | {"FusedPadConv2D"}
+BFLOAT16_INFER = _INFER | {"Mean", "Rsqrt", "Square", "SquaredDifference", "Sum"}
+BFLOAT16_DENY = _DENY
+BFLOAT16_CLEAR = _CLEAR | {"ResizeBilinear", "ScatterNd", "StatelessWhile", "While"}

@@ -1,0 +1,375 @@
+"""Which ops may run in the low precision, as an immutable value; framework-free.
+
+TensorFlow's own lists are in `tfamp.graph.grappler_lists`; what autocast needs beyond the four
+colours is in `tfamp.graph.autocast_lists`. This file holds the value, how tfamp's defaults differ
+from TensorFlow's, and how a user changes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import tfamp.graph.autocast_lists as _autocast
+import tfamp.graph.grappler_lists as _grappler
+from tfamp.dtypes import LOW_PRECISION
+
+Color = Literal["allow", "infer", "deny", "clear"]
+
+COLORS: tuple[Color, ...] = ("allow", "infer", "deny", "clear")
+DEVICES = ("auto", "cpu", "gpu", "tpu")
+
+# tfamp's defaults, where they differ from Grappler's.
+
+_FLOAT16_ALLOW_ADDED = frozenset(
+    {
+        "Conv",  # Conv2D and Conv3D in one; newer than Grappler's lists
+        "FusedPadConv2D",  # Grappler allows it in bfloat16 only
+        "FusedResizeAndPadConv2D",
+    }
+)
+# There is no float16 kernel for CPUs, so that "auto" cannot have it.
+_FLOAT16_ALLOW_ADDED_ON_GPU = frozenset({"BatchMatMulV3"})
+# They take float32 only: converting them makes an invalid graph.
+_FLOAT16_ALLOW_DROPPED = frozenset({"GRUBlockCell", "GRUBlockCellGrad"})
+
+_BFLOAT16_ALLOW_ADDED = frozenset(
+    {
+        "BatchMatMulV3",  # newer than Grappler's lists, as is Conv
+        "Conv",
+        # Grappler's bfloat16 lists are those of CPUs; on GPUs these have bfloat16 kernels.
+        "CudnnRNN",
+        "CudnnRNNBackprop",
+        "CudnnRNNBackpropV2",
+        "CudnnRNNBackpropV3",
+        "CudnnRNNV2",
+        "CudnnRNNV3",
+    }
+)
+# A loop's types are those of its body: converting the loop alone makes an invalid graph.
+_BFLOAT16_CLEAR_DROPPED = frozenset({"StatelessWhile", "While"})
+
+# Ops that need inputs of one dtype, whichever list they are on.
+_SAME_DTYPE = _autocast.JOINING | _grappler.FLOAT16_ALLOW | _grappler.BFLOAT16_ALLOW
+_FLOAT32 = _autocast.PRECISE | _autocast.FLOAT32_KERNELS
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class OpLists:
+    """Which TensorFlow ops may run in the low precision: four lists of op types.
+
+    An op type is the name in a graph, such as "MatMul" or "AddV2". An op on no list stays as it
+    is. Lists are values: they cannot be changed, can be hashed, and equal others with the same
+    contents. Start from `OpLists.default` or `OpLists.grappler` and go on with `with_changes`.
+
+    Args:
+        allow: Ops that are fast and safe in the low precision; always lowered.
+        infer: Ops that are safe unless what they are computed from came out of a denied op.
+        deny: Ops that need float32, and whose results need it downstream as well.
+        clear: Ops that do not compute, such as a reshape; lowered between lowered ops.
+        as_given: Ops that autocast computes in the dtype of their inputs although it would
+            compute them in float32 otherwise. `with_changes` keeps account of them.
+
+    Raises:
+        TypeError: An argument is not a collection of strings.
+        ValueError: An op is on two lists, or is in `as_given` and on `allow` or `deny`.
+
+    Example:
+        >>> lists = OpLists.default("float16").with_changes(allow_add=["Tanh"])
+        >>> lists.color("Tanh"), lists.color("MatMul"), lists.color("Sum")
+        ('allow', 'allow', 'deny')
+        >>> OpLists.default("float16").color("Tanh")
+        'infer'
+    """
+
+    allow: frozenset[str] = frozenset()
+    infer: frozenset[str] = frozenset()
+    deny: frozenset[str] = frozenset()
+    clear: frozenset[str] = frozenset()
+    as_given: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        # The dataclass is frozen for its users; this is where its values are made.
+        for field in dataclasses.fields(self):
+            ops = _op_set(field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, ops)
+        _refuse_op_on_two_lists({color: getattr(self, color) for color in COLORS})
+        if fixed := sorted(self.as_given & (self.allow | self.deny)):
+            raise ValueError(
+                f"as_given must hold no op that is on allow or deny; got {fixed[0]!r}, which is on "
+                f"{self.color(fixed[0])}. Put it on infer or clear, or leave it out of as_given."
+            )
+
+    def __repr__(self) -> str:
+        sizes = (f"{field.name}: {len(getattr(self, field.name))}" for field in _FIELDS)
+        return f"<OpLists, numbers of ops: {', '.join(sizes)}>"
+
+    @staticmethod
+    def default(dtype: str, device: str = "auto") -> OpLists:
+        """Returns tfamp's lists: Grappler's, with what it forgot and without what cannot run.
+
+        Args:
+            dtype: "float16" or "bfloat16".
+            device: Kind of device the ops run on: "cpu", "gpu" or "tpu". With "auto" no allowed
+                op lacks a kernel, whichever device TensorFlow places it on.
+
+        Returns:
+            The lists; the same object for the same arguments.
+
+        Raises:
+            ValueError: `dtype` or `device` is none of these names.
+
+        Example:
+            >>> OpLists.default("bfloat16").color("Exp")
+            'deny'
+        """
+        _check_choice("dtype", dtype, LOW_PRECISION)
+        _check_choice("device", device, DEVICES)
+        return _default_lists(dtype, device)
+
+    @staticmethod
+    def grappler(dtype: str) -> OpLists:
+        """Returns the lists of TensorFlow's own pass, as they are.
+
+        They are those of a current GPU for float16 and of a CPU for bfloat16, the only devices
+        that Grappler converts to these dtypes by default.
+
+        Args:
+            dtype: "float16" or "bfloat16".
+
+        Returns:
+            The lists; the same object for the same argument.
+
+        Raises:
+            ValueError: `dtype` is neither.
+
+        Example:
+            >>> OpLists.grappler("float16").color("FusedBatchNormV3")
+            'infer'
+        """
+        _check_choice("dtype", dtype, LOW_PRECISION)
+        return _grappler_lists(dtype)
+
+    @property
+    def low(self) -> frozenset[str]:
+        """Ops that autocast computes in the low precision: their float32 inputs are cast down."""
+        return self.allow
+
+    @functools.cached_property
+    def float32(self) -> frozenset[str]:
+        """Ops that autocast computes in float32: their low-precision inputs are cast up.
+
+        The denied ones, and those that round or overflow badly, or have no kernel, in the low
+        precision, unless `with_changes` put them on another list.
+        """
+        return self.deny | (_FLOAT32 - self.allow - self.as_given)
+
+    @functools.cached_property
+    def widest(self) -> frozenset[str]:
+        """Ops that autocast gives the widest of their inputs' float dtypes, if these differ."""
+        return _SAME_DTYPE - self.low - self.float32
+
+    def color(self, op: str) -> Color | None:
+        """Returns the list an op is on.
+
+        Args:
+            op: An op type.
+
+        Returns:
+            "allow", "infer", "deny" or "clear", or None if it is on no list.
+
+        Example:
+            >>> OpLists.default("float16").color("Reshape")
+            'clear'
+        """
+        return next((color for color in COLORS if op in getattr(self, color)), None)
+
+    def with_changes(
+        self,
+        *,
+        allow_add: Iterable[str] = (),
+        allow_remove: Iterable[str] = (),
+        infer_add: Iterable[str] = (),
+        infer_remove: Iterable[str] = (),
+        deny_add: Iterable[str] = (),
+        deny_remove: Iterable[str] = (),
+        clear_add: Iterable[str] = (),
+        clear_remove: Iterable[str] = (),
+    ) -> OpLists:
+        """Returns lists with ops added, moved or removed; these lists stay as they are.
+
+        Adding an op to a list takes it off the list that held it. Under autocast, an op put on
+        `infer` or `clear`, or taken off `deny`, is computed in the dtype it is given.
+
+        Args:
+            allow_add: Op types to put on `allow`.
+            allow_remove: Op types to take off `allow`; they are on no list then.
+            infer_add: Op types to put on `infer`.
+            infer_remove: Op types to take off `infer`.
+            deny_add: Op types to put on `deny`.
+            deny_remove: Op types to take off `deny`.
+            clear_add: Op types to put on `clear`.
+            clear_remove: Op types to take off `clear`.
+
+        Returns:
+            The new lists.
+
+        Raises:
+            TypeError: An argument is not a collection of strings.
+            ValueError: TensorFlow does not know an op, an op is added to two lists, added to and
+                removed from the same one, or removed from a list it is not on.
+
+        Example:
+            >>> lists = OpLists.default("bfloat16").with_changes(deny_add=["Softmax"])
+            >>> lists.color("Softmax"), len(lists.infer)
+            ('deny', 47)
+        """
+        added = {
+            "allow": _op_set("allow_add", allow_add),
+            "infer": _op_set("infer_add", infer_add),
+            "deny": _op_set("deny_add", deny_add),
+            "clear": _op_set("clear_add", clear_add),
+        }
+        removed = {
+            "allow": _op_set("allow_remove", allow_remove),
+            "infer": _op_set("infer_remove", infer_remove),
+            "deny": _op_set("deny_remove", deny_remove),
+            "clear": _op_set("clear_remove", clear_remove),
+        }
+        _refuse_contradictions(added, removed)
+        self._refuse_unknown(_union(added) | _union(removed))
+        self._refuse_removing_absent(removed)
+        return self._changed(added, removed)
+
+    def _changed(self, added: _Changes, removed: _Changes) -> OpLists:
+        touched = _union(added) | _union(removed)
+        freed = added["infer"] | added["clear"] | (removed["deny"] - _union(added))
+        return OpLists(
+            allow=(self.allow - touched) | added["allow"],
+            infer=(self.infer - touched) | added["infer"],
+            deny=(self.deny - touched) | added["deny"],
+            clear=(self.clear - touched) | added["clear"],
+            as_given=(self.as_given - touched) | freed,
+        )
+
+    def _refuse_unknown(self, ops: frozenset[str]) -> None:
+        # What is on a list already need not be known: Grappler names ops of other libraries.
+        doubtful = sorted(ops - self.allow - self.infer - self.deny - self.clear)
+        if not doubtful:
+            return
+        from tfamp import _tf_private
+
+        for op in doubtful:
+            if _tf_private.op_definition(op) is None:
+                raise ValueError(
+                    f"TensorFlow knows no op {op!r}{_suggestion(op, _tf_private.known_ops())} Give "
+                    "op types as in a graph; an op of a library of yours is known once "
+                    "tf.load_op_library has loaded it."
+                )
+
+    def _refuse_removing_absent(self, removed: _Changes) -> None:
+        for color in COLORS:
+            for op in sorted(removed[color] - getattr(self, color)):
+                held = self.color(op)
+                where = f"it is on {held}" if held else "it is on no list"
+                raise ValueError(
+                    f"{color}_remove must hold ops that are on {color}; got {op!r}, but {where}."
+                )
+
+
+_FIELDS = dataclasses.fields(OpLists)
+_Changes = Mapping[str, frozenset[str]]
+
+
+@functools.cache
+def _grappler_lists(dtype: str) -> OpLists:
+    if dtype == "float16":
+        return OpLists(
+            allow=_grappler.FLOAT16_ALLOW,
+            infer=_grappler.FLOAT16_INFER,
+            deny=_grappler.FLOAT16_DENY,
+            clear=_grappler.FLOAT16_CLEAR,
+        )
+    return OpLists(
+        allow=_grappler.BFLOAT16_ALLOW,
+        infer=_grappler.BFLOAT16_INFER,
+        deny=_grappler.BFLOAT16_DENY,
+        clear=_grappler.BFLOAT16_CLEAR,
+    )
+
+
+@functools.cache
+def _default_lists(dtype: str, device: str) -> OpLists:
+    lists = _grappler_lists(dtype)
+    if dtype == "bfloat16":
+        return dataclasses.replace(
+            lists,
+            allow=lists.allow | _BFLOAT16_ALLOW_ADDED,
+            clear=lists.clear - _BFLOAT16_CLEAR_DROPPED,
+        )
+    allow = lists.allow - _grappler.EXTERNAL - _FLOAT16_ALLOW_DROPPED | _FLOAT16_ALLOW_ADDED
+    return dataclasses.replace(
+        lists,
+        allow=allow | (_FLOAT16_ALLOW_ADDED_ON_GPU if device == "gpu" else frozenset()),
+        infer=lists.infer | (_grappler.FLOAT16_CPU_INFER if device == "cpu" else frozenset()),
+    )
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    # Not "in choices" alone: tf.float16 equals "float16" without being a string.
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}.")
+
+
+def _op_set(name: str, ops: object) -> frozenset[str]:
+    if isinstance(ops, str) or not isinstance(ops, Iterable):
+        raise TypeError(
+            f'{name} must be a collection of op types, such as ["MatMul"]; got {ops!r}.'
+        )
+    given = tuple(ops)
+    for op in given:
+        if not isinstance(op, str):
+            raise TypeError(
+                f"{name} must hold op types as strings; got {op!r} of type {type(op).__name__}."
+            )
+    return frozenset(given)
+
+
+def _union(changes: _Changes) -> frozenset[str]:
+    return frozenset().union(*changes.values())
+
+
+def _refuse_op_on_two_lists(lists: _Changes, suffix: str = "") -> None:
+    holders: dict[str, str] = {}
+    for name, ops in lists.items():
+        for op in sorted(ops):
+            if op in holders:
+                raise ValueError(
+                    f"an op must be on one list at most; got {op!r} in both {holders[op]}{suffix} "
+                    f"and {name}{suffix}. Keep it in one of them."
+                )
+            holders[op] = name
+
+
+def _refuse_contradictions(added: _Changes, removed: _Changes) -> None:
+    _refuse_op_on_two_lists(added, "_add")
+    for color in COLORS:
+        if both := sorted(added[color] & removed[color]):
+            raise ValueError(
+                f"got {both[0]!r} in both {color}_add and {color}_remove; keep it in one of them."
+            )
+
+
+def _suggestion(op: str, known: Iterable[str]) -> str:
+    # "batch_mat_mul" and "batchmatmul" are near "BatchMatMul" only without case and underscores.
+    plain = {_plain(name): name for name in sorted(known)}
+    close = [repr(plain[name]) for name in difflib.get_close_matches(_plain(op), plain, n=3)]
+    return f"; the nearest names are {', '.join(close)}." if close else "."
+
+
+def _plain(name: str) -> str:
+    return name.rpartition(".")[2].replace("_", "").lower()
