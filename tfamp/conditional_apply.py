@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -35,15 +36,22 @@ def outside_the_graph(create: Callable[[], None]) -> None:
         create: Creates the variables.
     """
 
-    def call(strategy: tf.distribute.Strategy | None = None) -> None:
-        del strategy
-        with tf.init_scope():
+    def create_in_scope(strategy: tf.distribute.Strategy) -> None:
+        with strategy.scope():
             create()
 
-    if tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None:
-        tf.distribute.get_replica_context().merge_call(call)
+    def create_elsewhere(strategy: tf.distribute.Strategy) -> None:
+        # Under a strategy tf.init_scope leaves the graph, but not the tf.function's rule that only
+        # its first trace creates variables. Another thread has never heard of that function.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(create_in_scope, strategy).result()
+
+    replica = tf.distribute.get_replica_context()
+    if tf.distribute.has_strategy() and replica is not None:
+        replica.merge_call(create_elsewhere)
     else:
-        call()
+        with tf.init_scope():
+            create()
 
 
 def apply_if_finite(

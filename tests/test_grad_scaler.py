@@ -1,0 +1,817 @@
+"""GradScaler: torch's rule step for step, its order of calls, one scaler for many optimizers."""
+
+import copy
+import functools
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tfamp
+from helpers.training import assert_identical, data, small_model, snapshot
+
+MODES = {"eager": lambda f: f, "function": tf.function, "xla": tf.function(jit_compile=True)}
+IN_EVERY_MODE = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+ORDER_ERRORS = {
+    "unscale twice": "already been called on this optimizer since the last update",
+    "unscale after step": r"unscale\(\) is called after step",
+    "step twice": r"step\(\) has already been called",
+    "minimize after unscale": r"minimize\(\) is called after unscale",
+    "minimize after step": r"minimize\(\) is called after step",
+    "update alone": "No inf checks were recorded",
+}
+
+
+def sgd():
+    return keras.optimizers.SGD(1.0)
+
+
+def one_weight(**arguments):
+    arguments = {"init_scale": 8.0} | arguments
+    return keras.Variable([1.0, 1.0]), sgd(), tfamp.GradScaler(**arguments)
+
+
+def scaled(*values):
+    return tf.constant(values, "float32") * 8.0
+
+
+# ---- The rule -------------------------------------------------------------------------------
+
+
+class TorchRule:
+    """PyTorch's documented state machine, written without any of tfamp's code."""
+
+    def __init__(self, scale, growth, backoff, interval):
+        self.scale, self.growth = np.float32(scale), growth
+        self.backoff, self.interval, self.tracker = backoff, interval, 0
+
+    def update(self, found):
+        if found:
+            self.scale, self.tracker = self.times(self.backoff), 0
+        elif self.tracker + 1 == self.interval:
+            grown = self.times(self.growth)
+            self.scale, self.tracker = grown if np.isfinite(grown) else self.scale, 0
+        else:
+            self.tracker += 1
+
+    def times(self, factor):
+        with np.errstate(over="ignore"):
+            return np.float32(np.float64(self.scale) * factor)
+
+
+@st.composite
+def iterations(draw, optimizers):
+    """Per iteration and optimizer: what is called, and whether the gradient is finite."""
+    calls = st.sampled_from(["step", "unscale", "both", "nothing"])
+    values = st.sampled_from([0.5, -0.25, 3.0, math.inf, -math.inf, math.nan])
+    one = st.lists(st.tuples(calls, values), min_size=optimizers, max_size=optimizers)
+    return draw(st.lists(one.filter(lambda i: any(c != "nothing" for c, _ in i)), max_size=14))
+
+
+def one_iteration(scaler, optimizers, weights, calls):
+    def run(*gradients):
+        applied = []
+        for call, optimizer, weight, gradient in zip(
+            calls, optimizers, weights, gradients, strict=True
+        ):
+            grads = [scaler.scale(gradient)]
+            if call in ("unscale", "both"):
+                grads = scaler.unscale(optimizer, grads)
+            if call in ("step", "both"):
+                applied.append(scaler.step(optimizer, zip(grads, [weight], strict=True)))
+        scaler.update()
+        return applied
+
+    return run
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "function"])
+def test_scale_tracker_and_weights_are_torchs(optimizers, traced):
+    inner = [sgd() for _ in range(optimizers)]
+    weights = [keras.Variable(0.0) for _ in range(optimizers)]
+    scaler = tfamp.GradScaler(init_scale=128.0, growth_interval=2)
+    for optimizer, weight in zip(inner, weights, strict=True):
+        optimizer.build([weight])
+
+    @functools.cache
+    def iteration_of(calls):
+        run = one_iteration(scaler, inner, weights, calls)
+        return tf.function(run, autograph=False) if traced else run
+
+    @settings(max_examples=40, deadline=None)
+    @given(iterations(optimizers))
+    def check(history):
+        rule = TorchRule(128.0, 2.0, 0.5, 2)
+        scaler.load_state_dict(
+            {
+                "scale": 128.0,
+                "growth_factor": 2.0,
+                "backoff_factor": 0.5,
+                "growth_interval": 2,
+                "_growth_tracker": 0,
+            }
+        )
+        expected = np.zeros(optimizers, "float32")
+        for weight in weights:
+            weight.assign(0.0)
+        for iteration in history:
+            calls, values = zip(*iteration, strict=True)
+            applied = iteration_of(calls)(*(tf.constant(v) for v in values))
+            found = any(c != "nothing" and not math.isfinite(v) for c, v in iteration)
+            rule.update(found)
+            steps = [(i, v) for i, (c, v) in enumerate(iteration) if c in ("step", "both")]
+            assert [bool(a) for a in applied] == [math.isfinite(v) for _, v in steps]
+            for i, value in steps:
+                expected[i] -= value if math.isfinite(value) else 0.0
+            state = scaler.state_dict()
+            assert (state["scale"], state["_growth_tracker"]) == (rule.scale, rule.tracker)
+            assert [float(w) for w in weights] == expected.tolist()
+
+    check()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.floats(2.0**-20, 2.0**20),
+    st.floats(1.01, 1e4),
+    st.floats(0.01, 0.99),
+    st.lists(st.booleans(), max_size=20),
+)
+def test_any_factors_give_torchs_scale_to_the_last_bit(scale, growth, backoff, history):
+    weight, optimizer, scaler = one_weight(
+        init_scale=scale, growth_factor=growth, backoff_factor=backoff, growth_interval=1
+    )
+    rule = TorchRule(scale, growth, backoff, 1)
+    for finite in history:
+        scaler.step(optimizer, [(tf.constant([0.0 if finite else math.inf, 0.0]), weight)])
+        scaler.update()
+        rule.update(not finite)
+        assert float(scaler.get_scale()) == float(rule.scale)
+
+
+@IN_EVERY_MODE
+def test_a_scale_that_cannot_grow_keeps_its_value_and_none_becomes_zero(mode):
+    weight, optimizer, scaler = one_weight(init_scale=1.5 * 2.0**126, growth_interval=1)
+
+    @mode
+    def step(gradient):
+        scaler.step(optimizer, [(gradient, weight)])
+        scaler.update()
+
+    for _ in range(3):
+        step(tf.zeros(2))
+    assert float(scaler.get_scale()) == 1.5 * 2.0**127
+    for _ in range(300):
+        step(tf.constant([math.nan, 0.0]))
+    assert float(scaler.get_scale()) == 2.0**-126
+    np.testing.assert_array_equal(weight.numpy(), [1.0, 1.0])
+
+
+def test_an_interval_made_shorter_takes_effect_in_a_traced_function():
+    weight, optimizer, scaler = one_weight(growth_interval=10)
+
+    @tf.function
+    def step():
+        scaler.step(optimizer, [(tf.zeros(2), weight)])
+        scaler.update()
+
+    for _ in range(4):
+        step()
+    scaler.set_growth_interval(3)
+    scaler.set_growth_factor(4.0)
+    step()
+    assert (float(scaler.get_scale()), scaler.get_growth_factor()) == (32.0, 4.0)
+    scaler.set_backoff_factor(0.25)
+    assert (scaler.get_backoff_factor(), scaler.get_growth_interval()) == (0.25, 3)
+
+
+@IN_EVERY_MODE
+def test_update_takes_a_new_scale(mode):
+    weight, optimizer, scaler = one_weight(growth_interval=2)
+    scaler.step(optimizer, [(tf.zeros(2), weight)])
+    scaler.update()
+    scaler.update(32.0)  # Needs no step, and leaves the tracker as it is.
+    assert scaler.state_dict()["scale"] == 32.0
+    assert scaler.state_dict()["_growth_tracker"] == 1
+    set_scale = mode(lambda value: scaler.update(value))
+    set_scale(tf.constant([64.0]))
+    assert float(scaler.get_scale()) == 64.0
+    for unusable in (0.0, -1.0, math.inf, math.nan, 1e-40):
+        set_scale(tf.constant(unusable))
+        assert float(scaler.get_scale()) == 64.0
+        with pytest.raises(ValueError, match="new_scale must be a number in"):
+            scaler.update(unusable)
+
+
+# ---- Unscaling ------------------------------------------------------------------------------
+
+
+@IN_EVERY_MODE
+def test_clipping_between_unscale_and_step(mode):
+    weight, optimizer, scaler = one_weight()
+
+    @mode
+    def step(gradient):
+        (gradient,) = scaler.unscale(optimizer, [gradient])
+        clipped = tf.clip_by_value(gradient, -0.5, 0.5)
+        applied = scaler.step(optimizer, [(clipped, weight)])
+        scaler.update()
+        return applied
+
+    assert bool(step(scaled(0.25, 2.0)))
+    np.testing.assert_array_equal(weight.numpy(), [0.75, 0.5])
+    assert not bool(step(tf.constant([math.inf, 2.0])))  # Clipping cannot hide it.
+    np.testing.assert_array_equal(weight.numpy(), [0.75, 0.5])
+    assert float(scaler.get_scale()) == 4.0
+
+
+def test_a_gradient_spoilt_after_unscaling_is_skipped_and_backs_off():
+    weight, optimizer, scaler = one_weight()
+    (gradient,) = scaler.unscale(optimizer, [scaled(1.0, 1.0)])
+    assert not bool(scaler.step(optimizer, [(gradient / 0.0, weight)]))
+    scaler.update()
+    np.testing.assert_array_equal(weight.numpy(), [1.0, 1.0])
+    assert float(scaler.get_scale()) == 4.0
+
+
+@pytest.mark.parametrize("traced", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)], ids=str)
+def test_unscale_step_and_update_in_functions_of_their_own(traced):
+    weight, optimizer, scaler = one_weight()
+    unscale, step, update = (
+        tf.function(call) if t else call
+        for t, call in zip(
+            traced,
+            (
+                lambda g: tf.clip_by_value(scaler.unscale(optimizer, [g])[0], -1.0, 1.0),
+                lambda g: scaler.step(optimizer, [(g, weight)]),
+                lambda: scaler.update(),
+            ),
+            strict=True,
+        )
+    )
+    step(unscale(scaled(0.25, 0.25)))
+    update()
+    step(scaled(0.25, 0.25))  # The same trace, this time with scaled gradients.
+    update()
+    np.testing.assert_array_equal(weight.numpy(), [0.5, 0.5])
+    assert not bool(step(unscale(tf.constant([math.inf, 0.0]))))
+    update()
+    np.testing.assert_array_equal(weight.numpy(), [0.5, 0.5])
+    assert float(scaler.get_scale()) == 4.0
+
+
+def test_an_optimizer_the_traced_update_never_heard_of_starts_anew_too():
+    scaler = tfamp.GradScaler(init_scale=8.0)
+    pairs = [(sgd(), keras.Variable(1.0)) for _ in range(2)]
+    update = tf.function(lambda: scaler.update())
+    for rounds, (optimizer, weight) in enumerate(pairs):
+        for _ in range(2 + rounds):
+            scaler.step(optimizer, [(tf.constant(4.0), weight)])
+            update()
+    assert [float(w) for _, w in pairs] == [0.0, -0.5]
+
+
+@IN_EVERY_MODE
+def test_scaled_gradients_of_micro_batches_are_added_up_and_unscaled_once(mode):
+    weight, optimizer, scaler = one_weight()
+
+    @mode
+    def step(batches):
+        total = tf.zeros(2)
+        for batch in batches:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(weight * batch) / len(batches)
+                scaled_loss = scaler.scale(loss)
+            total += tape.gradient(scaled_loss, weight)
+        (gradient,) = scaler.unscale(optimizer, [total])
+        applied = scaler.step(optimizer, [(tf.clip_by_norm(gradient, 10.0), weight)])
+        scaler.update()
+        return applied
+
+    assert bool(step([tf.constant([1.0, 0.0]), tf.constant([0.0, 0.5])]))
+    np.testing.assert_array_equal(weight.numpy(), [0.5, 0.75])
+    assert not bool(step([tf.constant([1.0, 0.0]), tf.constant([0.0, math.nan])]))
+    np.testing.assert_array_equal(weight.numpy(), [0.5, 0.75])
+
+
+@IN_EVERY_MODE
+def test_a_step_on_condition(mode):
+    weight, optimizer, scaler = one_weight()
+    optimizer.build([weight])
+    total = tf.Variable(tf.zeros(2))
+
+    def apply():
+        (gradient,) = scaler.unscale(optimizer, [total.value()])
+        scaler.step(optimizer, [(gradient, weight)])
+        scaler.update()
+        total.assign(tf.zeros(2))
+
+    @mode
+    def step(count, gradient):
+        total.assign_add(gradient)
+        tf.cond(count % 2 == 0, apply, lambda: None)
+
+    for count in range(1, 5):
+        step(tf.constant(count), scaled(0.25, 0.125))
+    np.testing.assert_array_equal(weight.numpy(), [0.0, 0.5])
+    assert scaler.state_dict()["_growth_tracker"] == 2
+
+
+@IN_EVERY_MODE
+def test_several_iterations_in_one_function(mode):
+    weight, optimizer, scaler = one_weight(growth_interval=1)
+    optimizer.build([weight])
+
+    @mode
+    def run(gradient):
+        for _ in range(3):
+            (unscaled,) = scaler.unscale(optimizer, [scaler.scale(gradient)])
+            scaler.step(optimizer, [(unscaled, weight)])
+            scaler.update()
+
+    run(tf.constant([0.25, 0.125]))
+    np.testing.assert_array_equal(weight.numpy(), [0.25, 0.625])
+    assert float(scaler.get_scale()) == 64.0
+
+
+def test_sparse_and_missing_gradients():
+    table, unused = keras.Variable(np.ones((100, 4), "float32")), keras.Variable(1.0)
+    optimizer, scaler = sgd(), tfamp.GradScaler(init_scale=8.0)
+
+    @tf.function
+    def step(values, unscale):
+        grads = [tf.IndexedSlices(values, tf.constant([1, 7]), tf.constant([100, 4])), None]
+        if unscale:
+            grads = scaler.unscale(optimizer, grads)
+            assert isinstance(grads[0], tf.IndexedSlices)
+            assert grads[1] is None
+        applied = scaler.step(optimizer, zip(grads, [table, unused], strict=True))
+        scaler.update()
+        return applied
+
+    optimizer.build([table, unused])
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        assert bool(step(4.0 * tf.ones((2, 4)), True))
+        assert bool(step(4.0 * tf.ones((2, 4)), False))
+    assert np.flatnonzero(table.numpy()[:, 0] == 0.0).tolist() == [1, 7]
+    assert not bool(step(tf.constant([[math.nan] * 4, [8.0] * 4]), False))
+    assert np.flatnonzero(table.numpy()[:, 0] == 0.0).tolist() == [1, 7]
+
+
+def test_gradients_of_every_dtype():
+    dtypes = ["float16", "bfloat16", "float32", "float64"]
+    weights = [keras.Variable([1.0], dtype=dtype) for dtype in dtypes]
+    optimizer, scaler = sgd(), tfamp.GradScaler(init_scale=8.0)
+    grads = scaler.unscale(optimizer, [tf.constant([4.0], dtype) for dtype in dtypes])
+    assert [g.dtype.name for g in grads] == ["float32", "float32", "float32", "float64"]
+    assert bool(scaler.step(optimizer, zip(grads, weights, strict=True)))
+    assert [float(w.numpy()[0]) for w in weights] == [0.5] * 4
+
+
+def test_variables_overwritten_with_their_gradient_are_left_alone():
+    weight, amax = keras.Variable(1.0), keras.Variable(1.0)
+    amax.overwrite_with_gradient = True
+    optimizer, scaler = sgd(), tfamp.GradScaler(init_scale=8.0)
+    optimizer.build([weight, amax])
+    for explicit in (False, True):
+        grads = [tf.constant(4.0), tf.constant(5.0)]
+        grads = scaler.unscale(optimizer, grads) if explicit else grads
+        scaler.step(optimizer, zip(grads, [weight, amax], strict=True))
+        scaler.update()
+    assert (float(weight), float(amax)) == (0.0, 5.0)
+
+
+def test_scaling_in_float32_and_of_nests():
+    scaler = tfamp.GradScaler(init_scale=2.0**20)
+    losses = {"a": tf.constant(3.0, "float16"), "b": (tf.constant([1.0], "float64"), 2.0)}
+    result = scaler.scale(losses)
+    assert (result["a"].dtype, float(result["a"])) == (tf.float32, 3.0 * 2.0**20)
+    assert result["b"][0].dtype == tf.float64
+    assert float(result["b"][1]) == 2.0**21
+    with pytest.raises(TypeError, match="must be a float tensor"):
+        scaler.scale([tf.constant(1)])
+
+
+def test_the_scale_is_not_baked_into_a_graph():
+    weight, optimizer, scaler = one_weight()
+    scale_one = tf.function(lambda: scaler.scale(tf.constant(1.0)))
+    assert float(scale_one()) == 8.0
+    scaler.step(optimizer, [(tf.constant([math.inf, 0.0]), weight)])
+    scaler.update()
+    assert float(scale_one()) == 4.0
+
+
+# ---- Several optimizers ---------------------------------------------------------------------
+
+
+@IN_EVERY_MODE
+def test_each_optimizer_skips_by_its_own_gradients_and_update_looks_at_all(mode):
+    first, second = (keras.Variable(1.0) for _ in range(2))
+    optimizers = [keras.optimizers.Adam(0.5), sgd()]
+    scaler = tfamp.GradScaler(init_scale=8.0, growth_interval=1)
+
+    @mode
+    def step(a, b):
+        applied = [
+            scaler.step(optimizer, [(gradient, weight)])
+            for optimizer, gradient, weight in zip(optimizers, (a, b), (first, second), strict=True)
+        ]
+        scaler.update()
+        return applied
+
+    applied = step(tf.constant(math.nan), tf.constant(4.0))
+    assert [bool(a) for a in applied] == [False, True]
+    assert (float(first), float(second), float(scaler.get_scale())) == (1.0, 0.5, 4.0)
+    assert [int(o.iterations) for o in optimizers] == [0, 1]
+    assert all(bool(a) for a in step(tf.constant(4.0), tf.constant(0.0)))
+    assert float(scaler.get_scale()) == 8.0
+
+
+@IN_EVERY_MODE
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_minimize(mode, dtype):
+    weight, optimizer = keras.Variable(3.0), keras.optimizers.SGD(0.25)
+    scaler = tfamp.GradScaler(init_scale=2.0**20, growth_interval=1)
+
+    @mode
+    def step(target):
+        with tf.GradientTape() as tape:
+            scaled_loss = scaler.scale(tf.cast(tf.square(weight - target), dtype))
+        return scaler.minimize(optimizer, scaled_loss, tape, [weight])
+
+    # 2**20 is inf in float16: scaled there, no step would ever be applied.
+    finite = bool(step(tf.constant(0.0)))
+    assert finite == (dtype == "float32")
+    if finite:
+        assert (float(weight), float(scaler.get_scale())) == (1.5, 2.0**21)
+    assert not bool(step(tf.constant(math.inf)))
+
+
+# ---- Order of calls -------------------------------------------------------------------------
+
+
+def out_of_order(scaler, optimizer, weight, case):
+    def step():
+        scaler.step(optimizer, [(tf.zeros(2), weight)])
+
+    def unscale():
+        scaler.unscale(optimizer, [tf.zeros(2)])
+
+    def minimize():
+        with tf.GradientTape() as tape:
+            scaled_loss = scaler.scale(tf.reduce_sum(weight * 0.0))
+        scaler.minimize(optimizer, scaled_loss, tape, [weight])
+
+    first, second = {
+        "unscale twice": (unscale, unscale),
+        "unscale after step": (step, unscale),
+        "step twice": (step, step),
+        "minimize after unscale": (unscale, minimize),
+        "minimize after step": (step, minimize),
+        "update alone": (lambda: None, scaler.update),
+    }[case]
+    return first, second
+
+
+@pytest.mark.parametrize("case", ORDER_ERRORS)
+def test_calls_out_of_order(case):
+    weight, optimizer, scaler = one_weight()
+    for _ in range(2):  # The second time: after an error, update starts anew.
+        first, second = out_of_order(scaler, optimizer, weight, case)
+        first()
+        with pytest.raises(RuntimeError, match=ORDER_ERRORS[case]):
+            second()
+        scaler.update(8.0)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("case", [case for case in ORDER_ERRORS if case != "update alone"])
+def test_calls_out_of_order_are_found_while_tracing(case, jit_compile):
+    weight, optimizer, scaler = one_weight()
+    optimizer.build([weight])
+    first, second = out_of_order(scaler, optimizer, weight, case)
+
+    @tf.function(jit_compile=jit_compile)
+    def run():
+        first()
+        second()
+
+    with pytest.raises(RuntimeError, match=ORDER_ERRORS[case]):
+        run.get_concrete_function()
+
+
+@pytest.mark.parametrize("case", ORDER_ERRORS)
+def test_calls_out_of_order_in_two_functions_are_found_when_they_run(case):
+    weight, optimizer, scaler = one_weight()
+    optimizer.build([weight])
+    first, second = (tf.function(f) for f in out_of_order(scaler, optimizer, weight, case))
+    first()
+    with pytest.raises(tf.errors.InvalidArgumentError, match=ORDER_ERRORS[case]):
+        second()
+    np.testing.assert_array_equal(weight.numpy(), [1.0, 1.0])
+
+
+def test_a_function_that_forgets_update_is_found_in_its_second_step():
+    weight, optimizer, scaler = one_weight()
+    step = tf.function(lambda: scaler.step(optimizer, [(scaled(0.5, 0.5), weight)]))
+    step()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="since the last update"):
+        step()
+    np.testing.assert_array_equal(weight.numpy(), [0.5, 0.5])
+
+
+def test_a_function_and_eager_mode_know_of_each_other():
+    weight, optimizer, scaler = one_weight()
+    step = tf.function(lambda: scaler.step(optimizer, [(tf.zeros(2), weight)]))
+    step()
+    with pytest.raises(RuntimeError, match="since the last update"):
+        scaler.step(optimizer, [(tf.zeros(2), weight)])
+    scaler.update()
+    with pytest.raises(RuntimeError, match="No inf checks"):
+        scaler.update()
+
+
+# ---- Wrong arguments ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"init_scale": "cuda"}, TypeError, "init_scale must be a number; got 'cuda'"),
+        ({"init_scale": 0.0}, ValueError, "init_scale"),
+        ({"init_scale": math.inf}, ValueError, "init_scale"),
+        ({"growth_factor": 1.0}, ValueError, r"growth_factor must be a number in \(1, inf\)"),
+        ({"backoff_factor": 1.0}, ValueError, "backoff_factor"),
+        ({"growth_interval": 0}, ValueError, "growth_interval must be at least 1"),
+        ({"growth_interval": 2.5}, TypeError, "growth_interval"),
+        ({"enabled": "no"}, TypeError, "enabled must be True or False"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        tfamp.GradScaler(**arguments)
+
+
+def test_setters_check_too():
+    scaler = tfamp.GradScaler()
+    with pytest.raises(ValueError, match="growth_factor"):
+        scaler.set_growth_factor(0.5)
+    with pytest.raises(ValueError, match="backoff_factor"):
+        scaler.set_backoff_factor(2.0)
+    with pytest.raises(ValueError, match="growth_interval"):
+        scaler.set_growth_interval(0)
+    assert scaler.state_dict() == tfamp.GradScaler().state_dict()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: tfamp.LossScaleOptimizer(sgd()), ValueError, "scaled twice.*inner_optimizer"),
+        (lambda: keras.optimizers.LossScaleOptimizer(sgd()), ValueError, "scaled twice"),
+        (lambda: keras.optimizers.SGD(loss_scale_factor=8.0), ValueError, "loss_scale_factor=8"),
+        (lambda: "sgd", TypeError, r"keras\.optimizers\.Optimizer"),
+        (lambda: keras.optimizers.SGD, TypeError, r"keras\.optimizers\.Optimizer"),
+    ],
+)
+def test_what_is_no_bare_optimizer(make, error, message):
+    weight, _, scaler = one_weight()
+    optimizer = make()
+    with pytest.raises(error, match=message):
+        scaler.unscale(optimizer, [tf.zeros(2)])
+    with pytest.raises(error, match=message):
+        scaler.step(optimizer, [(tf.zeros(2), weight)])
+
+
+@pytest.mark.parametrize(
+    ("pairs", "error", "message"),
+    [
+        (lambda w: [], ValueError, "nothing to apply"),
+        (lambda w: [(None, w)], ValueError, "No gradient was given"),
+        (lambda w: [(w, tf.zeros(2))], TypeError, "swapped"),
+        (lambda w: [(tf.zeros(3), w)], ValueError, "shape"),
+        (lambda w: [tf.zeros(3)], TypeError, "with other elements"),
+        (lambda w: tf.zeros(()), TypeError, r"step takes \(gradient, variable\) pairs"),
+    ],
+)
+def test_bad_pairs_change_nothing(pairs, error, message):
+    weight, optimizer, scaler = one_weight()
+    with pytest.raises(error, match=message):
+        scaler.step(optimizer, pairs(weight))
+    assert bool(scaler.step(optimizer, [(scaled(0.5, 0.5), weight)]))  # Not taken as stepped.
+
+
+# ---- State ----------------------------------------------------------------------------------
+
+
+def test_state_dict_round_trip_with_torchs_keys():
+    state = {
+        "scale": 1024.0,
+        "growth_factor": 1.5,
+        "backoff_factor": 0.1,
+        "growth_interval": 7,
+        "_growth_tracker": 5,
+    }
+    scaler = tfamp.GradScaler()
+    scaler.load_state_dict(state)
+    assert scaler.state_dict() == state
+    for key, value in state.items():
+        assert type(scaler.state_dict()[key]) is type(value)
+
+
+def test_a_bad_state_dict_restores_nothing():
+    scaler, before = tfamp.GradScaler(), tfamp.GradScaler().state_dict()
+    for changes, error in [
+        ({"growth_interval": 0}, ValueError),
+        ({"scale": math.inf}, ValueError),
+        ({"_growth_tracker": -1}, ValueError),
+        ({"backoff_factor": None}, TypeError),
+    ]:
+        with pytest.raises(error):
+            scaler.load_state_dict(before | {"scale": 2.0} | changes)
+    with pytest.raises(KeyError):
+        scaler.load_state_dict({"scale": 2.0})
+    with pytest.raises(RuntimeError, match="state dict is empty"):
+        scaler.load_state_dict({})
+    assert scaler.state_dict() == before
+
+
+def test_checkpoint_resumes_bit_for_bit(tmp_path):
+    def train(scaler, model, optimizer, steps, start=0):
+        x, y = (tf.constant(v) for v in data())
+        for i in range(start, start + steps):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+                scaled_loss = scaler.scale(loss * (math.inf if i % 5 == 3 else 1.0))
+            scaler.minimize(optimizer, scaled_loss, tape, model.trainable_variables)
+
+    def make():
+        model, optimizer = small_model(), keras.optimizers.Adam(0.05)
+        optimizer.build(model.trainable_variables)
+        scaler = tfamp.GradScaler(growth_interval=2, growth_factor=1.7, backoff_factor=0.3)
+        return scaler, model, optimizer
+
+    scaler, model, optimizer = make()
+    train(scaler, model, optimizer, 7)
+    path = tf.train.Checkpoint(scaler=scaler, model=model, optimizer=optimizer).save(
+        str(tmp_path / "checkpoint")
+    )
+    train(scaler, model, optimizer, 8, start=7)
+
+    resumed, other, other_optimizer = make()
+    resumed.set_growth_factor(3.0)
+    checkpoint = tf.train.Checkpoint(scaler=resumed, model=other, optimizer=other_optimizer)
+    checkpoint.restore(path).assert_consumed()
+    train(resumed, other, other_optimizer, 8, start=7)
+    assert resumed.state_dict() == scaler.state_dict()
+    assert scaler.get_growth_factor() == 1.7
+    for actual, expected in zip(other.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_a_copy_has_the_state_and_no_part_in_the_iteration():
+    weight, optimizer, scaler = one_weight()
+    scaler.step(optimizer, [(tf.constant([math.inf, 0.0]), weight)])
+    copied = copy.deepcopy(scaler)
+    scaler.update()
+    assert (float(scaler.get_scale()), float(copied.get_scale())) == (4.0, 8.0)
+    with pytest.raises(RuntimeError, match="No inf checks"):
+        copied.update()
+
+
+# ---- Disabled -------------------------------------------------------------------------------
+
+
+@IN_EVERY_MODE
+def test_disabled_passes_everything_through(mode):
+    weight, optimizer, scaler = one_weight(enabled=False)
+    optimizer.build([weight])
+
+    @mode
+    def step(gradient):
+        loss = tf.constant(2.0, "float16")
+        assert scaler.scale(loss) is loss
+        assert scaler.unscale(optimizer, [gradient])[0] is gradient
+        applied = scaler.step(optimizer, [(gradient, weight)])
+        scaler.update()
+        scaler.update(4.0)
+        return applied
+
+    for gradient in ([0.5, 0.0], [0.0, math.inf]):  # An inf is applied, as without a scaler.
+        assert bool(step(tf.constant(gradient)))
+    np.testing.assert_array_equal(weight.numpy(), [0.5, -math.inf])
+    assert not scaler.is_enabled()
+    assert (float(scaler.get_scale()), scaler.state_dict()) == (1.0, {})
+    scaler.load_state_dict(tfamp.GradScaler().state_dict())
+    assert scaler.state_dict() == {}
+
+
+# ---- Replicas -------------------------------------------------------------------------------
+
+
+def momentum():
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+def distributed_step(strategy, scaler, model, optimizer, unscale, update_inside):
+    def replica(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+            scaled_loss = scaler.scale(loss)
+        grads = tape.gradient(scaled_loss, model.trainable_variables)
+        if unscale:
+            grads = scaler.unscale(optimizer, grads)
+            grads = [tf.where(tf.math.is_finite(g), g, 0.0) for g in grads]  # Hides what is bad.
+        applied = scaler.step(optimizer, zip(grads, model.trainable_variables, strict=True))
+        if update_inside:
+            scaler.update()
+        return applied
+
+    def step(x, y):
+        applied = strategy.run(replica, args=(x, y))
+        if not update_inside:
+            scaler.update()
+        return strategy.experimental_local_results(applied)
+
+    return step
+
+
+def per_replica(strategy, *values):
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(values[context.replica_id_in_sync_group])
+    )
+
+
+@pytest.mark.parametrize("traced", [True, False], ids=["function", "eager"])
+@pytest.mark.parametrize("unscale", [True, False], ids=["explicit", "in_step"])
+@pytest.mark.parametrize("update_inside", [True, False], ids=["update_in_run", "update_outside"])
+def test_inf_on_any_one_replica_skips_all(two_replicas, traced, unscale, update_inside):
+    with two_replicas.scope():
+        model, optimizer = small_model(), momentum()
+        scaler = tfamp.GradScaler(init_scale=2.0**10, growth_interval=2)
+    reference, inner = small_model(), momentum()
+    inner.build(reference.trainable_variables)
+    step = distributed_step(two_replicas, scaler, model, optimizer, unscale, update_inside)
+    step = tf.function(step) if traced else step
+    x, y = data(2)
+    for bad_replica in (None, 0, 1, None, None):
+        before = snapshot(model)
+        halves = [x[:8].copy(), x[8:].copy()]
+        if bad_replica is not None:
+            halves[bad_replica][0] = math.inf
+        applied = step(per_replica(two_replicas, *halves), per_replica(two_replicas, y[:8], y[8:]))
+        assert [bool(a) for a in applied] == [bad_replica is None] * 2
+        if bad_replica is not None:
+            assert_identical(snapshot(model), before)
+            continue
+        with tf.GradientTape() as tape:
+            loss = sum(
+                tf.reduce_mean(tf.square(reference(x[i : i + 8]) - y[i : i + 8])) for i in (0, 8)
+            )
+        variables = reference.trainable_variables
+        inner.apply(tape.gradient(loss, variables), variables)
+    scales = [float(v) for v in two_replicas.experimental_local_results(scaler._scale)]
+    assert scales == [2.0**9, 2.0**9]
+    for actual, expected in zip(model.variables, reference.variables, strict=True):
+        np.testing.assert_allclose(actual.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+        first, second = (v.numpy() for v in actual.value.values)
+        np.testing.assert_array_equal(first, second)
+
+
+def test_optimizers_that_come_later_in_a_retraced_function(two_replicas):
+    with two_replicas.scope():
+        weights = [keras.Variable([1.0], aggregation="mean") for _ in range(3)]
+        optimizers, scaler = [sgd() for _ in weights], tfamp.GradScaler(init_scale=8.0)
+
+    @tf.function
+    def step(count):
+        def replica():
+            for optimizer, weight in zip(optimizers[:count], weights, strict=False):
+                scaler.step(optimizer, [(tf.constant([4.0]), weight)])
+            scaler.update()
+
+        two_replicas.run(replica)
+
+    for count in (1, 2, 3, 1):
+        step(count)
+    assert [float(w.numpy()[0]) for w in weights] == [-3.0, -1.0, 0.0]  # Replicas' sum: 1 a step.
+
+
+def test_a_scaler_created_outside_the_scope_is_an_error(two_replicas):
+    with two_replicas.scope():
+        weight, optimizer = keras.Variable([1.0]), sgd()
+        optimizer.build([weight])
+    scaler = tfamp.GradScaler()
+    with pytest.raises(ValueError, match=r"Create it under strategy\.scope"):
+        two_replicas.run(lambda: scaler.step(optimizer, [(tf.zeros(1), weight)]))
+
+
+def test_step_outside_a_replica_is_an_error(two_replicas):
+    with two_replicas.scope():
+        weight, optimizer, scaler = keras.Variable([1.0]), sgd(), tfamp.GradScaler()
+        with pytest.raises(ValueError, match=r"inside strategy\.run"):
+            scaler.step(optimizer, [(tf.zeros(1), weight)])
