@@ -13,8 +13,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from sklearn.datasets import load_digits as sklearn_digits
 from sklearn.model_selection import train_test_split
 
-import tfamp
-
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -43,11 +41,6 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     if args.epochs < 1:
         parser.error(f"--epochs must be at least 1; got {args.epochs}")
     return args
-
-
-def autocast(dtype: str) -> tfamp.autocast:
-    """Returns the context that lowers ops to `dtype`; for float32 one that lowers none."""
-    return tfamp.autocast(enabled=False) if dtype == "float32" else tfamp.autocast(dtype)
 
 
 def policies(dtype: str) -> list[str]:

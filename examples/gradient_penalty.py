@@ -7,10 +7,10 @@ harder to fool (Drucker and Le Cun, 1992). In float16 that gradient needs a scal
 2. add the penalty to the loss, and scale the sum,
 3. take the second derivatives, step and update as always. An overflow in 1. skips the step as well.
 
-Printed is the accuracy on the test digits, and after each pixel was moved by 0.1 into the direction
+Printed is the accuracy on the test digits, and after each pixel was moved by 0.1 in the direction
 that raises the loss most.
 
-    python examples/gradient_penalty.py [--dtype float16|bfloat16] [--penalty 10] [--small]
+    python examples/gradient_penalty.py [--dtype float16|bfloat16] [--penalty 0.5] [--small]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's notes would t
 import keras
 import numpy as np
 import tensorflow as tf
-from _common import Digits, autocast, load_digits, make_parser, parse, progress
+from _common import Digits, load_digits, make_parser, parse, progress
 from rich.console import Console
 from rich.table import Table
 
@@ -56,7 +56,7 @@ class Run:
 
     def losses(self, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         """Returns the loss of each example, float32."""
-        with autocast(self.dtype):
+        with tfamp.autocast(self.dtype, enabled=self.dtype != "float32"):
             logits = self.model(x, training=True)
         logits = tf.cast(logits, tf.float32)
         return tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
@@ -80,7 +80,7 @@ class Run:
         self.skipped.assign_add(1 - tf.cast(applied, tf.int32))
 
     def accuracy(self, x: np.ndarray, y: np.ndarray, attack: float = 0.0) -> float:
-        """Returns the accuracy in float32, each pixel moved by `attack` into the worst direction."""
+        """Returns the accuracy in float32, each pixel moved by `attack` in the worst direction."""
         x = tf.constant(x)
         with tf.GradientTape() as tape:
             tape.watch(x)
@@ -103,7 +103,7 @@ def train(run: Run, data: Digits, epochs: int, seed: int, display, task) -> None
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains in float32 without and with the penalty, and with it in low precision."""
     parser = make_parser(__doc__, epochs=40, small_epochs=3)
-    parser.add_argument("--penalty", type=float, default=10.0, help="weight of the penalty")
+    parser.add_argument("--penalty", type=float, default=0.5, help="weight of the penalty")
     args = parse(parser, argv)
     data = load_digits()
     runs = {"float32, no penalty": Run("float32", 0.0, args.seed)}

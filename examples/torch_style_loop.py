@@ -18,7 +18,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's notes would t
 import keras
 import numpy as np
 import tensorflow as tf
-from _common import autocast, load_digits, make_parser, parse, progress
+from _common import load_digits, make_parser, parse, progress
 from rich.console import Console
 
 import tfamp
@@ -52,7 +52,7 @@ class Gan:
     def step(self, real: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Does one iteration; returns the losses of discriminator and generator."""
         noise = tf.random.normal((2, BATCH, NOISE))
-        with tf.GradientTape() as tape, autocast(self.dtype):
+        with tf.GradientTape() as tape, tfamp.autocast(self.dtype, enabled=self.dtype != "float32"):
             judged_real = self.discriminator(real, training=True)
             judged_fake = self.discriminator(self.generator(noise[0]), training=True)
             d_loss = (cross_entropy(0.9, judged_real) + cross_entropy(0.0, judged_fake)) / 2.0
@@ -63,7 +63,7 @@ class Gan:
         gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
         d_applied = self.scaler.step(self.d_optimizer, zip(gradients, variables, strict=True))
 
-        with tf.GradientTape() as tape, autocast(self.dtype):
+        with tf.GradientTape() as tape, tfamp.autocast(self.dtype, enabled=self.dtype != "float32"):
             g_loss = cross_entropy(1.0, self.discriminator(self.generator(noise[1])))
             scaled_loss = self.scaler.scale(g_loss)
         variables = self.generator.trainable_variables
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         highlight=False,
     )
     images = gan.generator.predict(np.random.randn(50, NOISE), verbose=0).reshape(-1, 8, 8)
-    console.print(as_text(images[:6]), markup=False, highlight=False, no_wrap=True)
+    console.print(as_text(images[:5]), markup=False, highlight=False, soft_wrap=True)
     if args.plot:
         plot(images, args.plot)
     return 0

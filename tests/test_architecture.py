@@ -21,15 +21,26 @@ LAYERS = (
         "errors",
         "dtypes",
         "options",
+        "_library_code",
         "_tf_private",
+        "interception",
         "graph.autocast_lists",
         "graph.grappler_lists",
     ),
-    ("hardware", "policy", "loss_scale", "graph.structures", "graph.op_lists", "graph.maxflow"),
+    (
+        "_tf_intercept",
+        "hardware",
+        "policy",
+        "loss_scale",
+        "graph.structures",
+        "graph.op_lists",
+        "graph.maxflow",
+    ),
     ("graph.regions", "graph.coloring", "graph.cost", "graph.placement", "graph.plan"),
     ("graph.index", "graph.apply", "graph.verify"),
     ("graph.rewrite", "graph"),
     (
+        "autocast_state",
         "conditional_apply",
         "gradients",
         "keras_hooks",
@@ -38,6 +49,7 @@ LAYERS = (
         "unscaled_window",
     ),
     (
+        "autocast_rules",
         "loss_scaling",
         "scaler_rounds",
         "scaler_state",
@@ -47,7 +59,7 @@ LAYERS = (
         "batch_norm",
     ),
     ("policy_state", "optimizer"),
-    ("autocast", "grad_scaler", "function", "saved_model", "diagnostics"),
+    ("autocast_mode", "grad_scaler", "function", "saved_model", "diagnostics"),
     ("prepare", "mixed_precision"),
     ("cli", "__main__"),
 )
@@ -70,7 +82,8 @@ FRAMEWORK_FREE = {
     "graph.plan",
 }
 PRIVATE = ("tensorflow.python", "tensorflow.core", "tensorflow.__internal__", "keras.src")
-PRIVATE_ALLOWED = {"_tf_private", "keras_hooks"}
+# _library_code only names such modules, to tell who asks for a cast.
+PRIVATE_ALLOWED = {"_tf_private", "_tf_intercept", "_library_code", "keras_hooks"}
 MAX_FILE_LINES = 400
 MAX_BODY_LINES = 60
 UNLIMITED_FUNCTIONS = {"build_parser"}

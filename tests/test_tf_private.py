@@ -1,10 +1,13 @@
 """Each private TensorFlow symbol, so that a release that changes one says which."""
 
+import importlib
+
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp import _tf_private
+from tfamp import _tf_intercept, _tf_private
 
 
 def test_no_strategy_needs_no_merge_call():
@@ -18,11 +21,175 @@ def test_mirrored_strategy_on_cpus_needs_merge_call(two_replicas):
 
 
 def test_missing_symbol_names_itself_and_the_versions(monkeypatch):
-    monkeypatch.delattr(
-        tf.__internal__.distribute, "strategy_supports_no_merge_call", raising=True
-    )
+    monkeypatch.delattr(tf.__internal__.distribute, "strategy_supports_no_merge_call", raising=True)
     with pytest.raises(
         tfamp.UnsupportedVersionError,
         match=rf"strategy_supports_no_merge_call is not in TensorFlow {tf.__version__}",
     ):
         _tf_private.strategy_needs_merge_call()
+
+
+def test_op_definition_holds_inputs_and_type_attributes():
+    matmul = _tf_private.op_definition("MatMul")
+    assert [argument.type_attr for argument in matmul.input_arg] == ["T", "T"]
+    (attr,) = [attr for attr in matmul.attr if attr.name == "T"]
+    allowed = {tf.as_dtype(value).name for value in attr.allowed_values.list.type}
+    assert {"float16", "bfloat16", "float32"} <= allowed
+
+
+def test_op_definition_of_an_internal_op_and_of_none():
+    assert _tf_private.op_definition("_FusedBatchNormEx").name == "_FusedBatchNormEx"
+    assert _tf_private.op_definition("MatMull") is None
+
+
+def test_known_ops_are_the_public_ones_and_more():
+    public = {name for name in dir(tf.raw_ops) if not name.startswith("_")}
+    assert public | {"_FusedBatchNormEx"} <= _tf_private.known_ops()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "call"),
+    [
+        ("op_def_registry", "get", lambda: _tf_private.op_definition("MatMul")),
+        ("c_api_util", "ApiDefMap", _tf_private.known_ops),
+    ],
+)
+def test_a_missing_registry_names_itself_and_the_versions(monkeypatch, module, name, call):
+    monkeypatch.delattr(importlib.import_module(f"tensorflow.python.framework.{module}"), name)
+    with pytest.raises(
+        tfamp.UnsupportedVersionError,
+        match=rf"{module}\.{name}.* is not in TensorFlow {tf.__version__}",
+    ):
+        call()
+
+
+# ---- What autocast replaces, and what it asks --------------------------------------------------
+
+
+# How each symbol is reached through the public API.
+X = np.eye(2, dtype="float32")
+FLOATS = tf.TensorSpec((2, 2))
+
+
+def _trace(function, *specs):
+    return tf.function(function).get_concrete_function(*specs)
+
+
+def _tape():
+    x = tf.Variable(X)
+    with tf.GradientTape(persistent=True) as tape:
+        y = tf.tanh(x)
+    return tape, y, x
+
+
+def _reach_custom_gradient():
+    return tf.custom_gradient(lambda x: (x, lambda dy: dy))(tf.constant(X))
+
+
+def _reach_if(x):
+    if tf.reduce_sum(x) > 0:  # noqa: SIM108 - AutoGraph makes a tf.cond of the statement
+        y = x
+    else:
+        y = x + 1.0
+    return y
+
+
+def _reach_for(x):
+    for _ in tf.range(2):
+        x = x + 1.0
+    return x
+
+
+REACHED_BY = {
+    "TFE_Py_FastPathExecute": lambda: tf.matmul(X, X),
+    "_apply_op_helper": lambda: _trace(lambda x: tf.matmul(x, x), FLOATS),
+    "cast": lambda: tf.cast(tf.constant(X), tf.float64),
+    "imperative_grad": lambda: (lambda tape, y, x: tape.gradient(y, x))(*_tape()),
+    "GradientTape.jacobian": lambda: (lambda tape, y, x: tape.jacobian(y, x))(*_tape()),
+    "GradientTape.batch_jacobian": lambda: (lambda tape, y, x: tape.batch_jacobian(y, x))(*_tape()),
+    "_GradientsHelper": lambda: _trace(lambda x: tf.gradients(tf.tanh(x), x), FLOATS),
+    "PFor.convert": lambda: tf.vectorized_map(tf.tanh, tf.constant(X)),
+    "_eager_mode_decorator": _reach_custom_gradient,
+    "_graph_mode_decorator": lambda: _trace(_reach_custom_gradient),
+    "make_function_context": lambda: tf.function(lambda x: x)(tf.constant(X)),
+    "while_loop": lambda: tf.while_loop(lambda i: i < 2, lambda i: [i + 1], [tf.constant(0)]),
+    "_verify_single_loop_var": lambda: _trace(_reach_for, FLOATS),
+    "verify_single_cond_var": lambda: _trace(_reach_if, FLOATS),
+    "_make_indexed_slices_indices_types_match": lambda: _trace(_reach_if, FLOATS),
+    "convert_to_tensor": lambda: tf.Variable(X).assign(X),
+    "TensorSpec.cast": lambda: tf.function(lambda x: x, input_signature=[FLOATS])(X),
+    "_truediv_python3": lambda: tf.constant(X) / 2.0,
+    "sparse_matmul": lambda: tf.matmul(X, X, a_is_sparse=True),
+    "softmax_cross_entropy_with_logits_v2_helper": lambda: tf.nn.softmax_cross_entropy_with_logits(
+        X, X
+    ),
+    "sparse_softmax_cross_entropy_with_logits": lambda: (
+        tf.nn.sparse_softmax_cross_entropy_with_logits([0, 1], X)
+    ),
+    "TensorArray.write": lambda: tf.TensorArray(tf.float32, 1).write(0, X).stack(),
+    "TensorArray.scatter": lambda: tf.TensorArray(tf.float32, 2).scatter([0, 1], X).stack(),
+    "TensorArray.unstack": lambda: tf.TensorArray(tf.float32, 2).unstack(X).stack(),
+    "TensorArray.split": lambda: tf.TensorArray(tf.float32, 2).split(X, [1, 1]).concat(),
+}
+
+
+@pytest.mark.parametrize("symbol", _tf_intercept.INTERCEPTED, ids=lambda each: each.name)
+def test_an_intercepted_symbol_exists_and_is_what_the_public_api_calls(monkeypatch, symbol):
+    original = getattr(symbol.owner(), symbol.attribute)
+    assert callable(original)
+    calls = []
+
+    @tf.autograph.experimental.do_not_convert
+    def replacement(*args, **kwargs):
+        calls.append(symbol.name)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(symbol.owner(), symbol.attribute, replacement)
+    REACHED_BY[symbol.name]()
+    assert calls
+
+
+def test_every_intercepted_symbol_has_a_way_to_reach_it():
+    assert {each.name for each in _tf_intercept.INTERCEPTED} == set(REACHED_BY)
+
+
+def test_no_tape_is_active_tells_whether_one_records():
+    assert _tf_private.no_tape_is_active()
+    with tf.GradientTape() as tape:
+        assert not _tf_private.no_tape_is_active()
+        with tape.stop_recording():
+            assert _tf_private.no_tape_is_active()
+    with tf.autodiff.ForwardAccumulator(tf.constant(X), tf.constant(X)):
+        assert not _tf_private.no_tape_is_active()
+
+
+def test_op_inputs_are_in_order_with_their_dtypes():
+    condition, then, otherwise = _tf_private.op_inputs("SelectV2")
+    assert (condition.name, condition.type_attr, condition.dtype) == ("condition", None, tf.bool)
+    assert then.type_attr == otherwise.type_attr == "T"
+    assert {"float16", "bfloat16", "float32", "float64"} <= then.floats
+    values, axis = _tf_private.op_inputs("ConcatV2")
+    assert values.is_list
+    assert not axis.is_list
+    assert not axis.floats
+    assert _tf_private.op_inputs("MatMull") == ()
+
+
+def test_op_inputs_leave_out_dtypes_without_a_kernel():
+    (given,) = _tf_private.op_inputs("Erfinv")
+    assert {"float32", "float64"} <= given.floats
+    for dtype in {"float16", "bfloat16"} & given.floats:  # on a GPU
+        tf.raw_ops.Erfinv(x=tf.zeros((1,), dtype))
+
+
+@pytest.mark.parametrize(
+    ("op", "chooses"),
+    [("BatchMatMulV3", True), ("MatMul", False), ("LowerBound", False), ("MatMull", False)],
+)
+def test_chooses_its_output_dtype(op, chooses):
+    assert _tf_private.chooses_its_output_dtype(op) is chooses
+
+
+def test_float_attrs():
+    assert _tf_private.float_attrs("LRN") == {"alpha", "beta", "bias"}
+    assert _tf_private.float_attrs("MatMull") == frozenset()

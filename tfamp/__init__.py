@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tfamp import diagnostics as diagnostics
     from tfamp import graph as graph
     from tfamp import mixed_precision as mixed_precision
     from tfamp.autocast_mode import autocast as autocast
@@ -41,6 +42,7 @@ _HOMES = {
     "TfampError": "tfamp.errors",
     "TfampWarning": "tfamp.errors",
     "UnsupportedVersionError": "tfamp.errors",
+    "diagnostics": "tfamp.diagnostics",
     "global_policy": "tfamp.policy_state",
     "graph": "tfamp.graph",
     "mixed_precision": "tfamp.mixed_precision",

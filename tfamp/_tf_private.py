@@ -1,4 +1,6 @@
-"""Every private TensorFlow symbol tfamp uses, each behind one small typed function.
+"""Every private TensorFlow symbol tfamp calls, each behind one small typed function.
+
+Those that autocast replaces while it is active are in `tfamp._tf_intercept`.
 
 A symbol that a TensorFlow release removed raises `UnsupportedVersionError` with the version found
 and the versions tested. Each function has its own test, so a release that changes one says which.
@@ -6,8 +8,14 @@ and the versions tested. Each function has its own test, so a release that chang
 
 from __future__ import annotations
 
+import functools
+import importlib
+from types import ModuleType
+from typing import Any, NamedTuple
+
 import tensorflow as tf
 
+from tfamp.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.errors import UnsupportedVersionError
 
 TESTED_VERSIONS = "2.19 to 2.21"
@@ -28,9 +36,202 @@ def strategy_needs_merge_call() -> bool:
     try:
         supports_none = tf.__internal__.distribute.strategy_supports_no_merge_call
     except AttributeError as error:
-        raise UnsupportedVersionError(
-            "tf.__internal__.distribute.strategy_supports_no_merge_call is not in TensorFlow "
-            f"{tf.__version__}; tfamp was tested with TensorFlow {TESTED_VERSIONS}. Install one of "
-            "these, or a newer tfamp."
+        raise missing_symbol(
+            "tf.__internal__.distribute.strategy_supports_no_merge_call"
         ) from error
     return not supports_none()
+
+
+def op_definition(name: str) -> Any | None:
+    """Returns the definition of an op type: its arguments and attributes.
+
+    Symbol: `tensorflow.python.framework.op_def_registry.get`. No public function looks an op up by
+    name: a graph's `graph_def` holds no definitions, and `tf.raw_ops` leaves out internal ops.
+
+    Args:
+        name: An op type, such as "MatMul". An op of a library that `tf.load_op_library` has loaded
+            is known as well.
+
+    Returns:
+        An `OpDef` message, shared by all callers: not to be changed. None for an unknown op.
+    """
+    try:
+        from tensorflow.python.framework.op_def_registry import get
+    except ImportError as error:
+        raise missing_symbol("tensorflow.python.framework.op_def_registry.get") from error
+    return get(name)
+
+
+def known_ops() -> frozenset[str]:
+    """Returns the names of all op types TensorFlow knows at this time; takes tens of ms.
+
+    Symbol: `tensorflow.python.framework.c_api_util.ApiDefMap`. `tf.raw_ops` is public but leaves
+    out internal ops and those of loaded libraries.
+
+    Returns:
+        Op types, such as "MatMul".
+    """
+    try:
+        from tensorflow.python.framework.c_api_util import ApiDefMap
+
+        names = ApiDefMap().op_names()
+    except (ImportError, AttributeError) as error:
+        raise missing_symbol("tensorflow.python.framework.c_api_util.ApiDefMap.op_names") from error
+    return frozenset(names)
+
+
+# ---- For autocast; what it replaces is in tfamp._tf_intercept ------------------------------------
+
+
+def no_tape_is_active() -> bool:
+    """Whether no gradient tape of this thread is recording.
+
+    Symbol: `tensorflow.python.pywrap_tfe.TFE_Py_TapeSetIsEmpty`.
+    """
+    return bool(private_symbol(private_module("pywrap_tfe"), "TFE_Py_TapeSetIsEmpty")())
+
+
+@functools.cache
+def chooses_its_output_dtype(op: str) -> bool:
+    """Whether an op takes a float output's dtype as an argument, apart from its inputs' dtypes.
+
+    Args:
+        op: Op type, e.g. "BatchMatMulV3".
+
+    Returns:
+        False for an op TensorFlow does not know.
+    """
+    definition = op_definition(op)
+    if definition is None:
+        return False
+    inputs = {arg.type_attr for arg in definition.input_arg}
+    free = {arg.type_attr for arg in definition.output_arg} - inputs - {""}
+    return any(attr.name in free and _allowed_floats(attr) for attr in definition.attr)
+
+
+class OpInput(NamedTuple):
+    """One input of an op.
+
+    Attributes:
+        name: Its name in the op's definition.
+        type_attr: The attribute that holds its dtype; None where that is fixed or a list.
+        floats: The float dtypes that attribute may be, and that have a kernel here.
+        dtype: The dtype where that is fixed, else None.
+        is_list: Whether it takes several tensors.
+    """
+
+    name: str
+    type_attr: str | None
+    floats: frozenset[str]
+    dtype: Any
+    is_list: bool
+
+
+# SparseAdd's threshold has the dtype of the real part of its values. TensorFlow does not check it,
+# and reads past the end of one that has not.
+_REAL_PART_OF = {"Treal": "T"}
+
+
+@functools.cache
+def op_inputs(op: str) -> tuple[OpInput, ...]:
+    """The inputs of an op type, in order.
+
+    Args:
+        op: Op type, e.g. "MatMul".
+
+    Returns:
+        One `OpInput` each; empty for an op TensorFlow does not know.
+    """
+    definition = op_definition(op)
+    if definition is None:
+        return ()
+    used = {arg.type_attr for arg in definition.input_arg}
+    floats = {
+        attr.name: _allowed_floats(attr) - _without_kernel(op, attr.name)
+        for attr in definition.attr
+        if attr.name in used and _allowed_floats(attr)
+    }
+    return tuple(
+        OpInput(
+            name=arg.name,
+            type_attr=_REAL_PART_OF.get(arg.type_attr, arg.type_attr) or None,
+            floats=floats.get(arg.type_attr, frozenset()),
+            dtype=tf.as_dtype(arg.type) if arg.type else None,
+            is_list=bool(arg.number_attr or arg.type_list_attr),
+        )
+        for arg in definition.input_arg
+    )
+
+
+@functools.cache
+def float_attrs(op: str) -> frozenset[str]:
+    """The names of an op type's attributes that are numbers with a fraction."""
+    definition = op_definition(op)
+    attrs = () if definition is None else definition.attr
+    return frozenset(attr.name for attr in attrs if attr.type == "float")
+
+
+def _allowed_floats(attr: Any) -> frozenset[str]:
+    if attr.type != "type":
+        return frozenset()
+    allowed = attr.allowed_values.list.type if attr.HasField("allowed_values") else None
+    return frozenset(
+        name
+        for name in FLOAT_DTYPES
+        if allowed is None or tf.as_dtype(name).as_datatype_enum in allowed
+    )
+
+
+def _without_kernel(op: str, attr: str) -> frozenset[str]:
+    """The low-precision dtypes that no device here has a kernel for, although one has float32's.
+
+    Symbol: `tensorflow.python.framework.kernels.get_registered_kernels_for_op`. Without it one has
+    to run the op and read the error message.
+    """
+    kernels = private_module("framework.kernels")
+    find = private_symbol(kernels, "get_registered_kernels_for_op")
+    devices = {device.device_type for device in tf.config.list_physical_devices()}
+
+    def has_kernel(dtype: str) -> bool:
+        number = tf.as_dtype(dtype).as_datatype_enum
+        # oneDNN's kernels stand in for those of the op itself, for these in bfloat16.
+        onednn = dtype == "bfloat16" and op.startswith("FusedBatchNorm")
+        names = (op, f"_MklNative{op}") if onednn else (op,)
+        return any(
+            all(
+                number in each.allowed_values.list.type
+                for each in kernel.constraint
+                if each.name == attr
+            )
+            for name in names
+            for kernel in find(name).kernel
+            if kernel.device_type in devices
+        )
+
+    if not has_kernel("float32"):  # Such as an op that is always part of a compiled function.
+        return frozenset()
+    return frozenset(dtype for dtype in LOW_PRECISION if not has_kernel(dtype))
+
+
+def private_module(name: str) -> ModuleType:
+    """Returns a module of TensorFlow's Python code, e.g. "ops.math_ops", or says it is missing."""
+    try:
+        return importlib.import_module(f"tensorflow.python.{name}")
+    except ImportError as error:
+        raise missing_symbol(f"tensorflow.python.{name}") from error
+
+
+def private_symbol(owner: Any, name: str) -> Any:
+    """Returns what a module or class has under a name, or says it is missing."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        raise missing_symbol(f"{getattr(owner, '__name__', owner)}.{name}") from error
+
+
+def missing_symbol(symbol: str) -> UnsupportedVersionError:
+    """Returns the error to raise for a symbol the installed TensorFlow has not."""
+    return UnsupportedVersionError(
+        f"{symbol} is not in TensorFlow {tf.__version__}; tfamp was tested with TensorFlow "
+        f"{TESTED_VERSIONS}. Install one of these, or a newer tfamp."
+    )

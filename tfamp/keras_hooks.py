@@ -8,6 +8,7 @@ function raises `UnsupportedVersionError` with the symbol and the installed vers
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -311,6 +312,33 @@ def intercept_layer_calls(dtype: Callable[[], str | None]) -> Callable[[], None]
 
     def restore() -> None:
         keras.layers.Layer.__call__ = original
+
+    return restore
+
+
+def intercept_optimizer_steps(
+    context: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Callable[[], None]:
+    """Makes Keras optimizers update variables inside a context.
+
+    Args:
+        context: Makes the context, in the calling thread.
+
+    Returns:
+        A function that puts everything back.
+    """
+    owner = next(each for each in keras.optimizers.Optimizer.__mro__ if "apply" in vars(each))
+    original = vars(owner)["apply"]
+
+    @functools.wraps(original)
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with context():
+            return original(self, *args, **kwargs)
+
+    owner.apply = apply
+
+    def restore() -> None:
+        owner.apply = original
 
     return restore
 

@@ -94,6 +94,39 @@ def test_scaling_keeps_the_gradients_that_float16_flushes(run):
     assert flushed[2] < 5
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_torch_style_loop_draws_digits_and_scales_only_float16(run, dtype):
+    code, printed = run("torch_style_loop", "--small", "--epochs", "2", "--dtype", dtype)
+    assert code == 0
+    scale, iterations = re.search(r"loss scale ([\d,]+)  iterations (\d+)", printed).groups()
+    assert (scale == "1") == (dtype != "float16")
+    assert int(iterations) == 2 * (1198 // 128)
+    picture = printed.splitlines()[-8:]
+    assert {len(line) for line in picture} == {5 * 8 * 2}
+    assert set("".join(picture)) <= set(" .:-=+*#%@")
+
+
+def test_the_torch_style_loop_draws_a_picture(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, _ = run("torch_style_loop", "--epochs", "1", "--dtype", "float32", "--plot", "gan.png")
+    assert code == 0
+    assert (tmp_path / "gan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_gradient_penalty_helps_in_float16_as_in_float32(run):
+    code, printed = run("gradient_penalty", "--small", "--epochs", "8")
+    assert code == 0
+    rows = [line for line in printed.splitlines() if line.startswith("│")]
+    attacked = [percent(r"% │", row) for row in rows]
+    assert [row.split("│")[1].strip() for row in rows] == [
+        "float32, no penalty",
+        "float32, penalty",
+        "float16, penalty",
+    ]
+    assert min(attacked[1:]) > attacked[0] + 5
+    assert abs(attacked[1] - attacked[2]) < 5
+
+
 def test_the_underflow_demo_draws_a_picture(run, tmp_path):
     pytest.importorskip("matplotlib")
     code, _ = run("underflow_demo", "--small", "--dtype", "float32", "--plot", "gradients.png")

@@ -1,0 +1,1 @@
+"""What tfamp costs and gains, measured on the machine at hand."""

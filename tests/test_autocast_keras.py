@@ -1,0 +1,321 @@
+"""autocast around Keras: layers, losses, metrics, optimizers, `fit`, and accuracy on digits."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import sklearn.datasets
+import sklearn.model_selection
+import tensorflow as tf
+
+import tfamp
+from helpers.graph_asserts import assert_computes_in, op_dtypes
+from helpers.tolerances import assert_close
+
+DTYPES = ("float16", "bfloat16")
+both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def values(*shape):
+    return tf.constant(np.random.default_rng(0).uniform(-1, 1, shape), tf.float32)
+
+
+IMAGE, SEQUENCE, ROW = (2, 8, 8, 3), (2, 5, 8), (4, 8)
+COMPUTING = {
+    "Dense": (lambda: keras.layers.Dense(4, activation="relu"), ROW),
+    "Conv1D": (lambda: keras.layers.Conv1D(4, 3), SEQUENCE),
+    "Conv2D": (lambda: keras.layers.Conv2D(4, 3), IMAGE),
+    "Conv2DTranspose": (lambda: keras.layers.Conv2DTranspose(4, 3), IMAGE),
+    "DepthwiseConv2D": (lambda: keras.layers.DepthwiseConv2D(3), IMAGE),
+    "SeparableConv2D": (lambda: keras.layers.SeparableConv2D(4, 3), IMAGE),
+    "EinsumDense": (lambda: keras.layers.EinsumDense("ab,bc->ac", 4), ROW),
+    "MultiHeadAttention": (lambda: SelfAttention(), SEQUENCE),
+}
+OTHERS = {
+    "LayerNormalization": (keras.layers.LayerNormalization, ROW, "float32"),
+    "BatchNormalization": (keras.layers.BatchNormalization, IMAGE, "float32"),
+    "GroupNormalization": (lambda: keras.layers.GroupNormalization(2), ROW, "float32"),
+    "Softmax": (keras.layers.Softmax, ROW, "float32"),
+    "ReLU": (keras.layers.ReLU, ROW, "low"),
+    "Flatten": (keras.layers.Flatten, IMAGE, "low"),
+    "MaxPooling2D": (keras.layers.MaxPooling2D, IMAGE, "low"),
+    "GlobalAveragePooling2D": (keras.layers.GlobalAveragePooling2D, IMAGE, "float32"),
+}
+
+
+class SelfAttention(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.attention = keras.layers.MultiHeadAttention(2, 4)
+
+    def call(self, x):
+        return self.attention(x, x, use_causal_mask=True)
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", COMPUTING)
+def test_layers_compute_low_and_stay_close_to_float32(name, dtype):
+    make, shape = COMPUTING[name]
+    layer, x = make(), values(*shape)
+    expected = layer(x)
+    with tfamp.autocast(dtype):
+        found = layer(x)
+
+    @tf.function
+    def traced(x):
+        with tfamp.autocast(dtype):
+            return layer(x)
+
+    assert found.dtype == tf.as_dtype(dtype)
+    assert {v.dtype for v in layer.variables if "seed" not in v.path} == {"float32"}
+    for result in (found, traced(x)):
+        assert_close(result, expected, dtype, depth=64)
+    if name == "Conv2DTranspose":  # no op that the helper counts
+        assert op_dtypes(traced, x)["Conv2DBackpropInput"] == {dtype}
+    else:
+        assert_computes_in(dtype, traced, x)
+    assert layer(x).dtype == tf.float32
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layers_return_what_their_ops_do(name, dtype):
+    make, shape, expected = OTHERS[name]
+    layer, x = make(), values(*shape)
+    plain = layer(x)
+    with tfamp.autocast(dtype):
+        found = layer(tf.constant(tf.cast(x, dtype).numpy()))
+    assert found.dtype.name == (dtype if expected == "low" else expected)
+    assert_close(found, plain, dtype, depth=16)
+
+
+@both_dtypes
+def test_batch_normalization_keeps_float32_statistics(dtype):
+    layer, reference = keras.layers.BatchNormalization(), keras.layers.BatchNormalization()
+    x = values(64, 8) * 100.0
+    layer.build(x.shape)
+    reference.build(x.shape)
+    low = tf.constant(tf.cast(x, dtype).numpy())
+    reference(tf.cast(low, tf.float32), training=True)
+    with tfamp.autocast(dtype):
+        layer(low, training=True)
+    for found, expected in zip(layer.variables, reference.variables, strict=True):
+        assert found.dtype == "float32"
+        np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-4, atol=1e-4)
+
+
+@both_dtypes
+def test_embedding_then_dense(dtype):
+    model = keras.Sequential([keras.layers.Embedding(10, 8), keras.layers.Dense(3)])
+    tokens = tf.constant([[1, 2], [3, 4]])
+    expected = model(tokens)
+    with tfamp.autocast(dtype):
+        found = model(tokens)
+    assert found.dtype == tf.as_dtype(dtype)
+    assert_close(found, expected, dtype, depth=8)
+
+
+@both_dtypes
+def test_a_layer_built_inside_has_float32_variables_and_its_own_policy(dtype):
+    with tfamp.autocast(dtype):
+        layer = keras.layers.Dense(3)
+        layer(values(*ROW))
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
+        model(values(*ROW))
+    assert {v.dtype for v in (*layer.variables, *model.variables)} == {"float32"}
+    assert layer.dtype_policy.name == "float32"
+
+
+def test_a_layer_with_a_mixed_policy_of_its_own_keeps_it():
+    layer = keras.layers.Dense(3, dtype="mixed_float16")
+    with tfamp.autocast("bfloat16"):
+        # A bfloat16 product, and a float16 bias: both fit into float32.
+        assert layer(values(*ROW)).dtype == tf.float32
+        assert layer.kernel.dtype == "float32"
+    with tfamp.autocast("float16"):
+        assert layer(values(*ROW)).dtype == tf.float16
+    assert layer(values(*ROW)).dtype == tf.float16
+
+
+LOSSES = {
+    "CategoricalCrossentropy": lambda x: tf.nn.softmax(x),
+    "BinaryCrossentropy": lambda x: tf.sigmoid(x),
+    "MeanSquaredError": lambda x: x,
+    "Huber": lambda x: x,
+    "KLDivergence": lambda x: tf.nn.softmax(x),
+    "CosineSimilarity": lambda x: x,
+}
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_float32(name, dtype):
+    loss, prepare = getattr(keras.losses, name)(), LOSSES[name]
+    x, y = values(4, 8), prepare(values(4, 8)[::-1])
+    expected = loss(y, prepare(x))
+    with tfamp.autocast(dtype):
+        low = tf.constant(tf.cast(x, dtype).numpy())
+        found = loss(y, prepare(low))
+    assert found.dtype == tf.float32
+    np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.01)
+
+
+@both_dtypes
+def test_metrics_take_low_predictions(dtype):
+    x = tf.constant(tf.cast(tf.nn.softmax(values(4, 8)), dtype).numpy())
+    labels = tf.argmax(tf.cast(x, tf.float32), -1)
+    with tfamp.autocast(dtype):
+        for metric in (
+            keras.metrics.SparseCategoricalAccuracy(),
+            keras.metrics.SparseTopKCategoricalAccuracy(2),
+        ):
+            assert float(metric(labels, x)) == 1.0
+            assert metric.variables[0].dtype == "float32"
+        assert keras.metrics.Mean()(x).dtype == tf.float32
+        keras.metrics.AUC()(tf.one_hot(labels, 8), x)
+
+
+# ---- Optimizers and fit --------------------------------------------------------------------------
+
+
+OPTIMIZERS = {
+    "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=1.0),
+    "Adam": lambda: keras.optimizers.Adam(0.1, clipnorm=1.0),
+    "AdamW": lambda: keras.optimizers.AdamW(0.1, weight_decay=0.01),
+    "RMSprop": lambda: keras.optimizers.RMSprop(0.1),
+    "Adafactor": lambda: keras.optimizers.Adafactor(0.1),
+    "Lion": lambda: keras.optimizers.Lion(0.1, use_ema=True),
+    "Lamb": lambda: keras.optimizers.Lamb(0.1),
+    "Muon": lambda: keras.optimizers.Muon(0.1),
+    "Ftrl": lambda: keras.optimizers.Ftrl(0.1),
+    "LossScaleOptimizer": lambda: tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.1)),
+}
+
+
+@both_dtypes
+@pytest.mark.parametrize("run", [lambda f: f, tf.function], ids=["eager", "traced"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_inside_updates_exactly_as_without_autocast(name, run, dtype):
+    def after_three_steps(context):
+        v = keras.Variable(values(4, 4).numpy(), name="kernel")
+        optimizer = OPTIMIZERS[name]()
+        optimizer.build([v])
+        gradient = values(4, 4)[::-1]
+
+        @run
+        def step(gradient):
+            optimizer.apply_gradients([(gradient, v)])
+
+        with context:
+            for _ in range(3):
+                step(gradient)
+        return {w.name: w.numpy() for w in [v, *optimizer.variables]}
+
+    expected = after_three_steps(tfamp.autocast(dtype, enabled=False))
+    found = after_three_steps(tfamp.autocast(dtype))
+    assert expected.keys() == found.keys()
+    for name_, value in expected.items():
+        np.testing.assert_array_equal(found[name_], value, name_)
+
+
+@both_dtypes
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_fit_evaluate_and_predict_inside(dtype, eager, scaled):
+    model = keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(1)]
+    )
+    optimizer = keras.optimizers.Adam(0.01)
+    model.compile(
+        tfamp.LossScaleOptimizer(optimizer) if scaled else optimizer,
+        "mse",
+        metrics=["mae"],
+        run_eagerly=eager,
+    )
+    x = values(64, 8).numpy()
+    y = x.sum(1, keepdims=True)
+    before = model.evaluate(x, y, verbose=0)
+    with tfamp.autocast(dtype):
+        model.fit(x, y, epochs=4, batch_size=16, verbose=0)
+        inside = model.evaluate(x, y, verbose=0)
+        predicted = model.predict(x, verbose=0)
+    after = model.evaluate(x, y, verbose=0)
+    assert after[0] < 0.7 * before[0]
+    np.testing.assert_allclose(inside, after, rtol=0.05)
+    assert predicted.dtype == np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
+    assert model.predict(x, verbose=0).dtype == np.float32
+    assert {v.dtype for v in model.variables} == {"float32"}
+
+
+@functools.cache
+def digits():
+    data = sklearn.datasets.load_digits()
+    return sklearn.model_selection.train_test_split(
+        (data.images / 16.0).astype("float32")[..., None],
+        data.target.astype("int32"),
+        test_size=0.25,
+        random_state=0,
+    )
+
+
+def cnn():
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(16, 3, padding="same", activation="relu"),
+            keras.layers.BatchNormalization(momentum=0.8),
+            keras.layers.MaxPooling2D(),
+            keras.layers.Conv2D(32, 3, padding="same", activation="relu"),
+            keras.layers.GlobalAveragePooling2D(),
+            keras.layers.Dense(10),
+        ]
+    )
+
+
+def mlp():
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Flatten(),
+            keras.layers.Dense(64, activation="relu"),
+            keras.layers.LayerNormalization(),
+            keras.layers.Dense(10),
+        ]
+    )
+
+
+def accuracy_after_training(make, context, steps=120, batch=128):
+    keras.utils.set_random_seed(1)
+    model, optimizer = make(), keras.optimizers.Adam(0.01)
+    x_train, x_test, y_train, y_test = digits()
+    loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape, context:
+            logits = model(x, training=True)
+            loss = loss_fn(y, logits)
+        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    random = np.random.default_rng(0)
+    for _ in range(steps):
+        chosen = random.integers(0, len(x_train), batch)
+        step(tf.constant(x_train[chosen]), tf.constant(y_train[chosen]))
+    with context:
+        logits = model(x_test, training=False)
+    return float(np.mean(np.argmax(tf.cast(logits, tf.float32), -1) == y_test))
+
+
+@both_dtypes
+@pytest.mark.parametrize("make", [cnn, mlp])
+def test_training_on_digits_reaches_float32s_accuracy(make, dtype):
+    expected = accuracy_after_training(make, tfamp.autocast(dtype, enabled=False))
+    found = accuracy_after_training(make, tfamp.autocast(dtype))
+    assert expected > 0.9
+    assert found > expected - 0.02

@@ -1,0 +1,195 @@
+"""What this machine computes fast: facts, the policy `auto` makes of them, and a measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tfamp
+from tfamp import hardware
+from tfamp.dtypes import LOW_PRECISION
+
+_ROUNDS = 5
+# Below this ratio the difference may be noise.
+SLOWER = 1.2
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """What a machine computes natively and what follows from it; `tfamp doctor` prints it.
+
+    Attributes:
+        versions: "tfamp", "tensorflow", "keras" and "python" -> version.
+        hardware: CPU, GPUs and TPU, as `tfamp.hardware.Hardware`.
+        policy: What the policy "auto" stands for here.
+        reason: Why.
+        float16_slowdown: Measured time of float16 matmuls and convolutions with their gradients
+            over float32's, on a CPU that does not compute float16 natively and has no GPU or TPU
+            beside it; None elsewhere.
+        problems: What keeps tfamp from working here.
+
+    Example:
+        >>> report = device_report()
+        >>> report.policy in ("mixed_bfloat16", "mixed_float16", "float32")
+        True
+    """
+
+    versions: Mapping[str, str]
+    hardware: hardware.Hardware
+    policy: str
+    reason: str
+    float16_slowdown: float | None
+    problems: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """Returns the report as one JSON object."""
+        return json.dumps(
+            {
+                "versions": dict(self.versions),
+                "hardware": dataclasses.asdict(self.hardware),
+                "auto_policy": {"name": self.policy, "reason": self.reason},
+                "float16_slowdown": self.float16_slowdown,
+                "problems": list(self.problems),
+            },
+            indent=2,
+        )
+
+    def to_text(self) -> str:
+        """Returns the report as a table of two columns."""
+        machine = self.hardware
+        native = {"bfloat16": machine.cpu_bfloat16, "float16": machine.cpu_float16}
+        rows = list(self.versions.items())
+        rows += [("CPU", machine.cpu_model or "unknown model")]
+        rows += [
+            (f"CPU {dtype}", "native" if native[dtype] else "not native") for dtype in LOW_PRECISION
+        ]
+        rows += [("GPU", _gpu_text(gpu)) for gpu in machine.gpus] or [("GPU", "none")]
+        rows += [("TPU", "yes" if machine.tpu else "none")]
+        if self.float16_slowdown is not None:
+            rows += [("float16 takes", f"{self.float16_slowdown:.1f} times as long as float32")]
+        rows += [("policy auto", self.policy), ("because", self.reason)]
+        rows += [("problem", problem) for problem in self.problems]
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+
+
+def device_report() -> DeviceReport:
+    """Looks at this machine; measures for some ms, once, where only a measurement can tell.
+
+    Returns:
+        The report.
+
+    Example:
+        >>> print(device_report().to_text())
+        tfamp ...
+    """
+    import keras
+    import tensorflow as tf
+
+    found = hardware.detect()
+    policy, reason = hardware.automatic_policy(found)
+    backend = keras.backend.backend()
+    problems = () if backend == "tensorflow" else (_wrong_backend(backend),)
+    return DeviceReport(
+        versions={
+            "tfamp": tfamp.__version__,
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+            "python": platform.python_version(),
+        },
+        hardware=found,
+        policy=policy,
+        reason=reason,
+        float16_slowdown=measure_float16_slowdown() if float16_is_emulated(found) else None,
+        problems=problems,
+    )
+
+
+def float16_is_emulated(machine: hardware.Hardware) -> bool:
+    """Whether float16 would run on a CPU that converts it to float32 and back at every op."""
+    return not (machine.cpu_float16 or machine.gpus or machine.tpu)
+
+
+def float16_warning() -> str | None:
+    """What speaks against float16 on this machine, None if nothing does."""
+    found = hardware.detect()
+    if not float16_is_emulated(found):
+        return None
+    slowdown = measure_float16_slowdown()
+    if slowdown < SLOWER:
+        return None
+    alternative = (
+        'Use "bfloat16", which this CPU multiplies natively.'
+        if found.cpu_bfloat16
+        else "Use float32 here, and float16 on a GPU."
+    )
+    return (
+        "This CPU has no float16 arithmetic: matmuls and convolutions with their gradients took "
+        f"{slowdown:.1f} times as long in float16 as in float32, as just measured. {alternative}"
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def measure_float16_slowdown() -> float:
+    """Times small matmuls and convolutions with their gradients; once per process, some ms.
+
+    Returns:
+        Time in float16 over time in float32.
+    """
+    import tensorflow as tf
+
+    # Also where a function is being traced: the ops run now and are in no graph.
+    with tf.init_scope(), tf.device("CPU:0"):
+        return _slowdown(tf)
+
+
+def _slowdown(tf: Any) -> float:
+    works = {dtype: _work(tf, dtype) for dtype in ("float32", "float16")}
+    times: dict[str, list[float]] = {dtype: [] for dtype in works}
+    for work in works.values():
+        work()
+    for _ in range(_ROUNDS):  # Interleaved, so that a busy machine slows down both.
+        for dtype, work in works.items():
+            start = time.perf_counter()
+            work()
+            times[dtype].append(time.perf_counter() - start)
+    return statistics.median(times["float16"]) / statistics.median(times["float32"])
+
+
+def _work(tf: Any, dtype: str) -> Callable[[], None]:
+    matrix = tf.ones((256, 256), dtype)
+    image, kernel = tf.ones((8, 16, 16, 16), dtype), tf.ones((3, 3, 16, 16), dtype)
+    common = {"strides": [1, 1, 1, 1], "padding": "SAME"}
+
+    def work() -> None:
+        product = tf.raw_ops.MatMul(a=matrix, b=matrix)
+        tf.raw_ops.MatMul(a=product, b=matrix, transpose_b=True)
+        tf.raw_ops.MatMul(a=matrix, b=product, transpose_a=True)
+        out = tf.raw_ops.Conv2D(input=image, filter=kernel, **common)
+        filters = tf.raw_ops.Conv2DBackpropFilter(
+            input=image, filter_sizes=[3, 3, 16, 16], out_backprop=out, **common
+        )
+        filters.numpy()
+
+    return work
+
+
+def _wrong_backend(backend: str) -> str:
+    return (
+        f"Keras runs on the {backend} backend; tfamp needs TensorFlow: set "
+        "KERAS_BACKEND=tensorflow before Python starts."
+    )
+
+
+def _gpu_text(gpu: hardware.Gpu) -> str:
+    if gpu.capability is None:
+        return f"{gpu.name}, compute capability unknown"
+    major, minor = gpu.capability
+    return f"{gpu.name}, compute capability {major}.{minor}"
