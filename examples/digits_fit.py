@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         title="CNN on scikit-learn's digits",
         caption="Low-precision layers: of the layers that have weights, those that compute in"
         " float16 or bfloat16.\nBatchNormalization and the output layer are kept in float32."
-        "\nMost CPUs emulate float16, which takes longer than float32; GPUs gain.",
+        "\nMost CPUs emulate float16, which takes longer than float32.",
     )
     table.add_column("policy", no_wrap=True)
     for heading in HEADINGS:
