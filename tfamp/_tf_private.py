@@ -213,6 +213,58 @@ def _without_kernel(op: str, attr: str) -> frozenset[str]:
     return frozenset(dtype for dtype in LOW_PRECISION if not has_kernel(dtype))
 
 
+# ---- For the graph rewrite -----------------------------------------------------------------------
+
+
+class Kernel(NamedTuple):
+    """A kernel of an op.
+
+    Attributes:
+        device: Kind of device it runs on, in lower case: "cpu", "gpu".
+        dtypes: For each type attribute it restricts, the dtypes it accepts.
+    """
+
+    device: str
+    dtypes: dict[str, frozenset[str]]
+
+
+@functools.cache
+def kernels(op: str) -> tuple[Kernel, ...]:
+    """Returns the kernels of an op type, for devices that are not in this machine as well.
+
+    Symbol: `tensorflow.python.framework.kernels.get_registered_kernels_for_op`. Without it one has
+    to run the op on the device and read the error message.
+
+    Args:
+        op: Op type, e.g. "MatMul".
+    """
+    find = private_symbol(private_module("framework.kernels"), "get_registered_kernels_for_op")
+    return tuple(
+        Kernel(
+            device=kernel.device_type.lower(),
+            dtypes={
+                each.name: frozenset(map(dtype_name, each.allowed_values.list.type))
+                for each in kernel.constraint
+            },
+        )
+        for kernel in find(op).kernel
+    )
+
+
+@functools.cache
+def dtype_name(number: int) -> str:
+    """Returns the name of a dtype that a graph gives as a number; a reference's is its value's."""
+    try:
+        return tf.as_dtype(number).base_dtype.name
+    except TypeError:  # A number that graphs do not use; an op's definition may.
+        return f"dtype {number}"
+
+
+def dtype_number(name: str) -> int:
+    """Returns the number by which graphs call a dtype."""
+    return tf.as_dtype(name).as_datatype_enum
+
+
 def private_module(name: str) -> ModuleType:
     """Returns a module of TensorFlow's Python code, e.g. "ops.math_ops", or says it is missing."""
     try:

@@ -36,3 +36,22 @@ class TfampWarning(UserWarning):
         >>> import warnings, tfamp
         >>> warnings.filterwarnings("ignore", category=tfamp.TfampWarning)
     """
+
+
+class RewriteError(TfampError):
+    """A graph cannot be rewritten; the message names the node, its op and the cause.
+
+    Example:
+        >>> import tfamp
+        >>> issubclass(tfamp.RewriteError, tfamp.TfampError)
+        True
+    """
+
+
+class NothingToLowerWarning(TfampWarning):
+    """A graph was rewritten and no op of it computes in low precision: it is as it was.
+
+    Example:
+        >>> import warnings, tfamp
+        >>> warnings.filterwarnings("error", category=tfamp.NothingToLowerWarning)
+    """

@@ -47,17 +47,14 @@ class ScaleVariables(_Base):
             name=name,
         )
 
-    def _state(self) -> LossScaleState:
-        return LossScaleState(
-            self.dynamic_scale, self.step_counter, self._skipped, self._consecutive
-        )
-
     def _record_step(self, finite: Any) -> None:
         """Moves the state on by one step, whose gradients were all finite or not."""
-        state = self._state()
-        for variable, value in zip(state, next_state(self._rule, state, finite, ops), strict=True):
-            if value is not variable:
-                variable.assign(ops.cast(value, variable.dtype))
+        variables = (self.dynamic_scale, self.step_counter, self._skipped, self._consecutive)
+        before = LossScaleState(*map(_tensor, variables))
+        after = next_state(self._rule, before, finite, ops)
+        for variable, old, new in zip(variables, before, after, strict=True):
+            if new is not old:
+                variable.assign(ops.cast(new, variable.dtype))
         self._last_finite.assign(finite)
         self._unscaled_pending.assign(False)
         self._unscaled_finite.assign(True)
