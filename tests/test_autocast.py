@@ -910,3 +910,23 @@ def test_a_disabled_autocast_takes_any_float_dtype():
         tfamp.autocast("float32")
     with pytest.raises(ValueError, match="autocast casts to float16 or bfloat16"):
         tfamp.autocast("int32", enabled=False)
+
+
+@pytest.mark.parametrize("library", [tf, keras.ops], ids=["tensorflow", "keras"])
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "function"])
+def test_a_cast_to_the_dtype_a_tensor_has_is_respected(library, traced):
+    def products(x):
+        with tfamp.autocast("bfloat16"):
+            return library.cast(x, "float32") @ x, x @ x
+
+    products = tf.function(products) if traced else products
+    kept, plain = products(tf.random.normal((4, 4)))
+    assert (kept.dtype, plain.dtype) == (tf.float32, tf.bfloat16)
+
+
+def test_a_cast_that_changes_nothing_keeps_the_gradient():
+    weight = tf.Variable([[2.0]])
+    with tf.GradientTape() as tape, tfamp.autocast("float16"):
+        product = tf.cast(weight, tf.float32) @ tf.cast(weight, tf.float32)
+    assert product.dtype == tf.float32
+    assert float(tape.gradient(product, weight)[0, 0]) == 4.0

@@ -70,20 +70,22 @@ def intercept(handler: Interception) -> Callable[[], None]:
     Raises:
         UnsupportedVersionError: A symbol is missing; then nothing is replaced.
     """
-    found = []
+    found: list[tuple[Any, str, _Replacement]] = []
     for each in INTERCEPTED:
         owner = each.owner()
         # Not with getattr: a method taken from the class may still be found in its parents.
         if each.attribute not in vars(owner):
             raise missing_symbol(f"{each.module}.{each.name}")
-        found.append((each, owner, vars(owner)[each.attribute]))
+        found.append((owner, each.attribute, each.replacement))
+    found += [(owner, "cast", _public_cast) for owner in (tf, tf.dtypes)]
+    originals = [vars(owner)[name] for owner, name, _ in found]
     # Only now that every symbol is known to be there.
-    for each, owner, original in found:
-        setattr(owner, each.attribute, each.replacement(handler, original))
+    for (owner, name, replacement), original in zip(found, originals, strict=True):
+        setattr(owner, name, replacement(handler, original))
 
     def restore() -> None:
-        for each, owner, original in reversed(found):
-            setattr(owner, each.attribute, original)
+        for (owner, name, _), original in zip(found, originals, strict=True):
+            setattr(owner, name, original)
 
     return restore
 
@@ -142,6 +144,17 @@ def _cast(handler: Interception, original: Any) -> Any:
     @functools.wraps(original)
     def cast(x: Any, DstT: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N803 - TensorFlow's name
         return handler.cast(x, DstT, lambda: original(x, DstT, *args, **kwargs))
+
+    return cast
+
+
+def _public_cast(handler: Interception, original: Any) -> Any:
+    @tf.autograph.experimental.do_not_convert
+    @functools.wraps(original)
+    def cast(x: Any, dtype: Any, name: Any = None) -> Any:
+        result = original(x, dtype, name)
+        # No op runs where the tensor has the dtype already.
+        return handler.kept(result) if result is x else result
 
     return cast
 

@@ -91,6 +91,18 @@ class Autocaster:
             setattr(result, _EXPLICIT, True)
         return result
 
+    def kept(self, tensor: Any) -> Any:
+        """Notes a user's cast to the dtype the tensor has: that is the dtype to compute in."""
+        if current_modes.current is None or not tf.is_tensor(tensor):
+            return tensor
+        module, _ = _asker()
+        if _dtype_name(tensor) not in _EDITABLE or module.startswith(_library_code.LIBRARIES):
+            return tensor
+        with current_modes.set_to(None):
+            result = tf.identity(tensor)  # The tensor itself may be used elsewhere.
+        setattr(result, _EXPLICIT, True)
+        return result
+
     def convert(self, value: Any, dtype: Any, asker: FrameType) -> tuple[Any, Any]:
         """Settles a conversion to a tensor where TensorFlow would refuse its dtype.
 

@@ -23,6 +23,9 @@ class Interception(Protocol):
     def cast(self, tensor: Any, dtype: Any, run: Callable[[], Any]) -> Any:
         """Returns the result of a cast of a tensor; `run` does it."""
 
+    def kept(self, tensor: Any) -> Any:
+        """Returns the result of a cast to the dtype a tensor has."""
+
     def convert(self, value: Any, dtype: Any, asker: FrameType) -> tuple[Any, Any]:
         """Returns the value and the dtype (None: its own) for a conversion to a tensor."""
 
