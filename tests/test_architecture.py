@@ -37,7 +37,7 @@ LAYERS = (
         "graph.maxflow",
     ),
     ("graph.regions", "graph.coloring", "graph.cost", "graph.placement", "graph.plan"),
-    ("graph.index", "graph.apply", "graph.verify"),
+    ("graph.op_signatures", "graph.request", "graph.index", "graph.apply", "graph.verify"),
     ("graph.rewrite", "graph"),
     (
         "autocast_state",

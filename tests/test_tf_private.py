@@ -193,3 +193,20 @@ def test_chooses_its_output_dtype(op, chooses):
 def test_float_attrs():
     assert _tf_private.float_attrs("LRN") == {"alpha", "beta", "bias"}
     assert _tf_private.float_attrs("MatMull") == frozenset()
+
+
+# ---- For the graph rewrite ---------------------------------------------------------------------
+
+
+def test_kernels_tell_device_and_dtypes():
+    matmul = _tf_private.kernels("MatMul")
+    assert any(k.device == "cpu" and "bfloat16" in k.dtypes["T"] for k in matmul)
+    assert any(k.device == "default" for k in _tf_private.kernels("Merge"))
+    assert _tf_private.kernels("MatMull") == ()
+
+
+def test_dtypes_have_names_and_numbers_of_graphs():
+    assert _tf_private.dtype_name(1) == "float32"
+    assert _tf_private.dtype_name(101) == "float32"  # a reference to one
+    assert _tf_private.dtype_name(_tf_private.dtype_number("bfloat16")) == "bfloat16"
+    assert _tf_private.dtype_name(0) == "dtype 0"

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from tfamp import graph as graph
     from tfamp import mixed_precision as mixed_precision
     from tfamp.autocast_mode import autocast as autocast
+    from tfamp.errors import NothingToLowerWarning as NothingToLowerWarning
+    from tfamp.errors import RewriteError as RewriteError
     from tfamp.errors import TfampError as TfampError
     from tfamp.errors import TfampWarning as TfampWarning
     from tfamp.errors import UnsupportedVersionError as UnsupportedVersionError
@@ -37,8 +39,10 @@ _HOMES = {
     "FixedLossScale": "tfamp.options",
     "GradScaler": "tfamp.grad_scaler",
     "LossScaleOptimizer": "tfamp.optimizer",
+    "NothingToLowerWarning": "tfamp.errors",
     "OpLists": "tfamp.graph.op_lists",
     "Policy": "tfamp.policy",
+    "RewriteError": "tfamp.errors",
     "TfampError": "tfamp.errors",
     "TfampWarning": "tfamp.errors",
     "UnsupportedVersionError": "tfamp.errors",

@@ -220,7 +220,7 @@ class Kernel(NamedTuple):
     """A kernel of an op.
 
     Attributes:
-        device: Kind of device it runs on, in lower case: "cpu", "gpu".
+        device: Kind of device it runs on, in lower case: "cpu", "gpu"; "default" is every kind.
         dtypes: For each type attribute it restricts, the dtypes it accepts.
     """
 

@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tfamp.graph.op_lists import OpLists as OpLists
+    from tfamp.graph.rewrite import rewrite_graph_def as rewrite_graph_def
+    from tfamp.graph.structures import RewritePlan as RewritePlan
+    from tfamp.graph.structures import RewriteResult as RewriteResult
 
 # Public name -> module that defines it.
 _HOMES = {
     "OpLists": "tfamp.graph.op_lists",
+    "RewritePlan": "tfamp.graph.structures",
+    "RewriteResult": "tfamp.graph.structures",
+    "rewrite_graph_def": "tfamp.graph.rewrite",
 }
 
 __all__ = sorted(_HOMES)

@@ -1,0 +1,62 @@
+"""Colours by the table: one letter is one node, see helpers/graph_dsl.py."""
+
+import pytest
+
+from helpers import graph_dsl
+from tfamp.graph.op_lists import OpLists
+from tfamp.graph.rewrite import rewrite_graph_def
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("text", graph_dsl.TABLE)
+def test_table(text, dtype):
+    made = graph_dsl.graph(text)
+    result = rewrite_graph_def(
+        made.graph_def,
+        made.fetches,
+        feeds=made.feeds,
+        dtype=dtype,
+        op_lists=OpLists.grappler(dtype),
+        device="cpu",
+    )
+    assert graph_dsl.low_nodes(result.graph_def, dtype) == made.low
+    assert {n.name for n in result.plan.nodes if n.dtype == dtype} == made.low
+
+
+def reasons(text, **choices):
+    made = graph_dsl.graph(text)
+    plan = rewrite_graph_def(made.graph_def, made.fetches, device="cpu", **choices).plan
+    return {node.name: node.reason.text for node in plan.nodes}
+
+
+def test_every_rule_names_its_cause():
+    found = reasons("x>A1>I1>A2>C>d>i x>n x>i3 x>A2>I2>C4 x>c5>n1")
+    assert found["a1"] == "MatMul is on the allow list"
+    assert found["i1"] == "it is between lowered nodes"
+    assert found["i2"] == "it is computed from a2, which is lowered"
+    assert found["c"] == "it is next to a2, which is lowered"
+    assert found["d"] == "Exp is on the deny list"
+    assert found["i"] == "it is computed from d, which needs float32"
+    assert found["n"] == "Sin is on no list"
+    assert found["i3"] == "it is neither between nor behind lowered nodes"
+    assert found["c5"] == "no node next to it is lowered"
+    assert found["x"] == "it has no inputs: its value is given"
+    assert found["out_i"] == "its result is fetched"
+
+
+def test_a_kept_node_stays_and_does_not_deny_what_follows():
+    found = reasons("x>A1>I1>A2>I2", keep_float32=["^a1$"])
+    assert found["a1"] == "its name matches keep_float32 '^a1$'"
+    assert found["i2"] == "it is computed from a2, which is lowered"
+
+
+def test_a_forced_node_is_lowered_whatever_its_list_and_stops_deny():
+    found = reasons("x>A1>d>i>A2", force_low=["^d$"])
+    assert found["d"] == "its name matches force_low"
+    assert found["i"] == "it is between lowered nodes"
+
+
+def test_a_node_both_kept_and_forced_is_kept():
+    found = reasons("x>A1>A2", keep_float32=["a1"], force_low=["a"])
+    assert found["a1"] == "its name matches keep_float32 'a1'"
+    assert found["a2"] == "its name matches force_low"

@@ -1,0 +1,75 @@
+"""Random graphs: the result is valid, runs, keeps what must stay, and is its own rewrite."""
+
+import warnings
+
+import numpy as np
+import tensorflow as tf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers import graph_dsl
+from tfamp.errors import NothingToLowerWarning
+from tfamp.graph.op_lists import OpLists
+from tfamp.graph.rewrite import rewrite_graph_def
+
+
+@st.composite
+def graphs(draw):
+    """A DAG of up to 14 nodes of all colours with one or two inputs each."""
+    inputs = {"x": []}
+    for position in range(draw(st.integers(1, 14))):
+        sources = st.sampled_from(list(inputs))
+        name = f"{draw(st.sampled_from('aaiiiddcccn'))}{position}"
+        inputs[name] = draw(st.lists(sources, min_size=1, max_size=2))
+    order = list(inputs)
+    if draw(st.booleans()):  # The order of a graph's nodes says nothing.
+        order = draw(st.permutations(order))
+    return graph_dsl.from_inputs({name: inputs[name] for name in order})
+
+
+def rewritten(made, dtype, graph_def=None):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NothingToLowerWarning)
+        return rewrite_graph_def(
+            made.graph_def if graph_def is None else graph_def,
+            made.fetches,
+            feeds=made.feeds,
+            dtype=dtype,
+            op_lists=OpLists.grappler(dtype),
+            device="cpu",
+        )
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(made=graphs(), dtype=st.sampled_from(["float16", "bfloat16"]))
+def test_random_graphs_stay_valid_and_as_they_must(made, dtype):
+    before = made.graph_def.SerializeToString(deterministic=True)
+    result = rewritten(made, dtype)
+    assert made.graph_def.SerializeToString(deterministic=True) == before
+
+    # TensorFlow itself compares the dtypes of both ends of every edge.
+    with tf.Graph().as_default() as graph:
+        tf.graph_util.import_graph_def(result.graph_def, name="")
+    for name in (*made.fetches, *made.feeds):
+        assert graph.get_tensor_by_name(name).dtype == tf.float32
+    low = graph_dsl.low_nodes(result.graph_def, dtype)
+    assert {name for name in made.nodes if name[0] == "a"} <= low
+    assert not {name for name in low if name[0] in "dn"}
+    old = {node.name: node for node in made.graph_def.node}
+    assert old.keys() <= {node.name for node in result.graph_def.node}
+
+    casts = [node for node in result.graph_def.node if node.op == "Cast"]
+    assert len({(node.input[0], node.attr["DstT"].type) for node in casts}) == len(casts)
+
+    assert rewritten(made, dtype, result.graph_def).graph_def == result.graph_def
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(made=graphs(), dtype=st.sampled_from(["float16", "bfloat16"]))
+def test_random_graphs_run(made, dtype):
+    result = rewritten(made, dtype)
+    for value, expected in zip(
+        graph_dsl.run(made, result.graph_def), graph_dsl.run(made, made.graph_def), strict=True
+    ):
+        assert value.dtype == expected.dtype == np.float32
+        assert value.shape == expected.shape

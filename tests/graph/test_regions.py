@@ -1,0 +1,78 @@
+"""What must agree and what must not change."""
+
+import tensorflow as tf
+
+from helpers import graph_models, loops
+from tfamp.graph.index import build_indexes
+from tfamp.graph.regions import find_regions
+from tfamp.graph.structures import Reason
+
+
+def regions_of(graph_def, chosen=None):
+    index = build_indexes(graph_def, dtype="bfloat16", device="cpu")[0]
+    return index, find_regions(index, chosen or {})
+
+
+def fixed(index, regions):
+    return {index.node_of(slot).name: reason.rule for slot, reason in regions.fixed.items()}
+
+
+def test_a_tensor_list_is_a_group_with_its_values_way():
+    index, regions = regions_of(loops.tensor_list().graph.as_graph_def())
+    (group,) = regions.lists
+    ops = sorted(index.node_of(slot).op for slot in group)
+    assert ops == ["TensorListGetItem"] * 2 + ["TensorListReserve"] + ["TensorListSetItem"] * 2
+    assert regions.unsafe_lists == (None,)
+    ways = {tuple(index.node_of(slot).op for slot in pair) for pair in regions.implied}
+    assert ways == {("TensorListSetItem", "TensorListGetItem")}
+
+
+def test_a_tensor_list_that_goes_into_a_loop_is_unsafe():
+    index, regions = regions_of(loops.mapped().graph.as_graph_def())
+    unsafe = {
+        index.node_of(slot).op: reason.text
+        for slots, reason in zip(regions.lists, regions.unsafe_lists, strict=True)
+        for slot in slots
+        if reason is not None
+    }
+    assert unsafe.keys() >= {"TensorListFromTensor", "TensorListStack"}
+    assert all("goes through map/while (StatelessWhile)" in text for text in unsafe.values())
+
+
+def test_a_tensor_list_with_a_fixed_member_is_unsafe():
+    index, _ = regions_of(loops.tensor_list().graph.as_graph_def())
+    name = next(node.name for node in index.nodes if node.op == "TensorListReserve")
+    _, regions = regions_of(
+        loops.tensor_list().graph.as_graph_def(), {name: Reason("fetches", "it is fetched")}
+    )
+    (reason,) = regions.unsafe_lists
+    assert "which is fixed" in reason.text
+
+
+def test_sources_calls_and_chosen_nodes_are_fixed():
+    graph_def = loops.nested_functions().graph.as_graph_def()
+    index, regions = regions_of(graph_def, {"Identity": Reason("fetches", "it is fetched")})
+    assert set(fixed(index, regions).values()) == {"source", "boundary", "fetches"}
+    assert fixed(index, regions)["x"] == "source"
+
+
+def test_resources_are_fixed():
+    index, regions = regions_of(graph_models.concrete("mlp", train=True).graph.as_graph_def())
+    rules = {index.node_of(s).op: r.rule for s, r in regions.fixed.items()}
+    assert rules["ReadVariableOp"] == rules["AssignSubVariableOp"] == "variable"
+
+
+def test_a_loop_of_tensorflow_1_ties_next_iteration_to_merge():
+    index, regions = regions_of(loops.loop_v1())
+    ((following, merges),) = regions.loops
+    assert index.node_of(following).op == "NextIteration"
+    assert [index.node_of(merge).op for merge in merges] == ["Merge"]
+
+
+def test_a_variable_of_tensorflow_1_is_fixed_and_its_reads_are_known():
+    with tf.Graph().as_default() as graph:
+        variable = tf.raw_ops.VariableV2(shape=(4, 4), dtype=tf.float32, name="v")
+        tf.identity(tf.identity(variable, name="read"), name="not_a_read")
+    index, regions = regions_of(graph.as_graph_def())
+    assert fixed(index, regions) == {"v": "variable"}
+    assert {index.node_of(slot).name for slot in regions.variable_reads} == {"read"}

@@ -1,0 +1,338 @@
+"""The rewrite as a whole: what it computes, what it keeps, what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers import graph_dsl, graph_models, loops
+from helpers.tolerances import assert_close
+from tfamp.graph.op_lists import OpLists
+from tfamp.graph.rewrite import rewrite_graph_def
+
+DTYPES = ["float16", "bfloat16"]
+MATRIX_OPS = {"MatMul", "Conv2D", "BatchMatMulV2", "Einsum", "Conv2DBackpropFilter"}
+
+
+def rewritten(function, dtype, **choices):
+    return rewrite_graph_def(
+        function.graph.as_graph_def(),
+        [each.name for each in function.outputs],
+        feeds=[each.name for each in function.inputs],
+        dtype=dtype,
+        device="cpu",
+        **choices,
+    )
+
+
+def assert_lowered_as_a_whole(plan, dtype):
+    found = {(node.op, node.dtype) for node in plan.nodes if node.op in MATRIX_OPS}
+    assert found, "no matmul or convolution"
+    assert {low for _, low in found} == {dtype}
+
+
+def assert_second_rewrite_changes_nothing(function, result, dtype):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tfamp.NothingToLowerWarning)
+        again = rewrite_graph_def(
+            result.graph_def,
+            [each.name for each in function.outputs],
+            feeds=[each.name for each in function.inputs],
+            dtype=dtype,
+            device="cpu",
+        )
+    assert again.graph_def == result.graph_def
+    assert again.plan.casts == ()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("train", [False, True], ids=["forward", "step"])
+@pytest.mark.parametrize("name", graph_models.MODELS)
+def test_models_are_lowered_and_close_to_float32(name, train, dtype):
+    function = graph_models.concrete(name, train=train)
+    result = rewritten(function, dtype)
+    assert_lowered_as_a_whole(result.plan, dtype)
+    assert_second_rewrite_changes_nothing(function, result, dtype)
+    batch, variables = graph_models.example(function), function.graph.kept_variables
+    before = [variable.numpy() for variable in variables]
+    actual = graph_models.runnable(function, result.graph_def)(batch)
+    for variable, value in zip(variables, before, strict=True):
+        variable.assign(value)
+    expected = tf.nest.flatten(function(batch))
+    for got, wanted in zip(actual, expected, strict=True):
+        assert got.dtype == wanted.dtype
+        assert_close(got, wanted, dtype, depth=64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", loops.FUNCTIONS)
+def test_structures_are_lowered_valid_and_close_to_float32(name, dtype):
+    function = loops.FUNCTIONS[name]()
+    result = rewritten(function, dtype)
+    assert_lowered_as_a_whole(result.plan, dtype)
+    assert_second_rewrite_changes_nothing(function, result, dtype)
+    x = tf.constant(np.random.default_rng(2).uniform(0.1, 0.4, (4, 4)).astype("float32"))
+    (actual,) = graph_models.runnable(function, result.graph_def)(x)
+    assert_close(actual, function(x), dtype, depth=16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lists", [OpLists.default, OpLists.grappler])
+def test_a_loop_of_tensorflow_1_is_lowered_as_one(dtype, lists):
+    graph_def = loops.loop_v1()
+    result = rewrite_graph_def(
+        graph_def, ["out:0"], dtype=dtype, device="cpu", op_lists=lists(dtype)
+    )
+    low = {node.op for node in result.plan.nodes if node.dtype == dtype}
+    assert {"MatMul", "Merge", "NextIteration", "Switch"} <= low
+    assert {cast.producer for cast in result.plan.casts} == {"x", "while/mul/y", "while/Exit_1"}
+    x = np.full((4, 4), 0.3, "float32")
+
+    def run(graph_def):
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            tf.graph_util.import_graph_def(graph_def, name="")
+            return session.run("out:0", {"x:0": x})
+
+    assert_close(run(result.graph_def), run(graph_def), dtype, depth=16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_kept_while_keeps_its_boundary_though_grapplers_list_has_it(dtype):
+    function = loops.loop_v2()
+    result = rewritten(function, dtype, op_lists=OpLists.grappler(dtype))
+    (loop,) = [node for node in result.plan.nodes if "While" in node.op]
+    assert (loop.dtype, loop.reason.rule) == ("float32", "boundary")
+    x = tf.eye(4) * 0.5
+    assert_close(*graph_models.runnable(function, result.graph_def)(x), function(x), dtype)
+
+
+def test_an_op_without_a_kernel_stays_float32():
+    plan = rewritten(loops.average_pool_3d(), "float16").plan
+    (pool,) = [node for node in plan.nodes if node.op == "AvgPool3D"]
+    assert (pool.dtype, pool.reason.rule) == ("float32", "no kernel")
+
+
+def test_a_node_pinned_to_another_device_is_judged_by_its_kernels():
+    made = loops.average_pool_3d().graph.as_graph_def()
+    for node in made.node:
+        node.device = "/device:GPU:0"
+    plan = rewrite_graph_def(made, ["Identity:0"], dtype="float16", device="cpu").plan
+    (pool,) = [node for node in plan.nodes if node.op == "AvgPool3D"]
+    assert pool.dtype == "float16"
+    assert {cast.device for cast in plan.casts} == {"/device:GPU:0"}
+
+
+@pytest.mark.parametrize(
+    ("builder", "dtype"), [("tensor_list", "bfloat16"), ("tensor_list_with_denied_element", None)]
+)
+def test_a_tensor_list_is_one_colour(builder, dtype):
+    plan = rewritten(loops.FUNCTIONS[builder](), "bfloat16").plan
+    assert {n.dtype for n in plan.nodes if "TensorList" in n.op} == {dtype or "float32"}
+
+
+def test_a_list_of_types_is_lowered_element_by_element():
+    result = rewritten(loops.identity_n(), "bfloat16")
+    (node,) = [node for node in result.graph_def.node if node.op == "IdentityN"]
+    names = [tf.as_dtype(value).name for value in node.attr["T"].list.type]
+    assert names[0] == "bfloat16"
+    assert names[2] == "int32"
+
+
+def test_casts_of_the_user_take_the_dtypes_around_them():
+    plan = rewritten(loops.casts(), "bfloat16").plan
+    assert plan.summary.casts == 2  # x, and the result
+
+
+def test_batch_normalization_keeps_its_statistics():
+    result = rewritten(graph_models.concrete("cnn", train=True), "bfloat16")
+    nodes = [n for n in result.graph_def.node if n.op.startswith("FusedBatchNorm")]
+    assert len(nodes) == 2
+    for node in nodes:
+        assert tf.as_dtype(node.attr["T"].type) == tf.bfloat16
+        assert tf.as_dtype(node.attr["U"].type) == tf.float32
+
+
+def test_the_first_fused_batch_norm_becomes_the_one_with_float32_statistics():
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, (2, 4, 4, 3), name="x")
+        y = tf.nn.conv2d(x, tf.ones((1, 1, 3, 3)), 1, "SAME")
+        y, *_ = tf.raw_ops.FusedBatchNorm(
+            x=y, scale=tf.ones(3), offset=tf.zeros(3), mean=tf.zeros(0), variance=tf.zeros(0)
+        )
+        tf.identity(y, name="out")
+    result = rewrite_graph_def(graph.as_graph_def(), ["out:0"], device="cpu")
+    (node,) = [n for n in result.graph_def.node if n.op.startswith("FusedBatchNorm")]
+    assert node.op == "FusedBatchNormV2"
+    assert tf.as_dtype(node.attr["U"].type) == tf.float32
+    again = rewrite_graph_def(result.graph_def, ["out:0"], device="cpu")
+    assert again.graph_def == result.graph_def
+
+
+def test_the_input_is_not_modified_and_functions_keep_their_names():
+    function = loops.nested_functions()
+    graph_def = function.graph.as_graph_def()
+    before = graph_def.SerializeToString(deterministic=True)
+    result = rewrite_graph_def(graph_def, ["Identity:0"], dtype="bfloat16", device="cpu")
+    assert graph_def.SerializeToString(deterministic=True) == before
+    names = [[f.signature for f in g.library.function] for g in (graph_def, result.graph_def)]
+    assert names[0] == names[1]
+    assert all(
+        each.op == "MatMul"
+        for each in result.plan.nodes
+        if each.dtype == "bfloat16" and each.name.startswith("matmul")
+    )
+
+
+def test_one_cast_serves_all_consumers_of_a_tensor():
+    made = graph_dsl.graph("x>A1>D1 x>A2>D1 x>A3 A1>n A1>n1 A2>n2".replace("D1", "d1"))
+    plan = rewrite_graph_def(made.graph_def, made.fetches, dtype="bfloat16", device="cpu").plan
+    assert len({(cast.tensor, cast.target) for cast in plan.casts}) == len(plan.casts)
+    (down,) = [cast for cast in plan.casts if cast.tensor == "x"]
+    assert {name for name, _ in down.consumers} == {"a1", "a2", "a3"}
+
+
+def test_control_inputs_stay_and_names_of_casts_avoid_nodes():
+    made = graph_dsl.graph("x>A")
+    graph_def = tf.compat.v1.GraphDef.FromString(made.graph_def.SerializeToString())
+    graph_def.node.add(name="x-0-CastTo-float16", op="NoOp")
+    (node,) = [node for node in graph_def.node if node.name == "a"]
+    node.input.append("^x-0-CastTo-float16")
+    result = rewrite_graph_def(graph_def, made.fetches, device="cpu")
+    (node,) = [node for node in result.graph_def.node if node.name == "a"]
+    assert list(node.input) == [
+        "x-0-CastTo-float16_1",
+        "x-0-CastTo-float16_1",
+        "^x-0-CastTo-float16",
+    ]
+
+
+def test_missing_attributes_stay_missing():
+    made = graph_dsl.graph("x>A>I")
+    graph_def = tf.compat.v1.GraphDef.FromString(made.graph_def.SerializeToString())
+    before = {node.name: set(node.attr) for node in graph_def.node}
+    result = rewrite_graph_def(graph_def, made.fetches, device="cpu")
+    assert {n.name: set(n.attr) for n in result.graph_def.node if n.name in before} == before
+
+
+def test_a_graph_with_nothing_to_lower_says_so_and_stays_as_it_is():
+    made = graph_dsl.graph("x>i>c>d")
+    with pytest.warns(tfamp.NothingToLowerWarning, match="no op that can be lowered to float16"):
+        result = rewrite_graph_def(made.graph_def, made.fetches, device="cpu")
+    assert result.graph_def == made.graph_def
+    assert result.plan.casts == ()
+
+
+CHAIN = "x>A>i"
+
+
+@pytest.mark.parametrize(
+    ("choices", "error", "message"),
+    [
+        ({"placement": "min_cut"}, ValueError, "placement must be one of lists; got 'min_cut'"),
+        ({"op_lists": {"MatMul"}}, TypeError, "op_lists must be a tfamp.OpLists or None; got set"),
+        ({"dtype": "float64"}, ValueError, "dtype must be one of float16, bfloat16; got"),
+        ({"device": "npu"}, ValueError, "device must be one of auto, cpu, gpu, tpu; got 'npu'"),
+        ({"fetches": ["out_j:0"]}, ValueError, r"fetches: .* no node 'out_j:0'.*\['out_i'"),
+        ({"feeds": ["y:0"]}, ValueError, "feeds: the graph has no node 'y:0'"),
+        ({"fetches": "out_i:0"}, TypeError, "fetches must be a collection of strings"),
+        ({"keep_float32": ["conv"]}, ValueError, "keep_float32: no node's name matches 'conv'"),
+        ({"force_low": ["("]}, ValueError, r"force_low must hold regular expressions; got '\('"),
+        ({"force_low": "a"}, TypeError, "force_low must be a collection of strings"),
+        ({"keep_float32": [3]}, TypeError, "keep_float32 must hold strings; got 3"),
+    ],
+)
+def test_wrong_arguments_are_refused(choices, error, message):
+    made = graph_dsl.graph(CHAIN)
+    choices = {"fetches": made.fetches, **choices}
+    with pytest.raises(error, match=message):
+        rewrite_graph_def(made.graph_def, **choices)
+
+
+def test_what_is_no_graph_def_is_refused():
+    function = loops.loop_v2()
+    with pytest.raises(TypeError, match=r"must be a tf.compat.v1.GraphDef; .*as_graph_def\(\)"):
+        rewrite_graph_def(function.graph, ["Identity:0"])
+
+
+def _broken(change):
+    made = graph_dsl.graph(CHAIN)
+    graph_def = tf.compat.v1.GraphDef.FromString(made.graph_def.SerializeToString())
+    change({node.name: node for node in graph_def.node})
+    return graph_def
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda nodes: setattr(nodes["a"], "op", "Nonsense"), r"'a' \(Nonsense\): .* not know"),
+        (lambda nodes: nodes["a"].input.pop(), r"'a' \(MatMul\): it has 1 inputs, not 2"),
+        (lambda nodes: nodes["i"].input.__setitem__(0, "b"), r"'i' .*: its input 'b' is no node's"),
+        (lambda nodes: nodes["i"].input.__setitem__(0, "a:1"), r"'i' .*: .* is no output of 'a'"),
+        (lambda nodes: setattr(nodes["i"].attr["T"], "type", 2), r"'i' .* is float32, not float64"),
+        (lambda nodes: nodes["i"].attr.pop("T"), r"'i' \(Sigmoid\): the attribute T is missing"),
+        (lambda nodes: setattr(nodes["i"], "name", "a"), r"'a' .*: another node has the same name"),
+    ],
+)
+def test_a_graph_that_is_not_valid_is_refused_by_node_op_and_cause(change, message):
+    with pytest.raises(tfamp.RewriteError, match=message):
+        rewrite_graph_def(_broken(change), ["x:0"], device="cpu")
+
+
+def test_the_plan_as_json_and_text():
+    made = graph_dsl.graph("x>A1>I>A2>d")
+    plan = rewrite_graph_def(made.graph_def, made.fetches, dtype="bfloat16", device="cpu").plan
+    data = json.loads(plan.to_json())
+    assert [node["name"] for node in data["nodes"]] == [node.name for node in plan.nodes]
+    assert data["casts"][0]["from"] == "float32"
+    assert data["summary"]["casts"] == len(plan.casts) == 2
+    assert data["summary"]["estimated_speed_up"] is None
+    assert "a1" in plan.to_text()
+    assert "3 of 6 float nodes in bfloat16; 2 Casts inserted" in plan.to_text()
+
+
+def test_bytes_of_casts_come_from_the_shapes_in_the_graph():
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, (2, 4), name="x")
+        tf.identity(x @ tf.ones((4, 3)), name="out")
+    graph_def = graph.as_graph_def(add_shapes=True)
+    plan = rewrite_graph_def(graph_def, ["out:0"], dtype="bfloat16", device="cpu").plan
+    assert {cast.producer: cast.bytes for cast in plan.casts} == {
+        "x": 2 * 4 * (4 + 2),
+        "ones": 4 * 3 * (4 + 2),
+        "MatMul" if any(n.name == "MatMul" for n in plan.nodes) else "matmul": 2 * 3 * (2 + 4),
+    }
+
+
+_HASHED = """
+import hashlib
+from helpers import loops
+from tfamp.graph.rewrite import rewrite_graph_def
+function = loops.nested_functions()
+result = rewrite_graph_def(function.graph.as_graph_def(), ["Identity:0"], device="cpu")
+text = result.graph_def.SerializeToString(deterministic=True) + result.plan.to_json().encode()
+print(hashlib.sha256(text).hexdigest())
+"""
+
+
+def test_the_result_is_the_same_under_any_hash_seed():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    # Functions' names count up within a process: each of the two starts anew.
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _HASHED],
+            env={**environment, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    outputs = [process.communicate()[0].split() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0][-1]) == 64

@@ -1,0 +1,75 @@
+"""The check after the rewrite finds what the stages before it could get wrong."""
+
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers import graph_dsl
+from tfamp.graph.coloring import paint
+from tfamp.graph.index import build_indexes
+from tfamp.graph.op_lists import OpLists
+from tfamp.graph.plan import PaintedScope, make_plan
+from tfamp.graph.regions import find_regions
+from tfamp.graph.request import NodeChoices, colors_of
+from tfamp.graph.rewrite import rewrite_graph_def
+from tfamp.graph.verify import verify_rewrite
+
+BFLOAT16 = tf.bfloat16.as_datatype_enum
+
+
+def check(change):
+    made = graph_dsl.graph("x>d>A>I>n")
+    colors = colors_of(OpLists.grappler("bfloat16"))
+    (index,) = build_indexes(made.graph_def, dtype="bfloat16", device="cpu")
+    choices = NodeChoices(made.fetches, made.feeds, (), ())
+    regions = find_regions(index, choices.unchanging(index))
+    scopes = [PaintedScope(index, regions, paint(index, regions, colors))]
+    plan = make_plan(scopes, dtype="bfloat16", colors=colors)
+    after = rewrite_graph_def(made.graph_def, made.fetches, dtype="bfloat16").graph_def
+    change({node.name: node for node in after.node}, after)
+    verify_rewrite(made.graph_def, after, scopes, plan, "cpu")
+
+
+def test_a_correct_rewrite_passes():
+    check(lambda nodes, graph: None)
+
+
+def lower_a_whole_denied_chain(nodes, graph):
+    nodes["d"].attr["T"].type = BFLOAT16
+    cast = nodes["d-0-CastTo-bfloat16"]
+    cast.attr["SrcT"].type = BFLOAT16
+    nodes["x"].attr["dtype"].type = BFLOAT16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda nodes, graph: setattr(nodes["d"].attr["T"], "type", BFLOAT16),
+            r"Node 'd' \(Exp\): its input 'x' is float32, not bfloat16",
+        ),
+        (lower_a_whole_denied_chain, r"Internal error.*'x' \(Placeholder\).*must stay float32"),
+        (lambda nodes, graph: setattr(nodes["out_n"], "name", "y"), r"Internal error.*was lost"),
+        (lambda nodes, graph: graph.node.add(name="new", op="NoOp"), r"nodes were lost or added"),
+        (lambda nodes, graph: nodes["n"].input.append("^x"), r"'n': its control inputs changed"),
+    ],
+)
+def test_a_violation_is_named(change, message):
+    with pytest.raises(tfamp.RewriteError, match=message):
+        check(change)
+
+
+def test_a_lost_function_is_named():
+    function = tf.function(lambda x: tf.function(lambda y: y @ y)(x)).get_concrete_function(
+        tf.TensorSpec((2, 2))
+    )
+    before = function.graph.as_graph_def()
+    indexes = build_indexes(before, dtype="bfloat16", device="cpu")
+    scopes = [
+        PaintedScope(i, find_regions(i, {}), paint(i, find_regions(i, {}), {})) for i in indexes
+    ]
+    plan = make_plan(scopes, dtype="bfloat16", colors={})
+    after = tf.compat.v1.GraphDef()
+    after.node.add(name="x", op="NoOp")
+    with pytest.raises(tfamp.RewriteError, match="a function was lost or added"):
+        verify_rewrite(before, after, scopes, plan, "cpu")

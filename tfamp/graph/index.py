@@ -1,0 +1,330 @@
+"""GraphDef -> GraphIndex; with `tfamp.graph.op_signatures` the only reader of protobuf.
+
+Every type attribute of a node is a slot, and so is every dtype the op fixes. The dtypes of both
+ends of every edge are compared on the way, so that the index of a graph that is not valid cannot be
+built: `tfamp.graph.verify` relies on it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from tfamp.errors import RewriteError
+from tfamp.graph.op_signatures import (
+    SUCCESSORS,
+    Argument,
+    OpSignature,
+    argument,
+    attribute_value,
+    has_kernel,
+    registered_signature,
+    signature,
+)
+from tfamp.graph.structures import (
+    ARGUMENT,
+    FLOAT32,
+    MAIN_GRAPH,
+    RESULT,
+    Edge,
+    GraphIndex,
+    IndexedNode,
+    TypeSlot,
+)
+
+# Attribute, position in it if it is a list, dtype.
+_Place: TypeAlias = tuple[str, int | None, str]
+
+_DEVICE_KIND = re.compile(r"(?:^|[/:])(cpu|gpu|tpu)(?=:|$)", re.IGNORECASE)
+
+
+def build_indexes(graph_def: Any, *, dtype: str, device: str) -> tuple[GraphIndex, ...]:
+    """Indexes a graph and the functions it reaches; the graph is not modified.
+
+    A function whose dtypes depend on its caller is left out: it stays as it is.
+
+    Args:
+        graph_def: A `tf.compat.v1.GraphDef`.
+        dtype: The low dtype, for which kernels are looked up.
+        device: Kind of device of nodes that are pinned to none: "cpu", "gpu" or "tpu".
+
+    Returns:
+        The index of the graph, then those of its functions in the order of the library.
+
+    Raises:
+        RewriteError: The graph is not valid, or has an op TensorFlow does not know.
+    """
+    library = {function.signature.name: function for function in graph_def.library.function}
+    signatures = {name: signature(function.signature) for name, function in library.items()}
+    reached = _reached_functions(graph_def.node, library)
+    indexes = [_Indexer(MAIN_GRAPH, signatures, dtype, device).index_graph(graph_def)]
+    for name, function in library.items():
+        if name in reached and not signatures[name].allowed:
+            indexer = _Indexer(name, signatures, dtype, device)
+            indexes.append(indexer.index_function(function))
+    return tuple(indexes)
+
+
+def _reached_functions(nodes: Iterable[Any], library: Mapping[str, Any]) -> set[str]:
+    pending, reached = [nodes], set()
+    while pending:
+        for node in pending.pop():
+            for name in _called_functions(node):
+                if name in library and name not in reached:
+                    reached.add(name)
+                    pending.append(library[name].node_def)
+    return reached
+
+
+def _called_functions(node: Any) -> Iterator[str]:
+    yield node.op
+    for value in node.attr.values():
+        kind = value.WhichOneof("value")
+        if kind == "func":
+            yield value.func.name
+        elif kind == "list":
+            yield from (function.name for function in value.list.func)
+
+
+@dataclass(slots=True)
+class _Indexer:
+    """Builds the index of one scope."""
+
+    scope: str
+    functions: Mapping[str, OpSignature]
+    dtype: str
+    device: str
+    nodes: list[IndexedNode] = field(default_factory=list)
+    slots: list[TypeSlot] = field(default_factory=list)
+    positions: dict[str, int] = field(default_factory=dict)
+    inputs: list[list[int]] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+    # For each node the first port of each named output; only functions name them.
+    first_ports: list[dict[str, int]] = field(default_factory=list)
+    sizes: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def index_graph(self, graph_def: Any) -> GraphIndex:
+        for node in graph_def.node:
+            self._add_node(node)
+        return self._finish([_data_inputs(node) for node in graph_def.node])
+
+    def index_function(self, function: Any) -> GraphIndex:
+        arguments = [_boundary(arg) for arg in function.signature.input_arg]
+        results = [_boundary(arg) for arg in function.signature.output_arg]
+        for name, place in arguments:
+            self._add_boundary(name, ARGUMENT, [], [place])
+        for node in function.node_def:
+            self._add_node(node)
+        for name, place in results:
+            # A result may have the name of a node.
+            self._add_boundary(f"{RESULT}{name}", RESULT, [place], [])
+        tensors: list[list[str]] = [[] for _ in arguments]
+        tensors += [_data_inputs(node) for node in function.node_def]
+        tensors += [[function.ret[name]] for name, _ in results]
+        return self._finish(tensors)
+
+    def _add_boundary(self, name: str, op: str, ins: list[_Place], outs: list[_Place]) -> None:
+        position = len(self.nodes)
+        slots = {place: self._new_slot(position, place, False) for place in (*ins, *outs)}
+        self._register(name, op, "", False, False, slots, ins, outs)
+        self.first_ports.append({name: 0})
+
+    def _add_node(self, node: Any) -> None:
+        op = SUCCESSORS.get(node.op, node.op)
+        own = self.functions.get(op) or registered_signature(op)
+        if own is None:
+            raise self.error(
+                node.name,
+                node.op,
+                "TensorFlow does not know this op; load its library before the rewrite",
+            )
+        types = self._types(node, own)
+        counts = {a: self._count(node, own, a) for a in _number_attrs(own)}
+        ins = _places(own.inputs, types, counts)
+        outs = _places(own.outputs, types, counts)
+        position = len(self.nodes)
+        slots: dict[_Place, int] = {}
+        for place in (*ins, *outs, *_single_places(own, types)):
+            if place not in slots:
+                low = self._can_be_low(op, own, types, place, node.device)
+                slots[place] = self._new_slot(position, place, low)
+        calls = op in self.functions or any(name != node.op for name in _called_functions(node))
+        self._register(
+            node.name, node.op, node.device, calls, own.uses_references, slots, ins, outs
+        )
+        self.first_ports.append(_first_ports(own.outputs, types, counts) if self.scope else {})
+        self._add_sizes(position, node)
+
+    def _new_slot(self, node: int, place: _Place, can_be_low: bool) -> int:
+        self.slots.append(TypeSlot(node, *place, can_be_low))
+        return len(self.slots) - 1
+
+    def _register(
+        self,
+        name: str,
+        op: str,
+        device: str,
+        calls: bool,
+        references: bool,
+        slots: dict[_Place, int],
+        ins: list[_Place],
+        outs: list[_Place],
+    ) -> None:
+        if name in self.positions:
+            raise self.error(name, op, "another node has the same name")
+        self.positions[name] = len(self.nodes)
+        self.nodes.append(IndexedNode(name, op, device, calls, references, tuple(slots.values())))
+        self.inputs.append([slots[place] for place in ins])
+        self.outputs.append([slots[place] for place in outs])
+
+    def _types(self, node: Any, own: OpSignature) -> dict[str, tuple[str, ...]]:
+        types = {}
+        for attr in own.allowed:
+            value = attribute_value(node.attr[attr]) if attr in node.attr else None
+            value = own.defaults.get(attr) if value is None else value
+            if value is None and node.op in SUCCESSORS:
+                value = FLOAT32
+            if value is None:
+                raise self.error(node.name, node.op, f"the attribute {attr} is missing")
+            types[attr] = value if isinstance(value, tuple) else (value,)
+        return types
+
+    def _count(self, node: Any, own: OpSignature, attr: str) -> int:
+        value = node.attr[attr].i if attr in node.attr else own.defaults.get(attr)
+        if value is None:
+            raise self.error(node.name, node.op, f"the attribute {attr} is missing")
+        return int(value)
+
+    def _can_be_low(
+        self,
+        op: str,
+        own: OpSignature,
+        types: Mapping[str, tuple[str, ...]],
+        place: _Place,
+        device: str,
+    ) -> bool:
+        attr, index, dtype = place
+        if not attr or dtype != FLOAT32:
+            return False
+        allowed = own.allowed[attr]
+        if allowed is not None and self.dtype not in allowed:
+            return False
+        changed = tuple(
+            self.dtype if index in (None, i) else each for i, each in enumerate(types[attr])
+        )
+        wanted = tuple((a, changed if a == attr else got) for a, got in types.items())
+        pinned = _DEVICE_KIND.search(device)
+        return has_kernel(op, pinned[1].lower() if pinned else self.device, wanted)
+
+    def _add_sizes(self, position: int, node: Any) -> None:
+        shapes: list[Any] = []
+        if "_output_shapes" in node.attr:
+            shapes = list(node.attr["_output_shapes"].list.shape)
+        elif node.op == "Const" and "value" in node.attr:
+            shapes = [node.attr["value"].tensor.tensor_shape]
+        for port, shape in enumerate(shapes):
+            size = 1
+            for dim in shape.dim:
+                size *= dim.size if dim.size >= 0 else 0
+            if not shape.unknown_rank and all(dim.size >= 0 for dim in shape.dim):
+                self.sizes[position, port] = size
+
+    def _finish(self, tensors: list[list[str]]) -> GraphIndex:
+        edges: list[Edge] = []
+        fanin: list[list[int]] = [[] for _ in self.slots]
+        fanout: list[list[int]] = [[] for _ in self.slots]
+        for position, names in enumerate(tensors):
+            wanted = self.inputs[position]
+            if len(names) != len(wanted):
+                raise self._wrong(position, f"it has {len(names)} inputs, not {len(wanted)}")
+            for i, (tensor, target) in enumerate(zip(names, wanted, strict=True)):
+                producer, port = self._producer(position, tensor)
+                source = self.outputs[producer][port]
+                self._compare(position, tensor, source, target)
+                edges.append(Edge(source, target, port, i, tensor))
+                fanin[target].append(source)
+                fanout[source].append(target)
+        return GraphIndex(
+            scope=self.scope,
+            nodes=tuple(self.nodes),
+            slots=tuple(self.slots),
+            edges=tuple(edges),
+            fanin=tuple(map(_distinct, fanin)),
+            fanout=tuple(map(_distinct, fanout)),
+            sizes=self.sizes,
+        )
+
+    def _producer(self, consumer: int, tensor: str) -> tuple[int, int]:
+        name, _, rest = tensor.partition(":")
+        producer = self.positions.get(name)
+        if producer is None:
+            raise self._wrong(consumer, f"its input {tensor!r} is no node's output")
+        output, _, number = rest.rpartition(":")
+        port = int(number or 0)
+        if output:
+            port += self.first_ports[producer].get(output, len(self.outputs[producer]))
+        if port >= len(self.outputs[producer]):
+            raise self._wrong(consumer, f"its input {tensor!r} is no output of {name!r}")
+        return producer, port
+
+    def _compare(self, consumer: int, tensor: str, source: int, target: int) -> None:
+        made, wanted = self.slots[source].dtype, self.slots[target].dtype
+        if made != wanted:
+            raise self._wrong(consumer, f"its input {tensor!r} is {made}, not {wanted}")
+
+    def _wrong(self, position: int, cause: str) -> RewriteError:
+        return self.error(self.nodes[position].name, self.nodes[position].op, cause)
+
+    def error(self, name: str, op: str, cause: str) -> RewriteError:
+        place = f" of function {self.scope!r}" if self.scope else ""
+        return RewriteError(f"Node {name!r} ({op}){place}: {cause}.")
+
+
+def _distinct(slots: list[int]) -> tuple[int, ...]:
+    return tuple(slots if len(slots) < 2 else dict.fromkeys(slots))
+
+
+def _data_inputs(node: Any) -> list[str]:
+    return [name for name in node.input if not name.startswith("^")]
+
+
+def _boundary(arg: Any) -> tuple[str, _Place]:
+    return arg.name, ("", None, argument(arg).dtype)
+
+
+def _places(
+    args: tuple[Argument, ...], types: Mapping[str, tuple[str, ...]], counts: Mapping[str, int]
+) -> list[_Place]:
+    places: list[_Place] = []
+    for arg in args:
+        if arg.type_list_attr:
+            attr = arg.type_list_attr
+            places += [(attr, i, dtype) for i, dtype in enumerate(types[attr])]
+            continue
+        attr = arg.type_attr
+        dtype = types[attr][0] if attr else arg.dtype
+        places += [(attr, None, dtype)] * (counts[arg.number_attr] if arg.number_attr else 1)
+    return places
+
+
+def _single_places(own: OpSignature, types: Mapping[str, tuple[str, ...]]) -> Iterator[_Place]:
+    """The places of single dtypes: of those no tensor uses too, as a TensorList's element dtype."""
+    for attr, dtypes in types.items():
+        if attr not in own.lists:
+            yield attr, None, dtypes[0]
+
+
+def _number_attrs(own: OpSignature) -> set[str]:
+    return {arg.number_attr for arg in (*own.inputs, *own.outputs) if arg.number_attr}
+
+
+def _first_ports(
+    args: tuple[Argument, ...], types: Mapping[str, tuple[str, ...]], counts: Mapping[str, int]
+) -> dict[str, int]:
+    ports, first = {}, 0
+    for arg in args:
+        ports[arg.name] = first
+        first += len(_places((arg,), types, counts))
+    return ports

@@ -1,0 +1,79 @@
+"""The whole rewrite: index, regions, coloring, plan, apply, verify."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from tfamp.errors import NothingToLowerWarning
+from tfamp.graph.apply import apply_plan
+from tfamp.graph.coloring import paint
+from tfamp.graph.index import build_indexes
+from tfamp.graph.op_lists import OpLists
+from tfamp.graph.plan import PaintedScope, make_plan
+from tfamp.graph.regions import find_regions
+from tfamp.graph.request import NodeChoices, check_request, colors_of, device_kind
+from tfamp.graph.structures import RewriteResult
+from tfamp.graph.verify import verify_rewrite
+
+
+def rewrite_graph_def(
+    graph_def: Any,
+    fetches: Iterable[str],
+    *,
+    feeds: Iterable[str] = (),
+    dtype: str = "float16",
+    op_lists: OpLists | None = None,
+    keep_float32: Iterable[str] = (),
+    force_low: Iterable[str] = (),
+    placement: str = "lists",
+    device: str = "auto",
+) -> RewriteResult:
+    """Returns a graph that computes in low precision where the lists say so.
+
+    Args:
+        graph_def: A `tf.compat.v1.GraphDef`, float32; it is not modified.
+        fetches: Tensors ("dense/Relu:0") or operations that are used; they keep their dtypes.
+        feeds: Tensors that are given a value; they keep their dtypes, as placeholders do anyway.
+        dtype: "float16" or "bfloat16".
+        op_lists: Which ops may be low; `OpLists.default(dtype, device)` if None.
+        keep_float32: Regular expressions, searched for in node names: these stay float32.
+        force_low: The same: these are lowered wherever the op has a kernel for it.
+        placement: "lists": the lists decide alone.
+        device: Kind of device of the nodes that are pinned to none: "cpu", "gpu", "tpu", or "auto"
+            for this machine's. A node without a kernel there stays float32.
+
+    Returns:
+        The new graph, with functions rewritten under their names, and the plan.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: A name or pattern is unknown; the message names what is allowed.
+        RewriteError: The graph is not valid or has an unknown op; it names node, op and cause.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> graph = tf.function(lambda x: x @ x).get_concrete_function(tf.TensorSpec((2, 2))).graph
+        >>> result = rewrite_graph_def(graph.as_graph_def(), ["Identity:0"], dtype="bfloat16")
+        >>> [(node.name, node.dtype) for node in result.plan.nodes]
+        [('x', 'float32'), ('matmul', 'bfloat16'), ('Identity', 'float32')]
+    """
+    check_request(graph_def, dtype=dtype, placement=placement, device=device, op_lists=op_lists)
+    choices = NodeChoices(fetches, feeds, keep_float32, force_low)
+    colors = colors_of(op_lists or OpLists.default(dtype, device))
+    kind = device_kind(device)
+    indexes = build_indexes(graph_def, dtype=dtype, device=kind)
+    choices.check(indexes)
+    scopes = []
+    for index in indexes:
+        regions = find_regions(index, choices.unchanging(index))
+        painting = paint(index, regions, colors, choices.forced(index))
+        scopes.append(PaintedScope(index, regions, painting))
+    plan = make_plan(scopes, dtype=dtype, colors=colors)
+    result = apply_plan(graph_def, plan)
+    verify_rewrite(graph_def, result, scopes, plan, kind)
+    if not plan.summary.low_nodes:
+        text = f"The graph has no op that can be lowered to {dtype}: it stays as it is."
+        warnings.warn(text, NothingToLowerWarning, stacklevel=2)
+    return RewriteResult(result, plan)

@@ -1,0 +1,345 @@
+"""What the stages of the rewrite hand to each other: values without protobuf; framework-free.
+
+A graph and every function of its library are a *scope* each. Nodes and type slots of a scope are
+integers: positions in the tuples of its `GraphIndex`. Dtypes are names, such as "float32".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+FLOAT32 = "float32"
+MAIN_GRAPH = ""
+# Nodes that stand for a function's arguments and results; no node can have such an op.
+ARGUMENT = "<argument>"
+RESULT = "<result>"
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a slot has its dtype.
+
+    Attributes:
+        rule: Short name of the rule that decided, such as "allow" or "no kernel".
+        text: The same for people, with the names involved.
+    """
+
+    rule: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TypeSlot:
+    """One place of a node that holds a dtype: all tensors that use it have that dtype.
+
+    Attributes:
+        node: The node's position in its index.
+        attr: Attribute that holds the dtype, such as "T"; "" if the op fixes it.
+        index: Position in the attribute where that is a list of dtypes, else None.
+        dtype: The dtype in the graph as it is.
+        can_be_low: Whether the op accepts the low dtype here and the node's device has a kernel.
+    """
+
+    node: int
+    attr: str
+    index: int | None
+    dtype: str
+    can_be_low: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A tensor on its way from a node to one input of another.
+
+    Attributes:
+        source: Slot that gives the tensor's dtype where it is made.
+        target: Slot that gives the dtype its consumer expects.
+        port: Which output of the producer it is.
+        input: Which input of the consumer it is, control inputs not counted.
+        tensor: The tensor's name, as the consumer spells it.
+    """
+
+    source: int
+    target: int
+    port: int
+    input: int
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedNode:
+    """A node of a scope.
+
+    Attributes:
+        name: Its name.
+        op: Its op type; `ARGUMENT` or `RESULT` for a function's boundary.
+        device: The device it is pinned to, as the graph spells it, or "".
+        calls_function: Whether it runs a function of the library, as While and If do.
+        uses_references: Whether an argument of the op is a reference to a variable's memory.
+        slots: Its type slots.
+    """
+
+    name: str
+    op: str
+    device: str
+    calls_function: bool
+    uses_references: bool
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphIndex:
+    """A scope as integers.
+
+    Attributes:
+        scope: Name of the function; "" for the graph itself.
+        nodes: Its nodes in graph order; a function's arguments come first, its results last.
+        slots: The type slots of all nodes.
+        edges: All edges but control edges, which no rewrite touches.
+        fanin: For each slot the slots its tensors come from.
+        fanout: For each slot the slots its tensors go to.
+        sizes: Number of elements of a tensor, by its producer's position and output port, where
+            the graph tells the full shape.
+    """
+
+    scope: str
+    nodes: tuple[IndexedNode, ...]
+    slots: tuple[TypeSlot, ...]
+    edges: tuple[Edge, ...]
+    fanin: tuple[tuple[int, ...], ...]
+    fanout: tuple[tuple[int, ...], ...]
+    sizes: Mapping[tuple[int, int], int]
+
+    def node_of(self, slot: int) -> IndexedNode:
+        """Returns the node a slot belongs to."""
+        return self.nodes[self.slots[slot].node]
+
+
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """What the structure of a scope demands of its slots.
+
+    Attributes:
+        fixed: Slots that must not change, with the reason.
+        lists: Groups of float32 slots that hold elements of the same TensorLists.
+        unsafe_lists: For each group why it must stay float32, or None.
+        implied: Pairs (slot, slot): values go from the first to the second through a TensorList.
+        loops: For each NextIteration slot the Merge slots it feeds.
+        variable_reads: Slots of nodes that pass on a variable that is no resource.
+    """
+
+    fixed: Mapping[int, Reason]
+    lists: tuple[tuple[int, ...], ...]
+    unsafe_lists: tuple[Reason | None, ...]
+    implied: tuple[tuple[int, int], ...]
+    loops: tuple[tuple[int, tuple[int, ...]], ...]
+    variable_reads: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Painting:
+    """Colours of a scope's slots; every pass makes a new one.
+
+    Attributes:
+        low: Slots that are to be lowered, with the reason.
+        denied: Slots that need float32, with the reason.
+    """
+
+    low: Mapping[int, Reason]
+    denied: Mapping[int, Reason]
+
+
+@dataclass(frozen=True, slots=True)
+class Retype:
+    """One slot to change to the plan's low dtype."""
+
+    node: str
+    attr: str
+    index: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CastSite:
+    """A Cast to insert: one for all consumers of a tensor that need the other dtype.
+
+    Attributes:
+        scope: The function it is in; "" for the graph itself.
+        tensor: Name of the tensor that is cast.
+        source: Its dtype.
+        target: The dtype it is cast to.
+        bytes: Bytes read and written for it; None where the graph does not tell the shape.
+        name: Name of the new node.
+        producer: Name of the node that makes the tensor.
+        device: Device of the new node: the producer's.
+        consumers: Pairs (node name, position of the input) that take the cast tensor.
+    """
+
+    scope: str
+    tensor: str
+    source: str
+    target: str
+    bytes: int | None
+    name: str
+    producer: str
+    device: str
+    consumers: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """What becomes of a node that computes with floats.
+
+    Attributes:
+        scope: The function it is in; "" for the graph itself.
+        name: Its name.
+        op: Its op type.
+        dtype: Name of the dtype it computes in after the rewrite.
+        reason: Why.
+        cost: Its estimated time in seconds; None until there is a cost model.
+    """
+
+    scope: str
+    name: str
+    op: str
+    dtype: str
+    reason: Reason
+    cost: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScopePlan:
+    """The changes to one scope."""
+
+    scope: str
+    retypes: tuple[Retype, ...]
+    casts: tuple[CastSite, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteSummary:
+    """Totals of a plan.
+
+    Attributes:
+        nodes: Number of nodes that compute with floats.
+        low_nodes: Number of these that are in the low dtype after the rewrite.
+        retyped_nodes: Number of these that the rewrite changes.
+        casts: Number of Casts inserted.
+        cast_bytes: Bytes these read and write, as far as the graph tells the shapes.
+        casts_of_unknown_size: Number of Casts left out of `cast_bytes`.
+        estimated_speed_up: Time before over time after; None until there is a cost model.
+    """
+
+    nodes: int
+    low_nodes: int
+    retyped_nodes: int
+    casts: int
+    cast_bytes: int
+    casts_of_unknown_size: int
+    estimated_speed_up: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RewritePlan:
+    """Every decision of a rewrite, made before anything is changed.
+
+    Attributes:
+        dtype: The low dtype.
+        nodes: Every node that computes with floats, in graph order, functions after the graph.
+        casts: Every Cast to insert.
+        scopes: The changes, scope by scope.
+        summary: Totals.
+    """
+
+    dtype: str
+    nodes: tuple[NodePlan, ...]
+    casts: tuple[CastSite, ...]
+    scopes: tuple[ScopePlan, ...]
+    summary: RewriteSummary
+
+    def to_text(self) -> str:
+        """Returns the plan as a table for people: nodes, Casts, totals."""
+        rows = [("node", "op", "dtype", "reason")]
+        rows += [(_place(n.scope, n.name), n.op, n.dtype, n.reason.text) for n in self.nodes]
+        lines = _aligned(rows)
+        if self.casts:
+            casts = [("cast of", "from", "to", "bytes")]
+            casts += [
+                (_place(c.scope, c.tensor), c.source, c.target, _known(c.bytes)) for c in self.casts
+            ]
+            lines += ["", *_aligned(casts)]
+        totals = self.summary
+        lines += [
+            "",
+            f"{totals.low_nodes} of {totals.nodes} float nodes in {self.dtype}; "
+            f"{totals.casts} Casts inserted, {totals.cast_bytes} bytes"
+            f" and {totals.casts_of_unknown_size} of unknown size",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def to_json(self) -> str:
+        """Returns the plan as JSON: an object with dtype, nodes, casts and summary."""
+        return json.dumps(
+            {
+                "dtype": self.dtype,
+                "nodes": [_node_json(node) for node in self.nodes],
+                "casts": [_cast_json(cast) for cast in self.casts],
+                "summary": {name: getattr(self.summary, name) for name in RewriteSummary.__slots__},
+            },
+            indent=1,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteResult:
+    """What a rewrite returns.
+
+    Attributes:
+        graph_def: The rewritten graph, a new `tf.compat.v1.GraphDef`.
+        plan: Every decision that led to it.
+    """
+
+    graph_def: Any
+    plan: RewritePlan
+
+
+def _node_json(node: NodePlan) -> dict[str, Any]:
+    return {
+        "scope": node.scope,
+        "name": node.name,
+        "op": node.op,
+        "dtype": node.dtype,
+        "rule": node.reason.rule,
+        "reason": node.reason.text,
+        "cost": node.cost,
+    }
+
+
+def _cast_json(cast: CastSite) -> dict[str, Any]:
+    return {
+        "scope": cast.scope,
+        "tensor": cast.tensor,
+        "from": cast.source,
+        "to": cast.target,
+        "bytes": cast.bytes,
+        "name": cast.name,
+        "consumers": [list(consumer) for consumer in cast.consumers],
+    }
+
+
+def _known(count: int | None) -> str:
+    return "unknown" if count is None else str(count)
+
+
+def _place(scope: str, name: str) -> str:
+    return f"{scope}: {name}" if scope else name
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,90 @@
+"""What must hold after a rewrite; a violation is a bug of tfamp's and never goes unnoticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tfamp.errors import RewriteError
+from tfamp.graph.index import build_indexes
+from tfamp.graph.op_signatures import SUCCESSORS
+from tfamp.graph.plan import PaintedScope
+from tfamp.graph.structures import GraphIndex, IndexedNode, RewritePlan
+
+
+def verify_rewrite(
+    before: Any, after: Any, scopes: Sequence[PaintedScope], plan: RewritePlan, device: str
+) -> None:
+    """Checks a rewritten graph against the graph it was made from.
+
+    Both ends of every edge agree, every node is there under its name with its control inputs, what
+    must not change has not, denied slots are float32, and all that is new are the plan's Casts.
+
+    Args:
+        before: The graph that was rewritten.
+        after: The result.
+        scopes: The decisions.
+        plan: The plan.
+        device: Kind of device of nodes that are pinned to none.
+
+    Raises:
+        RewriteError: One of these does not hold.
+    """
+    # Indexing compares the dtypes of both ends of every edge.
+    indexes = build_indexes(after, dtype=plan.dtype, device=device)
+    if [index.scope for index in indexes] != [scope.index.scope for scope in scopes]:
+        raise _violation("the functions of the graph", "a function was lost or added")
+    for scope, index, changes in zip(scopes, indexes, plan.scopes, strict=True):
+        _verify_nodes(scope, index, {cast.name for cast in changes.casts})
+    _verify_control_inputs(before, after)
+
+
+def _verify_nodes(scope: PaintedScope, index: GraphIndex, casts: set[str]) -> None:
+    old = scope.index
+    found = {node.name: node for node in index.nodes}
+    if len(found) != len(old.nodes) + len(casts) or not casts <= found.keys():
+        raise _violation(old.scope or "the graph", "nodes were lost or added")
+    for node in old.nodes:
+        now = found.get(node.name)
+        if now is None or now.op not in (node.op, SUCCESSORS.get(node.op)):
+            raise _violation(f"node {node.name!r} ({node.op})", "it was lost")
+        _verify_slots(scope, index, node, now)
+
+
+def _verify_slots(
+    scope: PaintedScope, index: GraphIndex, node: IndexedNode, now: IndexedNode
+) -> None:
+    # A dtype the op fixes has a slot of its own for each dtype: those are compared as a set.
+    kept = {(slot.attr, slot.index): slot.dtype for slot in (index.slots[i] for i in now.slots)}
+    for i in node.slots:
+        slot = scope.index.slots[i]
+        must_stay = i in scope.regions.fixed or i in scope.painting.denied or not slot.attr
+        if slot.attr and must_stay and kept[slot.attr, slot.index] != slot.dtype:
+            raise _violation(
+                f"node {node.name!r} ({node.op})",
+                f"{slot.attr} became {kept[slot.attr, slot.index]}, but must stay {slot.dtype}",
+            )
+
+
+def _verify_control_inputs(before: Any, after: Any) -> None:
+    now = dict(_control_inputs(after))
+    for place, expected in _control_inputs(before):
+        if now.get(place) != expected:
+            raise _violation(f"node {place[1]!r}", "its control inputs changed")
+
+
+def _control_inputs(graph_def: Any) -> Iterator[tuple[tuple[str, str], tuple[str, ...]]]:
+    scopes = [("", graph_def.node)]
+    scopes += [
+        (function.signature.name, function.node_def) for function in graph_def.library.function
+    ]
+    for scope, nodes in scopes:
+        for node in nodes:
+            yield (scope, node.name), tuple(name for name in node.input if name.startswith("^"))
+
+
+def _violation(place: str, cause: str) -> RewriteError:
+    return RewriteError(
+        f"Internal error of the rewrite, found by its check: {place}: {cause}. The graph is "
+        "unchanged; please report this with the graph."
+    )
