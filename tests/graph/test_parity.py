@@ -1,5 +1,7 @@
 """Node by node, the painting is that of TensorFlow's own pass with its lists."""
 
+import random
+
 import pytest
 
 from helpers import graph_dsl, graph_models, grappler
@@ -7,7 +9,8 @@ from tfamp.graph.op_lists import OpLists
 from tfamp.graph.rewrite import rewrite_graph_def
 
 MODEL_CASES = [f"{name} {kind}" for name in graph_models.MODELS for kind in ("forward", "step")]
-CASES = [*graph_dsl.TABLE, *MODEL_CASES]
+RANDOM_CASES = [f"random {seed}" for seed in range(60)]
+CASES = [*graph_dsl.TABLE, *MODEL_CASES, *RANDOM_CASES]
 
 
 def model_case(case):
@@ -21,9 +24,20 @@ def model_case(case):
     return grappler.optimized(graph_def, fetches, feeds, "function"), fetches, feeds
 
 
-def dsl_case(text):
-    made = graph_dsl.graph(text)
+def dsl_case(case):
+    made = random_graph(case) if case in RANDOM_CASES else graph_dsl.graph(case)
     return made.graph_def, made.fetches, made.feeds
+
+
+def random_graph(case):
+    """A DAG of up to 25 nodes of all colours, at least one of them allowed."""
+    choose = random.Random(case)
+    inputs = {"x": [], "a": ["x"]}
+    for position in range(choose.randint(1, 24)):
+        names = list(inputs)
+        sources = [choose.choice(names) for _ in range(choose.randint(1, 2))]
+        inputs[f"{choose.choice('aaiiiddcccn')}{position}"] = sources
+    return graph_dsl.from_inputs(inputs)
 
 
 @pytest.fixture(scope="module")

@@ -149,6 +149,37 @@ def test_casts_of_the_user_take_the_dtypes_around_them():
     assert plan.summary.casts == 2  # x, and the result
 
 
+def _scaled_step(learning_rate=0.5, scale=2.0**15):
+    weight = tf.Variable(tf.eye(4))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            # Gradients of about 2**-27: with the scale they are float16 numbers, without it none.
+            loss = tf.reduce_sum(x @ weight) * 2.0**-30 * scale
+        gradient = tape.gradient(loss, weight) * (1 / scale)
+        weight.assign_sub(learning_rate * gradient)
+        return gradient
+
+    function = tf.function(step).get_concrete_function(tf.TensorSpec((4, 4)))
+    function.graph.kept_variables = [weight]
+    return function
+
+
+def test_taking_the_loss_scale_off_stays_float32_in_float16():
+    function = _scaled_step()
+    result = rewritten(function, "float16")
+    assert_lowered_as_a_whole(result.plan, "float16")
+    (gradient,) = graph_models.runnable(function, result.graph_def)(tf.ones((4, 4)))
+    assert_close(gradient, function(tf.ones((4, 4))), "float16", depth=4)
+
+
+def test_with_grapplers_lists_or_in_bfloat16_updates_are_lowered_as_grappler_does():
+    for dtype, lists in [("float16", OpLists.grappler("float16")), ("bfloat16", None)]:
+        plan = rewritten(_scaled_step(), dtype, op_lists=lists).plan
+        behind = [node for node in plan.nodes if node.reason.rule == "behind low"]
+        assert {node.op for node in behind} >= {"Mul"}
+
+
 def test_batch_normalization_keeps_its_statistics():
     result = rewritten(graph_models.concrete("cnn", train=True), "bfloat16")
     nodes = [n for n in result.graph_def.node if n.op.startswith("FusedBatchNorm")]

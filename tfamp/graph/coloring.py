@@ -23,6 +23,7 @@ class Rules:
         regions: What its structure demands.
         colors: Colour of each node: "allow", "infer", "deny", "clear" or None.
         forced: Positions of nodes to lower whatever their colour.
+        updates_may_be_low: Whether what is written to variables may be computed in low precision.
         fanin: For each slot the slots its values come from, through TensorLists also.
         fanout: For each slot the slots its values go to, through TensorLists also.
     """
@@ -31,6 +32,7 @@ class Rules:
     regions: Regions
     colors: Sequence[str | None]
     forced: frozenset[int]
+    updates_may_be_low: bool
     fanin: Sequence[Sequence[int]]
     fanout: Sequence[Sequence[int]]
 
@@ -48,6 +50,7 @@ def paint(
     regions: Regions,
     colors: Mapping[str, str],
     forced: frozenset[int] = frozenset(),
+    updates_may_be_low: bool = True,
 ) -> Painting:
     """Runs all passes.
 
@@ -56,28 +59,33 @@ def paint(
         regions: What its structure demands.
         colors: Colour of every op type that is on a list.
         forced: Positions of nodes to lower whatever their colour.
+        updates_may_be_low: Whether pass 5 goes on into what is written to variables, as Grappler's
+            does. In float16 the square of a gradient, or a gradient whose loss scale is taken off,
+            is often less than the smallest number.
 
     Returns:
         The slots to lower and the slots that need float32, with reasons.
     """
-    rules = make_rules(index, regions, colors, forced)
+    rules = _make_rules(index, regions, colors, forced, updates_may_be_low)
     painting = Painting({}, {})
     for each in PASSES:
         painting = each(rules, painting)
     return painting
 
 
-def make_rules(
-    index: GraphIndex, regions: Regions, colors: Mapping[str, str], forced: frozenset[int]
+def _make_rules(
+    index: GraphIndex,
+    regions: Regions,
+    colors: Mapping[str, str],
+    forced: frozenset[int],
+    updates_may_be_low: bool,
 ) -> Rules:
-    """Returns what the passes need to know of a scope; see `paint`."""
     fanin, fanout = list(index.fanin), list(index.fanout)
     for source, target in regions.implied:
         fanin[target] = (*fanin[target], source)
         fanout[source] = (*fanout[source], target)
-    return Rules(
-        index, regions, [colors.get(node.op) for node in index.nodes], forced, fanin, fanout
-    )
+    by_node = [colors.get(node.op) for node in index.nodes]
+    return Rules(index, regions, by_node, forced, updates_may_be_low, fanin, fanout)
 
 
 def deny_unsafe_lists(rules: Rules, painting: Painting) -> Painting:
@@ -165,11 +173,14 @@ def lower_infer_behind_lowered(rules: Rules, painting: Painting) -> Painting:
     """Pass 5: an infer node directly behind a lowered one joins it. A -> i becomes A -> I.
 
     In graph order, so that a chain of infer nodes follows as a whole. Not where another of its
-    inputs comes from a denied node.
+    inputs comes from a denied node, nor, unless the rules allow it, on the way to a variable.
     """
     low = dict(painting.low)
+    skipped = set(painting.denied)
+    if not rules.updates_may_be_low:
+        skipped |= _ways_to_variables(rules)
     for slot in range(len(rules.index.slots)):
-        if rules.color(slot) != "infer" or slot in low or slot in painting.denied:
+        if rules.color(slot) != "infer" or slot in low or slot in skipped:
             continue
         sources = rules.fanin[slot]
         if (
@@ -249,6 +260,16 @@ PASSES: tuple[Callable[[Rules, Painting], Painting], ...] = (
     match_loops,
     repaint_casts,
 )
+
+
+def _ways_to_variables(rules: Rules) -> set[int]:
+    """Slots whose values get to a node that has resources, with no allow or deny node between."""
+    nodes, slots = rules.index.nodes, rules.index.slots
+    writers = [node for node in nodes if any(slots[i].dtype == "resource" for i in node.slots)]
+    roots = [slot for node in writers for slot in node.slots]
+    ways = set(roots)
+    _spread(roots, (rules.fanin,), ways, lambda slot: rules.color(slot) not in ("allow", "deny"))
+    return ways
 
 
 def _is_forced(rules: Rules, slot: int) -> bool:

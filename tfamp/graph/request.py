@@ -23,7 +23,7 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
 
 
-def check_request(
+def check(
     graph_def: Any, *, dtype: str, placement: str, device: str, op_lists: OpLists | None
 ) -> None:
     """Checks the arguments that need no look at the graph.
@@ -59,6 +59,15 @@ def colors_of(lists: OpLists) -> dict[str, str]:
     colors: dict[str, str] = {op: color for color in COLORS for op in getattr(lists, color)}
     successors = {op: colors[new] for op, new in SUCCESSORS.items() if new in colors}
     return successors | colors
+
+
+def lowers_updates(lists: OpLists, dtype: str) -> bool:
+    """Returns whether arithmetic on gradients, on its way to variables, may be low.
+
+    bfloat16 has float32's range. In float16 squares of gradients, and gradients whose loss scale is
+    taken off, vanish: only Grappler's own lists, unchanged, give Grappler's result there.
+    """
+    return dtype == "bfloat16" or lists == OpLists.grappler(dtype)
 
 
 def tensor_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:

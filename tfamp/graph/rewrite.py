@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from tfamp.errors import NothingToLowerWarning
+from tfamp.graph import request
 from tfamp.graph.apply import apply_plan
 from tfamp.graph.coloring import paint
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.plan import PaintedScope, make_plan
 from tfamp.graph.regions import find_regions
-from tfamp.graph.request import NodeChoices, check_request, colors_of, device_kind
 from tfamp.graph.structures import RewriteResult
 from tfamp.graph.verify import verify_rewrite
 
@@ -48,8 +48,7 @@ def rewrite_graph_def(
         The new graph, with functions rewritten under their names, and the plan.
 
     Raises:
-        TypeError: An argument is of the wrong type.
-        ValueError: A name or pattern is unknown; the message names what is allowed.
+        TypeError, ValueError: An argument is wrong; the message names what is allowed.
         RewriteError: The graph is not valid or has an unknown op; it names node, op and cause.
 
     Example:
@@ -59,16 +58,17 @@ def rewrite_graph_def(
         >>> [(node.name, node.dtype) for node in result.plan.nodes]
         [('x', 'float32'), ('matmul', 'bfloat16'), ('Identity', 'float32')]
     """
-    check_request(graph_def, dtype=dtype, placement=placement, device=device, op_lists=op_lists)
-    choices = NodeChoices(fetches, feeds, keep_float32, force_low)
-    colors = colors_of(op_lists or OpLists.default(dtype, device))
-    kind = device_kind(device)
+    request.check(graph_def, dtype=dtype, placement=placement, device=device, op_lists=op_lists)
+    choices = request.NodeChoices(fetches, feeds, keep_float32, force_low)
+    lists = op_lists or OpLists.default(dtype, device)
+    colors, updates_low = request.colors_of(lists), request.lowers_updates(lists, dtype)
+    kind = request.device_kind(device)
     indexes = build_indexes(graph_def, dtype=dtype, device=kind)
     choices.check(indexes)
     scopes = []
     for index in indexes:
         regions = find_regions(index, choices.unchanging(index))
-        painting = paint(index, regions, colors, choices.forced(index))
+        painting = paint(index, regions, colors, choices.forced(index), updates_low)
         scopes.append(PaintedScope(index, regions, painting))
     plan = make_plan(scopes, dtype=dtype, colors=colors)
     result = apply_plan(graph_def, plan)
