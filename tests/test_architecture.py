@@ -28,6 +28,7 @@ LAYERS = (
         "graph.grappler_lists",
     ),
     (
+        "_tf_functions",
         "_tf_intercept",
         "hardware",
         "policy",
@@ -37,8 +38,9 @@ LAYERS = (
         "graph.maxflow",
     ),
     ("graph.regions", "graph.coloring", "graph.cost", "graph.placement", "graph.plan"),
-    ("graph.op_signatures", "graph.request", "graph.index", "graph.apply", "graph.verify"),
-    ("graph.rewrite", "graph"),
+    ("graph.function_names", "graph.op_signatures"),
+    ("graph.request", "graph.index", "graph.inline", "graph.apply", "graph.verify"),
+    ("graph.custom_gradients", "graph.graft", "graph.rewrite", "graph"),
     (
         "autocast_state",
         "conditional_apply",
@@ -58,7 +60,7 @@ LAYERS = (
         "model_calls",
         "batch_norm",
     ),
-    ("policy_state", "optimizer"),
+    ("policy_state", "optimizer", "flat_call"),
     ("autocast_mode", "grad_scaler", "function", "saved_model", "diagnostics"),
     ("prepare", "mixed_precision"),
     ("cli", "__main__"),
@@ -83,7 +85,7 @@ FRAMEWORK_FREE = {
 }
 PRIVATE = ("tensorflow.python", "tensorflow.core", "tensorflow.__internal__", "keras.src")
 # _library_code only names such modules, to tell who asks for a cast.
-PRIVATE_ALLOWED = {"_tf_private", "_tf_intercept", "_library_code", "keras_hooks"}
+PRIVATE_ALLOWED = {"_tf_private", "_tf_functions", "_tf_intercept", "_library_code", "keras_hooks"}
 MAX_FILE_LINES = 400
 MAX_BODY_LINES = 60
 UNLIMITED_FUNCTIONS = {"build_parser"}

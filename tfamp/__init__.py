@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tfamp.errors import TfampError as TfampError
     from tfamp.errors import TfampWarning as TfampWarning
     from tfamp.errors import UnsupportedVersionError as UnsupportedVersionError
+    from tfamp.function import rewrite as rewrite
     from tfamp.grad_scaler import GradScaler as GradScaler
     from tfamp.graph.op_lists import OpLists as OpLists
     from tfamp.optimizer import LossScaleOptimizer as LossScaleOptimizer
@@ -51,6 +52,7 @@ _HOMES = {
     "graph": "tfamp.graph",
     "mixed_precision": "tfamp.mixed_precision",
     "policy_scope": "tfamp.policy_state",
+    "rewrite": "tfamp.function",
     "set_global_policy": "tfamp.policy_state",
 }
 

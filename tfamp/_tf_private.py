@@ -1,6 +1,7 @@
 """Every private TensorFlow symbol tfamp calls, each behind one small typed function.
 
-Those that autocast replaces while it is active are in `tfamp._tf_intercept`.
+Those that autocast replaces while it is active are in `tfamp._tf_intercept`, those of traced
+functions in `tfamp._tf_functions`.
 
 A symbol that a TensorFlow release removed raises `UnsupportedVersionError` with the version found
 and the versions tested. Each function has its own test, so a release that changes one says which.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from tfamp.errors import RewriteError
+from tfamp.graph.function_names import called_functions
 from tfamp.graph.op_signatures import (
     SUCCESSORS,
     Argument,
@@ -71,21 +72,11 @@ def _reached_functions(nodes: Iterable[Any], library: Mapping[str, Any]) -> set[
     pending, reached = [nodes], set()
     while pending:
         for node in pending.pop():
-            for name in _called_functions(node):
+            for name in called_functions(node):
                 if name in library and name not in reached:
                     reached.add(name)
                     pending.append(library[name].node_def)
     return reached
-
-
-def _called_functions(node: Any) -> Iterator[str]:
-    yield node.op
-    for value in node.attr.values():
-        kind = value.WhichOneof("value")
-        if kind == "func":
-            yield value.func.name
-        elif kind == "list":
-            yield from (function.name for function in value.list.func)
 
 
 @dataclass(slots=True)
@@ -150,7 +141,7 @@ class _Indexer:
             if place not in slots:
                 low = self._can_be_low(op, own, types, place, node.device)
                 slots[place] = self._new_slot(position, place, low)
-        calls = op in self.functions or any(name != node.op for name in _called_functions(node))
+        calls = op in self.functions or any(name != node.op for name in called_functions(node))
         self._register(
             node.name, node.op, node.device, calls, own.uses_references, slots, ins, outs
         )

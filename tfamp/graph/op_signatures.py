@@ -124,6 +124,18 @@ def has_kernel(op: str, device: str, types: tuple[tuple[str, tuple[str, ...]], .
     )
 
 
+def first_ports(own: OpSignature, node: Any) -> dict[str, int]:
+    """Returns which output of a node is the first of each output its op names."""
+    ports, first = {}, 0
+    for arg in own.outputs:
+        ports[arg.name] = first
+        if arg.type_list_attr:
+            first += len(node.attr[arg.type_list_attr].list.type)
+        else:
+            first += node.attr[arg.number_attr].i if arg.number_attr else 1
+    return ports
+
+
 def argument(arg: Any) -> Argument:
     """Returns an input or output of an `OpDef` as plain values."""
     return Argument(

@@ -81,6 +81,13 @@ def tensor_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
     return result
 
 
+def matching_patterns(graph_def: Any, patterns: Iterable[str]) -> tuple[str, ...]:
+    """Returns those patterns that are found in the name of a node of the graph or its functions."""
+    names = [node.name for node in graph_def.node]
+    names += [node.name for each in graph_def.library.function for node in each.node_def]
+    return tuple(each for each in patterns if any(re.search(each, name) for name in names))
+
+
 class NodeChoices:
     """Which nodes must stay as they are and which are to be lowered.
 
@@ -108,6 +115,11 @@ class NodeChoices:
         }
         self._keep = _patterns("keep_float32", keep_float32)
         self._force = _patterns("force_low", force_low)
+
+    @property
+    def used_names(self) -> tuple[str, ...]:
+        """The names of all fetches and feeds."""
+        return tuple(name for names in self._used.values() for name in names)
 
     def check(self, indexes: Sequence[GraphIndex]) -> None:
         """Raises a ValueError for a name or a pattern that no node of the graph has."""

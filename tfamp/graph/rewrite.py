@@ -11,6 +11,7 @@ from tfamp.graph import request
 from tfamp.graph.apply import apply_plan
 from tfamp.graph.coloring import paint
 from tfamp.graph.index import build_indexes
+from tfamp.graph.inline import inline_calls
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.plan import PaintedScope, make_plan
 from tfamp.graph.regions import find_regions
@@ -60,6 +61,7 @@ def rewrite_graph_def(
     """
     request.check(graph_def, dtype=dtype, placement=placement, device=device, op_lists=op_lists)
     choices = request.NodeChoices(fetches, feeds, keep_float32, force_low)
+    graph_def = inline_calls(graph_def, choices.used_names)
     lists = op_lists or OpLists.default(dtype, device)
     colors, updates_low = request.colors_of(lists), request.lowers_updates(lists, dtype)
     kind = request.device_kind(device)

@@ -1,0 +1,111 @@
+"""The private TensorFlow symbols of traced functions; see `tfamp._tf_private`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfamp._tf_private import private_module, private_symbol
+
+
+def capture_into_graph(tensor: Any) -> Any:
+    """Returns a tensor of the function being traced that has the value of a tensor from outside.
+
+    Symbol: `FuncGraph.capture`. An op that takes an eager tensor captures it by itself, but the
+    `input_map` of `tf.graph_util.import_graph_def` takes tensors of the graph only, and
+    `tf.identity` copies what a resource handle says of its variable's shape for some dtypes only.
+
+    Args:
+        tensor: An eager tensor or one of an enclosing function, resource handles included.
+    """
+    return private_symbol(tf.compat.v1.get_default_graph(), "capture")(tensor)
+
+
+def note_variables(variables: Iterable[Any]) -> None:
+    """Tells the function being traced that it uses variables, so that tapes outside watch them.
+
+    Symbol: `FuncGraph.watch_variable`. Reading a variable does it, but an imported node that reads
+    its handle does not.
+    """
+    watch = private_symbol(tf.compat.v1.get_default_graph(), "watch_variable")
+    for variable in variables:
+        watch(variable)
+
+
+def registered_gradient(name: str) -> Any:
+    """Returns the gradient function registered under a name; raises a LookupError without one.
+
+    Symbol: `tensorflow.python.framework.ops.gradient_registry`. `tf.RegisterGradient` is public,
+    but nothing that looks one up.
+    """
+    return private_symbol(private_module("framework.ops"), "gradient_registry").lookup(name)
+
+
+def differentiate_call(op: Any, gradients: Sequence[Any]) -> Any:
+    """Returns the gradients of a call's inputs, from the function that the op's graph has.
+
+    Symbols: `function_def_to_graph`, `ConcreteFunction.from_func_graph` and its
+    `_get_gradient_function`. TensorFlow attaches a gradient to the calls it traces; a call that was
+    imported has none that is still right.
+
+    Args:
+        op: A PartitionedCall or StatefulPartitionedCall.
+        gradients: Gradients of its outputs.
+    """
+    build = private_symbol(
+        private_module("framework.function_def_to_graph"), "function_def_to_graph"
+    )
+    concrete = private_symbol(
+        private_module("eager.polymorphic_function.concrete_function"), "ConcreteFunction"
+    )
+    types = private_module("eager.polymorphic_function.function_type_utils")
+    definition = _definition(op.graph, op.get_attr("f").name)
+    with op.graph.as_default():
+        body = build(definition)
+    kind = private_symbol(types, "function_type_lib").from_structured_signature(
+        ((), {}), body.structured_outputs, body.function_captures.capture_types
+    )
+    attrs = {name: value for name, value in definition.attr.items() if name != "_input_shapes"}
+    function = concrete.from_func_graph(body, kind, attrs=attrs)
+    return function._get_gradient_function()(op, *gradients)
+
+
+def _definition(graph: Any, name: str) -> Any:
+    while graph is not None:
+        function = graph._get_function(name)
+        if function is not None:
+            return function.cached_definition
+        graph = getattr(graph, "outer_graph", None)
+    return private_module("eager.context").context().get_function_def(name)
+
+
+class FunctionOptions(NamedTuple):
+    """How a `tf.function` was made.
+
+    Attributes:
+        input_signature: The specs it was given, or None.
+        jit_compile: Whether XLA compiles it; None leaves it to TensorFlow.
+        reduce_retracing: Whether it generalizes shapes to trace less often.
+        autograph: Whether Python control flow is converted.
+        experimental_autograph_options: What of AutoGraph is switched on.
+    """
+
+    input_signature: Any
+    jit_compile: bool | None
+    reduce_retracing: bool
+    autograph: bool
+    experimental_autograph_options: Any
+
+
+def function_options(function: Any) -> FunctionOptions:
+    """Returns how a `tf.function` was made.
+
+    Symbols: the attributes `_jit_compile`, `_reduce_retracing`, `_autograph` and
+    `_experimental_autograph_options` of `tf.types.experimental.PolymorphicFunction`.
+    """
+    names = ("_jit_compile", "_reduce_retracing", "_autograph", "_experimental_autograph_options")
+    return FunctionOptions(
+        function.input_signature, *(private_symbol(function, name) for name in names)
+    )

@@ -1,0 +1,307 @@
+"""`tfamp.rewrite`: a function whose graph is rewritten each time it is traced."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp import _tf_functions
+from tfamp.dtypes import LOW_PRECISION
+from tfamp.errors import NothingToLowerWarning, RewriteError, TfampWarning
+from tfamp.flat_call import FlatCall, trace_flat
+from tfamp.graph.graft import graft
+from tfamp.graph.op_lists import OpLists
+from tfamp.graph.request import check_choice, matching_patterns
+from tfamp.graph.rewrite import rewrite_graph_def
+from tfamp.graph.structures import RewritePlan
+from tfamp.policy import Policy
+
+_ON_ERROR = ("raise", "keep")
+
+
+def rewrite(
+    fn: Any = None,
+    *,
+    dtype: str | None = None,
+    op_lists: OpLists | None = None,
+    keep_float32: Iterable[str] = (),
+    force_low: Iterable[str] = (),
+    placement: str = "lists",
+    on_error: str = "raise",
+    example_args: Sequence[Any] | None = None,
+) -> Any:
+    """Returns a function that computes the same in low precision, where that is safe.
+
+    Each time it is traced, the whole graph is rewritten: what a train step does inside, the tape
+    and the optimizer included, is decided as one. It is called like `fn`, from Python, from other
+    `tf.function`s and under a `tf.GradientTape`. Arguments, results and variables keep their
+    dtypes.
+
+    Args:
+        fn: A `tf.function`, a concrete function, a Keras model or a Python function, which is
+            traced as by `tf.function`. Without it a decorator is returned.
+        dtype: "float16" or "bfloat16"; None is what this machine multiplies fast.
+        op_lists: Which ops may be low; `OpLists.default(dtype)` if None.
+        keep_float32: Regular expressions, searched for in node names: these stay float32.
+        force_low: The same: these are lowered wherever the op has a kernel for it.
+        placement: "lists": the lists decide alone.
+        on_error: "raise", or "keep": warn and run the float32 function where a graph cannot be
+            rewritten.
+        example_args: Arguments of a call, to rewrite at once instead of at the first call.
+
+    Returns:
+        A `RewrittenFunction`.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong; the message names what is allowed.
+        RewriteError: At the first call: the graph cannot be rewritten.
+
+    Example:
+        >>> import tensorflow as tf, tfamp
+        >>> weights = tf.Variable(tf.ones((4, 4)))
+        >>> @tfamp.rewrite(dtype="bfloat16")
+        ... def layer(x):
+        ...     return tf.nn.relu(x @ weights)
+        >>> layer(tf.ones((1, 4))).dtype
+        tf.float32
+        >>> [(node.op, node.dtype) for node in layer.plan(tf.ones((1, 4))).nodes[1:3]]
+        [('MatMul', 'bfloat16'), ('Relu', 'bfloat16')]
+    """
+    settings = _Settings(
+        dtype=_low_dtype(dtype),
+        op_lists=op_lists,
+        keep_float32=tuple(keep_float32),
+        force_low=tuple(force_low),
+        placement=placement,
+        on_error=on_error,
+    )
+    if fn is None:
+        return functools.partial(_make, settings=settings, example_args=example_args)
+    return _make(fn, settings, example_args)
+
+
+def _low_dtype(dtype: str | None) -> str | None:
+    """Returns the dtype to lower to; None where float32 is the fastest this machine has."""
+    if dtype is not None:
+        name = tf.as_dtype(dtype).name if isinstance(dtype, tf.DType) else dtype
+        check_choice("dtype", name, LOW_PRECISION)
+        return name
+    automatic = Policy("auto").compute_dtype
+    if automatic in LOW_PRECISION:
+        return automatic
+    warnings.warn(
+        "This machine multiplies neither float16 nor bfloat16 natively, so the function stays in "
+        "float32. Give dtype= to rewrite it all the same; `tfamp doctor` explains.",
+        NothingToLowerWarning,
+        stacklevel=3,
+    )
+    return None
+
+
+def _make(fn: Any, settings: _Settings, example_args: Sequence[Any] | None) -> RewrittenFunction:
+    rewritten = RewrittenFunction(fn, settings)
+    if example_args is not None:
+        rewritten.concrete(*example_args)
+    return rewritten
+
+
+class RewrittenFunction:
+    """What `tfamp.rewrite` returns: call it like the function it was made from.
+
+    Args:
+        fn: The function.
+        settings: How to rewrite it.
+    """
+
+    def __init__(self, fn: Any, settings: _Settings) -> None:
+        if not callable(fn):
+            raise TypeError(
+                f"rewrite takes a tf.function, a concrete function, a Keras model or a Python "
+                f"function; got {type(fn).__name__}."
+            )
+        self._fn = fn
+        self._settings = settings
+        self._traced = _Traced.of(fn)
+        self._plans: weakref.WeakKeyDictionary[Any, RewritePlan] = weakref.WeakKeyDictionary()
+        self._function = self._traced.wrap(self._trace)
+        self._bound: weakref.WeakKeyDictionary[Any, RewrittenFunction] = weakref.WeakKeyDictionary()
+        functools.update_wrapper(self, self._traced.python_function, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function; the first call with arguments of a kind traces and rewrites it."""
+        return self._function(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> RewrittenFunction:
+        """A method: the function of each object is traced for itself."""
+        if instance is None:
+            return self
+        if instance not in self._bound:
+            bound = RewrittenFunction(self._fn.__get__(instance, owner), self._settings)
+            self._bound[instance] = bound
+        return self._bound[instance]
+
+    def __repr__(self) -> str:
+        return f"<tfamp.rewrite of {self._traced.name} to {self._settings.dtype}>"
+
+    def concrete(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the concrete function that a call with these arguments runs.
+
+        Args:
+            *args: Arguments as in a call, or `tf.TensorSpec`s in the place of tensors.
+            **kwargs: The same by name.
+        """
+        return self._function.get_concrete_function(*args, **kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> RewritePlan:
+        """Returns every decision about the graph that a call with these arguments runs.
+
+        Args:
+            *args: Arguments as in a call, or `tf.TensorSpec`s in the place of tensors.
+            **kwargs: The same by name.
+
+        Raises:
+            RewriteError: There is none, as the function runs in float32: it could not be rewritten
+                and `on_error` is "keep", or this machine has no faster dtype.
+        """
+        plan = self._plans.get(self.concrete(*args, **kwargs).graph)
+        if plan is None:
+            raise RewriteError(f"{self._traced.name} was not rewritten: it runs in float32.")
+        return plan
+
+    @property
+    def tf_function(self) -> Any:
+        """The `tf.function` that is called: TensorFlow can save it and count its traces."""
+        return self._function
+
+    def _trace(self, *args: Any, **kwargs: Any) -> Any:
+        host = tf.compat.v1.get_default_graph()
+        call = FlatCall(args, kwargs)
+        traced, result = self._traced.trace(call)
+        rewriter = _Rewriter(self._settings)
+        try:
+            tensors = graft(
+                traced,
+                [*call.tensors, *traced.captured_inputs],
+                rewriter,
+                functools.partial(_rewritten_gradient, self._settings),
+            )
+        except RewriteError as error:
+            if self._settings.on_error == "raise":
+                raise
+            text = f"{self._traced.name} cannot be rewritten and stays in float32: {error}"
+            warnings.warn(text, TfampWarning, stacklevel=2)
+            return self._fn(*args, **kwargs)
+        if rewriter.plans:
+            self._plans[host] = rewriter.plans[0]
+        return result.pack(tensors)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """How to rewrite a graph; see `rewrite`."""
+
+    dtype: str | None
+    op_lists: OpLists | None
+    keep_float32: tuple[str, ...]
+    force_low: tuple[str, ...]
+    placement: str
+    on_error: str
+
+    def __post_init__(self) -> None:
+        check_choice("on_error", self.on_error, _ON_ERROR)
+
+
+@dataclass(frozen=True)
+class _Rewriter:
+    """Rewrites a graph and keeps the plan."""
+
+    settings: _Settings
+    plans: list[RewritePlan] = field(default_factory=list)
+
+    def __call__(self, graph_def: Any, fetches: Sequence[str], feeds: Sequence[str]) -> Any:
+        settings = self.settings
+        if settings.dtype is None:
+            return graph_def
+        result = rewrite_graph_def(
+            graph_def,
+            fetches,
+            feeds=feeds,
+            dtype=settings.dtype,
+            op_lists=settings.op_lists,
+            keep_float32=settings.keep_float32,
+            force_low=settings.force_low,
+            placement=settings.placement,
+        )
+        self.plans.append(result.plan)
+        return result.graph_def
+
+
+def _rewritten_gradient(
+    settings: _Settings, graph_def: Any, fetches: Sequence[str], feeds: Sequence[str]
+) -> Any:
+    """Rewrites what a custom gradient does: often nothing, and no pattern need match a node."""
+    own = dataclasses.replace(
+        settings,
+        keep_float32=matching_patterns(graph_def, settings.keep_float32),
+        force_low=matching_patterns(graph_def, settings.force_low),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NothingToLowerWarning)
+        return _Rewriter(own)(graph_def, fetches, feeds)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A function to trace, and how.
+
+    Attributes:
+        python_function: What is run while tracing.
+        options: How the `tf.function` was made; None for a Python function.
+    """
+
+    python_function: Callable[..., Any]
+    options: _tf_functions.FunctionOptions | None
+
+    @classmethod
+    def of(cls, fn: Any) -> _Traced:
+        if isinstance(fn, tf.types.experimental.PolymorphicFunction):
+            return cls(fn.python_function, _tf_functions.function_options(fn))
+        return cls(fn, None)
+
+    @property
+    def name(self) -> str:
+        return getattr(self.python_function, "__name__", type(self.python_function).__name__)
+
+    def wrap(self, body: Callable[..., Any]) -> Any:
+        """Returns a `tf.function` like the given one, with another body."""
+
+        def rewritten(*args: Any, **kwargs: Any) -> Any:
+            return body(*args, **kwargs)
+
+        rewritten.__name__ = self.name
+        rewritten.__signature__ = inspect.signature(self.python_function)  # type: ignore[attr-defined]
+        own = self.options
+        if own is None:
+            return tf.function(rewritten, autograph=False)
+        return tf.function(
+            rewritten,
+            autograph=False,
+            input_signature=own.input_signature,
+            jit_compile=own.jit_compile,
+            reduce_retracing=own.reduce_retracing,
+        )
+
+    def trace(self, call: FlatCall) -> Any:
+        """Traces the function for a call; see `trace_flat`."""
+        own = self.options
+        autograph = True if own is None else own.autograph
+        options = None if own is None else own.experimental_autograph_options
+        return trace_flat(self.python_function, call, autograph, options)

@@ -1,0 +1,77 @@
+"""New names for the functions of a graph: a process knows one function by each name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+_NUMBERS = itertools.count(1)
+
+
+def new_suffix() -> str:
+    """Returns an ending that no function's name has had in this process."""
+    return f"_tfamp_{next(_NUMBERS)}"
+
+
+def rename_functions(graph_def: Any, suffix: str) -> Any:
+    """Returns a copy in which the name of every function that is reached has another ending.
+
+    Functions that no node calls are left out. Needed before a graph whose functions were changed is
+    imported in the process that they come from.
+
+    Args:
+        graph_def: A `tf.compat.v1.GraphDef`; it is not modified.
+        suffix: What to add to the names; `new_suffix()` makes them unique.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> loop = tf.function(lambda n: tf.while_loop(lambda i: i < n, lambda i: [i + 1], [0]))
+        >>> graph = loop.get_concrete_function(tf.TensorSpec((), tf.int32)).graph.as_graph_def()
+        >>> names = {function.signature.name for function in graph.library.function}
+        >>> renamed = rename_functions(graph, "_2").library.function
+        >>> names == {function.signature.name.removesuffix("_2") for function in renamed}
+        True
+    """
+    result = tf.compat.v1.GraphDef()
+    result.CopyFrom(graph_def)
+    library = {function.signature.name: function for function in result.library.function}
+    reached: dict[str, Any] = {}
+    pending = [result.node]
+    while pending:
+        for node in pending.pop():
+            for name in called_functions(node):
+                if name in library and name not in reached:
+                    reached[name] = library[name]
+                    pending.append(library[name].node_def)
+    bodies = [result.node, *(function.node_def for function in reached.values())]
+    for node in itertools.chain.from_iterable(bodies):
+        node.op += suffix if node.op in reached else ""
+        for value in node.attr.values():
+            # Writing to `func` of a value of another kind would make it one of this kind.
+            names = [value.func] if value.HasField("func") else value.list.func
+            for called in names:
+                called.name += suffix if called.name in reached else ""
+    functions = [library[name] for name in library if name in reached]
+    for function in functions:
+        function.signature.name += suffix
+    kept = tf.compat.v1.GraphDef(node=result.node, versions=result.versions)
+    kept.library.function.extend(functions)
+    for gradient in result.library.gradient:
+        if gradient.function_name in reached and gradient.gradient_func in reached:
+            gradient.function_name += suffix
+            gradient.gradient_func += suffix
+            kept.library.gradient.append(gradient)
+    return kept
+
+
+def called_functions(node: Any) -> Iterator[str]:
+    """The names by which a node may call functions: its op and its attributes that hold names."""
+    yield node.op
+    for value in node.attr.values():
+        if value.HasField("func"):
+            yield value.func.name
+        for called in value.list.func:
+            yield called.name

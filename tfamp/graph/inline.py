@@ -1,0 +1,296 @@
+"""Calls of functions -> the functions' nodes, so that decisions cross the boundary of a call.
+
+TensorFlow has an inliner too, but it also turns While and If into the control flow of TensorFlow 1,
+whose gradient cannot be taken once the graph is imported again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp import _tf_private
+from tfamp.errors import RewriteError
+from tfamp.graph.op_signatures import OpSignature, first_ports, registered_signature, signature
+
+# Name of the attribute that a node with a custom gradient gets when it is inlined: what its name
+# and those of its function's other nodes now start with.
+INLINED_INTO = "_tfamp_inlined_into"
+GRADIENT = "_gradient_op_type"
+
+_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+_OPAQUE = ("_noinline", "_XlaMustCompile", "_XlaCompile", "_tpu_replicate")
+# Loops and conditionals of TensorFlow 1: a node is in one by what its inputs come from, so that a
+# body's constants would be left outside.
+_OLD_CONTROL_FLOW = frozenset({"Enter", "Merge", "Switch", "RefEnter", "RefMerge", "RefSwitch"})
+
+
+def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
+    """Puts the nodes of called functions in the place of the calls, in functions also.
+
+    The nodes of function `f` called by node "c" are named "c/...". What must wait for the call
+    waits for "c", a NoOp then. A call stays where inlining would change what it means: it is
+    recursive, compiled by XLA, marked `_noinline`, or between loops of TensorFlow 1.
+
+    Args:
+        graph_def: A `tf.compat.v1.GraphDef`; it is not modified.
+        keep: Tensors ("c:0") or nodes ("c") that are used from outside: their names remain.
+
+    Returns:
+        A new `tf.compat.v1.GraphDef`. Functions no longer called are still in its library.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> double = tf.function(lambda x: x + x)
+        >>> outer = tf.function(lambda x: double(x) * 2.0)
+        >>> graph = outer.get_concrete_function(tf.TensorSpec(())).graph.as_graph_def()
+        >>> [node.name for node in inline_calls(graph).node]
+        ['x', 'PartitionedCall/add', 'PartitionedCall/Identity', 'mul/y', 'mul', 'Identity']
+    """
+    result = tf.compat.v1.GraphDef()
+    result.CopyFrom(graph_def)
+    bodies = _Bodies(result.library)
+    bodies.expand_all()
+    names = {name.removeprefix("^").partition(":")[0] for name in keep}
+    scope = _Scope(bodies, result.node, names, flat=True)
+    scope.expand()
+    del result.node[:]
+    result.node.extend(scope.nodes)
+    return result
+
+
+class _Bodies:
+    """The functions of a library, each expanded once, those it calls before it."""
+
+    def __init__(self, library: Any) -> None:
+        self._functions = {function.signature.name: function for function in library.function}
+        self._expanded: set[str] = set()
+        self._active: set[str] = set()
+
+    def expand_all(self) -> None:
+        for name in self._functions:
+            self._expand(name)
+
+    def called_by(self, node: Any) -> Any | None:
+        """The expanded function to put in the place of a node; None if the node must stay."""
+        if node.op in _CALLS:
+            name = node.attr["f"].func.name
+        elif node.op in self._functions:
+            name = node.op
+        else:
+            return None
+        function = self._functions.get(name)
+        if function is None or name in self._active or _is_opaque(node) or _is_opaque(function):
+            return None
+        if any(each.op in _OLD_CONTROL_FLOW for each in function.node_def):
+            return None
+        self._expand(name)
+        return function
+
+    def signature(self, op: str) -> OpSignature:
+        """The signature of an op, or of a function that is called like one."""
+        own = registered_signature(op)
+        if own is None and op in self._functions:
+            own = signature(self._functions[op].signature)
+        if own is None:
+            raise RewriteError(f"TensorFlow does not know the op {op!r} of a function's node.")
+        return own
+
+    def has_side_effects(self, node: Any) -> bool:
+        """Whether it matters when a node runs."""
+        definition = _tf_private.op_definition(node.op)
+        return definition is None or definition.is_stateful
+
+    def _expand(self, name: str) -> None:
+        if name in self._expanded or name in self._active:
+            return
+        self._active.add(name)
+        function = self._functions[name]
+        keep = set(function.control_ret.values())
+        scope = _Scope(self, function.node_def, keep, flat=False)
+        scope.expand()
+        del function.node_def[:]
+        function.node_def.extend(scope.nodes)
+        for output, tensor in list(function.ret.items()):
+            function.ret[output] = scope.resolve(tensor)
+        self._active.discard(name)
+        self._expanded.add(name)
+
+
+class _Scope:
+    """The nodes of a graph or a function while calls among them are expanded.
+
+    Args:
+        bodies: The functions.
+        nodes: The nodes; they are not modified.
+        keep: Names of nodes that are used from outside.
+        flat: Whether outputs are spelled "node:1" as in a graph, not "node:output:0".
+    """
+
+    def __init__(self, bodies: _Bodies, nodes: Iterable[Any], keep: set[str], flat: bool) -> None:
+        self._bodies = bodies
+        self._given = list(nodes)
+        self._keep = keep
+        self._flat = flat
+        self._taken = {node.name for node in self._given}
+        self._moved: dict[str, str] = {}
+        self._stand_ins: set[str] = set()
+        self.nodes: list[Any] = []
+
+    def expand(self) -> None:
+        """Fills `nodes`."""
+        if any(node.op in _OLD_CONTROL_FLOW for node in self._given):
+            self.nodes = self._given
+            return
+        for node in self._given:
+            function = self._bodies.called_by(node)
+            if function is None:
+                self.nodes.append(node)
+            else:
+                self.nodes += self._inlined(node, function)
+        if not self._stand_ins:
+            return
+        for node in self.nodes:
+            node.input[:] = [self.resolve(name) for name in node.input]
+        awaited = {name[1:] for node in self.nodes for name in node.input if name.startswith("^")}
+        unused = self._stand_ins - self._keep - awaited
+        self.nodes = [node for node in self.nodes if node.name not in unused]
+
+    def resolve(self, tensor: str) -> str:
+        """The tensor that has the value of an output of a call that is no longer there."""
+        while (moved := self._moved.get(tensor)) is not None:
+            tensor = moved
+        return tensor
+
+    def _inlined(self, call: Any, function: Any) -> Iterator[Any]:
+        inner = _Inner(call, function, self._prefix(call, function), self._flat, self._bodies)
+        self._stand_ins.add(call.name)
+        waits = [name for name in call.input if name.startswith("^")]
+        for node in function.node_def:
+            copy = inner.copy(node)
+            self._taken.add(copy.name)
+            if self._bodies.has_side_effects(copy):
+                copy.input.extend(each for each in waits if each not in copy.input)
+            yield copy
+        yield from inner.arguments()
+        results = [inner.tensor(function.ret[each.name]) for each in function.signature.output_arg]
+        stands_in = tf.compat.v1.NodeDef(name=call.name, op="NoOp", device=call.device)
+        if self._flat and call.name in self._keep and results:
+            stands_in.op = "IdentityN"
+            stands_in.input.extend(results)
+            given = call.attr["Tout"].list.type if call.op in _CALLS else ()
+            types = given or [each.type for each in function.signature.output_arg]
+            stands_in.attr["T"].list.type.extend(types)
+        self._note_results(call, function, results)
+        ends = [inner.control(f"^{name}") for name in function.control_ret.values()]
+        stands_in.input.extend(dict.fromkeys(ends or waits))
+        yield stands_in
+
+    def _note_results(self, call: Any, function: Any, results: list[str]) -> None:
+        for position, (output, tensor) in enumerate(
+            zip(function.signature.output_arg, results, strict=True)
+        ):
+            if self._flat:
+                self._moved[f"{call.name}:{position}"] = tensor
+                if position == 0:
+                    self._moved[call.name] = tensor
+            elif call.op in _CALLS:
+                self._moved[f"{call.name}:output:{position}"] = tensor
+            else:
+                self._moved[f"{call.name}:{output.name}:0"] = tensor
+
+    def _prefix(self, call: Any, function: Any) -> str:
+        names = [node.name for node in function.node_def]
+        prefix, number = f"{call.name}/", 0
+        while any(f"{prefix}{name}" in self._taken for name in names):
+            number += 1
+            prefix = f"{call.name}_{number}/"
+        return prefix
+
+
+class _Inner:
+    """How a function's names read where a call of it stood."""
+
+    def __init__(self, call: Any, function: Any, prefix: str, flat: bool, bodies: _Bodies) -> None:
+        self._call = call
+        self._function = function
+        self._prefix = prefix
+        self._flat = flat
+        self._bodies = bodies
+        self._nodes = {node.name: node for node in function.node_def}
+        data = [name for name in call.input if not name.startswith("^")]
+        names = [arg.name for arg in function.signature.input_arg]
+        self._given = dict(zip(names, data, strict=True))
+        self._ports: dict[str, Mapping[str, int]] = {}
+
+    def copy(self, node: Any) -> Any:
+        """A node of the function, as a node of the caller."""
+        copy = tf.compat.v1.NodeDef()
+        copy.CopyFrom(node)
+        copy.name = f"{self._prefix}{node.name}"
+        copy.device = node.device or self._call.device
+        copy.input[:] = [
+            self.control(name) if name.startswith("^") else self.tensor(name) for name in node.input
+        ]
+        for name, value in node.attr.items():
+            if value.placeholder:  # The caller gives the attribute of a polymorphic function.
+                copy.attr[name].CopyFrom(self._call.attr[value.placeholder])
+        if "_class" in copy.attr:
+            copy.attr["_class"].list.s[:] = list(self._colocated(node))
+        if GRADIENT in node.attr:
+            before = node.attr[INLINED_INTO].s.decode() if INLINED_INTO in node.attr else ""
+            copy.attr[INLINED_INTO].s = f"{self._prefix}{before}".encode()
+        return copy
+
+    def arguments(self) -> Iterator[Any]:
+        """Identities "prefix/argument/0" of the arguments, where a custom gradient may ask."""
+        if not any(GRADIENT in node.attr for node in self._function.node_def):
+            return
+        for position, arg in enumerate(self._function.signature.input_arg):
+            name = argument_name(self._prefix, position)
+            node = tf.compat.v1.NodeDef(name=name, op="Identity", device=self._call.device)
+            node.input.append(self._given[arg.name])
+            node.attr["T"].type = arg.type
+            yield node
+
+    def tensor(self, name: str) -> str:
+        """A tensor of the function, spelled as in the caller."""
+        if name in self._given:
+            return self._given[name]
+        node, _, rest = name.partition(":")
+        if not self._flat:
+            return f"{self._prefix}{name}"
+        output, _, number = rest.rpartition(":")
+        port = self._first_ports(node)[output] + int(number)
+        return f"{self._prefix}{node}:{port}" if port else f"{self._prefix}{node}"
+
+    def control(self, name: str) -> str:
+        """A control input of the function, spelled as in the caller."""
+        name = name.removeprefix("^")
+        if name in self._given:
+            return f"^{self._given[name].partition(':')[0]}"
+        return f"^{self._prefix}{name}"
+
+    def _first_ports(self, name: str) -> Mapping[str, int]:
+        if name not in self._ports:
+            node = self._nodes[name]
+            self._ports[name] = first_ports(self._bodies.signature(node.op), node)
+        return self._ports[name]
+
+    def _colocated(self, node: Any) -> Iterator[bytes]:
+        for each in node.attr["_class"].list.s:
+            name = each.decode().removeprefix("loc:@")
+            if name in self._nodes:
+                yield f"loc:@{self._prefix}{name}".encode()
+
+
+def argument_name(prefix: str, position: int) -> str:
+    """Returns the name of the node that stands for an argument of an inlined function."""
+    return f"{prefix}argument/{position}"
+
+
+def _is_opaque(owner: Any) -> bool:
+    """Whether a node or a function is marked as not to be inlined."""
+    return any(name in owner.attr and owner.attr[name].b for name in _OPAQUE)
