@@ -72,8 +72,8 @@ def rewrite(
         ...     return tf.nn.relu(x @ weights)
         >>> layer(tf.ones((1, 4))).dtype
         tf.float32
-        >>> [(node.op, node.dtype) for node in layer.plan(tf.ones((1, 4))).nodes[1:3]]
-        [('MatMul', 'bfloat16'), ('Relu', 'bfloat16')]
+        >>> [(node.op, node.dtype) for node in layer.plan(tf.ones((1, 4))).nodes[-3:]]
+        [('MatMul', 'bfloat16'), ('Relu', 'bfloat16'), ('Identity', 'float32')]
     """
     settings = _Settings(
         dtype=_low_dtype(dtype),
