@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,24 @@ def note_variables(variables: Iterable[Any]) -> None:
     watch = private_symbol(tf.compat.v1.get_default_graph(), "watch_variable")
     for variable in variables:
         watch(variable)
+
+
+def register_functions(definitions: Iterable[Any], owner: Any) -> None:
+    """Makes functions callable for as long as an object lives.
+
+    Symbols: `add_function_def` and `remove_function` of
+    `tensorflow.python.eager.context.context()`. `tf.graph_util.import_graph_def` adds the functions
+    to the graph it imports into, where the eager runtime does not find them.
+
+    Args:
+        definitions: `FunctionDef` messages with names no other function has.
+        owner: What calls them; a weak reference to it is kept.
+    """
+    context = private_symbol(private_module("eager.context"), "context")()
+    for definition in definitions:
+        context.add_function_def(definition)
+        removal = weakref.finalize(owner, context.remove_function, definition.signature.name)
+        removal.atexit = False  # The runtime itself is gone by then.
 
 
 def registered_gradient(name: str) -> Any:

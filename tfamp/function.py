@@ -17,9 +17,9 @@ from tfamp import _tf_functions
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import NothingToLowerWarning, RewriteError, TfampWarning
 from tfamp.flat_call import FlatCall, trace_flat
+from tfamp.graph import request
 from tfamp.graph.graft import graft
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.request import check_choice, matching_patterns
 from tfamp.graph.rewrite import rewrite_graph_def
 from tfamp.graph.structures import RewritePlan
 from tfamp.policy import Policy
@@ -78,8 +78,8 @@ def rewrite(
     settings = _Settings(
         dtype=_low_dtype(dtype),
         op_lists=op_lists,
-        keep_float32=tuple(keep_float32),
-        force_low=tuple(force_low),
+        keep_float32=request.tensor_names("keep_float32", keep_float32),
+        force_low=request.tensor_names("force_low", force_low),
         placement=placement,
         on_error=on_error,
     )
@@ -92,7 +92,7 @@ def _low_dtype(dtype: str | None) -> str | None:
     """Returns the dtype to lower to; None where float32 is the fastest this machine has."""
     if dtype is not None:
         name = tf.as_dtype(dtype).name if isinstance(dtype, tf.DType) else dtype
-        check_choice("dtype", name, LOW_PRECISION)
+        request.check_choice("dtype", name, LOW_PRECISION)
         return name
     automatic = Policy("auto").compute_dtype
     if automatic in LOW_PRECISION:
@@ -216,7 +216,11 @@ class _Settings:
     on_error: str
 
     def __post_init__(self) -> None:
-        check_choice("on_error", self.on_error, _ON_ERROR)
+        request.check_choice("on_error", self.on_error, _ON_ERROR)
+        request.check_choice("placement", self.placement, request.PLACEMENTS)
+        request.check_lists(self.op_lists)
+        request.patterns("keep_float32", self.keep_float32)
+        request.patterns("force_low", self.force_low)
 
 
 @dataclass(frozen=True)
@@ -250,8 +254,8 @@ def _rewritten_gradient(
     """Rewrites what a custom gradient does: often nothing, and no pattern need match a node."""
     own = dataclasses.replace(
         settings,
-        keep_float32=matching_patterns(graph_def, settings.keep_float32),
-        force_low=matching_patterns(graph_def, settings.force_low),
+        keep_float32=request.matching_patterns(graph_def, settings.keep_float32),
+        force_low=request.matching_patterns(graph_def, settings.force_low),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NothingToLowerWarning)

@@ -5,10 +5,10 @@ Each builder returns a Python function of one batch; weights are variables it ca
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import tensorflow as tf
+
+from tfamp.graph.function_names import new_suffix, rename_functions
 
 BATCH = 4
 
@@ -124,28 +124,8 @@ def example(function):
 
 def runnable(function, graph_def):
     """A callable like the concrete function that runs another graph with the same node names."""
-    graph_def = renamed_functions(graph_def)
+    graph_def = rename_functions(graph_def, new_suffix())
     pruned = tf.compat.v1.wrap_function(
         lambda: tf.graph_util.import_graph_def(graph_def, name=""), []
     ).prune([each.name for each in function.inputs], [each.name for each in function.outputs])
     return lambda *args: pruned(*args, *function.captured_inputs)
-
-
-_RENAMED = itertools.count()
-
-
-def renamed_functions(graph_def):
-    """A copy in which every function has a new name: a process knows one function by each name."""
-    graph_def = tf.compat.v1.GraphDef.FromString(graph_def.SerializeToString())
-    suffix = f"_renamed_{next(_RENAMED)}"
-    names = {function.signature.name for function in graph_def.library.function}
-    nodes = list(graph_def.node)
-    for function in graph_def.library.function:
-        function.signature.name += suffix
-        nodes += function.node_def
-    for node in nodes:
-        node.op += suffix if node.op in names else ""
-        for value in node.attr.values():
-            for called in [value.func] if value.HasField("func") else value.list.func:
-                called.name += suffix if called.name in names else ""
-    return graph_def

@@ -86,6 +86,7 @@ def _import(
         for attr in ("_output_shapes", "_class", INLINED_INTO):
             if attr in node.attr:
                 del node.attr[attr]
+    _tf_functions.register_functions(bare.library.function, tf.compat.v1.get_default_graph())
     used = {_full_name(name) for node in bare.node for name in node.input}
     waited_for = {f"^{name}" for name in fed} & {n for node in bare.node for n in node.input}
     mapped = {name: value for name, value in values.items() if name in used}

@@ -37,14 +37,19 @@ def check(
             f"graph_def must be a tf.compat.v1.GraphDef; got {type(graph_def).__name__}. "
             "That of a concrete function is `function.graph.as_graph_def()`."
         )
+    check_lists(op_lists)
+    check_choice("dtype", dtype, LOW_PRECISION)
+    check_choice("placement", placement, PLACEMENTS)
+    check_choice("device", device, DEVICES)
+
+
+def check_lists(op_lists: Any) -> None:
+    """Raises a TypeError unless the lists are an OpLists or None."""
     if op_lists is not None and not isinstance(op_lists, OpLists):
         raise TypeError(
             f"op_lists must be a tfamp.OpLists or None; got {type(op_lists).__name__}. Start from "
             "OpLists.default(dtype).with_changes(...)."
         )
-    check_choice("dtype", dtype, LOW_PRECISION)
-    check_choice("placement", placement, PLACEMENTS)
-    check_choice("device", device, DEVICES)
 
 
 def device_kind(device: str) -> str:
@@ -81,6 +86,19 @@ def tensor_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
     return result
 
 
+def patterns(argument: str, expressions: Iterable[str]) -> tuple[re.Pattern[str], ...]:
+    """Returns an argument that holds regular expressions, compiled."""
+    compiled = []
+    for pattern in tensor_names(argument, expressions):
+        try:
+            compiled.append(re.compile(pattern))
+        except re.error as error:
+            raise ValueError(
+                f"{argument} must hold regular expressions; got {pattern!r}: {error}."
+            ) from error
+    return tuple(compiled)
+
+
 def matching_patterns(graph_def: Any, patterns: Iterable[str]) -> tuple[str, ...]:
     """Returns those patterns that are found in the name of a node of the graph or its functions."""
     names = [node.name for node in graph_def.node]
@@ -113,8 +131,8 @@ class NodeChoices:
             "fetches": tensor_names("fetches", fetches),
             "feeds": tensor_names("feeds", feeds),
         }
-        self._keep = _patterns("keep_float32", keep_float32)
-        self._force = _patterns("force_low", force_low)
+        self._keep = patterns("keep_float32", keep_float32)
+        self._force = patterns("force_low", force_low)
 
     @property
     def used_names(self) -> tuple[str, ...]:
@@ -167,18 +185,6 @@ class NodeChoices:
             for position, node in enumerate(index.nodes)
             if node.op not in (ARGUMENT, RESULT, "Cast") and _match(self._force, node)
         )
-
-
-def _patterns(argument: str, patterns: Iterable[str]) -> tuple[re.Pattern[str], ...]:
-    compiled = []
-    for pattern in tensor_names(argument, patterns):
-        try:
-            compiled.append(re.compile(pattern))
-        except re.error as error:
-            raise ValueError(
-                f"{argument} must hold regular expressions; got {pattern!r}: {error}."
-            ) from error
-    return tuple(compiled)
 
 
 def _match(patterns: Sequence[re.Pattern[str]], node: IndexedNode) -> str | None:

@@ -1,0 +1,375 @@
+"""`tfamp.rewrite`: signatures, traces, state and errors."""
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.graph_asserts import assert_computes_in, op_dtypes
+from helpers.tolerances import assert_close
+
+DTYPES = ["float16", "bfloat16"]
+WIDTH = 8
+
+
+@pytest.fixture
+def weights():
+    random = np.random.default_rng(1)
+    kernel = random.standard_normal((WIDTH, WIDTH)) / np.sqrt(WIDTH)
+    return tf.Variable(kernel.astype("float32"))
+
+
+@pytest.fixture
+def x():
+    return tf.constant(np.random.default_rng(2).standard_normal((4, WIDTH)).astype("float32"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestKindsOfFunctions:
+    def _check(self, fast, reference, dtype, x):
+        assert_computes_in(dtype, fast.concrete(x))
+        result = fast(x)
+        assert result.dtype == tf.float32
+        assert_close(result, reference, dtype, depth=WIDTH)
+
+    def test_python_function(self, dtype, weights, x):
+        fast = tfamp.rewrite(lambda x: tf.nn.relu(x @ weights), dtype=dtype)
+        self._check(fast, tf.nn.relu(x @ weights), dtype, x)
+
+    def test_decorator_with_and_without_arguments(self, dtype, weights, x, monkeypatch):
+        @tfamp.rewrite(dtype=dtype)
+        def layer(x):
+            """A layer."""
+            return x @ weights
+
+        assert (layer.__name__, layer.__doc__) == ("layer", "A layer.")
+        self._check(layer, x @ weights, dtype, x)
+
+    def test_tf_function_keeps_its_options(self, dtype, weights, x):
+        @tf.function(input_signature=[tf.TensorSpec((None, WIDTH))], autograph=False)
+        def layer(x):
+            return x @ weights
+
+        fast = tfamp.rewrite(layer, dtype=dtype)
+        self._check(fast, x @ weights, dtype, x)
+        fast(x[:1])
+        assert fast.tf_function.experimental_get_tracing_count() == 1
+
+    def test_concrete_function(self, dtype, weights, x):
+        layer = tf.function(lambda x: {"y": x @ weights}).get_concrete_function(x)
+        fast = tfamp.rewrite(layer, dtype=dtype)
+        assert_computes_in(dtype, fast.concrete(x))
+        assert_close(fast(x)["y"], x @ weights, dtype, depth=WIDTH)
+
+    def test_keras_model(self, dtype, x):
+        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(4, "relu")])
+        fast = tfamp.rewrite(model, dtype=dtype)
+        assert_computes_in(dtype, fast.concrete(x, training=False))
+        assert_close(fast(x, training=False), model(x, training=False), dtype, depth=WIDTH)
+
+    def test_methods_are_bound_to_their_objects(self, dtype, x):
+        class Layer:
+            def __init__(self, scale):
+                self.weights = tf.Variable(scale * tf.eye(WIDTH))
+
+            @tfamp.rewrite(dtype=dtype)
+            def call(self, x):
+                return x @ self.weights
+
+        one, two = Layer(1.0), Layer(2.0)
+        self._check(one.call, x, dtype, x)
+        self._check(two.call, 2 * x, dtype, x)
+        assert one.call is one.call
+
+    def test_jit_compiled(self, dtype, weights, x):
+        @tf.function(jit_compile=True)
+        def layer(x):
+            return tf.nn.relu(x @ weights)
+
+        fast = tfamp.rewrite(layer, dtype=dtype)
+        self._check(fast, tf.nn.relu(x @ weights), dtype, x)
+        assert fast.concrete(x).function_def.attr["_XlaMustCompile"].b
+
+    def test_called_from_a_function_and_from_another_rewritten_one(self, dtype, weights, x):
+        inner = tfamp.rewrite(lambda x: x @ weights, dtype=dtype)
+        outer = tf.function(lambda x: inner(x) + 1.0)
+        assert_computes_in(dtype, outer, x)
+        assert_close(outer(x), x @ weights + 1.0, dtype, depth=WIDTH)
+        both = tfamp.rewrite(lambda x: inner(x) @ weights, dtype=dtype)
+        assert_computes_in(dtype, both.concrete(x))
+        assert_close(both(x), x @ weights @ weights, dtype, depth=WIDTH)
+
+
+class TestArguments:
+    def test_nested_keyword_default_and_python_arguments(self, weights, x):
+        def fn(batch, scale=2.0, *, key="y", extra=None):
+            y = batch["x"][0] @ weights
+            return {key: y * scale, "given": extra, "none": None, "number": 3}
+
+        fast = tfamp.rewrite(fn, dtype="bfloat16")
+        result = fast({"x": [x]})
+        assert result["given"] is None
+        assert result["none"] is None
+        assert int(result["number"]) == 3
+        assert_close(result["y"], 2 * (x @ weights), "bfloat16", depth=WIDTH)
+        other = fast({"x": [x]}, 3.0, key="z", extra=tf.constant([1, 2]))
+        assert other["given"].numpy().tolist() == [1, 2]
+        assert_close(other["z"], 3 * (x @ weights), "bfloat16", depth=WIDTH)
+
+    def test_structures_come_back_as_they_are(self, weights):
+        ragged = tf.ragged.constant([[1.0, 2.0], [3.0]])
+
+        def fn(ragged):
+            slices = tf.IndexedSlices(weights[:1] @ weights, tf.constant([4]))
+            return ragged * 2.0, [tf.sparse.from_dense([[0.0, 1.0]]), (slices,)], "text"
+
+        doubled, (sparse, (slices,)), text = tfamp.rewrite(fn, dtype="bfloat16")(ragged)
+        assert doubled.to_list() == [[2.0, 4.0], [6.0]]
+        assert isinstance(sparse, tf.SparseTensor)
+        assert slices.indices.numpy().tolist() == [4]
+        assert text.numpy() == b"text"
+
+    def test_other_dtypes_are_not_touched(self, weights, x):
+        def fn(wide, whole, flag, name):
+            return wide @ wide, whole + 1, flag, tf.strings.join([name, "!"]), x @ weights
+
+        given = (tf.ones((2, 2), tf.float64), tf.constant(1), tf.constant(True), tf.constant("a"))
+        results = tfamp.rewrite(fn, dtype="bfloat16")(*given)
+        assert [each.dtype.name for each in results] == [
+            "float64",
+            "int32",
+            "bool",
+            "string",
+            "float32",
+        ]
+        assert results[0].numpy().tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+    def test_each_kind_of_argument_has_its_trace_and_plan(self, weights):
+        fast = tfamp.rewrite(lambda x, power: tf.linalg.matmul(x, weights) * power, dtype="float16")
+        fast(tf.ones((1, WIDTH)), 1.0)
+        fast(tf.ones((2, WIDTH)), 1.0)
+        fast(tf.ones((2, WIDTH)), 3.0)
+        assert fast.tf_function.experimental_get_tracing_count() == 3
+        fast.plan(tf.ones((2, WIDTH)), 3.0)
+        assert fast.tf_function.experimental_get_tracing_count() == 3
+
+    def test_variables_are_arguments_too(self, weights, x):
+        fast = tfamp.rewrite(lambda x, kernel: x @ kernel, dtype="bfloat16")
+        assert_close(fast(x, weights), x @ weights, "bfloat16", depth=WIDTH)
+        weights.assign(2.0 * weights)
+        assert_close(fast(x, weights), x @ weights, "bfloat16", depth=WIDTH)
+
+    def test_unknown_shapes(self, weights, x):
+        fast = tfamp.rewrite(lambda x: tf.reshape(x, (-1, WIDTH)) @ weights, dtype="bfloat16")
+        concrete = fast.concrete(tf.TensorSpec(None))
+        assert_computes_in("bfloat16", concrete)
+        assert_close(concrete(x), x @ weights, "bfloat16", depth=WIDTH)
+
+    def test_autograph_is_applied_as_by_tf_function(self, weights, x):
+        def fn(x, flag):
+            if flag:
+                for _ in tf.range(2):
+                    x = x @ weights
+            return x
+
+        fast = tfamp.rewrite(fn, dtype="bfloat16")
+        assert_close(fast(x, tf.constant(True)), x @ weights @ weights, "bfloat16", depth=WIDTH)
+        assert fast(x, tf.constant(False)).numpy().tolist() == x.numpy().tolist()
+        assert "bfloat16" in op_dtypes(fast.concrete(x, tf.constant(True)))["MatMul"]
+
+
+class TestState:
+    def test_later_assignments_are_seen(self, weights, x):
+        fast = tfamp.rewrite(lambda x: x @ weights, dtype="bfloat16")
+        fast(x)
+        weights.assign(tf.eye(WIDTH) * 0.5)
+        assert_close(fast(x), 0.5 * x, "bfloat16")
+
+    def test_side_effects_keep_their_order(self, weights, x):
+        count = tf.Variable(1.0)
+
+        @tf.function
+        def add(amount):
+            count.assign_add(amount)
+            return count.read_value()
+
+        @tfamp.rewrite(dtype="bfloat16")
+        def fn(x):
+            before = count.read_value()
+            after = add(1.0)
+            count.assign(count * 3.0)
+            return before, after, add(2.0), x @ weights
+
+        assert [float(each) for each in fn(x)[:3]] == [1.0, 2.0, 8.0]
+        assert float(count) == 8.0
+        assert [float(each) for each in fn(x)[:3]] == [8.0, 9.0, 29.0]
+
+    def test_variables_made_at_the_first_call(self, x):
+        made = []
+
+        def fn(x):
+            if not made:
+                made.append(tf.Variable(tf.eye(WIDTH)))
+            return x @ made[0]
+
+        fast = tfamp.rewrite(fn, dtype="bfloat16")
+        assert_close(fast(x), x, "bfloat16")
+        made[0].assign(2.0 * made[0])
+        assert_close(fast(x[:1]), 2.0 * x[:1], "bfloat16")
+
+    def test_a_whole_train_step_changes_variables_as_float32_does(self, x):
+        def build():
+            keras.utils.set_random_seed(3)
+            model = keras.Sequential(
+                [keras.Input((WIDTH,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(3)]
+            )
+            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+            def step(x, y):
+                with tf.GradientTape() as tape:
+                    value = loss(y, model(x, training=True))
+                gradients = tape.gradient(value, model.trainable_variables)
+                optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+                return value
+
+            return step, model, optimizer
+
+        y = tf.constant([0, 1, 2, 0])
+        plain, reference, _ = build()
+        step, model, optimizer = build()
+        fast = tfamp.rewrite(step, dtype="bfloat16")
+        assert_computes_in("bfloat16", fast.concrete(x, y))
+        for _ in range(5):
+            expected, loss = plain(x, y), fast(x, y)
+            assert_close(loss, expected, "bfloat16", depth=WIDTH)
+        assert int(optimizer.iterations) == 5
+        for mine, its in zip(model.trainable_variables, reference.trainable_variables, strict=True):
+            assert mine.dtype == "float32"
+            assert_close(mine, its, "bfloat16", depth=4 * WIDTH)
+
+    def test_nothing_keeps_a_function_that_is_gone(self, x):
+        class Model(tf.Module):
+            def __init__(self):
+                super().__init__()
+                self.kernel = tf.Variable(tf.eye(WIDTH))
+
+        model = Model()
+        fast = tfamp.rewrite(lambda x, model=model: x @ model.kernel, dtype="bfloat16")
+        fast(x)
+        gone = weakref.ref(model)
+        del model, fast
+        gc.collect()
+        assert gone() is None
+
+    def test_replicas(self, two_replicas, weights):
+        with two_replicas.scope():
+            kernel = tf.Variable(tf.eye(WIDTH))
+        fast = tfamp.rewrite(lambda x: x @ kernel, dtype="bfloat16")
+
+        @tf.function
+        def run():
+            context = tf.distribute.get_replica_context()
+            scale = tf.cast(context.replica_id_in_sync_group + 1, tf.float32)
+            return fast(tf.fill((2, WIDTH), scale))
+
+        assert_computes_in("bfloat16", fast.concrete(tf.ones((2, WIDTH))))
+        results = two_replicas.experimental_local_results(two_replicas.run(run))
+        assert [float(each[0, 0]) for each in results] == [1.0, 2.0]
+
+
+class TestChoices:
+    def test_plan_names_the_nodes_of_the_graph(self, weights, x):
+        fast = tfamp.rewrite(lambda x: tf.exp(x @ weights), dtype="bfloat16")
+        by_op = {node.op: node.dtype for node in fast.plan(x).nodes}
+        assert by_op["MatMul"] == "bfloat16"
+        assert by_op["Exp"] == "float32"
+        names = {op.name for op in fast.concrete(x).graph.get_operations()}
+        assert {node.name for node in fast.plan(x).nodes} <= names
+
+    def test_names_can_be_kept_and_forced(self, weights, x):
+        def fn(x):
+            with tf.name_scope("first"):
+                x = x @ weights
+            with tf.name_scope("second"):
+                return tf.exp(x @ weights)
+
+        kept = tfamp.rewrite(fn, dtype="bfloat16", keep_float32=["^first/"], force_low=["/Exp$"])
+        dtypes = {node.name: node.dtype for node in kept.plan(x).nodes}
+        assert dtypes["first/matmul"] == "float32"
+        assert dtypes["second/matmul"] == "bfloat16"
+        assert dtypes["second/Exp"] == "bfloat16"
+
+    def test_lists_can_be_given(self, weights, x):
+        lists = tfamp.OpLists.default("bfloat16").with_changes(deny_add=["MatMul"])
+        with pytest.warns(tfamp.NothingToLowerWarning, match="no op that can be lowered"):
+            tfamp.rewrite(lambda x: x @ weights, dtype="bfloat16", op_lists=lists)(x)
+
+    def test_example_args_trace_at_once(self, weights, x):
+        fast = tfamp.rewrite(lambda x: x @ weights, dtype="bfloat16", example_args=[x])
+        assert fast.tf_function.experimental_get_tracing_count() == 1
+
+    def test_default_dtype_is_the_machines(self, weights, x, monkeypatch):
+        from tfamp import hardware
+
+        machine = hardware.Hardware("", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
+        monkeypatch.setattr(hardware, "detect", lambda: machine)
+        fast = tfamp.rewrite(lambda x: x @ weights)
+        assert_computes_in("bfloat16", fast.concrete(x))
+
+    @pytest.mark.parametrize(
+        ("choices", "error", "match"),
+        [
+            ({"dtype": "float32"}, ValueError, "dtype must be one of float16, bfloat16"),
+            ({"dtype": "bfloat16", "on_error": "ignore"}, ValueError, "on_error must be one of"),
+            ({"dtype": "bfloat16", "keep_float32": "x"}, TypeError, "keep_float32 must be"),
+            ({"dtype": "bfloat16", "force_low": ["("]}, ValueError, "regular expressions"),
+            ({"dtype": "bfloat16", "placement": "best"}, ValueError, "placement must be one of"),
+            ({"dtype": "bfloat16", "op_lists": {}}, TypeError, "op_lists must be"),
+        ],
+    )
+    def test_wrong_arguments_are_refused_before_any_call(self, choices, error, match):
+        with pytest.raises(error, match=match):
+            tfamp.rewrite(lambda x: x, **choices)
+
+    def test_what_is_no_function_is_refused(self):
+        with pytest.raises(TypeError, match="takes a tf.function, a concrete function"):
+            tfamp.rewrite(3, dtype="bfloat16")
+
+    def test_a_name_that_matches_nothing_is_refused(self, weights, x):
+        fast = tfamp.rewrite(lambda x: x @ weights, dtype="bfloat16", keep_float32=["logits"])
+        with pytest.raises(ValueError, match="no node's name matches 'logits'"):
+            fast(x)
+
+
+class TestErrors:
+    @pytest.fixture
+    def broken(self, monkeypatch):
+        def fail(*args, **kwargs):
+            raise tfamp.RewriteError("Node 'a' (MatMul): it is broken.")
+
+        monkeypatch.setattr("tfamp.function.rewrite_graph_def", fail)
+
+    def test_raise(self, broken, weights, x):
+        with pytest.raises(tfamp.RewriteError, match="Node 'a'"):
+            tfamp.rewrite(lambda x: x @ weights, dtype="bfloat16")(x)
+
+    def test_keep_warns_and_runs_float32(self, broken, weights, x):
+        fast = tfamp.rewrite(lambda x: x @ weights, dtype="bfloat16", on_error="keep")
+        with pytest.warns(tfamp.TfampWarning, match="stays in float32: Node 'a'"):
+            result = fast(x)
+        assert_computes_in("float32", fast.concrete(x))
+        assert_close(result, x @ weights, "float32", depth=WIDTH)
+        with pytest.raises(tfamp.RewriteError, match="was not rewritten"):
+            fast.plan(x)
+
+    def test_errors_of_the_function_itself_come_through(self, x):
+        def fn(x):
+            raise KeyError("mine")
+
+        with pytest.raises(KeyError, match="mine"):
+            tfamp.rewrite(fn, dtype="bfloat16", on_error="keep")(x)

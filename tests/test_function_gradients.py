@@ -1,0 +1,212 @@
+"""Gradients through rewritten functions, and of all that has a gradient of its own."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.graph_asserts import assert_computes_in
+from helpers.tolerances import assert_close
+
+DTYPES = ["float16", "bfloat16"]
+WIDTH = 8
+
+
+@pytest.fixture
+def weights():
+    random = np.random.default_rng(1)
+    kernel = random.standard_normal((WIDTH, WIDTH)) / np.sqrt(WIDTH)
+    return tf.Variable(kernel.astype("float32"))
+
+
+@pytest.fixture
+def x():
+    return tf.constant(np.random.default_rng(2).standard_normal((4, WIDTH)).astype("float32"))
+
+
+def gradients(fn, x, variables):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = tf.reduce_sum(fn(x) ** 2)
+    return tape.gradient(loss, [x, *variables])
+
+
+def check(fn, x, variables, dtype, depth=WIDTH):
+    """Values and gradients of a function agree with those of its rewritten self."""
+    fast = tfamp.rewrite(fn, dtype=dtype)
+    assert_computes_in(dtype, fast.concrete(x))
+    assert_close(fast(x), fn(x), dtype, depth=depth)
+    mine, expected = gradients(fast, x, variables), gradients(fn, x, variables)
+    for one, other in zip(mine, expected, strict=True):
+        assert one.dtype == other.dtype == tf.float32
+        assert_close(tf.convert_to_tensor(one), other, dtype, depth=4 * depth)
+
+
+@tf.custom_gradient
+def softplus_times_three(x):
+    """The gradient is three times softplus's, so that a lost custom gradient is seen."""
+    exponential = tf.exp(x)
+
+    def gradient(upstream):
+        return 3.0 * upstream * (1.0 - 1.0 / (1.0 + exponential))
+
+    return tf.math.log1p(exponential), gradient
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestGradients:
+    def test_plain(self, dtype, weights, x):
+        check(lambda x: tf.nn.relu(x @ weights) @ weights, x, [weights], dtype)
+
+    def test_loop_with_tensor_array(self, dtype, weights, x):
+        def fn(x):
+            def body(i, h, states):
+                h = tf.tanh(h @ weights)
+                return i + 1, h, states.write(i, h)
+
+            start = (0, x, tf.TensorArray(tf.float32, 3))
+            return tf.while_loop(lambda i, *_: i < 3, body, start)[2].stack()
+
+        check(fn, x, [weights], dtype, depth=4 * WIDTH)
+
+    def test_condition(self, dtype, weights, x):
+        def fn(x):
+            positive = tf.reduce_sum(x) > -1e9
+            return tf.cond(positive, lambda: x @ weights, lambda: x)
+
+        check(fn, x, [weights], dtype)
+
+    def test_nested_functions(self, dtype, weights, x):
+        inner = tf.function(lambda x: tf.tanh(x @ weights))
+        check(lambda x: inner(inner(x)) * 2.0, x, [weights], dtype, depth=2 * WIDTH)
+
+    def test_compiled_inside(self, dtype, weights, x):
+        inner = tf.function(lambda x: tf.tanh(x @ weights), jit_compile=True)
+        check(lambda x: inner(x) * 2.0, x, [weights], dtype)
+
+    def test_compiled_inside_a_loop(self, dtype, weights, x):
+        inner = tf.function(lambda x: tf.tanh(x @ weights), jit_compile=True)
+
+        def fn(x):
+            return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, inner(x)), (0, x))[1]
+
+        check(fn, x, [weights], dtype, depth=2 * WIDTH)
+
+    def test_compiled_as_a_whole(self, dtype, weights, x):
+        fn = tf.function(lambda x: tf.nn.relu(x @ weights) @ weights, jit_compile=True)
+        check(fn, x, [weights], dtype)
+
+    def test_embedding(self, dtype, weights):
+        table = tf.Variable(tf.reshape(tf.range(40.0) / 40.0, (5, WIDTH)))
+        fn = tf.function(lambda ids: tf.nn.embedding_lookup(table, ids) @ weights)
+        fast = tfamp.rewrite(fn, dtype=dtype)
+        ids = tf.constant([3, 1, 3])
+        assert_computes_in(dtype, fast.concrete(ids))
+        with tf.GradientTape(persistent=True) as tape:
+            mine, other = tf.reduce_sum(fast(ids)), tf.reduce_sum(fn(ids))
+        gradient, expected = tape.gradient(mine, table), tape.gradient(other, table)
+        assert isinstance(gradient, tf.IndexedSlices)
+        assert gradient.indices.numpy().tolist() == expected.indices.numpy().tolist()
+        assert_close(gradient.values, expected.values, dtype, depth=WIDTH)
+
+    def test_custom_gradient(self, dtype, weights, x):
+        check(lambda x: softplus_times_three(x @ weights) @ weights, x, [weights], dtype)
+
+    def test_custom_gradient_in_nested_functions(self, dtype, weights, x):
+        inner = tf.function(softplus_times_three)
+        outer = tf.function(lambda x: inner(x @ weights) + inner(x))
+        check(lambda x: outer(x) * 2.0, x, [weights], dtype)
+
+    def test_custom_gradient_in_a_loop(self, dtype, weights, x):
+        def fn(x):
+            def body(i, x):
+                return i + 1, 0.2 * softplus_times_three(x @ weights)
+
+            return tf.while_loop(lambda i, _: i < 2, body, (0, x))[1]
+
+        check(fn, x, [weights], dtype, depth=4 * WIDTH)
+
+    def test_custom_gradient_of_variables(self, dtype, weights, x):
+        @tf.custom_gradient
+        def layer(x):
+            def gradient(upstream, variables=None):
+                (kernel,) = variables
+                to_x = upstream @ tf.transpose(kernel)
+                return to_x, [2.0 * tf.transpose(x) @ upstream]
+
+            return x @ weights, gradient
+
+        check(lambda x: tf.tanh(layer(x)), x, [weights], dtype)
+
+    def test_custom_gradient_over_tensors_of_the_caller(self, dtype, weights, x):
+        def fn(x):
+            scale = tf.reduce_mean(tf.abs(x))
+
+            @tf.custom_gradient
+            def scaled(x):
+                return x * scale, lambda upstream: upstream * scale * 2.0
+
+            return tf.function(scaled)(x @ weights)
+
+        check(fn, x, [weights], dtype)
+
+    def test_recomputed(self, dtype, weights, x):
+        block = tf.recompute_grad(lambda x: tf.tanh(x @ weights))
+        check(lambda x: block(block(x)), x, [weights], dtype, depth=2 * WIDTH)
+
+    def test_activation_with_a_custom_gradient(self, dtype, weights, x):
+        check(lambda x: tf.nn.silu(x @ weights), x, [weights], dtype)
+
+    def test_under_a_tape_in_a_function(self, dtype, weights, x):
+        fast = tfamp.rewrite(lambda x: tf.tanh(x @ weights), dtype=dtype)
+        inside = tf.function(lambda x: gradients(fast, x, [weights]))
+        expected = gradients(lambda x: tf.tanh(x @ weights), x, [weights])
+        for one, other in zip(inside(x), expected, strict=True):
+            assert_close(one, other, dtype, depth=4 * WIDTH)
+
+    def test_second_order(self, dtype, weights, x):
+        def penalty(fn):
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    value = tf.reduce_sum(fn(x))
+                norm = tf.reduce_sum(tape.gradient(value, x) ** 2)
+            return outer.gradient(norm, weights)
+
+        def fn(x):
+            return tf.tanh(x @ weights)
+
+        fast = tfamp.rewrite(fn, dtype=dtype)
+        assert_computes_in(dtype, fast.concrete(x))
+        assert_close(penalty(fast), penalty(fn), dtype, depth=4 * WIDTH)
+
+    def test_a_tape_inside(self, dtype, weights, x):
+        def fn(x):
+            return gradients(lambda x: tf.tanh(x @ weights), x, [weights])[1]
+
+        fast = tfamp.rewrite(fn, dtype=dtype)
+        assert_computes_in(dtype, fast.concrete(x))
+        assert_close(fast(x), fn(x), dtype, depth=4 * WIDTH)
+
+
+def test_a_closure_that_cannot_be_followed_is_named(weights, x):
+    """Two levels up: neither the function of the node nor the one that is rewritten."""
+
+    @tf.function
+    def middle(x):
+        scale = tf.reduce_mean(x)
+
+        @tf.function
+        def inner(x):
+            @tf.custom_gradient
+            def scaled(x):
+                return x + 0.0, lambda upstream: upstream * scale
+
+            return scaled(x @ weights)
+
+        return inner(x)
+
+    fast = tfamp.rewrite(lambda x: middle(x), dtype="bfloat16")
+    assert_close(fast(x), x @ weights, "bfloat16", depth=WIDTH)
+    with pytest.raises(tfamp.RewriteError, match="Pass it to the function with the custom"):
+        gradients(fast, x, [weights])

@@ -1,0 +1,106 @@
+"""Each private symbol of traced functions, so that a release that changes one says which."""
+
+import gc
+
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp import _tf_functions, _tf_private
+
+
+def test_capture_gives_the_tensor_of_the_function_being_traced():
+    outside = tf.constant([1.0, 2.0])
+    captured = []
+
+    @tf.function
+    def fn():
+        captured.append(_tf_functions.capture_into_graph(outside))
+        return captured[0] * 2.0
+
+    assert fn().numpy().tolist() == [2.0, 4.0]
+    assert captured[0].graph is fn.get_concrete_function().graph
+    assert fn.get_concrete_function().captured_inputs[0] is outside
+
+
+def test_noted_variables_are_watched_by_tapes_outside():
+    variable = tf.Variable(2.0)
+
+    @tf.function
+    def fn():
+        _tf_functions.note_variables([variable])
+        return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=tf.float32)
+
+    with tf.GradientTape() as tape:
+        value = fn()
+    assert tape.watched_variables()[0] is variable
+    assert float(tape.gradient(value, variable)) == 1.0
+
+
+def test_registered_functions_can_be_called_until_their_owner_is_gone():
+    class Owner:
+        pass
+
+    traced = tf.function(lambda x: x + x).get_concrete_function(tf.TensorSpec(()))
+    definition = type(traced.function_def)()
+    definition.CopyFrom(traced.function_def)
+    definition.signature.name = "registered_by_a_test"
+    owner = Owner()
+    _tf_functions.register_functions([definition], owner)
+    context = _tf_private.private_module("eager.context").context()
+    assert context.has_function(definition.signature.name)
+    del owner
+    gc.collect()
+    assert not context.has_function(definition.signature.name)
+
+
+def test_registered_gradient_finds_a_function_and_says_when_there_is_none():
+    @tf.RegisterGradient("TfampTestGradient")
+    def gradient(op, upstream):
+        return upstream
+
+    assert _tf_functions.registered_gradient("TfampTestGradient") is gradient
+    with pytest.raises(LookupError):
+        _tf_functions.registered_gradient("TfampNoSuchGradient")
+
+
+def test_an_imported_call_is_differentiated():
+    inner = tf.function(lambda x: x * x, experimental_attributes={"_noinline": True})
+    graph_def = (
+        tf.function(lambda x: inner(x))
+        .get_concrete_function(tf.TensorSpec(()))
+        .graph.as_graph_def()
+    )
+    nodes = [node for node in graph_def.node if "PartitionedCall" in node.op]
+    assert nodes
+
+    @tf.function
+    def fn(x):
+        (result,) = tf.graph_util.import_graph_def(
+            graph_def, {"x:0": x}, [f"{nodes[0].name}:0"], name="imported"
+        )
+        return _tf_functions.differentiate_call(result.op, [tf.constant(1.0)])
+
+    assert [float(each) for each in fn(tf.constant(3.0))] == [6.0]
+
+
+@pytest.mark.parametrize("jit", [True, None])
+def test_options_of_a_function(jit):
+    signature = [tf.TensorSpec((None,))]
+    function = tf.function(
+        lambda x: x, signature, autograph=False, jit_compile=jit, reduce_retracing=True
+    )
+    options = _tf_functions.function_options(function)
+    assert list(options.input_signature) == signature
+    assert options.jit_compile is jit
+    assert options.reduce_retracing
+    assert not options.autograph
+    assert options.experimental_autograph_options is None
+
+
+def test_a_missing_attribute_names_itself_and_the_versions():
+    class Changed:
+        input_signature = None
+
+    with pytest.raises(tfamp.UnsupportedVersionError, match="_jit_compile is not in TensorFlow"):
+        _tf_functions.function_options(Changed())
