@@ -160,9 +160,12 @@ def test_apply_without_variables_uses_those_it_was_built_with(built):
     assert int(optimizer.iterations) == 1
 
 
-def test_building_on_an_empty_list():
-    with pytest.raises(ValueError, match="at least one variable"):
-        wrapped().build([])
+def test_building_on_an_empty_list_leaves_it_to_the_first_apply():
+    optimizer, weight = wrapped(initial_scale=1.0), keras.Variable(1.0)
+    optimizer.build([])
+    assert not optimizer.built
+    optimizer.apply_gradients([(tf.constant(1.0), weight)], unscaled=True)
+    assert float(weight) < 1.0
 
 
 @pytest.mark.parametrize("bad", [None, tf.ones(3), {"a": tf.ones(3)}, "gradients"])

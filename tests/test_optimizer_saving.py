@@ -220,6 +220,19 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path):
         np.testing.assert_array_equal(killed[name], whole[name])
 
 
+def test_compiled_model_in_an_h5_file_loads_and_trains(tmp_path):
+    x, y = data()
+    model = small_model()
+    model.compile(make_optimizer(), keras.losses.MeanSquaredError(), jit_compile=False)
+    fit(model, x, y)
+    model.save(tmp_path / "model.h5")
+    loaded = keras.models.load_model(tmp_path / "model.h5")  # Keras restores no optimizer's state.
+    np.testing.assert_array_equal(loaded(x), model(x))
+    assert type(loaded.optimizer) is tfamp.LossScaleOptimizer
+    fit(loaded, x, y)
+    assert int(loaded.optimizer.iterations) > 0
+
+
 def test_export_and_inference_without_the_optimizer(tmp_path):
     x, y = data()
     model = small_model()

@@ -103,16 +103,13 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
         """Creates the inner optimizer's variables.
 
         Args:
-            var_list: The trainable variables; a non-empty list.
-
-        Raises:
-            ValueError: The list is empty.
+            var_list: The trainable variables. With an empty list nothing happens: the first apply
+                builds the optimizer then.
         """
+        # Keras builds with an empty list when it loads a compiled model from an .h5 file. Built
+        # for no variables, the optimizer would refuse the model's ever after.
         if not var_list:
-            raise ValueError(
-                "An optimizer needs at least one variable to be built; got an empty list. Build "
-                "the model before the optimizer."
-            )
+            return
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(var_list)
         # Past Keras's LossScaleOptimizer.build, which would make a second set of state variables.
