@@ -203,6 +203,21 @@ def test_unscaling_and_applying_in_two_functions(unscale_traced, apply_traced):
     np.testing.assert_array_equal(weight.numpy(), [0.25, 0.25])
 
 
+def test_gradients_unscaled_only_to_be_looked_at_do_not_spoil_a_later_fit():
+    x, y = data()
+    weights = []
+    for looks in (False, True):
+        model = small_model()
+        optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=SCALE)
+        model.compile(optimizer, "mse", jit_compile=False)
+        if looks:
+            optimizer.get_unscaled_gradients(scaled_gradients(model, optimizer, x, y))
+        model.fit(x, y, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for looked_at, expected in zip(*weights, strict=True):
+        np.testing.assert_array_equal(looked_at, expected)
+
+
 def test_overflow_found_in_one_function_is_remembered_in_the_other():
     weight, optimizer = one_weight()
 

@@ -61,7 +61,12 @@ class LossScaling(ScaleVariables):
         Raises:
             TypeError: `loss` is no float tensor.
         """
-        return gradient_lib.scaled_loss(loss, self.get_scale())
+        scaled = gradient_lib.scaled_loss(loss, self.get_scale())
+        if not self._windows.current().is_open():
+            # What was unscaled elsewhere and never applied (to look at it, or because something
+            # failed in between) says nothing of the gradients of this loss.
+            self._unscaled_pending.assign(False)
+        return scaled
 
     @as_written
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:

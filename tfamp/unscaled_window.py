@@ -39,6 +39,10 @@ class UnscaledWindow:
         self._open = True
         self._seen += [weakref.ref(values) for group in gradients for values in _tensors(group)]
 
+    def is_open(self) -> bool:
+        """Whether anything was unscaled since the last apply."""
+        return self._open
+
     def close(self) -> bool:
         """Starts anew and returns whether anything had been unscaled."""
         was_open, self._open, self._seen = self._open, False, []
