@@ -500,3 +500,12 @@ def test_several_optimizers_in_one_loop_keep_their_own_state():
     assert_identical(snapshot(second), before)
     assert [float(o.loss_scale) for o in optimizers] == [16.0, 32.0]
     assert [int(o.iterations) for o in optimizers] == [1, 0]
+
+
+def test_exclusion_from_weight_decay_reaches_the_inner_optimizer():
+    kept, decayed = keras.Variable(1.0, name="bias"), keras.Variable(1.0, name="kernel")
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.5, weight_decay=0.5))
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    zero = tf.constant(0.0)
+    optimizer.apply_gradients([(zero, kept), (zero, decayed)], unscaled=True)
+    assert (float(kept), float(decayed)) == (1.0, 0.75)

@@ -115,6 +115,17 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
         # Past Keras's LossScaleOptimizer.build, which would make a second set of state variables.
         keras.optimizers.Optimizer.build(self, var_list)
 
+    def exclude_from_weight_decay(
+        self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
+    ) -> None:
+        """Takes variables out of the inner optimizer's weight decay; call it before it is built.
+
+        Args:
+            var_list: The variables to take out.
+            var_names: Parts of names; variables whose name contains one are taken out.
+        """
+        self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
     @as_written
     def minimize(
         self, loss: Any, var_list: Sequence[Any], tape: tf.GradientTape | None = None
