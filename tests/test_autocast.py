@@ -930,3 +930,23 @@ def test_a_cast_that_changes_nothing_keeps_the_gradient():
         product = tf.cast(weight, tf.float32) @ tf.cast(weight, tf.float32)
     assert product.dtype == tf.float32
     assert float(tape.gradient(product, weight)[0, 0]) == 4.0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        tf.norm,
+        lambda x: tf.norm(x, axis=-1),
+        lambda x: tf.math.l2_normalize(x, axis=-1),
+        lambda x: tf.clip_by_norm(x, 1.0),
+    ],
+    ids=["norm", "norm_of_rows", "l2_normalize", "clip_by_norm"],
+)
+@pytest.mark.parametrize("size", [300.0, 1e-4])
+def test_norms_square_in_float32(function, size):
+    # In float16 the square of 300 is inf, and that of 1e-4 is 0.
+    with tfamp.autocast("float16"):
+        low = tf.matmul(tf.fill((4, 4), size / 4), tf.ones((4, 4)))
+        result = function(low)
+    assert (low.dtype, result.dtype) == (tf.float16, tf.float32)
+    np.testing.assert_allclose(result, function(tf.cast(low, tf.float32)), rtol=1e-6)

@@ -25,14 +25,18 @@ RESULTS_CAST_BACK = frozenset(
         ("tensorflow.python.ops.nn_impl", "moments"),
     }
 )
-# Functions that look at dtypes before an op does. The first refuse low precision, the second mixed
+# Functions that look at dtypes before an op does. The first refuse low precision, or multiply by
+# itself what they then sum up: float16's square overflows from 256 on. The second refuse mixed
 # dtypes.
 FLOAT32_FUNCTIONS = frozenset(
     {
         ("tensorflow.python.ops.check_ops", "assert_near"),
+        ("tensorflow.python.ops.clip_ops", "clip_by_norm"),
         ("tensorflow.python.ops.linalg.linalg_impl", "matrix_exponential"),
         ("tensorflow.python.ops.linalg.linalg_impl", "pinv"),
+        ("tensorflow.python.ops.linalg_ops", "norm"),
         ("tensorflow.python.ops.math_ops", "complex"),
+        ("tensorflow.python.ops.nn_impl", "l2_normalize"),
         ("tensorflow.python.ops.signal.fft_ops", "_irfft"),
         ("tensorflow.python.ops.signal.fft_ops", "_rfft"),
     }
