@@ -623,6 +623,14 @@ def test_state_dict_round_trip_with_torchs_keys():
         assert type(scaler.state_dict()[key]) is type(value)
 
 
+@pytest.mark.parametrize("bad", [None, tf.ones(3), {"a": tf.ones(3)}, "gradients"])
+def test_unscaling_what_is_no_list(bad):
+    _, optimizer, scaler = one_weight()
+    with pytest.raises(TypeError, match="unscale takes a list of gradients.*got"):
+        scaler.unscale(optimizer, bad)
+    scaler.unscale(optimizer, [tf.ones(3)])  # Nothing was recorded.
+
+
 def test_a_bad_state_dict_restores_nothing():
     scaler, before = tfamp.GradScaler(), tfamp.GradScaler().state_dict()
     for changes, error in [

@@ -105,10 +105,10 @@ class GradScaler(ScalerState):
 
         Raises:
             RuntimeError: The optimizer has been unscaled or stepped since the last `update`.
-            TypeError: `optimizer` is no Keras optimizer.
-            ValueError: It scales losses itself.
+            TypeError: `optimizer` is no Keras optimizer, or `grads` no list of gradients.
+            ValueError: The optimizer scales losses itself.
         """
-        grads = list(grads)
+        grads = gradient_lib.listed(grads, "unscale")
         if not self._enabled:
             return grads
         _check_optimizer(optimizer)

@@ -143,6 +143,31 @@ def on_every_replica(finite: Any) -> Any:
     return tf.equal(replica.all_reduce(tf.distribute.ReduceOp.SUM, faults), 0.0)
 
 
+def listed(gradients: Iterable[Any], caller: str) -> list[Any]:
+    """Returns gradients as a list.
+
+    Args:
+        gradients: Float tensors, `tf.IndexedSlices` or None.
+        caller: Name of the method they were given to, for the message.
+
+    Returns:
+        The gradients, in the same order.
+
+    Raises:
+        TypeError: It is one tensor, a dict or something else that is no list of gradients.
+    """
+    if (
+        isinstance(gradients, (dict, str))
+        or not isinstance(gradients, Iterable)
+        or hasattr(gradients, "dtype")
+    ):
+        raise TypeError(
+            f"{caller} takes a list of gradients, as tape.gradient returns it for a list of "
+            f"variables; got {type(gradients).__name__}."
+        )
+    return list(gradients)
+
+
 def split_pairs(
     grads_and_vars: Iterable[tuple[Any, Any]], caller: str
 ) -> tuple[list[Any], list[Any]]:

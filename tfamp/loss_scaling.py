@@ -92,16 +92,7 @@ class LossScaling(ScaleVariables):
             >>> [float(g) for g in optimizer.get_unscaled_gradients([tf.constant(24.0)])]
             [3.0]
         """
-        if (
-            isinstance(grads, (dict, str))
-            or not isinstance(grads, Iterable)
-            or hasattr(grads, "dtype")
-        ):
-            raise TypeError(
-                "get_unscaled_gradients takes a list of gradients, as tape.gradient returns it for "
-                f"a list of variables; got {type(grads).__name__}."
-            )
-        grads = list(grads)
+        grads = gradient_lib.listed(grads, "get_unscaled_gradients")
         window = self._windows.current()
         window.check_not_unscaled(grads)
         unscaled = gradient_lib.unscale_all(grads, self._trainable_variables, self.get_scale())
