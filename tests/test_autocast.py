@@ -36,7 +36,9 @@ def matmul_dtype(a):
 # ---- Arguments -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float16", tf.float16, np.dtype("float16"), tf.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", ["float16", tf.float16, np.dtype("float16"), np.float16, tf.bfloat16]
+)
 def test_dtype_is_a_name_or_a_dtype(a, dtype):
     with tfamp.autocast(dtype):
         assert tf.matmul(a, a).dtype == dtype

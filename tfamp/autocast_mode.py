@@ -225,7 +225,7 @@ def _low_dtype(dtype: Any, enabled: bool) -> str | None:
     if dtype is None:
         automatic = Policy("auto").compute_dtype
         return automatic if automatic in LOW_PRECISION else None
-    name = getattr(dtype, "name", dtype)
+    name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))  # also NumPy's types
     if not enabled and name in FLOAT_DTYPES:
         return None  # A loop over dtypes can keep one line for all of them.
     if name not in LOW_PRECISION:
