@@ -122,7 +122,8 @@ def _with_free_name(cast: CastSite, taken: set[str]) -> CastSite:
 
 def _node_plans(scope: PaintedScope, dtype: str, colors: Mapping[str, str]) -> Iterable[NodePlan]:
     index = scope.index
-    for node in index.nodes:
+    inputs = _producers(index)
+    for position, node in enumerate(index.nodes):
         slots = _float_slots(index, node, dtype)
         if not slots or node.op in (ARGUMENT, RESULT):
             continue
@@ -135,8 +136,22 @@ def _node_plans(scope: PaintedScope, dtype: str, colors: Mapping[str, str]) -> I
         else:
             reason = _why_float32(scope, slots[0], colors)
         yield NodePlan(
-            index.scope, node.name, node.op, dtype if lowered or already else FLOAT32, reason
+            scope=index.scope,
+            name=node.name,
+            op=node.op,
+            dtype=dtype if lowered or already else FLOAT32,
+            reason=reason,
+            inputs=tuple(inputs.get(position, ())),
         )
+
+
+def _producers(index: GraphIndex) -> dict[int, dict[str, None]]:
+    """Names of the nodes each node gets its tensors from, in the order of its inputs."""
+    producers: dict[int, dict[str, None]] = {}
+    for edge in index.edges:  # those of one consumer come in the order of its inputs
+        names = producers.setdefault(index.slots[edge.target].node, {})
+        names[index.node_of(edge.source).name] = None
+    return producers
 
 
 def _float_slots(index: GraphIndex, node: IndexedNode, dtype: str) -> list[int]:
