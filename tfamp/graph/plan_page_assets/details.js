@@ -14,8 +14,8 @@ class DetailsPanel {
     );
   }
 
-  show({ item, link }) {
-    if (link) this.showLink(link);
+  show({ item, pill }) {
+    if (pill) this.showPill(pill);
     else if (item.kind === "node") this.showNode(item.node);
     else this.showGroup(item);
     this.panel.scrollTop = 0;
@@ -46,7 +46,7 @@ class DetailsPanel {
     const inside = new Set(nodes);
     const numbers = (key) => {
       const found = new Map();
-      for (const node of nodes) if (node[key]) found.set(node[key], (found.get(node[key]) ?? 0) + 1);
+      for (const node of nodes) if (node.color !== "outside") found.set(node[key], (found.get(node[key]) ?? 0) + 1);
       return frequent(found, 8);
     };
     const { into, out, within } = castsAround(nodes, inside);
@@ -75,10 +75,11 @@ class DetailsPanel {
     return bar;
   }
 
-  showLink({ from, to, casts }) {
+  showPill({ links, casts }) {
     this.panel.replaceChildren(
-      element("h2", {}, `${plural(casts.size, "Cast")} on an edge`),
-      facts([["From", from.title], ["To", to.title]]), this.castList("Casts", [...casts]),
+      element("h2", {}, `${plural(casts.length, "Cast")} on an edge`),
+      facts([["From", links[0].from.title], ["To", links.map((link) => link.to.title).join(", ")]]),
+      this.castList("Casts", casts),
     );
   }
 

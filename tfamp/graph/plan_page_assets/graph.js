@@ -73,14 +73,15 @@ class GraphView {
   measure(item) {
     const label = measureText(this.label(item), LABEL_FONT);
     const extra = item.kind === "node" ? 20 : 40;
-    const width = Math.max(label + extra, measureText(shorten(this.subtitle(item)), SMALL_FONT) + 20, 76);
+    const small = measureText(shorten(this.subtitle(item)), SMALL_FONT);
+    const width = Math.max(label + extra, small + 20, 76);
     if (item.kind === "node" || !item.open) {
       const height = item.kind === "node" ? 38 : 48;
       return { item, w: width, h: height, order: item.order };
     }
     const inner = this.layOut(item);
     return {
-      item, w: Math.max(inner.w + 2 * PADDING, width + 90), h: inner.h + HEADER + 2 * PADDING, inner,
+      item, w: Math.max(inner.w + 2 * PADDING, label + small + 130), h: inner.h + HEADER + 2 * PADDING, inner,
       order: item.order,
     };
   }
@@ -92,30 +93,41 @@ class GraphView {
     const boxOf = new Map(boxes.map((box) => [box.item, box]));
     const hidden = hubs(item);
     const edges = [];
+    const pills = new Map();
     for (const link of item.links.values()) {
       if (hidden.has(link.from) || hidden.has(link.to)) continue;
       const [from, to] = [boxOf.get(link.from), boxOf.get(link.to)];
-      if (link.casts.size) edges.push(...this.throughPill(link, from, to, boxes));
+      if (link.casts.size) edges.push(...this.throughPill(link, from, to, pills));
       else edges.push({ from, to, link });
     }
+    boxes.push(...pills.values());
     for (const box of boxes) if (hidden.has(box.item)) box.hub = hidden.get(box.item);
     item.inner = { boxes, edges, ...layered(boxes, edges) };
     return item.inner;
   }
 
-  // A Cast is a node of the rewritten graph, so it gets a place of its own on its edge.
-  throughPill(link, from, to, boxes) {
+  // A Cast is a node of the rewritten graph, so it gets a place of its own on its edge; edges that
+  // share their Casts share it.
+  throughPill(link, from, to, pills) {
     const casts = [...link.casts];
+    const key = pairKey(link.from.id, casts.map((cast) => cast.name));
+    const made = !pills.has(key);
+    if (made) pills.set(key, this.makePill(casts, from));
+    const pill = pills.get(key);
+    pill.pill.links.push(link);
+    const edges = [{ from: pill, to, link }];
+    return made ? [{ from, to: pill, link }, ...edges] : edges;
+  }
+
+  makePill(casts, from) {
     const targets = new Set(casts.map((cast) => cast.to));
-    const dtype = targets.size === 1 ? `→ ${shortDtype(casts[0].to)}` : "both ways";
-    const many = casts.length > 1 ? `${count(casts.length)} × ` : "";
-    const text = `${many}${dtype} · ${castBytes(casts)}`;
+    const many = casts.length > 1 ? `${count(casts.length)} Casts ` : "";
+    const dtype = targets.size === 1 ? `→ ${shortDtype(casts[0].to)} ` : "";
+    const text = `${many}${dtype}· ${castBytes(casts)}`;
     const color = targets.size > 1 ? "mixed" : casts[0].to === this.model.plan.dtype ? "low" : "float32";
-    const pill = {
-      pill: { text, color, link, casts }, w: measureText(text, SMALL_FONT) + 16, h: 18, order: from.order + 0.5,
+    return {
+      pill: { text, color, links: [], casts }, w: measureText(text, SMALL_FONT) + 16, h: 18, order: from.order + 0.5,
     };
-    boxes.push(pill);
-    return [{ from, to: pill, link }, { from: pill, to, link, arrow: true }];
   }
 
   forgetLayout(item) {
@@ -163,7 +175,7 @@ class GraphView {
       svgElement("rect", { width: box.w, height: box.h, rx: box.h / 2 }),
       svgElement("text", { x: box.w / 2, y: box.h / 2 + 4, class: "small" }, pill.text),
     );
-    made.addEventListener("click", () => this.onSelect({ link: pill.link }));
+    made.addEventListener("click", () => this.onSelect({ pill }));
     return made;
   }
 
@@ -184,7 +196,7 @@ class GraphView {
   }
 
   dressClosed(made, item, box) {
-    const sign = item.kind === "node" ? "" : "＋ ";
+    const sign = item.kind === "node" ? "" : "+ ";
     made.append(
       svgElement("text", { x: box.w / 2, y: 16, class: "label" }, sign + this.label(item)),
       svgElement("text", { x: box.w / 2, y: 31, class: "small" }, shorten(this.subtitle(item))),

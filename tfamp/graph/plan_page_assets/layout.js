@@ -7,11 +7,12 @@
 const BOX_GAP = 16;
 const ROW_GAP = 22;
 const MAX_ROW_WIDTH = 1500;
-const BEND_WIDTH = 6;
+const BEND_WIDTH = 4;
+const BEND_GAP = 8;
 // With more bends than this, long edges are drawn straight: the order of rows would take too long.
 const MAX_BENDS = 6000;
 const ORDER_SWEEPS = 8;
-const PLACE_SWEEPS = 10;
+const PLACE_SWEEPS = 24;
 
 // Sets x and y (top left corner) of each box {w, h, order} and points of each edge {from, to}.
 function layered(boxes, edges) {
@@ -36,7 +37,8 @@ function connectedParts(boxes, edges) {
     parts.get(find(box)).boxes.push(box);
   }
   for (const edge of edges) parts.get(find(edge.from)).edges.push(edge);
-  return [...parts.values()];
+  // Boxes without edges come last, together.
+  return [...parts.values()].sort((a, b) => (a.boxes.length === 1) - (b.boxes.length === 1));
 }
 
 // Parts in rows like words of a text, about as wide as high.
@@ -76,6 +78,7 @@ function layOutPart(part) {
   const rows = makeRows(part);
   orderRows(rows);
   placeRows(rows);
+  for (const edge of part.edges) straighten(edge.chain, rows);
   placeVertically(part, rows);
   routeEdges(part);
 }
@@ -180,12 +183,13 @@ function placeRows(rows) {
   }
   for (let sweep = 0; sweep < PLACE_SWEEPS; sweep += 1) {
     const [side, sequence] = sweep % 2 ? ["down", [...rows].reverse()] : ["up", rows];
-    const last = sweep >= PLACE_SWEEPS - 2;
+    const last = sweep >= PLACE_SWEEPS / 2;
     for (const row of sequence) {
       for (const box of row) {
         const near = last ? [...box.up, ...box.down] : box[side];
         box.wish = mean(near.map((other) => other.x), box.x);
-        box.pull = box.bend ? 4 : 1 + near.length;
+        // Long edges are to be straight, so a bend gives way to nothing but other bends.
+        box.pull = box.bend ? 12 : 1 + near.length;
       }
       spread(row);
     }
@@ -198,7 +202,7 @@ function spread(row) {
   const pools = [];
   let offset = 0;
   row.forEach((box, i) => {
-    if (i) offset += (row[i - 1].w + box.w) / 2 + BOX_GAP;
+    if (i) offset += distance(row[i - 1], box);
     box.offset = offset;
     let pool = { sum: (box.wish - offset) * box.pull, pull: box.pull, size: 1 };
     while (pools.length && average(pools[pools.length - 1]) > average(pool)) {
@@ -217,6 +221,37 @@ function spread(row) {
 }
 
 const average = (pool) => pool.sum / pool.pull;
+
+// How far apart the centres of neighbours must be.
+function distance(left, right) {
+  return (left.w + right.w) / 2 + (left.bend || right.bend ? BEND_GAP : BOX_GAP);
+}
+
+// Puts the bends of an edge on as few verticals as the boxes next to them allow.
+function straighten(chain, rows) {
+  let x = chain[0].x;
+  let low = -Infinity;
+  let high = Infinity;
+  let aligned = [];
+  const align = () => {
+    x = Math.min(high, Math.max(low, x));
+    for (const bend of aligned) bend.x = x;
+  };
+  for (const bend of chain.slice(1, -1)) {
+    const row = rows[bend.rank];
+    const [left, right] = [row[bend.pos - 1], row[bend.pos + 1]];
+    const from = left ? left.x + distance(left, bend) : -Infinity;
+    const to = right ? right.x - distance(bend, right) : Infinity;
+    if (Math.max(low, from) > Math.min(high, to)) {
+      align();
+      [low, high, aligned] = [from, to, []];
+    } else {
+      [low, high] = [Math.max(low, from), Math.min(high, to)];
+    }
+    aligned.push(bend);
+  }
+  align();
+}
 
 function placeVertically(part, rows) {
   let y = 0;
@@ -249,7 +284,9 @@ function routeEdges({ edges, boxes }) {
       points.push([centre(bend), bend.rowTop], [centre(bend), bend.rowBottom]);
     }
     points.push([end, bottom.rowTop], [end, bottom.y]);
-    edge.points = top === edge.from ? points : points.reverse();
+    // A piece without length has no direction, which the arrow at its end would need.
+    const distinct = points.filter(([px, py], i) => !i || px !== points[i - 1][0] || py !== points[i - 1][1]);
+    edge.points = top === edge.from ? distinct : distinct.reverse();
     edge.upward = top !== edge.from;
   }
 }

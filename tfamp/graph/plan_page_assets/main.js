@@ -1,7 +1,12 @@
 // Puts the page together, and keeps what is open and selected in the address.
 
-// Groups are opened at the start while no more boxes than this are shown.
-const BOXES_AT_START = 22;
+// Groups that hold at least this share of the lowered nodes are opened at the start, while no more
+// boxes than this are shown.
+const BOXES_AT_START = 16;
+const SHARE_AT_START = 0.2;
+
+// Below this scale the labels are hard to read.
+const LEAST_SCALE = 0.75;
 
 const byId = (id) => document.getElementById(id);
 
@@ -51,13 +56,13 @@ function drawLegend({ plan, nodes }) {
   if (plan.casts.length) byId("legend").append(cast);
 }
 
-// The largest groups that leave the drawing small.
 function openAtStart(view, { root }) {
   let boxes = root.children.length;
   let closed = root.children.filter((item) => item.kind !== "node");
   while (closed.length) {
-    closed.sort((a, b) => b.size - a.size || a.id - b.id);
+    closed.sort((a, b) => b.counts.low - a.counts.low || a.id - b.id);
     const item = closed.shift();
+    if (!item.counts.low || item.counts.low < SHARE_AT_START * root.counts.low) return;
     if (boxes + item.children.length - 1 > BOXES_AT_START) continue;
     boxes += item.children.length - 1;
     view.open(item);
@@ -90,13 +95,13 @@ class Page {
     openAtStart(this.view, this.model);
     const selected = this.readAddress();
     this.view.draw();
-    this.view.fit(0.5);
+    this.view.fit(LEAST_SCALE);
     if (selected) this.reveal(selected);
     window.addEventListener("hashchange", () => this.followAddress());
   }
 
-  choose({ item, link }) {
-    this.details.show({ item, link });
+  choose({ item, pill }) {
+    this.details.show({ item, pill });
     if (!item) return;
     this.view.select(item);
     this.writeAddress();
@@ -167,7 +172,7 @@ class Page {
       item.inner = null;
     }
     this.view.draw();
-    this.view.fit(0.5);
+    this.view.fit(LEAST_SCALE);
   }
 
   toggleTables() {

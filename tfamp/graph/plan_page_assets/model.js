@@ -96,7 +96,7 @@ function nodeOrBoundary(model, scope, name, role) {
   const key = pairKey(scope, name);
   if (!model.byName.has(key)) {
     const node = {
-      scope, name, op: role, dtype: "float32", color: "outside", rule: "", cost: null, inputs: [],
+      scope, name: name.replace(/^<result>/, ""), op: role, dtype: "float32", color: "outside", rule: "", cost: null, inputs: [],
       reason: `It is the function's ${role}, or a node that does not compute with floats.`,
       order: role === "argument" ? -1 : model.nodes.length, feeds: [], takes: [], castsIn: [], castsOut: [],
     };
@@ -178,7 +178,13 @@ function addUp(item) {
     item.size += child.size;
     for (const color of Object.keys(item.counts)) item.counts[color] += child.counts[color];
   }
-  item.children.sort((a, b) => a.order - b.order || a.id - b.id);
+  sortChildren(item);
+}
+
+// In graph order, functions behind the graph they are called from.
+function sortChildren(item) {
+  const late = (child) => Number(child.kind === "function");
+  item.children.sort((a, b) => late(a) - late(b) || a.order - b.order || a.id - b.id);
 }
 
 function replaceByChild(model, item) {
@@ -189,7 +195,7 @@ function replaceByChild(model, item) {
 }
 
 function divide(model, item) {
-  item.children.sort((a, b) => a.order - b.order || a.id - b.id);
+  sortChildren(item);
   if (item.children.length <= MANY_CHILDREN || item.kind === "series") return;
   gatherSeries(model, item);
   if (item.children.length > MANY_CHILDREN) gatherRuns(model, item, 1);
@@ -242,7 +248,7 @@ function moveIntoGroup(model, item, members, kind, label) {
   const moved = new Set(members);
   item.children = item.children.filter((child) => !moved.has(child));
   item.children.push(group);
-  item.children.sort((a, b) => a.order - b.order || a.id - b.id);
+  sortChildren(item);
   model.groups.set(group.title, group);
   return group;
 }
@@ -284,5 +290,5 @@ function nodesIn(item) {
 
 // What is drawn of an item: itself, or the outermost closed group it is in.
 function shown(item) {
-  return pathTo(item).find((each) => !each.open || each.kind === "node");
+  return pathTo(item).find((each) => !each.open) ?? item;
 }
