@@ -233,6 +233,31 @@ def test_an_address_opens_groups_and_shows_the_reason(browser):
     assert "loss/a, Relu · f32" in [label for _, label in boxes(document)]
 
 
+def test_a_node_may_be_called_like_a_group(browser):
+    plan = made_plan(chain(["dense/Add/Read", "dense/Add", "dense/Mul/a", "dense/Mul/b", "dense/Mul"]))
+    for name in ("dense/Add", "dense/Mul"):
+        document = browser(plan, f"#select={name}")
+        assert f"reason of {name}" in texts(document, "dd")
+        assert 'data-ready="true"' in root_of(document)
+    assert "data-error" not in root_of(browser(plan, "#expand=dense/Add"))
+
+
+def test_an_address_that_names_nothing_says_so(browser):
+    document = browser(made_plan(chain(["a", "b"])), "#select=c")
+    assert "The address names c, but the plan has no such node or group." in texts(document, "p")
+
+
+def test_many_nodes_of_one_kind_are_one_group(browser):
+    updates = [each for i in range(40) for each in chain([f"sgd/mul_{i}", f"sgd/sub_{i}"])]
+    residual = [f"net/{name}_{i}" for i in range(20) for name in ("Dense", "Add")]
+    document = browser(made_plan([*updates, *chain(residual)]), "#expand=sgd&expand=net")
+    labels = [label for _, label in boxes(document)]
+    assert "sgd/mul ×40, 40 nodes · 100% low" in labels
+    assert "sgd/sub ×40, 40 nodes · 100% low" in labels
+    # What is before and behind the same is no series: that would hide the order of the layers.
+    assert "net/Add_7, Relu · f16" in labels
+
+
 def test_a_browser_shows_hostile_names_as_text(browser):
     function = dataclasses.replace(chain([HOSTILE])[0], scope=f"f{HOSTILE}")
     casts = [cast("argument", HOSTILE, function.scope), cast(HOSTILE, "b")]

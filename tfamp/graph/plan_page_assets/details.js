@@ -14,6 +14,12 @@ class DetailsPanel {
     );
   }
 
+  showMissing(name) {
+    this.panel.replaceChildren(
+      element("h2", {}, "Not found"), element("p", {}, `The address names ${name}, but the plan has no such node or group.`),
+    );
+  }
+
   show({ item, pill }) {
     if (pill) this.showPill(pill);
     else if (item.kind === "node") this.showNode(item.node);

@@ -93,10 +93,10 @@ class Page {
     this.bindToolbar();
     this.details.showNothing();
     openAtStart(this.view, this.model);
-    const selected = this.readAddress();
+    const wanted = this.readAddress();
     this.view.draw();
     this.view.fit(LEAST_SCALE);
-    if (selected) this.reveal(selected);
+    this.lookAt(wanted);
     window.addEventListener("hashchange", () => this.followAddress());
   }
 
@@ -184,18 +184,25 @@ class Page {
   // "#expand=scope/a&expand=scope/b&select=scope/a/node": a link to what one looks at.
   readAddress() {
     const wanted = new URLSearchParams(window.location.hash.slice(1));
-    for (const name of wanted.getAll("expand")) {
-      const group = this.model.groups.get(name);
-      if (group) this.view.open(group);
-    }
+    const names = wanted.getAll("expand");
+    const groups = names.map((name) => this.model.groups.get(name));
+    for (const group of groups) if (group) this.view.open(group);
     const name = wanted.get("select");
-    return this.model.items.find((item) => item.title === name && item.kind !== "root") ?? null;
+    const selected = name ? this.model.leaves.get(name) ?? this.model.groups.get(name) : null;
+    const missing = selected === undefined ? name : names.find((_, i) => !groups[i]);
+    return { selected, missing, opened: groups[0] };
   }
 
   followAddress() {
-    const selected = this.readAddress();
+    const wanted = this.readAddress();
     this.view.draw();
-    if (selected) this.reveal(selected);
+    this.lookAt(wanted);
+  }
+
+  lookAt({ selected, missing, opened }) {
+    if (missing) this.details.showMissing(missing);
+    else if (selected) this.reveal(selected);
+    else if (opened) this.view.bringIntoView(opened, LEAST_SCALE);
   }
 
   writeAddress() {

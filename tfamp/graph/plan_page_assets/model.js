@@ -56,7 +56,8 @@ function buildModel(plan) {
     outside: [],
     casts: plan.casts,
     byName: new Map(),
-    groups: new Map(),
+    groups: new Map(), // by what the address calls them
+    leaves: new Map(),
     items: [],
   };
   for (const node of model.nodes) model.byName.set(pairKey(node.scope, node.name), node);
@@ -124,7 +125,7 @@ function buildTree(model) {
       item.title = `function ${node.scope}`;
       root.children.push(item);
       scopes.set(node.scope, item);
-      model.groups.set(node.scope, item);
+      model.groups.set(node.scope, item).set(item.title, item);
     }
     addNode(model, scopes.get(node.scope), node);
   }
@@ -156,6 +157,7 @@ function addNode(model, scopeItem, node) {
   leaf.size = node.color === "outside" ? 0 : 1;
   if (leaf.size) leaf.counts[node.color] = 1;
   node.item = leaf;
+  model.leaves.set(leaf.title, leaf);
   parent.children.push(leaf);
 }
 
@@ -190,35 +192,125 @@ function sortChildren(item) {
 function replaceByChild(model, item) {
   const [child] = item.children;
   child.label = `${item.label}/${child.label}`;
-  if (child.kind !== "node") model.groups.set(item.title, child);
+  if (child.kind === "node") model.groups.delete(item.title);
+  else model.groups.set(item.title, child);
   return child;
 }
 
 function divide(model, item) {
   sortChildren(item);
-  if (item.children.length <= MANY_CHILDREN || item.kind === "series") return;
-  gatherSeries(model, item);
-  if (item.children.length > MANY_CHILDREN) gatherRuns(model, item, 1);
+  if (item.children.length <= MANY_CHILDREN) return;
+  const after = successors(item);
+  gatherSeries(model, item, after);
+  if (item.children.length > MANY_CHILDREN) gatherRuns(model, item, 1, after);
 }
 
-// Nodes of one op that a number tells apart, such as the updates of all variables.
-function gatherSeries(model, item) {
+// The children that each child's tensors go to.
+function successors(item) {
+  const owner = new Map();
+  for (const child of item.children) for (const node of nodesIn(child)) owner.set(node, child);
+  const after = new Map(item.children.map((child) => [child, new Set()]));
+  for (const [node, child] of owner) {
+    for (const other of node.feeds) {
+      if (owner.has(other) && owner.get(other) !== child) after.get(child).add(owner.get(other));
+    }
+  }
+  return after;
+}
+
+// What only a number tells apart, such as the updates of all variables.
+function gatherSeries(model, item, after) {
+  const stem = (child) => child.label.replace(/_\d+(?=\/|$)/g, "");
   const series = new Map();
   for (const child of item.children) {
-    if (child.kind !== "node") continue;
-    const key = pairKey(child.node.op, child.label.replace(/_?\d+$/, ""));
+    const key = JSON.stringify([child.kind, child.node?.op, child.size, stem(child)]);
     if (!series.has(key)) series.set(key, []);
     series.get(key).push(child);
   }
-  for (const members of series.values()) {
-    if (members.length < MIN_SERIES) continue;
-    const stem = members[0].label.replace(/_?\d+$/, "");
-    moveIntoGroup(model, item, members, "series", `${stem}_… ×${members.length}`);
+  for (const alike of series.values()) {
+    if (alike.length < MIN_SERIES) continue;
+    for (const members of byDepth(item.children, alike, after)) {
+      if (members.length < MIN_SERIES) continue;
+      const made = moveIntoGroup(model, item, members, "series", `${stem(members[0])} ×${members.length}`);
+      mergeSuccessors(after, members, made);
+    }
   }
 }
 
+// Divides members so that no way leads from one of a part through others back to the part: by how
+// often a way to a member has left the members before.
+function byDepth(children, members, after) {
+  const own = new Set(members);
+  const depths = new Map(children.map((child) => [child, 0]));
+  for (const child of topologicalOrder(children, after)) {
+    for (const next of after.get(child)) {
+      const leaves = own.has(child) && !own.has(next);
+      depths.set(next, Math.max(depths.get(next), depths.get(child) + Number(leaves)));
+    }
+  }
+  const parts = [];
+  for (const child of members) (parts[depths.get(child)] ??= []).push(child);
+  return parts.filter(Boolean);
+}
+
+// Producers before consumers; where a cycle stops that, the first child left goes next.
+function topologicalOrder(children, after) {
+  const waits = new Map(children.map((child) => [child, 0]));
+  for (const child of children) for (const next of after.get(child)) waits.set(next, waits.get(next) + 1);
+  const sorted = [];
+  const seen = new Set();
+  const visit = (start) => {
+    const ready = [start];
+    while (ready.length) {
+      const child = ready.pop();
+      if (seen.has(child)) continue;
+      seen.add(child);
+      sorted.push(child);
+      for (const next of after.get(child)) {
+        waits.set(next, waits.get(next) - 1);
+        if (!waits.get(next)) ready.push(next);
+      }
+    }
+  };
+  for (const child of children) if (!waits.get(child)) visit(child);
+  for (const child of children) visit(child);
+  return sorted;
+}
+
+function mergeSuccessors(after, members, made) {
+  const own = new Set(members);
+  after.set(made, new Set(members.flatMap((child) => [...after.get(child)]).filter((child) => !own.has(child))));
+  for (const child of members) after.delete(child);
+  for (const targets of after.values()) {
+    if (members.filter((child) => targets.delete(child)).length) targets.add(made);
+  }
+}
+
+// Whether a way leads from some of these children through others back to some of them. As one group
+// they would then be before and behind what is on the way, which no layered layout shows well.
+function comesBack(members, after) {
+  const own = new Set(members);
+  const seen = new Set();
+  const pending = members.flatMap((child) => [...after.get(child)]).filter((child) => !own.has(child));
+  while (pending.length) {
+    const child = pending.pop();
+    if (seen.has(child)) continue;
+    seen.add(child);
+    for (const next of after.get(child)) {
+      if (own.has(next)) return true;
+      pending.push(next);
+    }
+  }
+  return false;
+}
+
+// A group makes nothing worse where each member alone is before and behind the same.
+function belongTogether(members, after) {
+  return !comesBack(members, after) || comesBack(members.slice(0, 1), after);
+}
+
 // Neighbours in graph order whose names begin alike, such as the layers of a block.
-function gatherRuns(model, item, depth) {
+function gatherRuns(model, item, depth, after) {
   const runs = [];
   let last = null;
   for (const child of item.children) {
@@ -229,13 +321,14 @@ function gatherRuns(model, item, depth) {
     last = start;
   }
   if (runs.length === 1) {
-    if (runs[0].start !== null) gatherRuns(model, item, depth + 1);
+    if (runs[0].start !== null) gatherRuns(model, item, depth + 1, after);
     return;
   }
   for (const { start, members } of runs) {
-    if (members.length < MIN_RUN || start === null) continue;
+    if (members.length < MIN_RUN || start === null || !belongTogether(members, after)) continue;
     const run = moveIntoGroup(model, item, members, "run", `${start}_…`);
-    if (members.length > MANY_CHILDREN) gatherRuns(model, run, depth + 1);
+    if (members.length > MANY_CHILDREN) gatherRuns(model, run, depth + 1, successors(run));
+    mergeSuccessors(after, members, run);
   }
 }
 
@@ -243,6 +336,7 @@ function moveIntoGroup(model, item, members, kind, label) {
   const group = newItem(model, kind, label, item);
   const prefix = item.kind === "root" ? "" : `${item.title}${item.kind === "function" ? ": " : "/"}`;
   group.title = prefix + label;
+  for (let i = 2; model.groups.has(group.title); i += 1) group.title = `${prefix}${label} (${i})`;
   group.children = members;
   addUp(group);
   const moved = new Set(members);
