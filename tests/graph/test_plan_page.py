@@ -19,7 +19,7 @@ from tfamp.graph.structures import CastSite, NodePlan, Reason, RewritePlan, Rewr
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 # Attributes whose value a browser would load.
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background"}
-HOSTILE = "a</script><script>document.title='taken'</script><!--<img src=x onerror=alert(1)>&amp;@@plan@@"
+HOSTILE = "a</script><script>document.title='taken'</script><!--<img src=x onerror=f()>&lt;@@plan@@"
 
 
 class Page(html.parser.HTMLParser):
@@ -234,12 +234,12 @@ def test_an_address_opens_groups_and_shows_the_reason(browser):
 
 
 def test_a_node_may_be_called_like_a_group(browser):
-    plan = made_plan(chain(["dense/Add/Read", "dense/Add", "dense/Mul/a", "dense/Mul/b", "dense/Mul"]))
+    names = ["dense/Add/Read", "dense/Add", "dense/Mul/a", "dense/Mul/b", "dense/Mul"]
+    plan = made_plan(chain(names))
     for name in ("dense/Add", "dense/Mul"):
         document = browser(plan, f"#select={name}")
         assert f"reason of {name}" in texts(document, "dd")
         assert 'data-ready="true"' in root_of(document)
-    assert "data-error" not in root_of(browser(plan, "#expand=dense/Add"))
 
 
 def test_an_address_that_names_nothing_says_so(browser):

@@ -1,8 +1,8 @@
 """A plan's plain data -> one HTML page; framework-free.
 
-The page is made of the files in `plan_page_assets`: a skeleton, a style sheet and a script in parts.
-Everything else, the layout of the graph included, is done by the script, in the browser, from the
-plan's JSON: so the page has that JSON in it once and nothing derived from it.
+The page is made of the files in `plan_page_assets`: a skeleton, a style sheet and a script in
+parts. Everything else, the layout of the graph included, is done by the script, in the browser,
+from the plan's JSON: so the page has that JSON in it once and nothing derived from it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ from importlib import resources
 from typing import Any
 
 # In the order in which they build on one another.
-_SCRIPTS = ("model.js", "layout.js", "graph.js", "tables.js", "details.js", "main.js")
+_SCRIPTS = (
+    "text.js",
+    "dom.js",
+    "grouping.js",
+    "model.js",
+    "layout.js",
+    "viewport.js",
+    "graph.js",
+    "tables.js",
+    "details.js",
+    "main.js",
+)
 
 
 def render_page(plan: Mapping[str, Any]) -> str:
@@ -61,7 +72,7 @@ def _embeddable(plan: Mapping[str, Any]) -> str:
 
 
 def _security_policy(style: str, script: str) -> str:
-    """What the browser may load: this style sheet and this script, both by hash, and nothing else."""
+    """What the browser may load: this style sheet and this script, by hash, and nothing else."""
     return f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}"
 
 

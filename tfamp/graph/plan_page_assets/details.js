@@ -10,13 +10,18 @@ class DetailsPanel {
   showNothing() {
     this.panel.replaceChildren(
       element("h2", {}, "Nothing selected"),
-      element("p", {}, "Click a group to open it, a node for the reason of its dtype, a Cast on an edge for its tensors. Drag to move, use the wheel to zoom."),
+      element(
+        "p",
+        {},
+        "Click a group to open it, a node for the reason of its dtype, a Cast on an edge for its tensors. Drag to move, use the wheel to zoom.",
+      ),
     );
   }
 
   showMissing(name) {
     this.panel.replaceChildren(
-      element("h2", {}, "Not found"), element("p", {}, `The address names ${name}, but the plan has no such node or group.`),
+      element("h2", {}, "Not found"),
+      element("p", {}, `The address names ${name}, but the plan has no such node or group.`),
     );
   }
 
@@ -33,11 +38,17 @@ class DetailsPanel {
     this.panel.replaceChildren(
       element("h2", { class: "name" }, node.name),
       facts([
-        ["Op", node.op], ["Dtype", dtype], ["Reason", node.reason], ["Rule", node.rule],
-        ["Function", node.scope], ["Cost", secondsText(node.cost)],
+        ["Op", node.op],
+        ["Dtype", dtype],
+        ["Reason", node.reason],
+        ["Rule", node.rule],
+        ["Function", node.scope],
+        ["Cost", secondsText(node.cost)],
       ]),
-      this.castList("Casts in", node.castsIn), this.castList("Casts out", node.castsOut),
-      this.nodeList("Takes from", node.takes, this.notShown(node)), this.nodeList("Feeds", node.feeds),
+      this.castList("Casts in", node.castsIn),
+      this.castList("Casts out", node.castsOut),
+      this.nodeList("Takes from", node.takes, this.notShown(node)),
+      this.nodeList("Feeds", node.feeds),
     );
   }
 
@@ -52,19 +63,25 @@ class DetailsPanel {
     const inside = new Set(nodes);
     const numbers = (key) => {
       const found = new Map();
-      for (const node of nodes) if (node.color !== "outside") found.set(node[key], (found.get(node[key]) ?? 0) + 1);
+      for (const node of nodes)
+        if (node.color !== "outside") found.set(node[key], (found.get(node[key]) ?? 0) + 1);
       return frequent(found, 8);
     };
     const { into, out, within } = castsAround(nodes, inside);
     const costs = nodes.map((node) => node.cost).filter((cost) => cost !== null);
     this.panel.replaceChildren(
-      element("h2", { class: "name" }, item.title), this.groupButtons(item),
+      element("h2", { class: "name" }, item.title),
+      this.groupButtons(item),
       facts([
-        ["Nodes", count(item.size)], ["Dtypes", numbers("dtype")], ["Ops", numbers("op")], ["Rules", numbers("rule")],
+        ["Nodes", count(item.size)],
+        ["Dtypes", numbers("dtype")],
+        ["Ops", numbers("op")],
+        ["Rules", numbers("rule")],
         ["Cost", costs.length ? secondsText(costs.reduce((sum, cost) => sum + cost, 0)) : ""],
         ["Casts within", within.length ? `${count(within.length)}, ${castBytes(within)}` : ""],
       ]),
-      this.castList("Casts in", into), this.castList("Casts out", out),
+      this.castList("Casts in", into),
+      this.castList("Casts out", out),
     );
   }
 
@@ -77,14 +94,18 @@ class DetailsPanel {
     };
     add(item.open ? "Close" : "Open", () => this.actions.toggle(item));
     if (item.kind === "group") add("Filter table", () => this.actions.filter(`${item.title}/`));
-    if (item.kind === "function") add("Filter table", () => this.actions.filter(`${item.title.replace(/^function /, "")}:`));
+    if (item.kind === "function")
+      add("Filter table", () => this.actions.filter(`${item.title.replace(/^function /, "")}:`));
     return bar;
   }
 
   showPill({ links, casts }) {
     this.panel.replaceChildren(
       element("h2", {}, `${plural(casts.length, "Cast")} on an edge`),
-      facts([["From", links[0].from.title], ["To", links.map((link) => link.to.title).join(", ")]]),
+      facts([
+        ["From", links[0].from.title],
+        ["To", links.map((link) => link.to.title).join(", ")],
+      ]),
       this.castList("Casts", casts),
     );
   }
@@ -98,7 +119,11 @@ class DetailsPanel {
       const entry = element("li");
       entry.append(
         this.nodeButton(cast.ends[0][0], cast.tensor),
-        element("small", {}, `${cast.from} → ${cast.to}, ${bytesText(cast.bytes)}, for ${plural(cast.ends.length, "node")}`),
+        element(
+          "small",
+          {},
+          `${cast.from} → ${cast.to}, ${bytesText(cast.bytes)}, for ${plural(cast.ends.length, "node")}`,
+        ),
       );
       list.append(entry);
     }
@@ -113,12 +138,18 @@ class DetailsPanel {
     const list = element("ul");
     for (const node of nodes.slice(0, MAX_LISTED)) {
       const entry = element("li");
-      entry.append(this.nodeButton(node, node.name), element("small", {}, `${node.op}, ${node.dtype}`));
+      entry.append(
+        this.nodeButton(node, node.name),
+        element("small", {}, `${node.op}, ${node.dtype}`),
+      );
       list.append(entry);
     }
     for (const name of others.slice(0, MAX_LISTED)) {
       const entry = element("li");
-      entry.append(element("span", {}, name), element("small", {}, "does not compute with floats, or is an argument"));
+      entry.append(
+        element("span", {}, name),
+        element("small", {}, "does not compute with floats, or is an argument"),
+      );
       list.append(entry);
     }
     section.append(list, more(nodes.length));
@@ -148,7 +179,10 @@ function facts(pairs) {
   const list = element("dl");
   for (const [term, value] of pairs) {
     if (!value) continue;
-    list.append(element("dt", {}, term), typeof value === "string" ? element("dd", {}, value) : value);
+    list.append(
+      element("dt", {}, term),
+      typeof value === "string" ? element("dd", {}, value) : value,
+    );
   }
   return list;
 }

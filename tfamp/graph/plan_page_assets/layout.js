@@ -140,7 +140,8 @@ function makeRows({ boxes, edges }) {
   const span = (edge) => Math.abs(edge.to.rank - edge.from.rank);
   const bends = edges.reduce((sum, edge) => sum + span(edge) - 1, 0);
   for (const edge of edges) {
-    const [top, bottom] = edge.from.rank < edge.to.rank ? [edge.from, edge.to] : [edge.to, edge.from];
+    const [top, bottom] =
+      edge.from.rank < edge.to.rank ? [edge.from, edge.to] : [edge.to, edge.from];
     edge.chain = [top];
     for (let rank = top.rank + 1; rank < bottom.rank && bends <= MAX_BENDS; rank += 1) {
       const bend = { w: BEND_WIDTH, h: 0, rank, up: [], down: [], bend: true, order: top.order };
@@ -161,7 +162,11 @@ function orderRows(rows) {
   for (let sweep = 0; sweep < ORDER_SWEEPS; sweep += 1) {
     const [side, sequence] = sweep % 2 ? ["down", [...rows].reverse()] : ["up", rows];
     for (const row of sequence) {
-      for (const box of row) box.wish = mean(box[side].map((other) => other.pos), box.pos);
+      for (const box of row)
+        box.wish = mean(
+          box[side].map((other) => other.pos),
+          box.pos,
+        );
       row.sort((a, b) => a.wish - b.wish || a.pos - b.pos).forEach((box, i) => (box.pos = i));
     }
   }
@@ -187,7 +192,10 @@ function placeRows(rows) {
     for (const row of sequence) {
       for (const box of row) {
         const near = last ? [...box.up, ...box.down] : box[side];
-        box.wish = mean(near.map((other) => other.x), box.x);
+        box.wish = mean(
+          near.map((other) => other.x),
+          box.x,
+        );
         // Long edges are to be straight, so a bend gives way to nothing but other bends.
         box.pull = box.bend ? 12 : 1 + near.length;
       }
@@ -208,7 +216,9 @@ function spread(row) {
     while (pools.length && average(pools[pools.length - 1]) > average(pool)) {
       const before = pools.pop();
       pool = {
-        sum: before.sum + pool.sum, pull: before.pull + pool.pull, size: before.size + pool.size,
+        sum: before.sum + pool.sum,
+        pull: before.pull + pool.pull,
+        size: before.size + pool.size,
       };
     }
     pools.push(pool);
@@ -279,13 +289,18 @@ function routeEdges({ edges, boxes }) {
     const [top, bottom] = [edge.chain[0], edge.chain.at(-1)];
     const start = port(top, top.bottomPorts, edge);
     const end = port(bottom, bottom.topPorts, edge);
-    const points = [[start, top.y + top.h], [start, top.rowBottom]];
+    const points = [
+      [start, top.y + top.h],
+      [start, top.rowBottom],
+    ];
     for (const bend of edge.chain.slice(1, -1)) {
       points.push([centre(bend), bend.rowTop], [centre(bend), bend.rowBottom]);
     }
     points.push([end, bottom.rowTop], [end, bottom.y]);
     // A piece without length has no direction, which the arrow at its end would need.
-    const distinct = points.filter(([px, py], i) => !i || px !== points[i - 1][0] || py !== points[i - 1][1]);
+    const distinct = points.filter(
+      ([px, py], i) => !i || px !== points[i - 1][0] || py !== points[i - 1][1],
+    );
     edge.points = top === edge.from ? distinct : distinct.reverse();
     edge.upward = top !== edge.from;
   }

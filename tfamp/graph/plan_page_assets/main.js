@@ -19,8 +19,13 @@ function reportError(error) {
 
 function drawTotals({ plan, nodes }) {
   const { summary } = plan;
-  const part = (number) => (nodes.length ? ` (${((100 * number) / nodes.length).toFixed(1)}%)` : "");
-  const numbers = new Map([["low", 0], ["float32", 0], ["given", 0]]);
+  const part = (number) =>
+    nodes.length ? ` (${((100 * number) / nodes.length).toFixed(1)}%)` : "";
+  const numbers = new Map([
+    ["low", 0],
+    ["float32", 0],
+    ["given", 0],
+  ]);
   for (const node of nodes) numbers.set(node.color, numbers.get(node.color) + 1);
   const given = numbers.get("given");
   const unknown = summary.casts_of_unknown_size;
@@ -31,8 +36,14 @@ function drawTotals({ plan, nodes }) {
     [`${count(numbers.get("float32"))}${part(numbers.get("float32"))}`, "float32"],
     ...(given ? [[`${count(given)}${part(given)}`, `in ${plan.dtype} as given`]] : []),
     [count(summary.casts), "Casts inserted"],
-    [bytesText(summary.cast_bytes), unknown ? `moved by Casts, ${count(unknown)} of unknown size` : "moved by Casts"],
-    [speedUp === null || speedUp === undefined ? "not known" : `${speedUp.toFixed(2)}×`, "estimated speed-up"],
+    [
+      bytesText(summary.cast_bytes),
+      unknown ? `moved by Casts, ${count(unknown)} of unknown size` : "moved by Casts",
+    ],
+    [
+      speedUp === null || speedUp === undefined ? "not known" : `${speedUp.toFixed(2)}×`,
+      "estimated speed-up",
+    ],
   ];
   const list = element("ul");
   for (const [value, words] of cards) {
@@ -44,15 +55,22 @@ function drawTotals({ plan, nodes }) {
 }
 
 function drawLegend({ plan, nodes }) {
-  const entries = [["low", plan.dtype], ["float32", "float32"]];
-  if (nodes.some((node) => node.color === "given")) entries.push(["given", `${plan.dtype} as given`]);
+  const entries = [
+    ["low", plan.dtype],
+    ["float32", "float32"],
+  ];
+  if (nodes.some((node) => node.color === "given"))
+    entries.push(["given", `${plan.dtype} as given`]);
   for (const [color, text] of entries) {
     const entry = element("li");
     entry.append(element("span", { class: `swatch ${color}` }), document.createTextNode(text));
     byId("legend").append(entry);
   }
   const cast = element("li");
-  cast.append(element("span", { class: "swatch cast" }), document.createTextNode("Cast: to dtype · bytes read and written"));
+  cast.append(
+    element("span", { class: "swatch cast" }),
+    document.createTextNode("Cast: to dtype · bytes read and written"),
+  );
   if (plan.casts.length) byId("legend").append(cast);
 }
 
@@ -159,9 +177,9 @@ class Page {
   }
 
   bindToolbar() {
-    byId("fit").addEventListener("click", () => this.view.fit());
-    byId("zoom-in").addEventListener("click", () => this.view.zoom(1.25));
-    byId("zoom-out").addEventListener("click", () => this.view.zoom(0.8));
+    byId("fit").addEventListener("click", () => this.view.fit(MIN_SCALE));
+    byId("zoom-in").addEventListener("click", () => this.view.viewport.zoom(1.25));
+    byId("zoom-out").addEventListener("click", () => this.view.viewport.zoom(0.8));
     byId("collapse-all").addEventListener("click", () => this.collapseAll());
     byId("toggle-tables").addEventListener("click", () => this.toggleTables());
   }
@@ -188,7 +206,7 @@ class Page {
     const groups = names.map((name) => this.model.groups.get(name));
     for (const group of groups) if (group) this.view.open(group);
     const name = wanted.get("select");
-    const selected = name ? this.model.leaves.get(name) ?? this.model.groups.get(name) : null;
+    const selected = name ? (this.model.leaves.get(name) ?? this.model.groups.get(name)) : null;
     const missing = selected === undefined ? name : names.find((_, i) => !groups[i]);
     return { selected, missing, opened: groups[0] };
   }

@@ -16,7 +16,10 @@ class DataTable {
 
   build() {
     this.input = element("input", {
-      type: "search", placeholder: "Filter by text…", "aria-label": `Filter ${this.name}`, spellcheck: "false",
+      type: "search",
+      placeholder: "Filter by text…",
+      "aria-label": `Filter ${this.name}`,
+      spellcheck: "false",
     });
     this.input.addEventListener("input", () => this.update());
     this.status = element("span", { class: "status", role: "status" });
@@ -103,7 +106,8 @@ class DataTable {
     const inSight = Math.ceil((this.view.clientHeight || 300) / ROW_HEIGHT) + 2 * ROWS_BEYOND;
     const rows = this.found.slice(first, first + inSight);
     this.body.replaceChildren(
-      spacer(first), ...rows.map((row, i) => this.makeRow(row, first + i)),
+      spacer(first),
+      ...rows.map((row, i) => this.makeRow(row, first + i)),
       spacer(this.found.length - first - rows.length),
     );
   }
@@ -130,15 +134,19 @@ function spacer(rows) {
   return made;
 }
 
-function chip(text, color) {
-  return element("span", { class: `chip ${color}` }, text);
-}
-
 function nodeTable(model, onPick) {
   const known = model.nodes.some((node) => node.cost !== null);
-  const cost = { title: "Cost", value: (node) => node.cost, text: (node) => secondsText(node.cost), width: "7%", number: true };
+  const cost = {
+    title: "Cost",
+    value: (node) => node.cost,
+    text: (node) => secondsText(node.cost),
+    width: "7%",
+    number: true,
+  };
   return new DataTable({
-    name: "Nodes", rows: model.nodes, onPick,
+    name: "Nodes",
+    rows: model.nodes,
+    onPick,
     search: (node) => [place(node.scope, node.name), node.op, node.reason].join("\n"),
     filters: [
       { label: "op", value: (node) => node.op },
@@ -161,21 +169,26 @@ function nodeTable(model, onPick) {
 function castTable(model, onPick) {
   const users = (cast) => [...new Set(cast.consumers.map(([name]) => name))];
   return new DataTable({
-    name: "Casts", rows: model.casts, onPick,
+    name: "Casts",
+    rows: model.casts,
+    onPick,
     search: (cast) => [place(cast.scope, cast.tensor), ...users(cast)].join("\n"),
-    filters: [
-      { label: "dtype", value: (cast) => `${cast.from} → ${cast.to}` },
-    ],
+    filters: [{ label: "dtype", value: (cast) => `${cast.from} → ${cast.to}` }],
     columns: [
       { title: "Tensor", value: (cast) => place(cast.scope, cast.tensor), width: "38%" },
       { title: "From", value: (cast) => cast.from, width: "8%" },
       {
-        title: "To", value: (cast) => cast.to, width: "8%",
+        title: "To",
+        value: (cast) => cast.to,
+        width: "8%",
         color: (cast) => (cast.to === model.plan.dtype ? "low" : "float32"),
       },
       {
-        title: "Bytes moved", value: (cast) => cast.bytes, text: (cast) => bytesText(cast.bytes),
-        width: "10%", number: true,
+        title: "Bytes moved",
+        value: (cast) => cast.bytes,
+        text: (cast) => bytesText(cast.bytes),
+        width: "10%",
+        number: true,
       },
       { title: "Consumers", value: (cast) => users(cast).length, width: "8%", number: true },
       { title: "Used by", value: (cast) => users(cast).join(", "), width: "28%" },
@@ -188,7 +201,13 @@ function ruleTable(model, onPick) {
   for (const node of model.nodes) {
     const key = pairKey(node.rule, node.dtype);
     if (!rules.has(key)) {
-      rules.set(key, { rule: node.rule, dtype: node.dtype, color: node.color, nodes: 0, ops: new Map() });
+      rules.set(key, {
+        rule: node.rule,
+        dtype: node.dtype,
+        color: node.color,
+        nodes: 0,
+        ops: new Map(),
+      });
     }
     const rule = rules.get(key);
     rule.nodes += 1;
@@ -196,20 +215,22 @@ function ruleTable(model, onPick) {
   }
   const rows = [...rules.values()].sort((a, b) => b.nodes - a.nodes);
   return new DataTable({
-    name: "Rules", rows, onPick, search: (rule) => [rule.rule, ...rule.ops.keys()].join("\n"),
+    name: "Rules",
+    rows,
+    onPick,
+    search: (rule) => [rule.rule, ...rule.ops.keys()].join("\n"),
     filters: [{ label: "dtype", value: (rule) => rule.dtype }],
     columns: [
       { title: "Rule", value: (rule) => rule.rule, width: "15%" },
       { title: "Dtype", value: (rule) => rule.dtype, color: (rule) => rule.color, width: "10%" },
-      { title: "Nodes", value: (rule) => rule.nodes, text: (rule) => count(rule.nodes), width: "8%", number: true },
+      {
+        title: "Nodes",
+        value: (rule) => rule.nodes,
+        text: (rule) => count(rule.nodes),
+        width: "8%",
+        number: true,
+      },
       { title: "Most frequent ops", value: (rule) => frequent(rule.ops, 8), width: "67%" },
     ],
   });
-}
-
-function frequent(numbers, most) {
-  const sorted = [...numbers].sort((a, b) => b[1] - a[1] || COLLATOR.compare(a[0], b[0]));
-  const rest = sorted.length - most;
-  const text = sorted.slice(0, most).map(([name, number]) => `${name} ×${count(number)}`).join(", ");
-  return rest > 0 ? `${text}, ${rest} more` : text;
 }
