@@ -258,6 +258,24 @@ def test_many_nodes_of_one_kind_are_one_group(browser):
     assert "net/Add_7, Relu · f16" in labels
 
 
+def test_costs_and_speed_up_are_shown_where_they_are_known(browser):
+    costly = [dataclasses.replace(node, cost=2.5e-4) for node in chain(["a", "b"])]
+    document = browser(made_plan(costly, estimated_speed_up=1.75), "#select=b")
+    assert "1.75×" in texts(document, "strong")
+    assert texts(document, "td").count("250 µs") == 2
+    assert "250 µs" in texts(document, "dd")
+    assert 'data-ready="true"' in root_of(document)
+
+
+def test_a_flat_graph_of_thousands_of_nodes_is_drawn_in_parts(browser):
+    names = [f"{'abcdef'[i % 6]}{i // 6}x" for i in range(8_400)]
+    document = browser(made_plan(chain(names)))
+    assert 'data-ready="true"' in root_of(document)
+    assert 10 < len(boxes(document)) < 300
+    assert len(texts(document, "tr")) < 300
+    assert "8,400 of 8,400" in texts(document, "span")
+
+
 def test_a_browser_shows_hostile_names_as_text(browser):
     function = dataclasses.replace(chain([HOSTILE])[0], scope=f"f{HOSTILE}")
     casts = [cast("argument", HOSTILE, function.scope), cast(HOSTILE, "b")]

@@ -36,7 +36,7 @@ class DetailsPanel {
     const dtype = element("dd");
     dtype.append(chip(node.dtype, node.color));
     this.panel.replaceChildren(
-      element("h2", { class: "name" }, node.name),
+      nameElement("h2", { class: "name" }, node.name),
       facts([
         ["Op", node.op],
         ["Dtype", dtype],
@@ -70,7 +70,7 @@ class DetailsPanel {
     const { into, out, within } = castsAround(nodes, inside);
     const costs = nodes.map((node) => node.cost).filter((cost) => cost !== null);
     this.panel.replaceChildren(
-      element("h2", { class: "name" }, item.title),
+      nameElement("h2", { class: "name" }, item.title),
       this.groupButtons(item),
       facts([
         ["Nodes", count(item.size)],
@@ -147,7 +147,7 @@ class DetailsPanel {
     for (const name of others.slice(0, MAX_LISTED)) {
       const entry = element("li");
       entry.append(
-        element("span", {}, name),
+        nameElement("span", {}, name),
         element("small", {}, "does not compute with floats, or is an argument"),
       );
       list.append(entry);
@@ -157,7 +157,7 @@ class DetailsPanel {
   }
 
   nodeButton(node, text) {
-    const button = element("button", { class: "link" }, text);
+    const button = nameElement("button", { class: "link" }, text);
     button.addEventListener("click", () => this.actions.reveal(node));
     return button;
   }

@@ -18,6 +18,13 @@ function dress(made, attributes, text) {
   return made;
 }
 
+// A name that breaks behind its scopes.
+function nameElement(tag, attributes, name) {
+  const made = element(tag, attributes);
+  name.split(/(?<=\/)/).forEach((part, i) => made.append(...(i ? [element("wbr")] : []), part));
+  return made;
+}
+
 const measureText = (() => {
   const context = document.createElement("canvas").getContext("2d");
   const widths = new Map();

@@ -251,6 +251,9 @@ class GraphView {
       if (each.kind !== "node") each.open = true;
     }
     this.forgetLayout(item);
+    // A group that holds all there is needs no click of its own.
+    const whole = item.children.find((child) => child.kind !== "node" && child.size === item.size);
+    if (whole) this.open(whole);
   }
 
   close(item) {

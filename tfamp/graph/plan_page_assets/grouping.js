@@ -4,6 +4,9 @@
 const MANY_CHILDREN = 24;
 const MIN_SERIES = 8;
 const MIN_RUN = 3;
+// Where names tell nothing, this many neighbours in graph order are a group.
+const TOO_MANY_CHILDREN = 300;
+const CHUNK = 100;
 // Where a group is divided by what its children's names begin with.
 const NAME_PARTS = /[_.-]/;
 function divide(model, item) {
@@ -12,6 +15,7 @@ function divide(model, item) {
   const after = successors(item);
   gatherSeries(model, item, after);
   if (item.children.length > MANY_CHILDREN) gatherRuns(model, item, 1, after);
+  if (item.children.length > TOO_MANY_CHILDREN) gatherChunks(model, item);
 }
 
 // The children that each child's tensors go to.
@@ -150,6 +154,15 @@ function gatherRuns(model, item, depth, after) {
     const run = moveIntoGroup(model, item, members, "run", `${start}_…`);
     if (members.length > MANY_CHILDREN) gatherRuns(model, run, depth + 1, successors(run));
     mergeSuccessors(after, members, run);
+  }
+}
+
+function gatherChunks(model, item) {
+  const children = item.children.filter((child) => child.kind !== "function");
+  for (let start = 0; start + 1 < children.length; start += CHUNK) {
+    const members = children.slice(start, start + CHUNK);
+    const label = `${shorten(members[0].label, 14)} to ${shorten(members.at(-1).label, 14)}`;
+    moveIntoGroup(model, item, members, "run", label);
   }
 }
 
