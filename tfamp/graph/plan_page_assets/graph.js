@@ -223,8 +223,8 @@ class GraphView {
     this.trace(item);
   }
 
-  // Marks the edges of what is selected. Those that are not drawn by themselves, as they cross the
-  // border of a group or belong to a hub, are drawn on top.
+  // Marks the edges of what is selected. A node's edges that are not drawn by themselves, as they
+  // cross the border of a group or belong to a hub, are drawn on top; a group has too many for that.
   trace(item) {
     const inside = new Set(nodesIn(item));
     for (const side of ["takes", "feeds"]) {
@@ -234,7 +234,9 @@ class GraphView {
       }
       for (const other of [...others].slice(0, MAX_TRACED)) {
         const [from, to] = side === "takes" ? [other, item] : [item, other];
-        const drawn = this.paths.get(item.parent.links.get(linkKey(from, to)));
+        const link = siblingLink(from, to);
+        const own = item.kind !== "node" || link.from === item || link.to === item;
+        const drawn = own ? this.paths.get(link) : null;
         if (drawn) drawn.forEach((path) => path.classList.add(side));
         else this.overlay.append(this.traceAcross(from, to, side));
       }
