@@ -29,6 +29,7 @@ class Measured:
 
     @property
     def median(self) -> float:
+        """Median of the step times, in seconds."""
         return statistics.median(self.seconds)
 
 

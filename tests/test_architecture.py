@@ -38,10 +38,28 @@ LAYERS = (
         "graph.op_lists",
         "graph.maxflow",
     ),
-    ("graph.regions", "graph.coloring", "graph.cost", "graph.placement", "graph.plan"),
+    (
+        "graph.regions",
+        "graph.coloring",
+        "graph.cost",
+        "graph.placement",
+        "graph.plan",
+        "graph.reductions",
+        "graph.ranges",
+    ),
     ("graph.function_names", "graph.op_signatures"),
-    ("graph.request", "graph.index", "graph.inline", "graph.apply", "graph.verify"),
-    ("graph.custom_gradients", "graph.graft", "graph.rewrite", "graph"),
+    (
+        "graph.request",
+        "graph.index",
+        "graph.inline",
+        "graph.apply",
+        "graph.verify",
+        "graph.pruning",
+        "graph.feeding",
+        "graph.instrument",
+        "graph.calibration_data",
+    ),
+    ("graph.custom_gradients", "graph.graft", "graph.rewrite", "graph.calibration", "graph"),
     (
         "autocast_state",
         "conditional_apply",
@@ -84,6 +102,8 @@ FRAMEWORK_FREE = {
     "graph.cost",
     "graph.placement",
     "graph.plan",
+    "graph.reductions",
+    "graph.ranges",
 }
 PRIVATE = ("tensorflow.python", "tensorflow.core", "tensorflow.__internal__", "keras.src")
 # _library_code only names such modules, to tell who asks for a cast.

@@ -346,6 +346,56 @@ class TestChoices:
             fast(x)
 
 
+class TestCalibration:
+    """Large values are found by running the function on data."""
+
+    def _fn(self, weights):
+        def fn(x):
+            with tf.name_scope("large"):
+                large = (1e4 * x) @ weights
+            with tf.name_scope("small"):
+                return (1e-4 * large) @ weights
+
+        return fn
+
+    def test_large_values_stay_float32_and_the_number_is_told(self, weights, x):
+        calls = [x.numpy(), (x,), {"x": x}]
+        fast = tfamp.rewrite(self._fn(weights), dtype="float16", calibration=calls)
+        plan = {node.name: node for node in fast.plan(x).nodes}
+        assert plan["large/matmul"].dtype == "float32"
+        assert plan["large/matmul"].reason.rule == "calibration"
+        largest = float(tf.reduce_max(tf.abs((1e4 * x) @ weights)))
+        assert f"{largest:g}" in plan["large/matmul"].reason.text
+        assert plan["small/matmul"].dtype == "float16"
+        assert_close(fast(x), self._fn(weights)(x), "float16", depth=WIDTH)
+
+    def test_without_it_float16_overflows(self, weights, x):
+        fast = tfamp.rewrite(self._fn(weights), dtype="float16")
+        assert not np.isfinite(fast(10.0 * x)).all()
+
+    def test_a_train_step_is_measured_without_changing_anything(self, weights, x):
+        @tf.function
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((x @ weights) ** 2)
+            weights.assign_sub(0.1 * tape.gradient(loss, weights))
+            return loss
+
+        before = weights.numpy()
+        fast = tfamp.rewrite(step, dtype="bfloat16", calibration=[x], example_args=[x])
+        np.testing.assert_array_equal(weights, before)
+        fast(x)
+        assert (weights.numpy() != before).any()
+
+    @pytest.mark.parametrize(
+        ("data", "error", "match"),
+        [([], ValueError, "at least one call"), (3, TypeError, "iterable"), ([(1, 2, 3)], TypeError, "many")],
+    )
+    def test_wrong_data_is_refused(self, weights, x, data, error, match):
+        with pytest.raises(error, match=match):
+            tfamp.rewrite(self._fn(weights), dtype="float16", calibration=data)(x)
+
+
 class TestErrors:
     @pytest.fixture
     def broken(self, monkeypatch):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfamp.tracing import as_written
@@ -31,6 +32,18 @@ class FlatCall:
     def __post_init__(self) -> None:
         flat = [each for leaf in self._leaves() if _is_tensor(leaf) for each in _components(leaf)]
         object.__setattr__(self, "tensors", tuple(flat))
+
+    def values(self) -> tuple[Any, ...]:
+        """Returns what `tf.function` makes tensors of: the tensors, and NumPy's arrays."""
+        leaves = self._leaves()
+        tensors = iter(self.tensors)
+        found: list[Any] = []
+        for leaf in leaves:
+            if _is_tensor(leaf):
+                found += [next(tensors) for _ in _components(leaf)]
+            elif isinstance(leaf, np.ndarray | np.generic):
+                found.append(leaf)
+        return tuple(found)
 
     @as_written
     def with_tensors(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

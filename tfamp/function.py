@@ -7,7 +7,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,11 @@ from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import NothingToLowerWarning, RewriteError, TfampWarning
 from tfamp.flat_call import FlatCall, trace_flat
 from tfamp.graph import request
+from tfamp.graph.calibration import measure
+from tfamp.graph.calibration_data import Calibration
 from tfamp.graph.graft import graft
 from tfamp.graph.op_lists import OpLists
+from tfamp.graph.ranges import Ranges
 from tfamp.graph.rewrite import rewrite_graph_def
 from tfamp.graph.structures import RewritePlan
 from tfamp.policy import Policy
@@ -34,6 +37,7 @@ def rewrite(
     op_lists: OpLists | None = None,
     keep_float32: Iterable[str] = (),
     force_low: Iterable[str] = (),
+    calibration: Any = None,
     placement: str = "lists",
     on_error: str = "raise",
     example_args: Sequence[Any] | None = None,
@@ -52,6 +56,10 @@ def rewrite(
         op_lists: Which ops may be low; `OpLists.default(dtype)` if None.
         keep_float32: Regular expressions, searched for in node names: these stay float32.
         force_low: The same: these are lowered wherever the op has a kernel for it.
+        calibration: Data to run the float32 function on at its first trace: an iterable of calls,
+            each a tuple of arguments, a dict of keyword arguments or the single argument; or a
+            `tfamp.graph.Calibration`. Nodes with values too large for the dtype stay float32.
+            Variables are as before afterwards.
         placement: "lists": the lists decide alone.
         on_error: "raise", or "keep": warn and run the float32 function where a graph cannot be
             rewritten.
@@ -80,6 +88,7 @@ def rewrite(
         op_lists=op_lists,
         keep_float32=request.tensor_names("keep_float32", keep_float32),
         force_low=request.tensor_names("force_low", force_low),
+        calibration=None if calibration is None else Calibration.of(calibration),
         placement=placement,
         on_error=on_error,
     )
@@ -185,7 +194,7 @@ class RewrittenFunction:
         host = tf.compat.v1.get_default_graph()
         call = FlatCall(args, kwargs)
         traced, result = self._traced.trace(call)
-        rewriter = _Rewriter(self._settings)
+        rewriter = _Rewriter(self._settings, functools.partial(self._measure, traced))
         try:
             tensors = graft(
                 traced,
@@ -203,6 +212,25 @@ class RewrittenFunction:
             self._plans[host] = rewriter.plans[0]
         return result.pack(tensors)
 
+    def _measure(self, traced: Any, graph_def: Any, calibration: Calibration) -> Ranges:
+        """Runs the calls of a calibration on the float32 graph of a trace."""
+        signature = inspect.signature(self._traced.python_function)
+
+        def batches() -> Iterator[tuple[Any, ...]]:
+            for args, kwargs in calibration.calls():
+                bound = signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+                yield FlatCall(bound.args, bound.kwargs).values()
+
+        return measure(
+            graph_def,
+            [tensor.name for tensor in traced.inputs],
+            batches(),
+            traced.captured_inputs,
+            [tensor.name for tensor in traced.outputs],
+            traced.graph.variables,
+        )
+
 
 @dataclass(frozen=True)
 class _Settings:
@@ -212,6 +240,7 @@ class _Settings:
     op_lists: OpLists | None
     keep_float32: tuple[str, ...]
     force_low: tuple[str, ...]
+    calibration: Calibration | None
     placement: str
     on_error: str
 
@@ -228,12 +257,17 @@ class _Rewriter:
     """Rewrites a graph and keeps the plan."""
 
     settings: _Settings
+    measure: Callable[[Any, Calibration], Ranges] | None = None
     plans: list[RewritePlan] = field(default_factory=list)
 
     def __call__(self, graph_def: Any, fetches: Sequence[str], feeds: Sequence[str]) -> Any:
         settings = self.settings
         if settings.dtype is None:
             return graph_def
+        calibration, ranges, limits = settings.calibration, None, None
+        if calibration is not None and self.measure is not None:
+            ranges = self.measure(graph_def, calibration)
+            limits = calibration.limits(settings.dtype)
         result = rewrite_graph_def(
             graph_def,
             fetches,
@@ -243,6 +277,8 @@ class _Rewriter:
             keep_float32=settings.keep_float32,
             force_low=settings.force_low,
             placement=settings.placement,
+            ranges=ranges,
+            limits=limits,
         )
         self.plans.append(result.plan)
         return result.graph_def

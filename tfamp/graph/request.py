@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
+from tfamp.graph.ranges import Limits, Ranges
 from tfamp.graph.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, IndexedNode, Reason
 
 PLACEMENTS = ("lists",)
@@ -73,6 +74,19 @@ def lowers_updates(lists: OpLists, dtype: str) -> bool:
     taken off, vanish: only Grappler's own lists, unchanged, give Grappler's result there.
     """
     return dtype == "bfloat16" or lists == OpLists.grappler(dtype)
+
+
+def measured(ranges: Ranges | None, limits: Limits | None, dtype: str) -> tuple[Ranges, Limits]:
+    """Returns what was measured and the limits for it; without ranges nothing exceeds a limit."""
+    for name, value, kind in (("ranges", ranges, Ranges), ("limits", limits, Limits)):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(
+                f"{name} must be a {kind.__name__} of tfamp.graph.ranges or None; got "
+                f"{type(value).__name__}."
+            )
+    if limits is not None and ranges is None:
+        raise ValueError("limits need ranges: measure them with tfamp.graph.calibration.measure.")
+    return ranges or Ranges(), limits or Limits.default(dtype)
 
 
 def tensor_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from tfamp.graph.index import build_indexes
 from tfamp.graph.inline import inline_calls
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.plan import PaintedScope, make_plan
+from tfamp.graph.ranges import Limits, Ranges, too_large
 from tfamp.graph.regions import find_regions
 from tfamp.graph.structures import RewriteResult
 from tfamp.graph.verify import verify_rewrite
@@ -30,6 +31,8 @@ def rewrite_graph_def(
     force_low: Iterable[str] = (),
     placement: str = "lists",
     device: str = "auto",
+    ranges: Ranges | None = None,
+    limits: Limits | None = None,
 ) -> RewriteResult:
     """Returns a graph that computes in low precision where the lists say so.
 
@@ -44,6 +47,9 @@ def rewrite_graph_def(
         placement: "lists": the lists decide alone.
         device: Kind of device of the nodes that are pinned to none: "cpu", "gpu", "tpu", or "auto"
             for this machine's. A node without a kernel there stays float32.
+        ranges: What `tfamp.graph.calibration.measure` found when it ran the graph on data; nodes
+            that exceed the limits stay float32, unless `force_low` matches them.
+        limits: From where on measured values need float32; `Limits.default(dtype)` if None.
 
     Returns:
         The new graph, with functions rewritten under their names, and the plan.
@@ -62,6 +68,7 @@ def rewrite_graph_def(
     request.check(graph_def, dtype=dtype, placement=placement, device=device, op_lists=op_lists)
     choices = request.NodeChoices(fetches, feeds, keep_float32, force_low)
     graph_def = inline_calls(graph_def, choices.used_names)
+    measured, limits = request.measured(ranges, limits, dtype)
     lists = op_lists or OpLists.default(dtype, device)
     colors, updates_low = request.colors_of(lists), request.lowers_updates(lists, dtype)
     kind = request.device_kind(device)
@@ -69,8 +76,10 @@ def rewrite_graph_def(
     choices.check(indexes)
     scopes = []
     for index in indexes:
-        regions = find_regions(index, choices.unchanging(index))
-        painting = paint(index, regions, colors, choices.forced(index), updates_low)
+        forced = choices.forced(index)
+        calibrated = too_large(index, measured, limits, forced)
+        regions = find_regions(index, calibrated | choices.unchanging(index))
+        painting = paint(index, regions, colors, forced, updates_low)
         scopes.append(PaintedScope(index, regions, painting))
     plan = make_plan(scopes, dtype=dtype, colors=colors)
     result = apply_plan(graph_def, plan)
