@@ -389,7 +389,11 @@ class TestCalibration:
 
     @pytest.mark.parametrize(
         ("data", "error", "match"),
-        [([], ValueError, "at least one call"), (3, TypeError, "iterable"), ([(1, 2, 3)], TypeError, "many")],
+        [
+            ([], ValueError, "at least one call"),
+            (3, TypeError, "iterable"),
+            ([(1, 2, 3)], TypeError, "many"),
+        ],
     )
     def test_wrong_data_is_refused(self, weights, x, data, error, match):
         with pytest.raises(error, match=match):

@@ -35,6 +35,8 @@ PRECISE = frozenset(
         "Softplus",
         "SparseSoftmax",
         "SparseSoftmaxCrossEntropyWithLogits",
+        "Square",  # PyTorch's is a power
+        "SquaredDifference",  # PyTorch's mse_loss
         "Sum",
         "Tan",
         "Xlog1py",  # with Xlogy: what PyTorch's kl_div is made of
@@ -149,7 +151,6 @@ JOINING = frozenset(
         "SparseTensorDenseAdd",
         "SparseTensorDenseMatMul",
         "SparseToDense",
-        "SquaredDifference",
         "Sub",
         "TensorScatterAdd",
         "TensorScatterMax",
@@ -161,6 +162,7 @@ JOINING = frozenset(
         "TruncateMod",
         "UpperBound",
         "Xdivy",
+        "XlaDynamicUpdateSlice",
         "Xlog1py",
         "Xlogy",
     }
