@@ -1,4 +1,4 @@
-"""Trains a CNN on scikit-learn's digits with its whole train step rewritten, tape and optimizer too.
+"""Trains a CNN on digits with its whole train step rewritten, the tape and the optimizer too.
 
 The model is a plain float32 model under no policy. `tfamp.rewrite` decides node by node, in the
 forward pass, the backward pass and the update; the printed table says what it decided and why, and

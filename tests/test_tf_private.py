@@ -210,3 +210,21 @@ def test_dtypes_have_names_and_numbers_of_graphs():
     assert _tf_private.dtype_name(101) == "float32"  # a reference to one
     assert _tf_private.dtype_name(_tf_private.dtype_number("bfloat16")) == "bfloat16"
     assert _tf_private.dtype_name(0) == "dtype 0"
+
+
+# ---- For SavedModels -----------------------------------------------------------------------------
+
+
+def test_a_saved_model_is_read_and_its_fingerprint_written(tmp_path):
+    tf.saved_model.save(tf.Module(), str(tmp_path))
+    message = _tf_private.saved_model_message()
+    message.ParseFromString((tmp_path / "saved_model.pb").read_bytes())
+    assert [list(graph.meta_info_def.tags) for graph in message.meta_graphs] == [["serve"]]
+    (tmp_path / "fingerprint.pb").unlink()
+    _tf_private.write_fingerprint(str(tmp_path))
+    assert tf.saved_model.experimental.read_fingerprint(str(tmp_path)).saved_model_checksum
+
+
+def test_what_is_no_message_raises_the_error_of_messages():
+    with pytest.raises(_tf_private.message_error()):
+        _tf_private.saved_model_message().ParseFromString(b"\x12\xff\xff")

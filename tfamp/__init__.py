@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tfamp.autocast_mode import autocast as autocast
     from tfamp.errors import NothingToLowerWarning as NothingToLowerWarning
     from tfamp.errors import RewriteError as RewriteError
+    from tfamp.errors import SavedModelError as SavedModelError
     from tfamp.errors import TfampError as TfampError
     from tfamp.errors import TfampWarning as TfampWarning
     from tfamp.errors import UnsupportedVersionError as UnsupportedVersionError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from tfamp.policy_state import global_policy as global_policy
     from tfamp.policy_state import policy_scope as policy_scope
     from tfamp.policy_state import set_global_policy as set_global_policy
+    from tfamp.saved_model import rewrite_saved_model as rewrite_saved_model
 
 __version__ = "0.1.0"
 
@@ -44,6 +46,7 @@ _HOMES = {
     "OpLists": "tfamp.graph.op_lists",
     "Policy": "tfamp.policy",
     "RewriteError": "tfamp.errors",
+    "SavedModelError": "tfamp.errors",
     "TfampError": "tfamp.errors",
     "TfampWarning": "tfamp.errors",
     "UnsupportedVersionError": "tfamp.errors",
@@ -53,6 +56,7 @@ _HOMES = {
     "mixed_precision": "tfamp.mixed_precision",
     "policy_scope": "tfamp.policy_state",
     "rewrite": "tfamp.function",
+    "rewrite_saved_model": "tfamp.saved_model",
     "set_global_policy": "tfamp.policy_state",
 }
 

@@ -266,6 +266,48 @@ def dtype_number(name: str) -> int:
     return tf.as_dtype(name).as_datatype_enum
 
 
+# ---- For SavedModels -----------------------------------------------------------------------------
+
+
+def saved_model_message() -> Any:
+    """Returns an empty `SavedModel` message: what a saved_model.pb holds.
+
+    Symbol: `tensorflow.core.protobuf.saved_model_pb2.SavedModel`. `tf.compat.v1` has the messages
+    inside it, not this one, and `tf.saved_model.load` gives no graphs.
+    """
+    try:
+        from tensorflow.core.protobuf.saved_model_pb2 import SavedModel
+    except ImportError as error:
+        raise missing_symbol("tensorflow.core.protobuf.saved_model_pb2.SavedModel") from error
+    return SavedModel()
+
+
+def message_error() -> type[Exception]:
+    """Returns the class of the errors that messages raise when they cannot be parsed.
+
+    Symbol: `google.protobuf.message.Error`. It is public in protobuf, which TensorFlow brings and
+    may move: TensorFlow itself names no such class.
+    """
+    try:
+        from google.protobuf.message import Error
+    except ImportError as error:
+        raise missing_symbol("google.protobuf.message.Error") from error
+    return Error
+
+
+def write_fingerprint(directory: str) -> None:
+    """Writes the fingerprint.pb that belongs to a directory's saved_model.pb.
+
+    Symbol: `tensorflow.python.saved_model.fingerprinting_utils.write_fingerprint`, which
+    `tf.saved_model.save` calls. `tf.saved_model.experimental` only reads fingerprints.
+
+    Args:
+        directory: A SavedModel's.
+    """
+    module = private_module("saved_model.fingerprinting_utils")
+    private_symbol(module, "write_fingerprint")(directory)
+
+
 def private_module(name: str) -> ModuleType:
     """Returns a module of TensorFlow's Python code, e.g. "ops.math_ops", or says it is missing."""
     try:

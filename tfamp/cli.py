@@ -6,13 +6,35 @@ Exit codes: 0 done, 1 cannot be done (the message says why), 2 wrong usage.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import tfamp
 from tfamp.diagnostics import device
-from tfamp.errors import TfampError
+from tfamp.dtypes import LOW_PRECISION
+from tfamp.errors import TfampError, TfampWarning
+
+if TYPE_CHECKING:
+    from tfamp.graph.structures import RewritePlan
+
+_COLORS = {
+    "allow": "is always lowered",
+    "infer": "is lowered unless computed from a denied op",
+    "deny": "stays float32",
+    "clear": "is lowered between lowered ops",
+}
+# Ending of a report's name -> what makes it.
+_REPORTS = {".html": "to_html", ".json": "to_json", ".txt": "to_text"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.run(args))
     except (ImportError, OSError, TfampError, ValueError) as error:
         print(f"tfamp: error: {error}", file=sys.stderr)
-        return 1
+    except KeyboardInterrupt:
+        print("tfamp: error: interrupted; nothing was written", file=sys.stderr)
+    return 1
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -57,10 +81,215 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(run=_doctor)
+    rewrite = commands.add_parser(
+        "rewrite",
+        help="write a SavedModel that computes in low precision where it is safe",
+        description="Writes the SavedModel DST, which is used as SRC is and computes in low "
+        "precision where that is safe. SRC is not changed; DST appears when it is complete.",
+    )
+    rewrite.add_argument("src", metavar="SRC", help="directory of a SavedModel")
+    rewrite.add_argument("dst", metavar="DST", help="directory to write; must not exist")
+    _add_choices(rewrite)
+    rewrite.add_argument(
+        "--report",
+        metavar="FILE",
+        type=_report_path,
+        help=f"write every decision with its reason to FILE ({', '.join(_REPORTS)})",
+    )
+    rewrite.add_argument("--overwrite", action="store_true", help="replace a SavedModel in DST")
+    rewrite.set_defaults(run=_rewrite)
+    inspect = commands.add_parser(
+        "inspect",
+        help="tell what rewrite would do, and write nothing",
+        description="Prints the plan of a rewrite: the dtype of every node and why, and every "
+        "Cast. Writes nothing.",
+    )
+    inspect.add_argument("src", metavar="SRC", help="directory of a SavedModel")
+    _add_choices(inspect)
+    inspect.add_argument("--json", action="store_true", help="print one JSON object")
+    inspect.set_defaults(run=_inspect)
     return parser
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that decide what is lowered; each is an argument of the library's."""
+    parser.add_argument(
+        "--dtype",
+        choices=(*LOW_PRECISION, "auto"),
+        default="auto",
+        help="auto, the default: what this machine multiplies natively",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "gpu", "tpu"),
+        default="auto",
+        help="kind of device the model will run on; default: this machine's",
+    )
+    parser.add_argument(
+        "--placement", default="lists", help="what decides where Casts go; default: lists"
+    )
+    for name, what in (("keep-float32", "stay float32"), ("force-low", "are lowered")):
+        parser.add_argument(
+            f"--{name}",
+            metavar="REGEX",
+            action="append",
+            default=[],
+            help=f"nodes with a name in which REGEX is found {what}; may be repeated",
+        )
+    for color, what in _COLORS.items():
+        parser.add_argument(
+            f"--{color}-add",
+            metavar="OP",
+            action="append",
+            default=[],
+            help=f"the op type OP {what}; may be repeated",
+        )
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE.npz",
+        help="inputs by name, on which ranges are measured: what gets too large stays float32",
+    )
+    parser.add_argument(
+        "--freeze",
+        action="store_true",
+        help="make constants of the variables, stored in the low dtype: about half the bytes",
+    )
+
+
+def _report_path(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in _REPORTS:
+        raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(_REPORTS)}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {str(path.parent)!r}")
+    return path
 
 
 def _doctor(args: argparse.Namespace) -> int:
     report = device.device_report()
     print(report.to_json() if args.json else report.to_text())
     return 1 if report.problems else 0
+
+
+def _rewrite(args: argparse.Namespace) -> int:
+    with _prepared() as saved_model:
+        plan = saved_model.rewrite_saved_model(
+            args.src, args.dst, overwrite=args.overwrite, **_choices(args, saved_model)
+        )
+    print(_what_was_done(args, plan), end="")
+    if args.report is not None:
+        text = getattr(plan, _REPORTS[args.report.suffix])()
+        args.report.write_text(text, encoding="utf-8")
+        print(f"report  {args.report}")
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    with _prepared() as saved_model:
+        plan = saved_model.inspect_saved_model(args.src, **_choices(args, saved_model))
+    print(plan.to_json() if args.json else plan.to_text().rstrip("\n"))
+    return 0
+
+
+def _choices(args: argparse.Namespace, saved_model: Any) -> dict[str, Any]:
+    dtype = saved_model.low_dtype(args.dtype)
+    changes = {f"{color}_add": getattr(args, f"{color}_add") for color in _COLORS}
+    lists = None
+    if any(changes.values()):
+        lists = tfamp.OpLists.default(dtype, args.device).with_changes(**changes)
+    return {
+        "dtype": dtype,
+        "freeze": args.freeze,
+        "calibration": args.calibrate,
+        "op_lists": lists,
+        "keep_float32": args.keep_float32,
+        "force_low": args.force_low,
+        "placement": args.placement,
+        "device": args.device,
+    }
+
+
+def _what_was_done(args: argparse.Namespace, plan: RewritePlan) -> str:
+    from tfamp.saved_model_files import directory_bytes
+
+    before, after = directory_bytes(Path(args.src)), directory_bytes(Path(args.dst))
+    totals = plan.summary
+    share = f"{after / before:.0%} of {_readable(before)}" if before else "from nothing"
+    return (
+        f"wrote   {args.dst}, {_readable(after)}: {share}\n"
+        f"nodes   {totals.low_nodes} of {totals.nodes} float nodes in {plan.dtype}\n"
+        f"casts   {totals.casts}, {_readable(totals.cast_bytes)}"
+        f" and {totals.casts_of_unknown_size} of unknown size\n"
+    )
+
+
+def _readable(size: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.4g} {unit}"
+        size /= 1000
+    return f"{size:.4g} GB"
+
+
+@contextlib.contextmanager
+def _prepared() -> Iterator[Any]:
+    """Gives the module that rewrites, in a process that says what tfamp has to say and no more.
+
+    A termination is taken like Ctrl-C, so that what was begun is removed. All is undone at the end.
+    """
+    _import_quietly()
+    from tfamp import saved_model
+
+    logger = logging.getLogger("tensorflow")
+    level, handler = logger.level, _on_termination()
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", TfampWarning)
+            yield saved_model
+        for each in caught:
+            if issubclass(each.category, TfampWarning):
+                print(f"tfamp: warning: {each.message}", file=sys.stderr)
+            else:
+                warnings.showwarning(each.message, each.category, each.filename, each.lineno)
+    finally:
+        logger.setLevel(level)
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _on_termination() -> Any:
+    """Makes a termination a KeyboardInterrupt; returns what it was, None in other threads."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return signal.signal(signal.SIGTERM, interrupt)
+
+
+def _import_quietly() -> None:
+    """Imports TensorFlow and finds its devices without the notes it writes before it can be told.
+
+    They go to the process's standard error, past Python. If the import fails they are shown.
+    """
+    if "tensorflow" in sys.modules:
+        return
+    sys.stderr.flush()
+    shown = os.dup(2)
+    try:
+        with tempfile.TemporaryFile() as kept:
+            os.dup2(kept.fileno(), 2)
+            try:
+                import tensorflow as tf
+
+                tf.config.list_logical_devices()
+            except BaseException:
+                kept.seek(0)
+                os.write(shown, kept.read())
+                raise
+            finally:
+                os.dup2(shown, 2)
+    finally:
+        os.close(shown)

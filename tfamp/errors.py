@@ -48,6 +48,20 @@ class RewriteError(TfampError):
     """
 
 
+class SavedModelError(TfampError):
+    """A SavedModel cannot be read, rewritten or written; the message names the directory.
+
+    Nothing was written where there was nothing, and what was there is as it was.
+
+    Example:
+        >>> import tfamp
+        >>> tfamp.rewrite_saved_model("nowhere", "anywhere", dtype="bfloat16")
+        Traceback (most recent call last):
+        ...
+        tfamp.errors.SavedModelError: There is no directory nowhere; ...
+    """
+
+
 class NothingToLowerWarning(TfampWarning):
     """A graph was rewritten and no op of it computes in low precision: it is as it was.
 

@@ -134,6 +134,19 @@ def test_the_underflow_demo_draws_a_picture(run, tmp_path):
     assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_converted_model_is_as_good_and_a_frozen_one_smaller(run, dtype):
+    code, printed = run("convert_saved_model", "--small", "--dtype", dtype)
+    assert code == 0
+    rows = [line.split("│")[1:4] for line in printed.splitlines() if line.startswith("│")]
+    names, accuracies, sizes = zip(*rows, strict=True)
+    assert [name.strip() for name in names] == ["float32", dtype, f"{dtype}_frozen"]
+    percents = [float(text.strip().rstrip("%")) for text in accuracies]
+    assert percents[0] > 50
+    assert max(percents) - min(percents) < 1
+    assert int(sizes[2]) < 0.6 * int(sizes[0])
+
+
 def test_the_accuracy_table_is_markdown_and_written_only_on_request(run, tmp_path):
     code, printed = run("accuracy_table", "--small", "--output", "table.md")
     assert code == 0

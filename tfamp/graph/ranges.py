@@ -103,6 +103,15 @@ class TensorRange:
     nonfinite: bool = False
     shape: tuple[int, ...] | None = None
 
+    def joined(self, other: TensorRange) -> TensorRange:
+        """Returns what was seen of a tensor in two runs."""
+        shapes = [each.shape for each in (self, other) if each.shape is not None]
+        return TensorRange(
+            max(self.max_abs, other.max_abs),
+            self.nonfinite or other.nonfinite,
+            max(shapes, key=math.prod, default=None),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Ranges:

@@ -31,6 +31,7 @@ def rewrite_graph_def(
     force_low: Iterable[str] = (),
     placement: str = "lists",
     device: str = "auto",
+    inline: bool = True,
     ranges: Ranges | None = None,
     limits: Limits | None = None,
 ) -> RewriteResult:
@@ -47,6 +48,8 @@ def rewrite_graph_def(
         placement: "lists": the lists decide alone.
         device: Kind of device of the nodes that are pinned to none: "cpu", "gpu", "tpu", or "auto"
             for this machine's. A node without a kernel there stays float32.
+        inline: Whether the nodes of called functions take the place of the calls first. A function
+            that is left is rewritten by itself, with float32 arguments and results.
         ranges: What `tfamp.graph.calibration.measure` found when it ran the graph on data; nodes
             that exceed the limits stay float32, unless `force_low` matches them.
         limits: From where on measured values need float32; `Limits.default(dtype)` if None.
@@ -67,7 +70,8 @@ def rewrite_graph_def(
     """
     request.check(graph_def, dtype=dtype, placement=placement, device=device, op_lists=op_lists)
     choices = request.NodeChoices(fetches, feeds, keep_float32, force_low)
-    graph_def = inline_calls(graph_def, choices.used_names)
+    if inline:
+        graph_def = inline_calls(graph_def, choices.used_names)
     measured, limits = request.measured(ranges, limits, dtype)
     lists = op_lists or OpLists.default(dtype, device)
     colors, updates_low = request.colors_of(lists), request.lowers_updates(lists, dtype)

@@ -1,0 +1,252 @@
+"""`tfamp rewrite` and `tfamp inspect`: what they print, write and leave behind."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers import saved_models
+from helpers.graph_asserts import assert_computes_in, op_dtypes
+from tfamp.cli import main
+from tfamp.saved_model import inspect_saved_model
+
+
+@pytest.fixture(scope="module")
+def src(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "module"
+    saved_models.module(path)
+    return path
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs the command line in this process; returns its exit code and what it printed."""
+
+    def run(*arguments):
+        code = main([str(each) for each in arguments])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def one_line(text):
+    (line,) = text.splitlines()
+    return line
+
+
+def test_rewrite_writes_a_model_and_says_what_it_did(run, src, tmp_path):
+    code, out, err = run("rewrite", src, tmp_path / "low", "--dtype", "bfloat16")
+    assert (code, err) == (0, "")
+    plan = inspect_saved_model(src, dtype="bfloat16")
+    assert str(tmp_path / "low") in out
+    assert f"{plan.summary.low_nodes} of {plan.summary.nodes} float nodes in bfloat16" in out
+    assert f"casts   {plan.summary.casts}," in out
+    function = tf.saved_model.load(str(tmp_path / "low")).signatures["serving_default"]
+    assert_computes_in("bfloat16", function)
+
+
+def test_options_are_those_of_the_library(run, src, tmp_path):
+    changes = ["--infer-add", "Sum", "--allow-add", "Square", "--deny-add", "AddV2"]
+    code, _, _ = run("rewrite", src, tmp_path / "low", "--dtype", "float16", "--freeze", "--device",
+                     "cpu", *changes, "--keep-float32", "back$", "--force-low", "Relu",
+                     "--report", tmp_path / "plan.json")  # fmt: skip
+    assert code == 0
+    lists = tfamp.OpLists.default("float16", "cpu").with_changes(
+        infer_add=["Sum"], allow_add=["Square"], deny_add=["AddV2"]
+    )
+    plan = tfamp.rewrite_saved_model(
+        src, tmp_path / "other", dtype="float16", freeze=True, device="cpu", op_lists=lists,
+        keep_float32=["back$"], force_low=["Relu"],
+    )  # fmt: skip
+    assert json.loads((tmp_path / "plan.json").read_text()) == json.loads(plan.to_json())
+    assert not (tmp_path / "low" / "variables").exists()
+    loaded = tf.saved_model.load(str(tmp_path / "low")).signatures["serving_default"]
+    assert op_dtypes(loaded)["MatMul"] == {"float16", "float32"}
+
+
+def test_a_text_report_is_the_plan_as_text(run, src, tmp_path):
+    report = tmp_path / "plan.txt"
+    code, out, _ = run("rewrite", src, tmp_path / "low", "--dtype", "float16", "--report", report)
+    assert code == 0
+    assert out.splitlines()[-1] == f"report  {report}"
+    assert report.read_text() == inspect_saved_model(src, dtype="float16").to_text()
+
+
+def test_an_html_report_is_the_plan_as_a_page(run, src, tmp_path):
+    plan = inspect_saved_model(src, dtype="float16")
+    if not hasattr(plan, "to_html"):
+        pytest.skip("plans have no HTML page yet")
+    report = tmp_path / "plan.html"
+    assert run("rewrite", src, tmp_path / "low", "--dtype", "float16", "--report", report)[0] == 0
+    assert report.read_text(encoding="utf-8") == plan.to_html()
+
+
+def test_inspect_prints_the_plan_and_writes_nothing(run, src):
+    before = sorted(src.parent.rglob("*"))
+    code, out, err = run("inspect", src, "--dtype", "bfloat16")
+    plan = inspect_saved_model(src, dtype="bfloat16")
+    assert (code, out, err) == (0, plan.to_text(), "")
+    code, out, err = run("inspect", src, "--dtype", "bfloat16", "--json")
+    assert json.loads(out) == json.loads(plan.to_json())
+    assert (code, err) == (0, "")
+    assert sorted(src.parent.rglob("*")) == before
+
+
+def test_a_model_with_nothing_to_lower_is_a_warning_in_one_line(run, tmp_path):
+    made = tf.Module()
+    made.call = tf.function(lambda x: {"y": tf.exp(x)}, [tf.TensorSpec((2,), name="x")])
+    tf.saved_model.save(made, str(tmp_path / "a"), signatures=made.call)
+    code, _, err = run("rewrite", tmp_path / "a", tmp_path / "b", "--dtype", "float16")
+    assert code == 0
+    assert one_line(err).startswith("tfamp: warning: The graph has no op that can be lowered")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rewrite", "a"], "the following arguments are required: DST"),
+        (
+            ["rewrite", "a", "b", "--dtype", "float64"],
+            "argument --dtype: invalid choice: 'float64'",
+        ),
+        (
+            ["rewrite", "a", "b", "--report", "plan.pdf"],
+            "'plan.pdf' must end in .html, .json, .txt",
+        ),
+        (["rewrite", "a", "b", "--report", "no/plan.txt"], "there is no directory 'no'"),
+        (["inspect"], "the following arguments are required: SRC"),
+        (["inspect", "a", "--overwrite"], "unrecognized arguments: --overwrite"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--keep-float32", "nonsense"], "keep_float32: no node's name matches 'nonsense'"),
+        (["--force-low", "("], "force_low must hold regular expressions; got '('"),
+        (["--allow-add", "MatMull"], "'MatMull'"),
+        (["--placement", "nowhere"], "placement must be one of"),
+    ],
+)
+def test_a_wrong_value_is_one_line_and_nothing_is_written(run, src, tmp_path, options, message):
+    code, out, err = run("rewrite", src, tmp_path / "low", "--dtype", "bfloat16", *options)
+    assert (code, out) == (1, "")
+    assert one_line(err).startswith("tfamp: error: ")
+    assert message in err
+    assert not any(tmp_path.iterdir())
+
+
+def test_missing_and_existing_directories_are_one_line(run, src, tmp_path):
+    for arguments in (
+        ["rewrite", tmp_path / "none", tmp_path / "low"],
+        ["rewrite", src, src],
+        ["inspect", tmp_path],
+    ):
+        code, out, err = run(*arguments, "--dtype", "bfloat16")
+        assert (code, out) == (1, "")
+        assert one_line(err).startswith("tfamp: error: ")
+    assert run("rewrite", src, tmp_path / "low", "--dtype", "bfloat16")[0] == 0
+    code, _, err = run("rewrite", src, tmp_path / "low", "--dtype", "float16")
+    assert code == 1
+    assert "exists" in one_line(err)
+    assert run("rewrite", src, tmp_path / "low", "--dtype", "float16", "--overwrite")[0] == 0
+    function = tf.saved_model.load(str(tmp_path / "low")).signatures["serving_default"]
+    assert_computes_in("float16", function)
+
+
+# ---- In a process of its own: what the system does to it, and what else reaches the screen -------
+
+_PROCESS = """
+import os, resource, shutil, signal, sys
+from tfamp.cli import main
+src, here, largest = sys.argv[1], sys.argv[2], int(sys.argv[3])
+def rewrite(name, *options):
+    sys.stdout.write(f"{main(['rewrite', src, here + name, '--dtype', 'bfloat16', *options])}\\n")
+    sys.stdout.flush()
+rewrite("/frozen", "--freeze")
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
+rewrite("/new/too_large")
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+copy = shutil.copytree
+def copy_and_stop(*args, **kwargs):
+    copy(*args, **kwargs)
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+shutil.copytree = copy_and_stop
+rewrite("/new/terminated")
+"""
+
+
+def test_a_full_disk_and_a_termination_are_one_line_and_leave_nothing(src, tmp_path):
+    largest = 40_000  # Bytes a file may have; the variables take more.
+    assert any(each.stat().st_size > largest for each in src.rglob("*") if each.is_file())
+    command = [sys.executable, "-c", _PROCESS, str(src), str(tmp_path), str(largest)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Nothing else reaches the screen, such as TensorFlow's notes when it is imported.
+    words = [line.split()[0] for line in done.stdout.splitlines()]
+    assert words == ["wrote", "nodes", "casts", "0", "1", "1"], done
+    full, terminated = done.stderr.splitlines()
+    where = f"{tmp_path}/new/too_large"
+    assert full.startswith(f"tfamp: error: The output {where} could not be written")
+    assert "File too large" in full
+    assert terminated == "tfamp: error: interrupted; nothing was written"
+    assert [path.name for path in tmp_path.iterdir()] == ["frozen"]
+
+
+def test_the_handler_of_terminations_is_put_back(run, src):
+    before = signal.getsignal(signal.SIGTERM)
+    run("inspect", src, "--dtype", "bfloat16")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("freeze", [[], ["--freeze"]])
+def test_calibration_data_is_taken_by_name(run, tmp_path, freeze):
+    src, data = saved_models.overflowing(tmp_path / "src"), tmp_path / "data.npz"
+    np.savez(data, x=np.full((2, 4), 3.0, np.float32))
+    options = ["--dtype", "float16", *freeze, "--calibrate", data]
+    code, _, err = run("rewrite", src, tmp_path / "low", *options, "--report", tmp_path / "p.json")
+    assert (code, err) == (0, "")
+    plan = json.loads((tmp_path / "p.json").read_text())
+    kept = [node for node in plan["nodes"] if node["rule"] == "calibration"]
+    assert any(node["op"] == "MatMul" and "120000" in node["reason"] for node in kept)
+    served = tf.saved_model.load(str(tmp_path / "low")).signatures["serving_default"]
+    assert "float16" in op_dtypes(served)["MatMul"]
+    assert np.isfinite(served(x=tf.fill((2, 4), 3.0))["y"]).all()
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"z": np.ones((2, 4), np.float32)}, "serving_default takes ['x']"),
+        ({"x": np.ones((2, 5), np.float32)}, "Calibration batch 0: the input"),
+    ],
+)
+def test_calibration_data_that_does_not_fit_is_refused(run, tmp_path, arrays, message):
+    src = saved_models.overflowing(tmp_path / "src")
+    np.savez(tmp_path / "data.npz", **arrays)
+    options = ["--dtype", "float16", "--calibrate", tmp_path / "data.npz"]
+    code, _, err = run("rewrite", src, tmp_path / "low", *options)
+    assert code in (1, 2)
+    assert message in one_line(err)
+    assert not (tmp_path / "low").exists()
+
+
+@pytest.mark.parametrize("content", [None, b"no archive"])
+def test_a_calibration_file_that_cannot_be_read_is_one_line(run, src, tmp_path, content):
+    if content:
+        (tmp_path / "data.npz").write_bytes(content)
+    code, _, err = run("inspect", src, "--dtype", "float16", "--calibrate", tmp_path / "data.npz")
+    assert code in (1, 2)
+    assert "data.npz" in one_line(err)

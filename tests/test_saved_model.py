@@ -1,0 +1,480 @@
+"""SavedModels: what is rewritten, what is kept, and that nothing is left half done."""
+
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers import saved_models
+from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
+from helpers.tolerances import assert_close
+from tfamp import hardware
+from tfamp.saved_model import inspect_saved_model
+
+DTYPES = ["float16", "bfloat16"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Writes a model once; returns its directory."""
+    written = {}
+
+    def write(name):
+        if name not in written:
+            written[name] = tmp_path_factory.mktemp("models") / name
+            saved_models.MODELS[name][0](written[name])
+        return written[name]
+
+    return write
+
+
+def call(path, name, key="serving_default"):
+    model = tf.saved_model.load(str(path))
+    function = model.signatures[key]
+    inputs = {key: tf.constant(value) for key, value in saved_models.MODELS[name][1].items()}
+    return function, function(**inputs)
+
+
+def size(path):
+    return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+
+
+def contents(path):
+    return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
+
+
+def specs(function):
+    inputs = {
+        k: (v.shape.as_list() if v.shape.rank is not None else None, v.dtype, v.name)
+        for k, v in function.structured_input_signature[1].items()
+    }
+    outputs = {k: (v.shape.as_list(), v.dtype) for k, v in function.structured_outputs.items()}
+    return inputs, outputs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("freeze", [False, True], ids=["variables", "frozen"])
+@pytest.mark.parametrize("name", saved_models.MODELS)
+def test_models_are_lowered_and_used_as_before(source, tmp_path, name, freeze, dtype):
+    src, dst = source(name), tmp_path / "low"
+    before = contents(src)
+    plan = tfamp.rewrite_saved_model(src, dst, dtype=dtype, freeze=freeze)
+    assert plan.dtype == dtype
+    assert plan.summary.low_nodes > 0
+    assert contents(src) == before
+    function, actual = call(dst, name)
+    original, expected = call(src, name)
+    assert_has_low_precision(function)
+    if name != "loop":
+        assert_computes_in(dtype, function)
+    assert specs(function) == specs(original)
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        assert actual[key].dtype == value.dtype
+        if value.dtype == tf.float32:
+            assert_close(actual[key], value, dtype, depth=256)
+        else:
+            assert (actual[key].numpy() == value.numpy()).all()
+
+
+def test_signatures_objects_files_and_order_are_kept(source, tmp_path):
+    src, dst = source("module"), tmp_path / "low"
+    tfamp.rewrite_saved_model(src, dst, dtype="bfloat16")
+    before, after = (tf.saved_model.load(str(path)) for path in (src, dst))
+    assert list(after.signatures) == list(before.signatures)
+    assert set(dir(after)) == set(dir(before))
+    kept, now = contents(src), contents(dst)
+    assert now.keys() == kept.keys()
+    changed = {name for name in kept if now[name] != kept[name]}
+    assert changed == {"saved_model.pb", "fingerprint.pb"}
+
+
+def test_functions_that_only_objects_refer_to_are_lowered_too(source, tmp_path):
+    src, dst = source("module"), tmp_path / "low"
+    tfamp.rewrite_saved_model(src, dst, dtype="bfloat16")
+    before, after = (tf.saved_model.load(str(path)) for path in (src, dst))
+    x = tf.constant(saved_models.FLOATS)
+    assert len(after.by_objects_only.concrete_functions) == 2
+    for function in after.by_objects_only.concrete_functions:
+        assert_computes_in("bfloat16", function)
+    for negative in (False, True):
+        actual, (same,) = after.by_objects_only(x, negative=negative)
+        assert_close(actual, before.by_objects_only(x, negative=negative)[0], "bfloat16", depth=64)
+        assert (same.numpy() == saved_models.FLOATS).all()
+    rows = tf.RaggedTensor.from_row_lengths(tf.reshape(x, (-1,)), [64, 60, 63, 64, 5])
+    assert_computes_in("bfloat16", after.ragged.concrete_functions[0])
+    assert_close(after.ragged(rows), before.ragged(rows), "bfloat16", depth=64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rewritten_model_can_be_trained_on(source, tmp_path, dtype):
+    dst = tmp_path / "low"
+    tfamp.rewrite_saved_model(source("module"), dst, dtype=dtype)
+    gradients = []
+    for path in (source("module"), dst):
+        model = tf.saved_model.load(str(path))
+        with tf.GradientTape() as tape:
+            y = model.outer(tf.constant(saved_models.FLOATS), tf.constant(1))["y"]
+            loss = tf.reduce_sum(y * y)
+        variables = [model.first, model.second]
+        assert [v.trainable for v in variables] == [True, True]
+        gradients.append(tape.gradient(loss, variables))
+        before = model.inner(saved_models.FLOATS)
+        model.first.assign(model.first * 2.0)
+        assert_close(model.inner(saved_models.FLOATS), before * 2, dtype, depth=64)
+    for actual, expected in zip(gradients[1], gradients[0], strict=True):
+        assert actual.dtype == tf.float32
+        assert_close(actual, expected, dtype, depth=256)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_custom_gradients_are_kept(tmp_path, nested):
+    class Clipped(tf.Module):
+        def __init__(self):
+            self.weight = tf.Variable(tf.eye(8) * 0.5)
+
+        @tf.function(input_signature=[tf.TensorSpec((None, 8), name="x")])
+        def __call__(self, x):
+            return tf.nn.relu(tf.function(self.inner)(x) if nested else self.inner(x))
+
+        def inner(self, x):
+            @tf.custom_gradient
+            def clip(y):
+                return tf.identity(y), lambda dy: tf.clip_by_value(dy, -0.25, 0.25)
+
+            return clip(tf.nn.relu(x @ self.weight)) @ self.weight
+
+    options = tf.saved_model.SaveOptions(experimental_custom_gradients=True)
+    tf.saved_model.save(Clipped(), str(tmp_path / "a"), options=options)
+    tfamp.rewrite_saved_model(tmp_path / "a", tmp_path / "b", dtype="bfloat16")
+    gradients = []
+    for name in ("a", "b"):
+        model = tf.saved_model.load(str(tmp_path / name))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(tf.ones((2, 8))))
+        gradients.append(tape.gradient(loss, model.weight))
+    assert_computes_in("bfloat16", model.__call__.concrete_functions[0])
+    assert_close(gradients[1], gradients[0], "bfloat16", depth=8)
+
+
+@pytest.mark.parametrize("name", ["module", "keras_export", "recurrent"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_frozen_model_takes_about_half_the_bytes(source, tmp_path, name, dtype):
+    src = source(name)
+    tfamp.rewrite_saved_model(src, tmp_path / "low", dtype=dtype, freeze=True)
+    assert size(tmp_path / "low") < 0.6 * size(src)
+    assert not (tmp_path / "low" / "variables").exists()
+
+
+def test_signatures_of_a_frozen_model_share_their_constants(source, tmp_path):
+    tfamp.rewrite_saved_model(
+        source("keras_export"), tmp_path / "low", dtype="bfloat16", freeze=True
+    )
+    assert set(tf.saved_model.load(str(tmp_path / "low")).signatures) == {
+        "serve",
+        "serving_default",
+    }
+    weights = 8 * 8 * 8 * 64 * 2  # The first Dense layer, once, in two bytes a number.
+    assert weights < size(tmp_path / "low") < 1.6 * weights
+
+
+def test_calls_inside_functions_need_no_casts(source):
+    plan = inspect_saved_model(source("module"), dtype="bfloat16")
+    # "inner" ends in a Relu, which "outer" multiplies by a weight: low on both sides.
+    outer = [node for node in plan.nodes if "__inference_outer" in node.scope]
+    assert [n.dtype for n in outer if n.op in ("MatMul", "Relu")] == ["bfloat16"] * 3
+
+
+def test_what_keep_float32_names_is_stored_in_float32(source, tmp_path):
+    plan = tfamp.rewrite_saved_model(
+        source("module"), tmp_path / "low", dtype="bfloat16", freeze=True, keep_float32=["back$"]
+    )
+    matmuls = {n.name.rpartition("/")[2]: n.dtype for n in plan.nodes if n.op == "MatMul"}
+    assert matmuls == {"matmul": "bfloat16", "back": "float32"}
+    weight = 64 * 256
+    assert (4 + 2) * weight < size(tmp_path / "low") < (4 + 3) * weight
+    with pytest.raises(ValueError, match="keep_float32: no node's name matches 'nonsense'"):
+        inspect_saved_model(source("module"), dtype="bfloat16", keep_float32=["nonsense"])
+
+
+def test_what_saves_restores_and_initialises_is_left_alone(source):
+    for name in ("module", "table", "text"):
+        plan = inspect_saved_model(source(name), dtype="bfloat16")
+        scopes = {node.scope for node in plan.nodes}
+        assert any("inference" in scope for scope in scopes)
+        for word in ("save", "restore", "initializer", "creator", "destroyer"):
+            assert not any(word in scope for scope in scopes), scopes
+
+
+def test_the_plan_is_that_of_a_dry_run_which_writes_nothing(source, tmp_path):
+    src = source("keras_export")
+    before = contents(src)
+    seen = inspect_saved_model(src, dtype="float16")
+    assert contents(src) == before
+    assert tfamp.rewrite_saved_model(src, tmp_path / "low", dtype="float16") == seen
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_assets_go_along_and_the_directory_can_be_moved(source, tmp_path, freeze):
+    shutil.copytree(source("table"), tmp_path / "model")
+    tfamp.rewrite_saved_model(tmp_path / "model", tmp_path / "low", dtype="float16", freeze=freeze)
+    shutil.rmtree(tmp_path / "model")
+    (tmp_path / "low").rename(tmp_path / "moved")
+    assert [path.name for path in (tmp_path / "moved" / "assets").iterdir()] == ["table.txt"]
+    _, result = call(tmp_path / "moved", "table")
+    assert result["number"].numpy().tolist() == [0, 2, -1, 1]
+
+
+def test_it_loads_quietly_and_has_a_fingerprint_of_its_own(source, tmp_path, caplog):
+    dst = tmp_path / "low"
+    tfamp.rewrite_saved_model(source("module"), dst, dtype="bfloat16")
+    fingerprints = [
+        tf.saved_model.experimental.read_fingerprint(str(path)) for path in (source("module"), dst)
+    ]
+    assert fingerprints[0].saved_model_checksum != fingerprints[1].saved_model_checksum
+    assert fingerprints[0].checkpoint_hash == fingerprints[1].checkpoint_hash
+    with caplog.at_level(logging.WARNING):
+        tf.saved_model.load(str(dst))
+    assert not caplog.records
+
+
+def test_keras_takes_a_rewritten_model_as_a_layer(source, tmp_path):
+    dst = tmp_path / "low"
+    tfamp.rewrite_saved_model(source("keras_export"), dst, dtype="bfloat16")
+    layer = keras.layers.TFSMLayer(str(dst), call_endpoint="serve")
+    original = keras.layers.TFSMLayer(str(source("keras_export")), call_endpoint="serve")
+    assert_computes_in("bfloat16", layer.call_endpoint_fn.concrete_functions[0])
+    assert len(layer.trainable_variables) == len(original.trainable_variables) > 0
+    actual, expected = (each(saved_models.IMAGES) for each in (layer, original))
+    assert_close(tf.nest.flatten(actual)[0], tf.nest.flatten(expected)[0], "bfloat16", depth=512)
+
+
+_FRESH = """
+import sys
+import numpy as np
+import tensorflow as tf
+here, *names = sys.argv[1:]
+x = tf.constant(np.load(here + "/x.npy"))
+for name in names:
+    function = tf.saved_model.load(here + "/" + name).signatures["serving_default"]
+    y = function(x=x, count=tf.constant(1))
+    np.save(here + "/" + name + ".npy", y["y"])
+assert "tfamp" not in sys.modules
+"""
+
+
+def test_a_process_without_tfamp_gets_the_same(source, tmp_path):
+    src = source("module")
+    names = []
+    for dtype, freeze in zip(DTYPES, (False, True), strict=True):
+        names.append(f"{dtype}-{freeze}")
+        tfamp.rewrite_saved_model(src, tmp_path / names[-1], dtype=dtype, freeze=freeze)
+    np.save(tmp_path / "x.npy", saved_models.FLOATS)
+    command = [sys.executable, "-c", _FRESH, str(tmp_path), *names]
+    subprocess.run(command, check=True, capture_output=True)
+    expected = call(src, "module")[1]["y"]
+    for name in names:
+        dtype = name.partition("-")[0]
+        assert_close(np.load(tmp_path / f"{name}.npy"), expected, dtype, depth=256)
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_a_model_with_nothing_to_lower_says_so(tmp_path, freeze):
+    made = tf.Module()
+    made.call = tf.function(lambda x: {"y": tf.exp(x)}, [tf.TensorSpec((2,), name="x")])
+    tf.saved_model.save(made, str(tmp_path / "a"), signatures=made.call)
+    with pytest.warns(tfamp.NothingToLowerWarning, match="no op that can be lowered to bfloat16"):
+        tfamp.rewrite_saved_model(tmp_path / "a", tmp_path / "b", dtype="bfloat16", freeze=freeze)
+    y = tf.saved_model.load(str(tmp_path / "b")).signatures["serving_default"](x=tf.zeros(2))["y"]
+    assert y.numpy().tolist() == [1.0, 1.0]
+
+
+# ---- What cannot be done -------------------------------------------------------------------------
+
+
+def machine(**facts):
+    return hardware.Hardware(
+        "", **{"cpu_bfloat16": False, "cpu_float16": False} | facts, gpus=(), tpu=False
+    )
+
+
+@pytest.mark.parametrize("dtype", [None, "auto"])
+def test_without_a_dtype_it_takes_the_machines(source, monkeypatch, dtype):
+    monkeypatch.setattr(hardware, "detect", lambda: machine(cpu_bfloat16=True))
+    assert inspect_saved_model(source("module"), dtype=dtype).dtype == "bfloat16"
+    monkeypatch.setattr(hardware, "detect", machine)
+    with pytest.raises(ValueError, match="multiplies natively, and that is float32: this CPU"):
+        inspect_saved_model(source("module"), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "half", 3])
+def test_another_dtype_is_refused(source, tmp_path, dtype):
+    with pytest.raises(ValueError, match="dtype must be one of float16, bfloat16, auto; got"):
+        tfamp.rewrite_saved_model(source("module"), tmp_path / "low", dtype=dtype)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture
+def model(source, tmp_path):
+    """A copy of a model, alone in a directory."""
+    shutil.copytree(source("module"), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def refused(model, dst, message, error=tfamp.SavedModelError, **options):
+    """Asserts that a rewrite is refused and leaves all as it was."""
+    before = contents(model.parent), sorted(model.parent.rglob("*"))
+    with pytest.raises(error, match=message):
+        tfamp.rewrite_saved_model(model, dst, dtype="bfloat16", **options)
+    assert (contents(model.parent), sorted(model.parent.rglob("*"))) == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_it_never_writes_onto_its_input(model, overwrite):
+    (model.parent / "link").symlink_to(model)
+    for dst in (model, model.parent / "link", model.parent / "x" / ".." / "model"):
+        refused(model, dst, "is the input", overwrite=overwrite)
+    for dst in (model / "low", model.parent):
+        refused(model, dst, "inside one another", overwrite=overwrite)
+
+
+def test_what_exists_is_refused_unless_it_may_be_overwritten(model):
+    dst = model.parent / "low"
+    shutil.copytree(model, dst)
+    refused(model, dst, "exists; give another directory, or allow to overwrite it")
+    (dst / "old").touch()
+    tfamp.rewrite_saved_model(model, dst, dtype="bfloat16", overwrite=True)
+    assert not (dst / "old").exists()
+    assert_computes_in("bfloat16", tf.saved_model.load(str(dst)).signatures["also"])
+    assert sorted(path.name for path in model.parent.iterdir()) == ["low", "model"]
+
+
+def test_overwriting_spares_what_is_no_saved_model(model):
+    dst = model.parent / "precious"
+    dst.mkdir()
+    (dst / "thesis.tex").touch()
+    refused(model, dst, "exists and is not a SavedModel", overwrite=True)
+    refused(model, dst / "thesis.tex", "exists and is not a SavedModel", overwrite=True)
+
+
+def break_graph(model):
+    (model / "saved_model.pb").write_bytes((model / "saved_model.pb").read_bytes()[:-100])
+
+
+def empty_graph(model):
+    (model / "saved_model.pb").write_bytes(b"")
+
+
+def lose_graph(model):
+    (model / "saved_model.pb").unlink()
+
+
+def lose_variables(model):
+    shutil.rmtree(model / "variables")
+
+
+def break_variables(model):
+    (data,) = (model / "variables").glob("*.data*")
+    data.write_bytes(data.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (break_graph, "saved_model.pb is broken"),
+        (empty_graph, "saved_model.pb is broken: it holds no graph"),
+        (lose_graph, "is no SavedModel: it has no saved_model.pb"),
+        (lose_variables, "The variables of the SavedModel .* cannot be read"),
+        (break_variables, "The variables of the SavedModel .* cannot be read"),
+        (shutil.rmtree, "There is no directory"),
+    ],
+)
+@pytest.mark.parametrize("freeze", [False, True])
+def test_a_broken_or_missing_input_is_named_and_nothing_is_written(model, change, message, freeze):
+    change(model)
+    refused(model, model.parent / "low", message, freeze=freeze)
+
+
+def test_a_file_and_another_format_are_no_input(model):
+    refused(model / "saved_model.pb", model.parent / "low", "is no directory")
+    (model / "saved_model.pb").rename(model / "saved_model.pbtxt")
+    refused(model, model.parent / "low", "has a saved_model.pbtxt, a format tfamp does not read")
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), tfamp.SavedModelError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_stops_it_midway_leaves_nothing_behind(model, monkeypatch, error, raised, overwrite):
+    dst = model.parent / "low" if overwrite else model.parent / "new" / "deep" / "low"
+    if overwrite:
+        shutil.copytree(model, dst)
+    original = shutil.copytree
+
+    def copy_and_stop(*args, **kwargs):
+        original(*args, **kwargs)
+        raise error
+
+    monkeypatch.setattr(shutil, "copytree", copy_and_stop)
+    message = "could not be written: .*No space left" if raised is tfamp.SavedModelError else None
+    refused(model, dst, message, raised, overwrite=overwrite)
+
+
+def test_a_variable_that_is_written_cannot_be_frozen(tmp_path):
+    class Counter(tf.Module):
+        def __init__(self):
+            self.count = tf.Variable(0.0)
+
+        @tf.function(input_signature=[tf.TensorSpec((2, 2), name="x")])
+        def __call__(self, x):
+            self.count.assign_add(1.0)
+            return {"y": x @ x + self.count}
+
+    made = Counter()
+    tf.saved_model.save(made, str(tmp_path / "model"), signatures=made.__call__)
+    refused(
+        tmp_path / "model",
+        tmp_path / "low",
+        "AssignAddVariableOp.*more with it than read",
+        freeze=True,
+    )
+    tfamp.rewrite_saved_model(tmp_path / "model", tmp_path / "low", dtype="bfloat16")
+    function = tf.saved_model.load(str(tmp_path / "low")).signatures["serving_default"]
+    assert [float(function(x=tf.eye(2))["y"][0, 0]) for _ in range(2)] == [2.0, 3.0]
+
+
+def test_a_model_without_signatures_is_rewritten_but_not_frozen(tmp_path):
+    made = tf.Module()
+    made.call = tf.function(lambda x: x @ x)
+    made.call(tf.eye(2))
+    tf.saved_model.save(made, str(tmp_path / "model"))
+    refused(tmp_path / "model", tmp_path / "low", "has no signatures", freeze=True)
+    tfamp.rewrite_saved_model(tmp_path / "model", tmp_path / "low", dtype="bfloat16")
+    loaded = tf.saved_model.load(str(tmp_path / "low"))
+    assert_computes_in("bfloat16", loaded.call.concrete_functions[0])
+
+
+def test_models_of_tf_keras_are_lowered(tmp_path):
+    tf_keras = pytest.importorskip("tf_keras")
+    layers = tf_keras.layers
+    made = tf_keras.Sequential(
+        [layers.Input((8, 8)), layers.LSTM(16), layers.Dense(16, "relu"), layers.Dense(4)]
+    )
+    made.save(tmp_path / "model", save_format="tf")
+    tfamp.rewrite_saved_model(tmp_path / "model", tmp_path / "low", dtype="bfloat16")
+    loaded = tf.saved_model.load(str(tmp_path / "low"))
+    assert_computes_in("bfloat16", loaded.signatures["serving_default"])
+    x = np.random.default_rng(0).normal(size=(3, 8, 8)).astype("float32")
+    assert_close(loaded(x), made(x), "bfloat16", depth=64)
