@@ -37,6 +37,8 @@ LAYERS = (
         "graph.structures",
         "graph.op_lists",
         "graph.maxflow",
+        "graph.machine",
+        "graph.flops",
     ),
     (
         "graph.regions",
@@ -108,6 +110,8 @@ FRAMEWORK_FREE = {
     "graph.grappler_lists",
     "graph.op_lists",
     "graph.maxflow",
+    "graph.machine",
+    "graph.flops",
     "graph.regions",
     "graph.coloring",
     "graph.cost",

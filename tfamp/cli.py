@@ -126,7 +126,9 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         help="kind of device the model will run on; default: this machine's",
     )
     parser.add_argument(
-        "--placement", default="lists", help="what decides where Casts go; default: lists"
+        "--placement",
+        default="lists",
+        help="what decides where Casts go: lists, or min_cut for what is worth it on this machine",
     )
     for name, what in (("keep-float32", "stay float32"), ("force-low", "are lowered")):
         parser.add_argument(

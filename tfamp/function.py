@@ -38,7 +38,7 @@ def rewrite(
     keep_float32: Iterable[str] = (),
     force_low: Iterable[str] = (),
     calibration: Any = None,
-    placement: str = "lists",
+    placement: str = "min_cut",
     on_error: str = "raise",
     example_args: Sequence[Any] | None = None,
 ) -> Any:
@@ -60,7 +60,8 @@ def rewrite(
             each a tuple of arguments, a dict of keyword arguments or the single argument; or a
             `tfamp.graph.Calibration`. Nodes with values too large for the dtype stay float32.
             Variables are as before afterwards.
-        placement: "lists": the lists decide alone.
+        placement: "min_cut": the lists decide what may be low, a minimum cut what is worth it on
+            this machine. "lists": the lists decide alone.
         on_error: "raise", or "keep": warn and run the float32 function where a graph cannot be
             rewritten.
         example_args: Arguments of a call, to rewrite at once instead of at the first call.

@@ -56,7 +56,8 @@ def rewrite_saved_model(
         op_lists: Which ops may be low; `OpLists.default(dtype, device)` if None.
         keep_float32: Regular expressions, searched for in node names: these stay float32.
         force_low: The same: these are lowered wherever the op has a kernel for it.
-        placement: "lists": the lists decide alone.
+        placement: "lists": the lists decide alone, as the model may run on another machine than
+            this. "min_cut": they decide what may be low, a minimum cut what is worth it here.
         device: Kind of device the model will run on: "cpu", "gpu", "tpu", or "auto" for this
             machine's. A node without a kernel there stays float32.
         overwrite: Whether a SavedModel in `dst` is replaced.

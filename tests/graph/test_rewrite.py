@@ -1,5 +1,6 @@
 """The rewrite as a whole: what it computes, what it keeps, what it refuses."""
 
+import functools
 import json
 import os
 import subprocess
@@ -13,8 +14,12 @@ import tensorflow as tf
 import tfamp
 from helpers import graph_dsl, graph_models, loops
 from helpers.tolerances import assert_close
+from tfamp.graph import rewrite
+from tfamp.graph.machine import builtin_profile
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.rewrite import rewrite_graph_def
+
+# These tests are about what the lists decide.
+rewrite_graph_def = functools.partial(rewrite.rewrite_graph_def, placement="lists")
 
 DTYPES = ["float16", "bfloat16"]
 MATRIX_OPS = {"MatMul", "Conv2D", "BatchMatMulV2", "Einsum", "Conv2DBackpropFilter"}
@@ -165,9 +170,11 @@ def _scaled_step(learning_rate=0.5, scale=2.0**15):
     return function
 
 
-def test_taking_the_loss_scale_off_stays_float32_in_float16():
+@pytest.mark.parametrize("placement", ["lists", "min_cut"])
+def test_taking_the_loss_scale_off_stays_float32_in_float16(placement):
     function = _scaled_step()
-    result = rewritten(function, "float16")
+    profile = builtin_profile("cpu", float16=True)
+    result = rewritten(function, "float16", placement=placement, profile=profile)
     assert_lowered_as_a_whole(result.plan, "float16")
     (gradient,) = graph_models.runnable(function, result.graph_def)(tf.ones((4, 4)))
     assert_close(gradient, function(tf.ones((4, 4))), "float16", depth=4)
@@ -265,7 +272,12 @@ CHAIN = "x>A>i"
 @pytest.mark.parametrize(
     ("choices", "error", "message"),
     [
-        ({"placement": "min_cut"}, ValueError, "placement must be one of lists; got 'min_cut'"),
+        ({"placement": "best"}, ValueError, "placement must be one of min_cut, lists; got 'best'"),
+        (
+            {"profile": {"matmul": 1}},
+            TypeError,
+            "must be a .*MachineProfile or None; got dict",
+        ),
         ({"op_lists": {"MatMul"}}, TypeError, "op_lists must be a tfamp.OpLists or None; got set"),
         ({"dtype": "float64"}, ValueError, "dtype must be one of float16, bfloat16; got"),
         ({"device": "npu"}, ValueError, "device must be one of auto, cpu, gpu, tpu; got 'npu'"),
@@ -322,7 +334,8 @@ def test_the_plan_as_json_and_text():
     assert [node["name"] for node in data["nodes"]] == [node.name for node in plan.nodes]
     assert data["casts"][0]["from"] == "float32"
     assert data["summary"]["casts"] == len(plan.casts) == 2
-    assert data["summary"]["estimated_speed_up"] is None
+    assert data["summary"]["estimated_speed_up"] is None  # the graph tells no shapes
+    assert {node["cost"] for node in data["nodes"] if node["op"] == "MatMul"} == {None}
     assert "a1" in plan.to_text()
     assert "3 of 6 float nodes in bfloat16; 2 Casts inserted" in plan.to_text()
 
@@ -343,11 +356,20 @@ def test_bytes_of_casts_come_from_the_shapes_in_the_graph():
 _HASHED = """
 import hashlib
 from helpers import loops
+from tfamp.graph.machine import builtin_profile
 from tfamp.graph.rewrite import rewrite_graph_def
 function = loops.nested_functions()
-result = rewrite_graph_def(function.graph.as_graph_def(), ["Identity:0"], device="cpu")
-text = result.graph_def.SerializeToString(deterministic=True) + result.plan.to_json().encode()
-print(hashlib.sha256(text).hexdigest())
+for placement in ("lists", "min_cut"):
+    result = rewrite_graph_def(
+        function.graph.as_graph_def(),
+        ["Identity:0"],
+        placement=placement,
+        device="cpu",
+        profile=builtin_profile("cpu", float16=True),
+    )
+    assert result.plan.summary.low_nodes
+    text = result.graph_def.SerializeToString(deterministic=True) + result.plan.to_json().encode()
+    print(hashlib.sha256(text).hexdigest())
 """
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tfamp.graph.calibration_data import Calibration as Calibration
+    from tfamp.graph.machine import MachineProfile as MachineProfile
     from tfamp.graph.op_lists import OpLists as OpLists
     from tfamp.graph.rewrite import rewrite_graph_def as rewrite_graph_def
     from tfamp.graph.structures import RewritePlan as RewritePlan
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 # Public name -> module that defines it.
 _HOMES = {
     "Calibration": "tfamp.graph.calibration_data",
+    "MachineProfile": "tfamp.graph.machine",
     "OpLists": "tfamp.graph.op_lists",
     "RewritePlan": "tfamp.graph.structures",
     "RewriteResult": "tfamp.graph.structures",

@@ -73,6 +73,66 @@ def paint(
     return painting
 
 
+def safe_slots(
+    index: GraphIndex,
+    regions: Regions,
+    colors: Mapping[str, str],
+    painting: Painting,
+) -> frozenset[int]:
+    """Returns the slots that may be lowered without loss of safety, Casts left out.
+
+    Those that the passes lower; infer and clear nodes behind these, through infer and clear nodes;
+    clear nodes joined to any of these through clear nodes; TensorLists and loops as a whole. With
+    A -> c -> i, the passes leave i in float32 and this returns it. What is denied is never safe,
+    nor are infer nodes that no allow node leads to, or that the passes leave in float32 on the way
+    to a variable: learning rates and moments keep their digits.
+
+    Args:
+        index: The scope.
+        regions: What its structure demands.
+        colors: Colour of every op type that is on a list.
+        painting: What the passes made of it.
+    """
+    rules = _make_rules(index, regions, colors, frozenset(), True)
+    updates = _ways_to_variables(rules)
+
+    def is_clear(slot: int) -> bool:
+        return (
+            rules.color(slot) == "clear"
+            and rules.is_free(slot)
+            and slot not in painting.denied
+            and slot not in regions.variable_reads
+        )
+
+    def follows(slot: int) -> bool:
+        return is_clear(slot) or (
+            rules.color(slot) == "infer"
+            and rules.is_free(slot)
+            and slot not in painting.denied
+            and slot not in updates
+            and not any(source in painting.denied for source in rules.fanin[slot])
+        )
+
+    safe = {slot for slot in painting.low if index.node_of(slot).op != "Cast"}
+    _spread(sorted(safe), (rules.fanout,), safe, follows)
+    _spread(sorted(safe), (rules.fanin, rules.fanout), safe, is_clear)
+    return frozenset(_whole_groups(rules, painting, safe))
+
+
+def _whole_groups(rules: Rules, painting: Painting, safe: set[int]) -> set[int]:
+    """Adds the rest of each TensorList and loop of which a part is safe, or drops the part."""
+    whole = set(safe)
+    for slots in rules.regions.lists:
+        if whole.intersection(slots) and not any(slot in painting.denied for slot in slots):
+            whole.update(slots)
+        else:
+            whole.difference_update(slots)
+    for following, merges in rules.regions.loops:
+        if not (merges and whole.issuperset((following, *merges))):
+            whole.difference_update((following, *merges))
+    return whole
+
+
 def _make_rules(
     index: GraphIndex,
     regions: Regions,

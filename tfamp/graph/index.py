@@ -7,6 +7,8 @@ built: `tfamp.graph.verify` relies on it.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +39,7 @@ from tfamp.graph.structures import (
 
 # Attribute, position in it if it is a list, dtype.
 _Place: TypeAlias = tuple[str, int | None, str]
+_Shape: TypeAlias = tuple[int | None, ...]
 
 _DEVICE_KIND = re.compile(r"(?:^|[/:])(cpu|gpu|tpu)(?=:|$)", re.IGNORECASE)
 
@@ -94,7 +97,7 @@ class _Indexer:
     outputs: list[list[int]] = field(default_factory=list)
     # For each node the first port of each named output; only functions name them.
     first_ports: list[dict[str, int]] = field(default_factory=list)
-    sizes: dict[tuple[int, int], int] = field(default_factory=dict)
+    shapes: dict[tuple[int, int], _Shape] = field(default_factory=dict)
 
     def index_graph(self, graph_def: Any) -> GraphIndex:
         for node in graph_def.node:
@@ -104,8 +107,10 @@ class _Indexer:
     def index_function(self, function: Any) -> GraphIndex:
         arguments = [_boundary(arg) for arg in function.signature.input_arg]
         results = [_boundary(arg) for arg in function.signature.output_arg]
-        for name, place in arguments:
+        for position, (name, place) in enumerate(arguments):
             self._add_boundary(name, ARGUMENT, [], [place])
+            if position in function.arg_attr:
+                self._add_shapes(position, ARGUMENT, function.arg_attr[position].attr)
         for node in function.node_def:
             self._add_node(node)
         for name, place in results:
@@ -145,8 +150,11 @@ class _Indexer:
         self._register(
             node.name, node.op, node.device, calls, own.uses_references, slots, ins, outs
         )
+        if node.op == "Einsum":
+            equation = node.attr["equation"].s.decode()
+            self.nodes[position] = dataclasses.replace(self.nodes[position], equation=equation)
         self.first_ports.append(_first_ports(own.outputs, types, counts) if self.scope else {})
-        self._add_sizes(position, node)
+        self._add_shapes(position, node.op, node.attr)
 
     def _new_slot(self, node: int, place: _Place, can_be_low: bool) -> int:
         self.slots.append(TypeSlot(node, *place, can_be_low))
@@ -209,18 +217,32 @@ class _Indexer:
         pinned = _DEVICE_KIND.search(device)
         return has_kernel(op, pinned[1].lower() if pinned else self.device, wanted)
 
-    def _add_sizes(self, position: int, node: Any) -> None:
+    def _add_shapes(self, position: int, op: str, attrs: Any) -> None:
         shapes: list[Any] = []
-        if "_output_shapes" in node.attr:
-            shapes = list(node.attr["_output_shapes"].list.shape)
-        elif node.op == "Const" and "value" in node.attr:
-            shapes = [node.attr["value"].tensor.tensor_shape]
+        if "_output_shapes" in attrs:
+            shapes = list(attrs["_output_shapes"].list.shape)
+        elif op == "Const" and "value" in attrs:
+            shapes = [attrs["value"].tensor.tensor_shape]
         for port, shape in enumerate(shapes):
-            size = 1
-            for dim in shape.dim:
-                size *= dim.size if dim.size >= 0 else 0
-            if not shape.unknown_rank and all(dim.size >= 0 for dim in shape.dim):
-                self.sizes[position, port] = size
+            if not shape.unknown_rank:
+                dims = tuple(dim.size if dim.size >= 0 else None for dim in shape.dim)
+                self.shapes[position, port] = dims
+
+    def _pass_on_shapes(self, edges: Iterable[Edge]) -> None:
+        """Gives a Cast the shape of its input: the Casts of a rewrite tell none."""
+        casts = {
+            self.slots[edge.target].node: (self.slots[edge.source].node, edge.port)
+            for edge in edges
+            if self.nodes[self.slots[edge.target].node].op == "Cast"
+        }
+        for position in casts:
+            chain, tensor = [position], casts[position]
+            while tensor not in self.shapes and tensor[0] in casts and tensor[0] not in chain:
+                chain.append(tensor[0])
+                tensor = casts[tensor[0]]
+            for cast in chain:
+                if tensor in self.shapes:
+                    self.shapes.setdefault((cast, 0), self.shapes[tensor])
 
     def _finish(self, tensors: list[list[str]]) -> GraphIndex:
         edges: list[Edge] = []
@@ -237,6 +259,7 @@ class _Indexer:
                 edges.append(Edge(source, target, port, i, tensor))
                 fanin[target].append(source)
                 fanout[source].append(target)
+        self._pass_on_shapes(edges)
         return GraphIndex(
             scope=self.scope,
             nodes=tuple(self.nodes),
@@ -244,7 +267,12 @@ class _Indexer:
             edges=tuple(edges),
             fanin=tuple(map(_distinct, fanin)),
             fanout=tuple(map(_distinct, fanout)),
-            sizes=self.sizes,
+            sizes={
+                tensor: math.prod(known)
+                for tensor, shape in self.shapes.items()
+                if len(known := [dim for dim in shape if dim is not None]) == len(shape)
+            },
+            shapes=self.shapes,
         )
 
     def _producer(self, consumer: int, tensor: str) -> tuple[int, int]:

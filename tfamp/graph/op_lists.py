@@ -229,7 +229,7 @@ class OpLists:
         Example:
             >>> lists = OpLists.default("bfloat16").with_changes(deny_add=["Softmax"])
             >>> lists.color("Softmax"), len(lists.infer)
-            ('deny', 47)
+            ('deny', 46)
         """
         added = {
             "allow": _op_set("allow_add", allow_add),

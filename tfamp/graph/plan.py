@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tfamp.graph.cost import ScopeCosts, scope_seconds
 from tfamp.graph.structures import (
     ARGUMENT,
     FLOAT32,
@@ -35,11 +36,13 @@ class PaintedScope:
         index: The scope.
         regions: What its structure demands.
         painting: Its colours.
+        costs: What everything takes, if that is known.
     """
 
     index: GraphIndex
     regions: Regions
     painting: Painting
+    costs: ScopeCosts | None = None
 
 
 def make_plan(
@@ -67,8 +70,20 @@ def make_plan(
         casts=len(casts),
         cast_bytes=sum(known),
         casts_of_unknown_size=len(casts) - len(known),
+        estimated_speed_up=_speed_up(scopes),
     )
     return RewritePlan(dtype, nodes, casts, plans, summary)
+
+
+def _speed_up(scopes: Sequence[PaintedScope]) -> float | None:
+    before = after = 0.0
+    for scope in scopes:
+        costs, low = scope.costs, scope.painting.low
+        if costs is None or any(scope.index.slots[slot].can_be_low for slot in costs.unshaped):
+            return None
+        before += scope_seconds(scope.index, costs, ())
+        after += scope_seconds(scope.index, costs, low)
+    return before / after if after else None
 
 
 def _plan_scope(scope: PaintedScope, dtype: str) -> ScopePlan:
@@ -141,6 +156,7 @@ def _node_plans(scope: PaintedScope, dtype: str, colors: Mapping[str, str]) -> I
             op=node.op,
             dtype=dtype if lowered or already else FLOAT32,
             reason=reason,
+            cost=_cost(scope, position),
             inputs=tuple(inputs.get(position, ())),
         )
 
@@ -152,6 +168,12 @@ def _producers(index: GraphIndex) -> dict[int, dict[str, None]]:
         names = producers.setdefault(index.slots[edge.target].node, {})
         names[index.node_of(edge.source).name] = None
     return producers
+
+
+def _cost(scope: PaintedScope, position: int) -> float | None:
+    if scope.costs is None or not scope.costs.known[position]:
+        return None
+    return scope.costs.node(scope.index, position, scope.painting.low)
 
 
 def _float_slots(index: GraphIndex, node: IndexedNode, dtype: str) -> list[int]:
@@ -171,6 +193,8 @@ def _why_float32(scope: PaintedScope, slot: int, colors: Mapping[str, str]) -> R
         return scope.regions.fixed[slot]
     if slot in scope.painting.denied:
         return scope.painting.denied[slot]
+    if slot in scope.painting.left:
+        return scope.painting.left[slot]
     if color is None:
         return Reason("no list", f"{node.op} is on no list")
     if not scope.index.slots[slot].can_be_low:

@@ -9,13 +9,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfamp import hardware
 from tfamp.dtypes import LOW_PRECISION
+from tfamp.graph.machine import MachineProfile, builtin_profile
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
 from tfamp.graph.ranges import Limits, Ranges
 from tfamp.graph.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, IndexedNode, Reason
 
-PLACEMENTS = ("lists",)
+PLACEMENTS = ("min_cut", "lists")
 
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -25,12 +27,18 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def check(
-    graph_def: Any, *, dtype: str, placement: str, device: str, op_lists: OpLists | None
+    graph_def: Any,
+    *,
+    dtype: str,
+    placement: str,
+    device: str,
+    op_lists: OpLists | None,
+    profile: MachineProfile | None,
 ) -> None:
     """Checks the arguments that need no look at the graph.
 
     Raises:
-        TypeError: The graph is no GraphDef, or the lists are no OpLists.
+        TypeError: The graph is no GraphDef, the lists no OpLists, or the profile no MachineProfile.
         ValueError: A dtype, a placement or a device is not known; the message names those that are.
     """
     if not isinstance(graph_def, tf.compat.v1.GraphDef):
@@ -39,6 +47,10 @@ def check(
             "That of a concrete function is `function.graph.as_graph_def()`."
         )
     check_lists(op_lists)
+    if profile is not None and not isinstance(profile, MachineProfile):
+        raise TypeError(
+            f"profile must be a tfamp.graph.MachineProfile or None; got {type(profile).__name__}."
+        )
     check_choice("dtype", dtype, LOW_PRECISION)
     check_choice("placement", placement, PLACEMENTS)
     check_choice("device", device, DEVICES)
@@ -58,6 +70,25 @@ def device_kind(device: str) -> str:
     if device != "auto":
         return device
     return "gpu" if tf.config.list_physical_devices("GPU") else "cpu"
+
+
+def profile_of(kind: str) -> MachineProfile:
+    """Returns the built-in profile of a kind of device, as far as this machine has one.
+
+    Args:
+        kind: "cpu", "gpu" or "tpu".
+    """
+    found = hardware.detect()
+    if kind == "cpu":
+        return builtin_profile(kind, bfloat16=found.cpu_bfloat16, float16=found.cpu_float16)
+    if kind == "gpu" and found.gpus:
+        weakest = min(gpu.capability or (0, 0) for gpu in found.gpus)
+        return builtin_profile(
+            kind,
+            bfloat16=weakest >= hardware.BFLOAT16_CAPABILITY,
+            float16=weakest >= hardware.FLOAT16_CAPABILITY,
+        )
+    return builtin_profile(kind)
 
 
 def colors_of(lists: OpLists) -> dict[str, str]:

@@ -9,10 +9,13 @@ from typing import Any
 from tfamp.errors import NothingToLowerWarning
 from tfamp.graph import request
 from tfamp.graph.apply import apply_plan
-from tfamp.graph.coloring import paint
+from tfamp.graph.coloring import paint, safe_slots
+from tfamp.graph.cost import estimate
 from tfamp.graph.index import build_indexes
 from tfamp.graph.inline import inline_calls
+from tfamp.graph.machine import MachineProfile
 from tfamp.graph.op_lists import OpLists
+from tfamp.graph.placement import place
 from tfamp.graph.plan import PaintedScope, make_plan
 from tfamp.graph.ranges import Limits, Ranges, too_large
 from tfamp.graph.regions import find_regions
@@ -29,13 +32,14 @@ def rewrite_graph_def(
     op_lists: OpLists | None = None,
     keep_float32: Iterable[str] = (),
     force_low: Iterable[str] = (),
-    placement: str = "lists",
+    placement: str = "min_cut",
     device: str = "auto",
+    profile: MachineProfile | None = None,
     inline: bool = True,
     ranges: Ranges | None = None,
     limits: Limits | None = None,
 ) -> RewriteResult:
-    """Returns a graph that computes in low precision where the lists say so.
+    """Returns a graph that computes in low precision where that is safe and worth it.
 
     Args:
         graph_def: A `tf.compat.v1.GraphDef`, float32; it is not modified.
@@ -45,7 +49,10 @@ def rewrite_graph_def(
         op_lists: Which ops may be low; `OpLists.default(dtype, device)` if None.
         keep_float32: Regular expressions, searched for in node names: these stay float32.
         force_low: The same: these are lowered wherever the op has a kernel for it.
-        placement: "lists": the lists decide alone.
+        placement: "min_cut": the lists decide what may be low, a minimum cut what is worth it, by
+            the times that `profile` gives for the shapes in the graph. They are there in
+            `graph.as_graph_def(add_shapes=True)`. Without them, and where the cut gains next to
+            nothing, the lists decide, as with "lists".
         device: Kind of device of the nodes that are pinned to none: "cpu", "gpu", "tpu", or "auto"
             for this machine's. A node without a kernel there stays float32.
         inline: Whether the nodes of called functions take the place of the calls first. A function
@@ -53,6 +60,8 @@ def rewrite_graph_def(
         ranges: What `tfamp.graph.calibration.measure` found when it ran the graph on data; nodes
             that exceed the limits stay float32, unless `force_low` matches them.
         limits: From where on measured values need float32; `Limits.default(dtype)` if None.
+        profile: How fast the machine is in each dtype; None for built-in figures, which depend on
+            the kind of device and on what it multiplies natively.
 
     Returns:
         The new graph, with functions rewritten under their names, and the plan.
@@ -64,11 +73,22 @@ def rewrite_graph_def(
     Example:
         >>> import tensorflow as tf
         >>> graph = tf.function(lambda x: x @ x).get_concrete_function(tf.TensorSpec((2, 2))).graph
-        >>> result = rewrite_graph_def(graph.as_graph_def(), ["Identity:0"], dtype="bfloat16")
+        >>> from tfamp.graph.machine import builtin_profile
+        >>> profile = builtin_profile("cpu", bfloat16=True)
+        >>> result = rewrite_graph_def(
+        ...     graph.as_graph_def(), ["Identity:0"], dtype="bfloat16", profile=profile
+        ... )
         >>> [(node.name, node.dtype) for node in result.plan.nodes]
         [('x', 'float32'), ('matmul', 'bfloat16'), ('Identity', 'float32')]
     """
-    request.check(graph_def, dtype=dtype, placement=placement, device=device, op_lists=op_lists)
+    request.check(
+        graph_def,
+        dtype=dtype,
+        placement=placement,
+        device=device,
+        op_lists=op_lists,
+        profile=profile,
+    )
     choices = request.NodeChoices(fetches, feeds, keep_float32, force_low)
     if inline:
         graph_def = inline_calls(graph_def, choices.used_names)
@@ -76,6 +96,7 @@ def rewrite_graph_def(
     lists = op_lists or OpLists.default(dtype, device)
     colors, updates_low = request.colors_of(lists), request.lowers_updates(lists, dtype)
     kind = request.device_kind(device)
+    profile = profile or request.profile_of(kind)
     indexes = build_indexes(graph_def, dtype=dtype, device=kind)
     choices.check(indexes)
     scopes = []
@@ -84,11 +105,17 @@ def rewrite_graph_def(
         calibrated = too_large(index, measured, limits, forced)
         regions = find_regions(index, calibrated | choices.unchanging(index))
         painting = paint(index, regions, colors, forced, updates_low)
-        scopes.append(PaintedScope(index, regions, painting))
+        costs = estimate(index, profile, dtype)
+        if placement == "min_cut":
+            safe = safe_slots(index, regions, colors, painting)
+            painting = place(index, regions, painting, safe, costs, profile.least_gain)
+        scopes.append(PaintedScope(index, regions, painting, costs))
     plan = make_plan(scopes, dtype=dtype, colors=colors)
     result = apply_plan(graph_def, plan)
     verify_rewrite(graph_def, result, scopes, plan, kind)
     if not plan.summary.low_nodes:
-        text = f"The graph has no op that can be lowered to {dtype}: it stays as it is."
+        could = any(node.reason.rule == "cut" for node in plan.nodes)
+        able = "is worth lowering" if could else "can be lowered"
+        text = f"The graph has no op that {able} to {dtype}: it stays as it is."
         warnings.warn(text, NothingToLowerWarning, stacklevel=2)
     return RewriteResult(result, plan)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tfamp.graph.plan_page import render_page
@@ -82,6 +82,7 @@ class IndexedNode:
         calls_function: Whether it runs a function of the library, as While and If do.
         uses_references: Whether an argument of the op is a reference to a variable's memory.
         slots: Its type slots.
+        equation: That of an Einsum, which tells its FLOPs; "" for other ops.
     """
 
     name: str
@@ -90,6 +91,7 @@ class IndexedNode:
     calls_function: bool
     uses_references: bool
     slots: tuple[int, ...]
+    equation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,8 @@ class GraphIndex:
         fanout: For each slot the slots its tensors go to.
         sizes: Number of elements of a tensor, by its producer's position and output port, where
             the graph tells the full shape.
+        shapes: Its shape, None for a dimension that is not known; a tensor of which not even the
+            number of dimensions is known is left out.
     """
 
     scope: str
@@ -114,6 +118,7 @@ class GraphIndex:
     fanin: tuple[tuple[int, ...], ...]
     fanout: tuple[tuple[int, ...], ...]
     sizes: Mapping[tuple[int, int], int]
+    shapes: Mapping[tuple[int, int], tuple[int | None, ...]] = field(default_factory=dict)
 
     def node_of(self, slot: int) -> IndexedNode:
         """Returns the node a slot belongs to."""
@@ -148,10 +153,12 @@ class Painting:
     Attributes:
         low: Slots that are to be lowered, with the reason.
         denied: Slots that need float32, with the reason.
+        left: Slots that may be low but are cheaper in float32, with the reason.
     """
 
     low: Mapping[int, Reason]
     denied: Mapping[int, Reason]
+    left: Mapping[int, Reason] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +207,7 @@ class NodePlan:
         op: Its op type.
         dtype: Name of the dtype it computes in after the rewrite.
         reason: Why.
-        cost: Its estimated time in seconds; None until there is a cost model.
+        cost: Its estimated time in seconds; None where the graph does not tell the shapes.
         inputs: Names of the nodes and arguments of the scope it takes tensors from, each once, in
             the order of its inputs; also those that do not compute with floats.
     """
@@ -234,7 +241,8 @@ class RewriteSummary:
         casts: Number of Casts inserted.
         cast_bytes: Bytes these read and write, as far as the graph tells the shapes.
         casts_of_unknown_size: Number of Casts left out of `cast_bytes`.
-        estimated_speed_up: Time before over time after; None until there is a cost model.
+        estimated_speed_up: Estimated time before over that after, each function run once; None
+            where the graph does not tell the shapes.
     """
 
     nodes: int

@@ -1,0 +1,107 @@
+"""Times from shapes: the roofline, Casts, and what is not known."""
+
+import dataclasses
+
+import pytest
+import tensorflow as tf
+
+from tfamp.graph.cost import UNKNOWN_DIMENSION, crossing_tensors, estimate, scope_seconds
+from tfamp.graph.index import build_indexes
+from tfamp.graph.machine import KINDS, MachineProfile
+
+# So slow in arithmetic that memory does not count, and the other way round.
+PEAKS = {kind: {"float32": 1.0, "bfloat16": 2.0, "float16": 0.1} for kind in KINDS}
+ARITHMETIC = MachineProfile("arithmetic", PEAKS, 1e30, 1e30, 0.0)
+FAST = {kind: dict.fromkeys(peaks, 1e30) for kind, peaks in PEAKS.items()}
+MEMORY = MachineProfile("memory", FAST, 1.0, 1.0, 0.0)
+
+
+def indexes_of(build, dtype="bfloat16", shapes=True):
+    with tf.Graph().as_default() as graph:
+        build()
+    graph_def = graph.as_graph_def(add_shapes=shapes)
+    return build_indexes(graph_def, dtype=dtype, device="cpu")
+
+
+def times(index, costs, name):
+    (position,) = [i for i, node in enumerate(index.nodes) if node.name == name]
+    every_slot = range(len(index.slots))
+    return costs.node(index, position, ()), costs.node(index, position, every_slot)
+
+
+def dense(rows=4):
+    def build():
+        x = tf.compat.v1.placeholder(tf.float32, (rows, 8), name="x")
+        y = tf.raw_ops.MatMul(a=x, b=tf.ones((8, 5)), name="y")
+        z = tf.raw_ops.Tanh(x=tf.raw_ops.Reshape(tensor=y, shape=[-1], name="r"), name="z")
+        tf.identity(z)
+
+    return build
+
+
+def test_arithmetic_is_counted_by_dtype():
+    (index,) = indexes_of(dense())
+    costs = estimate(index, ARITHMETIC, "bfloat16")
+    assert times(index, costs, "y") == pytest.approx((320, 160))
+    assert times(index, costs, "z") == pytest.approx((20, 10))
+    assert times(index, costs, "r") == times(index, costs, "x") == (0, 0)
+    (index,) = indexes_of(dense(), "float16")
+    assert times(index, estimate(index, ARITHMETIC, "float16"), "y") == pytest.approx((320, 3200))
+
+
+def test_memory_is_counted_by_dtype():
+    (index,) = indexes_of(dense())
+    costs = estimate(index, MEMORY, "bfloat16")
+    moved = 4 * 8 + 8 * 5 + 4 * 5
+    assert times(index, costs, "y") == pytest.approx((4 * moved, 2 * moved))
+    assert times(index, costs, "z") == pytest.approx((4 * 40, 2 * 40))
+
+
+def test_every_op_has_the_overhead_and_a_cast_has_it_too():
+    (index,) = indexes_of(dense())
+    costs = estimate(index, dataclasses.replace(MEMORY, op_overhead=1000.0), "bfloat16")
+    assert times(index, costs, "z") == pytest.approx((1160, 1080))
+    (y,) = [i for i, node in enumerate(index.nodes) if node.name == "y"]
+    assert costs.casts[y, 0] == pytest.approx(1000 + 20 * (4 + 2))
+    low = set(index.nodes[y].slots)
+    assert len(crossing_tensors(index, low)) == 3
+    added = scope_seconds(index, costs, low) - scope_seconds(index, costs, ())
+    gained = 2 * (4 * 8 + 8 * 5 + 4 * 5)
+    assert added == pytest.approx(3000 + 6 * (4 * 8 + 8 * 5 + 4 * 5) - gained)
+
+
+def test_a_cast_of_the_graph_costs_what_an_inserted_one_costs_and_nothing_between_equals():
+    def build():
+        x = tf.compat.v1.placeholder(tf.float32, (10,), name="x")
+        tf.identity(tf.cast(x, tf.bfloat16, name="down"))
+
+    (index,) = indexes_of(build)
+    costs = estimate(index, MEMORY, "bfloat16")
+    assert times(index, costs, "down") == (10 * (4 + 2), 0)
+
+
+def test_an_unknown_dimension_counts_as_a_batch():
+    unknown = indexes_of(dense(rows=None))[0]
+    known = indexes_of(dense(rows=UNKNOWN_DIMENSION))[0]
+    found = [
+        times(index, estimate(index, ARITHMETIC, "bfloat16"), "y") for index in (unknown, known)
+    ]
+    assert found[0] == found[1]
+
+
+def test_without_shapes_times_are_not_known_but_large():
+    (index,) = indexes_of(dense(), shapes=False)
+    costs = estimate(index, ARITHMETIC, "bfloat16")
+    (y,) = [i for i, node in enumerate(index.nodes) if node.name == "y"]
+    assert not costs.known[y]
+    assert costs.node(index, y, ()) > 1e11
+
+
+def test_shapes_inside_functions_are_known():
+    inner = tf.function(lambda x: tf.matmul(x, x), autograph=False)
+    outer = tf.function(lambda x: inner(x) + 1.0, autograph=False)
+    graph = outer.get_concrete_function(tf.TensorSpec((6, 6))).graph
+    _, index = build_indexes(graph.as_graph_def(add_shapes=True), dtype="bfloat16", device="cpu")
+    costs = estimate(index, ARITHMETIC, "bfloat16")
+    (name,) = [node.name for node in index.nodes if node.op == "MatMul"]
+    assert times(index, costs, name) == pytest.approx((2 * 6**3, 6**3))

@@ -1,0 +1,194 @@
+"""What a machine computes per second in each dtype, as a value; framework-free.
+
+The built-in profiles let a plan be made without a measurement, and made again with the same result.
+Those of CPUs were measured with `python -m benchmarks.machine`; those of GPUs and TPUs, and of CPUs
+that compute float16, are estimates from makers' data sheets. A placement depends on ratios only: of
+the dtypes, and of arithmetic, memory and overhead.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+DTYPES = ("float32", "bfloat16", "float16")
+# Convolutions have their gradients by input and by filter beside them: on CPUs these have float16
+# kernels of another kind. "special" is what takes longer per element than a sum or a product:
+# softmax, pooling, batch normalization and so on.
+KINDS = ("matmul", "conv", "conv_input", "conv_filter", "elementwise", "special")
+_DEVICES = ("cpu", "gpu", "tpu")
+_SPEEDS = ("bandwidth", "cast_bandwidth")
+
+
+@dataclass(frozen=True, slots=True)
+class MachineProfile:
+    """How fast a machine is in each dtype; what a placement by minimum cut goes by.
+
+    Args:
+        name: Name for people.
+        peaks: For each kind of op ("matmul", "conv", "conv_input", "conv_filter", "elementwise",
+            "special") and each dtype ("float32", "bfloat16", "float16") the floating-point
+            operations, or elements, per second.
+        bandwidth: Bytes per second that an op reads and writes.
+        cast_bandwidth: The same for a Cast.
+        op_overhead: Seconds that every op takes beside.
+        least_gain: Seconds that a placement must save over what the lists decide, to be taken in
+            its place.
+
+    Raises:
+        ValueError: A kind or a dtype is missing or unknown, or a number is none that can be.
+
+    Example:
+        >>> profile = builtin_profile("cpu", bfloat16=True)
+        >>> profile.peaks["matmul"]["bfloat16"] > profile.peaks["matmul"]["float32"]
+        True
+        >>> MachineProfile.from_json(profile.to_json()) == profile
+        True
+    """
+
+    name: str
+    peaks: Mapping[str, Mapping[str, float]]
+    bandwidth: float
+    cast_bandwidth: float
+    op_overhead: float
+    least_gain: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_names("peaks", self.peaks, KINDS)
+        for kind, peaks in self.peaks.items():
+            _check_names(f"peaks[{kind!r}]", peaks, DTYPES)
+            for dtype, value in peaks.items():
+                _check_number(f"peaks[{kind!r}][{dtype!r}]", value)
+        for name in _SPEEDS:
+            _check_number(name, getattr(self, name))
+        for name in ("op_overhead", "least_gain"):
+            if getattr(self, name) != 0:
+                _check_number(name, getattr(self, name))
+
+    def to_json(self) -> str:
+        """Returns the profile as a JSON object with the fields as keys."""
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> MachineProfile:
+        """Returns the profile that `to_json` wrote.
+
+        Args:
+            text: A JSON object with the fields as keys.
+
+        Returns:
+            The profile.
+
+        Raises:
+            ValueError: It is no JSON, a field is missing or unknown, or a value is wrong.
+        """
+        fields: Any = json.loads(text)
+        if not isinstance(fields, dict):
+            raise ValueError(f"A profile must be a JSON object; got {type(fields).__name__}.")
+        _check_names("a profile", fields, tuple(MachineProfile.__slots__))
+        return MachineProfile(**fields)
+
+
+def builtin_profile(
+    device: str, *, bfloat16: bool = True, float16: bool | None = None
+) -> MachineProfile:
+    """Returns tfamp's own figures for a kind of device.
+
+    Args:
+        device: "cpu", "gpu" or "tpu".
+        bfloat16: Whether it multiplies bfloat16 natively.
+        float16: The same for float16; None stands for what is usual: GPUs do.
+
+    Returns:
+        The profile; equal for equal arguments.
+
+    Raises:
+        ValueError: The device is none of these.
+
+    Example:
+        >>> builtin_profile("cpu").name
+        'built-in cpu, native: bfloat16'
+    """
+    if device not in _DEVICES:
+        raise ValueError(f"device must be one of {', '.join(_DEVICES)}; got {device!r}.")
+    # Compute capability 8.0 brought bfloat16 and TF32 at once.
+    key = "gpu before 8.0" if device == "gpu" and not bfloat16 else device
+    base = _BASES[key]
+    native = {"bfloat16": bfloat16, "float16": device == "gpu" if float16 is None else float16}
+    ratios = {"float32": dict.fromkeys(KINDS, 1.0)}
+    for dtype, is_native in native.items():
+        ratios[dtype] = _RATIOS[key, "native" if is_native else dtype]
+    names = ", ".join(dtype for dtype, is_native in native.items() if is_native)
+    return MachineProfile(
+        name=f"built-in {device}, native: {names or 'float32 only'}",
+        peaks={
+            kind: {dtype: base.peaks[kind] * ratios[dtype][kind] for dtype in DTYPES}
+            for kind in KINDS
+        },
+        bandwidth=base.bandwidth,
+        cast_bandwidth=base.cast_bandwidth,
+        op_overhead=base.op_overhead,
+        least_gain=_LEAST_GAIN,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """The figures of a device for float32."""
+
+    peaks: Mapping[str, float]
+    bandwidth: float
+    cast_bandwidth: float
+    op_overhead: float
+
+
+def _by_kind(*values: float) -> dict[str, float]:
+    return dict(zip(KINDS, values, strict=True))
+
+
+# Less than calling a function takes, and than a table like this one can tell apart: small graphs
+# come out the same on every machine.
+_LEAST_GAIN = 2e-4
+
+_BASES = {
+    # Two cores of an AMD EPYC with AVX512-BF16, TensorFlow 2.21; tensors larger than the caches.
+    "cpu": _Base(_by_kind(100e9, 90e9, 80e9, 70e9, 2.2e9, 0.9e9), 10e9, 10e9, 0.3e-6),
+    # An A100 at 40 % of its peaks: TensorFlow multiplies float32 as TF32 there.
+    "gpu": _Base(_by_kind(62e12, 62e12, 62e12, 62e12, 9.7e12, 5e12), 1.3e12, 1.3e12, 2e-6),
+    # The same of a V100, which has Tensor Cores for float16 only.
+    "gpu before 8.0": _Base(_by_kind(6e12, 6e12, 6e12, 6e12, 7e12, 4e12), 0.8e12, 0.8e12, 2e-6),
+    # A TPU v4; float32 takes several passes through units of bfloat16. Its compiler fuses Casts.
+    "tpu": _Base(_by_kind(92e12, 92e12, 92e12, 92e12, 4e12, 2e12), 1.2e12, 4e12, 0.2e-6),
+}
+# Operations per second in a low dtype over those in float32: where it is native, or by dtype where
+# it is not.
+_RATIOS = {
+    ("cpu", "native"): _by_kind(1.9, 1.8, 1.8, 1.6, 0.7, 0.85),
+    # With oneDNN kept from using AVX512-BF16.
+    ("cpu", "bfloat16"): _by_kind(0.37, 0.43, 0.45, 0.46, 0.7, 0.85),
+    # The gradients of float16 convolutions have no kernel of oneDNN's.
+    ("cpu", "float16"): _by_kind(0.93, 0.9, 0.12, 0.14, 1.1, 0.6),
+    ("gpu", "native"): _by_kind(2, 2, 2, 2, 2, 2),
+    ("gpu", "float16"): _by_kind(0.5, 0.5, 0.5, 0.5, 1, 1),
+    ("gpu before 8.0", "native"): _by_kind(6, 6, 6, 6, 2, 2),
+    ("gpu before 8.0", "bfloat16"): _by_kind(0.5, 0.5, 0.5, 0.5, 1, 1),
+    ("gpu before 8.0", "float16"): _by_kind(0.5, 0.5, 0.5, 0.5, 1, 1),
+    ("tpu", "native"): _by_kind(3, 3, 3, 3, 2, 2),
+    ("tpu", "bfloat16"): _by_kind(1, 1, 1, 1, 1, 1),
+    ("tpu", "float16"): _by_kind(1, 1, 1, 1, 1, 1),
+}
+
+
+def _check_names(what: str, got: Mapping[str, object], expected: tuple[str, ...]) -> None:
+    if set(got) != set(expected):
+        raise ValueError(
+            f"{what} must have exactly {', '.join(expected)}; got {', '.join(map(str, got))}."
+        )
+
+
+def _check_number(what: str, value: object) -> None:
+    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{what} must be a positive finite number; got {value!r}.")
