@@ -1,0 +1,113 @@
+"""Models of every kind, rewritten: their forward pass and 20 whole train steps match float32.
+
+What the rewrite decides about a graph is tested in tests/graph; here it is what a user gets. The
+models are Keras's own in float32, so that every low-precision op comes from the rewrite.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers import model_zoo
+from helpers.graph_asserts import op_dtypes
+from helpers.tolerances import assert_close
+
+DTYPES = ["float16", "bfloat16"]
+STEPS = 20
+# A matmul adds up about as many products as this, and its rounding errors like the root of it.
+DEPTH = 64
+
+
+def matrix_op_dtypes(function):
+    """Dtypes of matmuls and convolutions, their gradients and those in loop bodies included."""
+    return {
+        op: dtypes
+        for op, dtypes in op_dtypes(function).items()
+        if "Conv" in op or "MatMul" in op or op == "Einsum"
+    }
+
+
+def assert_lowered(function, ops, dtype):
+    found = matrix_op_dtypes(function)
+    assert ops <= found.keys()
+    assert set().union(*found.values()) == {dtype}, found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", model_zoo.KINDS)
+def test_the_forward_pass_is_lowered_and_matches_float32(kind, dtype):
+    model = model_zoo.build(kind)
+    ((x, _),) = model_zoo.digits(kind, 1)
+    fast = tfamp.rewrite(model, dtype=dtype)
+    assert_lowered(fast.concrete(x), model_zoo.KINDS[kind].ops, dtype)
+
+    actual = fast(x)
+    assert actual.dtype == tf.float32
+    assert_close(actual, model(x), dtype, depth=DEPTH)
+
+
+def make_step(kind, dtype):
+    """A whole train step of a new model, as a user writes it, and its optimizer."""
+    model = model_zoo.build(kind)
+    optimizer = keras.optimizers.SGD(model_zoo.KINDS[kind].learning_rate, momentum=0.9)
+    if dtype == "float16":
+        optimizer = tfamp.LossScaleOptimizer(optimizer)
+    optimizer.build(model.trainable_variables)
+    loss_function = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_function(y, model(x, training=True))
+            scaled = optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    return step, model, optimizer
+
+
+@functools.cache
+def float32_training(kind):
+    """Losses and final moving statistics of 20 steps in float32."""
+    step, model, _ = make_step(kind, "float32")
+    step = tf.function(step)
+    losses = [float(step(x, y)) for x, y in model_zoo.digits(kind, STEPS)]
+    return losses, [variable.numpy() for variable in model.non_trainable_variables]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", model_zoo.KINDS)
+def test_twenty_train_steps_are_lowered_and_match_float32(kind, dtype):
+    batches = model_zoo.digits(kind, STEPS)
+    step, model, optimizer = make_step(kind, dtype)
+    fast = tfamp.rewrite(step, dtype=dtype)
+    assert_lowered(fast.concrete(*batches[0]), model_zoo.KINDS[kind].ops, dtype)
+
+    losses = [float(fast(x, y)) for x, y in batches]
+    expected, statistics = float32_training(kind)
+    assert np.mean(expected[-5:]) < np.mean(expected[:5])  # It does learn.
+    # The errors of the steps add up like those of a sum of as many terms.
+    assert_close(losses, expected, dtype, depth=STEPS)
+    assert {variable.dtype for variable in model.variables} <= {"float32", "int64", "uint32"}
+    for variable, value in zip(model.non_trainable_variables, statistics, strict=True):
+        if variable.dtype == "float32":
+            assert_close(variable.numpy(), value, dtype, depth=DEPTH)
+    if dtype == "float16":
+        assert int(optimizer.skipped_steps) == 0
+        assert int(optimizer.iterations) == STEPS
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batch_normalization_keeps_its_statistics_in_float32(dtype):
+    step, _, _ = make_step("cnn_fused", dtype)
+    ((x, y),) = model_zoo.digits("cnn_fused", 1)
+    nodes = tfamp.rewrite(step, dtype=dtype).concrete(x, y).graph.as_graph_def().node
+    found = [node for node in nodes if node.op.startswith("FusedBatchNorm")]
+    assert {node.op for node in found} == {"FusedBatchNormV3", "FusedBatchNormGradV3"}
+    for node in found:
+        assert tf.as_dtype(node.attr["T"].type).name == dtype
+        assert tf.as_dtype(node.attr["U"].type) == tf.float32
