@@ -119,6 +119,8 @@ def _spec(tensor: Any) -> tf.TensorSpec:
 
 
 def _is_tensor(leaf: Any) -> bool:
+    if isinstance(leaf, tf.experimental.ExtensionType):
+        return True
     return tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable)
 
 
@@ -129,6 +131,12 @@ def _components(leaf: Any) -> list[Any]:
 def _as_value(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, tf.Operation):
         return None
-    if tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable):
-        return leaf
-    return tf.convert_to_tensor(leaf)
+    if isinstance(leaf, tf.Variable) or not _is_composite(leaf):
+        return leaf if _is_tensor(leaf) else tf.convert_to_tensor(leaf)
+    return leaf
+
+
+def _is_composite(leaf: Any) -> bool:
+    """Whether it is made of tensors, such as a ragged tensor, a data set or an ExtensionType."""
+    parts = _components(leaf)
+    return len(parts) != 1 or parts[0] is not leaf

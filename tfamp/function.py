@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +29,12 @@ from tfamp.graph.rewrite import rewrite_graph_def
 from tfamp.graph.structures import RewritePlan
 from tfamp.policy import Policy
 
+_NUMBERS = itertools.count(1)
 _ON_ERROR = ("raise", "keep")
+_EAGER = (
+    "{} runs as written, in float32: after tf.config.run_functions_eagerly(True) no function is "
+    "traced, so there is no graph to rewrite. In eager mode `tfamp.autocast` lowers op by op."
+)
 
 
 def rewrite(
@@ -129,9 +136,10 @@ class RewrittenFunction:
     Args:
         fn: The function.
         settings: How to rewrite it.
+        traced: What to trace in its place; None for the function itself.
     """
 
-    def __init__(self, fn: Any, settings: _Settings) -> None:
+    def __init__(self, fn: Any, settings: _Settings, traced: _Traced | None = None) -> None:
         if not callable(fn):
             raise TypeError(
                 f"rewrite takes a tf.function, a concrete function, a Keras model or a Python "
@@ -139,11 +147,14 @@ class RewrittenFunction:
             )
         self._fn = fn
         self._settings = settings
-        self._traced = _Traced.of(fn)
+        self._instance: Any = None
+        self._traced = _Traced.of(fn) if traced is None else traced
         self._plans: weakref.WeakKeyDictionary[Any, RewritePlan] = weakref.WeakKeyDictionary()
         self._function = self._traced.wrap(self._trace)
         self._bound: weakref.WeakKeyDictionary[Any, RewrittenFunction] = weakref.WeakKeyDictionary()
         functools.update_wrapper(self, self._traced.python_function, updated=())
+        # Without it, `inspect` takes an object with `__get__` for a builtin of unknown arguments.
+        self.__signature__ = inspect.signature(self._traced.python_function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function; the first call with arguments of a kind traces and rewrites it."""
@@ -154,9 +165,12 @@ class RewrittenFunction:
         if instance is None:
             return self
         if instance not in self._bound:
-            bound = RewrittenFunction(self._fn.__get__(instance, owner), self._settings)
-            self._bound[instance] = bound
-        return self._bound[instance]
+            method = _method_of(instance, self._traced.python_function)
+            traced = dataclasses.replace(self._traced, python_function=method)
+            self._bound[instance] = RewrittenFunction(method, self._settings, traced)
+        bound = copy.copy(self._bound[instance])
+        bound._instance = instance  # As a method does, keep the object: what is cached does not.
+        return bound
 
     def __repr__(self) -> str:
         return f"<tfamp.rewrite of {self._traced.name} to {self._settings.dtype}>"
@@ -192,6 +206,9 @@ class RewrittenFunction:
         return self._function
 
     def _trace(self, *args: Any, **kwargs: Any) -> Any:
+        if tf.executing_eagerly():
+            warnings.warn(_EAGER.format(self._traced.name), TfampWarning, stacklevel=2)
+            return self._traced.python_function(*args, **kwargs)
         host = tf.compat.v1.get_default_graph()
         call = FlatCall(args, kwargs)
         traced, result = self._traced.trace(call)
@@ -285,6 +302,19 @@ class _Rewriter:
         return result.graph_def
 
 
+def _method_of(instance: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Binds a function to an object without keeping the object alive."""
+    reference = weakref.ref(instance)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return function(reference(), *args, **kwargs)
+
+    functools.update_wrapper(method, function)
+    parameters = list(inspect.signature(function).parameters.values())
+    method.__signature__ = inspect.Signature(parameters[1:])  # type: ignore[attr-defined]
+    return method
+
+
 def _rewritten_gradient(
     settings: _Settings, graph_def: Any, fetches: Sequence[str], feeds: Sequence[str]
 ) -> Any:
@@ -328,6 +358,9 @@ class _Traced:
             return body(*args, **kwargs)
 
         rewritten.__name__ = self.name
+        # TensorFlow counts the traces of each code object, and warns of too many.
+        code = rewritten.__code__.replace(co_name=f"rewritten_{self.name}_{next(_NUMBERS)}")
+        rewritten.__code__ = code
         rewritten.__signature__ = inspect.signature(self.python_function)  # type: ignore[attr-defined]
         own = self.options
         if own is None:

@@ -1,0 +1,108 @@
+"""`tfamp.rewrite` where Python, Keras or TensorFlow look at a function in ways of their own."""
+
+import gc
+import inspect
+import logging
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.tolerances import assert_close
+
+X = tf.constant(np.random.default_rng(1).standard_normal((3, 4)).astype("float32"))
+
+
+class Module(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = tf.Variable(tf.eye(4))
+
+    @tfamp.rewrite(dtype="bfloat16")
+    def method(self, x, factor=2.0):
+        return x @ self.weight * factor
+
+    @tfamp.rewrite(dtype="bfloat16")
+    @tf.function(input_signature=[tf.TensorSpec((None, 4))])
+    def with_signature(self, x):
+        return x @ self.weight
+
+
+class Pair(tf.experimental.ExtensionType):
+    tensor: tf.Tensor
+    number: int
+
+
+def test_an_object_with_a_rewritten_method_is_freed():
+    module = Module()
+    module.method(X)
+    module.with_signature(X)
+    references = [weakref.ref(module), weakref.ref(module.weight)]
+    del module
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_a_method_keeps_its_object():
+    method = Module().method
+    gc.collect()
+    assert_close(method(X, factor=3.0), X * 3, "bfloat16")
+
+
+def test_methods_have_the_signature_of_methods():
+    module = Module()
+    assert str(inspect.signature(module.method)) == "(x, factor=2.0)"
+    assert inspect.getfullargspec(Module.method).args == ["self", "x", "factor"]
+    assert module.with_signature.concrete().inputs[0].shape.as_list() == [None, 4]
+    assert_close(Module.method(module, X), module.method(X), "float32")
+
+
+def test_a_keras_lambda_takes_a_rewritten_function():
+    fast = tfamp.rewrite(lambda x: x @ tf.eye(4), dtype="bfloat16")
+    assert_close(keras.layers.Lambda(fast)(X), X, "bfloat16")
+
+
+def test_an_extension_type_is_an_argument_and_a_result():
+    weight = tf.Variable(tf.eye(4))
+
+    @tfamp.rewrite(dtype="bfloat16")
+    def fast(pair):
+        return Pair(pair.tensor @ weight, pair.number + 1)
+
+    with tf.GradientTape() as tape:
+        tape.watch(X)
+        result = fast(Pair(X, 3))
+    assert result.number == 4
+    assert_close(result.tensor, X, "bfloat16")
+    for gradient in tape.gradient(result.tensor, [X, weight]):
+        assert gradient.dtype == tf.float32
+    assert fast.concrete(Pair(X, 3)) is fast.concrete(Pair(X + 1, 3))
+
+
+def test_a_data_set_is_a_result():
+    fast = tfamp.rewrite(lambda x: tf.data.Dataset.from_tensors(x @ tf.eye(4)), dtype="bfloat16")
+    (value,) = fast(X)
+    assert_close(value, X, "bfloat16")
+
+
+def test_where_functions_are_run_eagerly_it_says_that_nothing_is_rewritten():
+    fast = tfamp.rewrite(lambda x: x @ x, dtype="bfloat16")
+    tf.config.run_functions_eagerly(True)
+    with pytest.warns(tfamp.errors.TfampWarning, match="run_functions_eagerly"):
+        result = fast(X[:, :3])
+    np.testing.assert_array_equal(result, X[:, :3] @ X[:, :3])
+
+
+def test_many_rewritten_functions_are_not_taken_for_one_that_is_traced_again(caplog):
+    logger = tf.get_logger()
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.WARNING, logger.name):
+            for number in range(8):
+                tfamp.rewrite(lambda x, number=number: x @ x + number, dtype="bfloat16")(X[:, :3])
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "retracing" not in caplog.text
