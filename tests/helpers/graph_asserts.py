@@ -41,8 +41,13 @@ def concrete(fn: Callable, *args, **kwargs):
 
 def op_dtypes(fn: Callable, *args, **kwargs) -> dict[str, set[str]]:
     """Maps every op type in the graph of `fn`, nested functions included, to its dtypes."""
+    return graph_op_dtypes(concrete(fn, *args, **kwargs).graph.as_graph_def())
+
+
+def graph_op_dtypes(graph_def) -> dict[str, set[str]]:
+    """Maps every op type in a GraphDef and the functions it reaches to its dtypes."""
     found = collections.defaultdict(set)
-    for node in _reachable_nodes(concrete(fn, *args, **kwargs).graph.as_graph_def()):
+    for node in _reachable_nodes(graph_def):
         dtype = next((node.attr[name].type for name in _DTYPE_ATTRS if name in node.attr), None)
         if dtype:
             found[node.op].add(tf.dtypes.as_dtype(dtype).name)
