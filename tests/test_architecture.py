@@ -26,6 +26,7 @@ LAYERS = (
         "interception",
         "graph.autocast_lists",
         "graph.grappler_lists",
+        "graph.kernel_limits",
     ),
     (
         "_tf_functions",
@@ -108,6 +109,7 @@ FRAMEWORK_FREE = {
     "graph.structures",
     "graph.autocast_lists",
     "graph.grappler_lists",
+    "graph.kernel_limits",
     "graph.op_lists",
     "graph.maxflow",
     "graph.machine",

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from tfamp.errors import RewriteError
 from tfamp.graph.function_names import called_functions
+from tfamp.graph.kernel_limits import kernel_refuses
 from tfamp.graph.op_signatures import (
     SUCCESSORS,
     Argument,
@@ -144,7 +145,7 @@ class _Indexer:
         slots: dict[_Place, int] = {}
         for place in (*ins, *outs, *_single_places(own, types)):
             if place not in slots:
-                low = self._can_be_low(op, own, types, place, node.device)
+                low = self._can_be_low(node, own, types, place)
                 slots[place] = self._new_slot(position, place, low)
         calls = op in self.functions or any(name != node.op for name in called_functions(node))
         self._register(
@@ -197,12 +198,7 @@ class _Indexer:
         return int(value)
 
     def _can_be_low(
-        self,
-        op: str,
-        own: OpSignature,
-        types: Mapping[str, tuple[str, ...]],
-        place: _Place,
-        device: str,
+        self, node: Any, own: OpSignature, types: Mapping[str, tuple[str, ...]], place: _Place
     ) -> bool:
         attr, index, dtype = place
         if not attr or dtype != FLOAT32:
@@ -214,8 +210,14 @@ class _Indexer:
             self.dtype if index in (None, i) else each for i, each in enumerate(types[attr])
         )
         wanted = tuple((a, changed if a == attr else got) for a, got in types.items())
-        pinned = _DEVICE_KIND.search(device)
-        return has_kernel(op, pinned[1].lower() if pinned else self.device, wanted)
+        pinned = _DEVICE_KIND.search(node.device)
+        device = pinned[1].lower() if pinned else self.device
+        op = SUCCESSORS.get(node.op, node.op)
+        if not has_kernel(op, device, wanted):
+            return False
+        data_format = node.attr["data_format"].s.decode() if "data_format" in node.attr else ""
+        dilations = node.attr["dilations"].list.i if "dilations" in node.attr else ()
+        return not kernel_refuses(op, self.dtype, device, data_format, dilations)
 
     def _add_shapes(self, position: int, op: str, attrs: Any) -> None:
         shapes: list[Any] = []
