@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from helpers.graph_asserts import op_dtypes
 from helpers.tolerances import assert_close
 
 X = tf.constant(np.random.default_rng(1).standard_normal((3, 4)).astype("float32"))
@@ -106,3 +107,26 @@ def test_many_rewritten_functions_are_not_taken_for_one_that_is_traced_again(cap
     finally:
         logger.removeHandler(caplog.handler)
     assert "retracing" not in caplog.text
+
+
+def test_second_derivatives_go_through_a_rewritten_loop_that_reads_a_variable():
+    weight, start = tf.Variable(0.5 * tf.eye(4)), tf.constant(np.full((3, 4), 0.3, "float32"))
+
+    def loop(x):
+        loop = tf.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, tf.tanh(y @ weight)), (0, x))
+        return tf.map_fn(lambda row: row + tf.reduce_sum(weight), loop[1])
+
+    def second_derivatives(function):
+        with tf.GradientTape() as outer:
+            outer.watch(start)
+            with tf.GradientTape() as inner:
+                inner.watch(start)
+                result = function(start)
+            loss = tf.reduce_sum(inner.gradient(result, start) ** 2)
+        return outer.gradient(loss, [start, weight])
+
+    fast = tfamp.rewrite(loop, dtype="bfloat16")
+    assert op_dtypes(fast.concrete(start))["MatMul"] == {"bfloat16"}
+    expected = second_derivatives(tf.function(loop))
+    for actual, wanted in zip(second_derivatives(fast), expected, strict=True):
+        assert_close(actual, wanted, "bfloat16", depth=16)

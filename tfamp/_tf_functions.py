@@ -24,6 +24,21 @@ def capture_into_graph(tensor: Any) -> Any:
     return private_symbol(tf.compat.v1.get_default_graph(), "capture")(tensor)
 
 
+def copy_handle_data(sources: Iterable[Any], targets: Iterable[Any]) -> None:
+    """Lets resource handles know of their variables what other handles of the same ones know.
+
+    Symbol: `tensorflow.python.ops.handle_data_util.copy_handle_data`. A gradient of a gradient asks
+    for the dtype and shape of the variables that a loop passes on; an imported loop has lost them.
+
+    Args:
+        sources: Tensors of the graph being traced; those that are no handles are passed over.
+        targets: For each the tensor that has the same value.
+    """
+    copy = private_symbol(private_module("ops.handle_data_util"), "copy_handle_data")
+    for source, target in zip(sources, targets, strict=True):
+        copy(source, target)
+
+
 def note_variables(variables: Iterable[Any]) -> None:
     """Tells the function being traced that it uses variables, so that tapes outside watch them.
 

@@ -22,6 +22,7 @@ from tfamp.graph.inline import INLINED_INTO, inline_calls
 Transform: TypeAlias = Callable[[Any, Sequence[str], Sequence[str]], Any]
 
 _SCOPES = itertools.count(1)
+_LOOPS = frozenset({"StatelessWhile", "While"})
 
 
 def graft(
@@ -92,10 +93,13 @@ def _import(
     mapped = {name: value for name, value in values.items() if name in used}
     mapped |= {name: values[f"{name[1:]}:0"] for name in waited_for}
     made = [name for name in dict.fromkeys(outputs) if name not in values]
-    tensors = tf.graph_util.import_graph_def(
-        bare, input_map=mapped, return_elements=made, name=scope
+    loops = [node.name for node in bare.node if node.op in _LOOPS]
+    imported = tf.graph_util.import_graph_def(
+        bare, input_map=mapped, return_elements=[*made, *loops], name=scope
     )
-    found = dict(zip(made, tensors, strict=True))
+    for loop in imported[len(made) :]:
+        _tf_functions.copy_handle_data(loop.inputs, loop.outputs)
+    found = dict(zip(made, imported, strict=False))
     return [found[name] if name in found else tf.identity(values[name]) for name in outputs]
 
 
