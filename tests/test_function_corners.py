@@ -1,5 +1,6 @@
 """`tfamp.rewrite` where Python, Keras or TensorFlow look at a function in ways of their own."""
 
+import copy
 import gc
 import inspect
 import logging
@@ -21,6 +22,9 @@ class Module(tf.Module):
     def __init__(self):
         super().__init__()
         self.weight = tf.Variable(tf.eye(4))
+
+    def plain(self, x):
+        return x @ self.weight
 
     @tfamp.rewrite(dtype="bfloat16")
     def method(self, x, factor=2.0):
@@ -59,6 +63,17 @@ def test_methods_have_the_signature_of_methods():
     assert inspect.getfullargspec(Module.method).args == ["self", "x", "factor"]
     assert module.with_signature.concrete().inputs[0].shape.as_list() == [None, 4]
     assert_close(Module.method(module, X), module.method(X), "float32")
+
+
+def test_a_copy_of_an_object_has_a_rewritten_function_of_its_own():
+    module = Module()
+    module.attribute = tfamp.rewrite(module.plain, dtype="bfloat16")
+    module.attribute(X)
+    copied = copy.deepcopy(module)
+    copied.weight.assign(2 * tf.eye(4))
+    assert op_dtypes(copied.attribute.concrete(X))["MatMul"] == {"bfloat16"}
+    assert_close(copied.attribute(X), 2 * X, "bfloat16")
+    assert_close(module.attribute(X), X, "bfloat16")
 
 
 def test_a_keras_lambda_takes_a_rewritten_function():

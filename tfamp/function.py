@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
@@ -168,9 +167,14 @@ class RewrittenFunction:
             method = _method_of(instance, self._traced.python_function)
             traced = dataclasses.replace(self._traced, python_function=method)
             self._bound[instance] = RewrittenFunction(method, self._settings, traced)
-        bound = copy.copy(self._bound[instance])
+        bound = object.__new__(type(self))
+        bound.__dict__.update(self._bound[instance].__dict__)
         bound._instance = instance  # As a method does, keep the object: what is cached does not.
         return bound
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles as what it was made from: graphs belong to a process."""
+        return _make, (self._fn, self._settings, None)
 
     def __repr__(self) -> str:
         return f"<tfamp.rewrite of {self._traced.name} to {self._settings.dtype}>"
