@@ -104,6 +104,12 @@ def test_a_data_set_is_a_result():
     assert_close(value, X, "bfloat16")
 
 
+def test_a_tensor_array_is_refused_as_a_result():
+    fast = tfamp.rewrite(lambda x: tf.TensorArray(tf.float32, 1).write(0, x @ x), dtype="bfloat16")
+    with pytest.raises(TypeError, match=r"Return its stack\(\)"):
+        fast(X[:, :3])
+
+
 def test_where_functions_are_run_eagerly_it_says_that_nothing_is_rewritten():
     fast = tfamp.rewrite(lambda x: x @ x, dtype="bfloat16")
     tf.config.run_functions_eagerly(True)

@@ -131,6 +131,11 @@ def _components(leaf: Any) -> list[Any]:
 def _as_value(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, tf.Operation):
         return None
+    if isinstance(leaf, tf.TensorArray):
+        raise TypeError(
+            "A function to rewrite returned a tf.TensorArray, which belongs to the graph it was "
+            "made in. Return its stack() or concat()."
+        )
     if isinstance(leaf, tf.Variable) or not _is_composite(leaf):
         return leaf if _is_tensor(leaf) else tf.convert_to_tensor(leaf)
     return leaf
