@@ -194,6 +194,20 @@ def test_random_programs_have_the_same_plan_under_any_hash_seed():
     assert len(digests.pop()) == hashlib.sha256().digest_size * 2
 
 
+def test_an_inlined_calls_side_effects_are_waited_for_in_a_fixed_order():
+    variables = [tf.Variable(0.0) for _ in range(8)]
+    inner = tf.function(lambda x: [variable.assign(x) for variable in variables][0])
+    outer = tf.function(lambda x: inner(x) + inner(x))
+    graph_def = outer.get_concrete_function(tf.TensorSpec(())).graph.as_graph_def()
+    waits = [
+        [name for name in node.input if name.startswith("^")]
+        for node in inline_calls(graph_def).node
+        if node.name == "StatefulPartitionedCall"
+    ]
+    assert waits == [sorted(waits[0])]
+    assert len(waits[0]) > len(variables)  # And the last one that is read.
+
+
 def test_the_programs_have_every_kind_of_step():
     found = set()
     for seed in range(60):

@@ -184,7 +184,8 @@ class _Scope:
             types = given or [each.type for each in function.signature.output_arg]
             stands_in.attr["T"].list.type.extend(types)
         self._note_results(call, function, results)
-        ends = [inner.control(f"^{name}") for name in function.control_ret.values()]
+        # The order of a protobuf map is not that of the file, and not the same in every process.
+        ends = [inner.control(f"^{name}") for name in sorted(function.control_ret.values())]
         stands_in.input.extend(dict.fromkeys(ends or waits))
         yield stands_in
 
