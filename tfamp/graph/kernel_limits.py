@@ -26,9 +26,11 @@ _CHANNELS_LAST = frozenset(
         "MaxPoolGrad",
     }
 )
-# These do not spread a filter out.
+# These do not spread a filter out. Conv2D's kernel does, but its gradients, which TensorFlow adds in
+# the dtype of the op, cannot.
 _NOT_DILATED = frozenset(
     {
+        "Conv2D",
         "Conv2DBackpropFilter",
         "Conv2DBackpropInput",
         "Conv3D",
