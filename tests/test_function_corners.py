@@ -59,6 +59,7 @@ def test_a_method_keeps_its_object():
 
 def test_methods_have_the_signature_of_methods():
     module = Module()
+    assert module.method is module.method
     assert str(inspect.signature(module.method)) == "(x, factor=2.0)"
     assert inspect.getfullargspec(Module.method).args == ["self", "x", "factor"]
     assert module.with_signature.concrete().inputs[0].shape.as_list() == [None, 4]

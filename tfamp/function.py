@@ -151,6 +151,7 @@ class RewrittenFunction:
         self._plans: weakref.WeakKeyDictionary[Any, RewritePlan] = weakref.WeakKeyDictionary()
         self._function = self._traced.wrap(self._trace)
         self._bound: weakref.WeakKeyDictionary[Any, RewrittenFunction] = weakref.WeakKeyDictionary()
+        self._handles: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         functools.update_wrapper(self, self._traced.python_function, updated=())
         # Without it, `inspect` takes an object with `__get__` for a builtin of unknown arguments.
         self.__signature__ = inspect.signature(self._traced.python_function)
@@ -167,10 +168,14 @@ class RewrittenFunction:
             method = _method_of(instance, self._traced.python_function)
             traced = dataclasses.replace(self._traced, python_function=method)
             self._bound[instance] = RewrittenFunction(method, self._settings, traced)
-        bound = object.__new__(type(self))
-        bound.__dict__.update(self._bound[instance].__dict__)
-        bound._instance = instance  # As a method does, keep the object: what is cached does not.
-        return bound
+        known = self._handles.get(instance)
+        handle = None if known is None else known()
+        if handle is None:
+            handle = object.__new__(type(self))
+            handle.__dict__.update(self._bound[instance].__dict__)
+            handle._instance = instance  # As a method does, keep it: what is cached does not.
+            self._handles[instance] = weakref.ref(handle)
+        return handle
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles as what it was made from: graphs belong to a process."""
