@@ -26,8 +26,8 @@ _CHANNELS_LAST = frozenset(
         "MaxPoolGrad",
     }
 )
-# These do not spread a filter out. Conv2D's kernel does, but its gradients, which TensorFlow adds in
-# the dtype of the op, cannot.
+# These do not spread a filter out. Conv2D's kernel does, but its gradients, which TensorFlow adds
+# in the dtype of the op, cannot.
 _NOT_DILATED = frozenset(
     {
         "Conv2D",
