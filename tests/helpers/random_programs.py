@@ -127,8 +127,9 @@ class Program:
         return tf.while_loop(lambda i, *_: i < 2, body, (0, a, b), maximum_iterations=3)[1]
 
     def _conditional(self, a, b, block, other):
+        # Not of a and b: where they are equal, rounding would choose the branch.
         return tf.cond(
-            tf.reduce_sum(a) > tf.reduce_sum(b),
+            self.variables[0][0, len(block) % SIZE] > 0.0,
             lambda: self._run(block, [a, b]),
             lambda: self._run(other, [b, a]),
         )
