@@ -89,12 +89,12 @@ def test_an_unknown_dimension_counts_as_a_batch():
     assert found[0] == found[1]
 
 
-def test_without_shapes_times_are_not_known_but_large():
+def test_without_shapes_times_are_not_known():
     (index,) = indexes_of(dense(), shapes=False)
     costs = estimate(index, ARITHMETIC, "bfloat16")
     (y,) = [i for i, node in enumerate(index.nodes) if node.name == "y"]
     assert not costs.known[y]
-    assert costs.node(index, y, ()) > 1e11
+    assert costs.unshaped.issuperset(index.nodes[y].slots)
 
 
 def test_shapes_inside_functions_are_known():

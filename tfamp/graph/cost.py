@@ -15,11 +15,10 @@ from tfamp.graph.flops import FLOP_RULES, FREE_OPS, MOVING_OPS, SPECIAL_OPS, Sha
 from tfamp.graph.machine import MachineProfile
 from tfamp.graph.structures import ARGUMENT, FLOAT32, RESULT, GraphIndex
 
-# Dimensions that are not known, batches mostly, count as this many.
+# Dimensions that are not known, batches mostly, count as this many. A tensor of unknown rank counts
+# nothing: where it may be low the lists decide, see `tfamp.graph.placement`; others, such as what
+# batch normalization reserves for cuDNN, are no part of the question.
 UNKNOWN_DIMENSION = 32
-# A tensor of which nothing is known counts as a matrix this wide, and arithmetic on it as that of a
-# square matmul. What may be low is not decided by such a figure; see `tfamp.graph.placement`.
-UNKNOWN_WIDTH = 8192
 
 _BYTES = {"float64": 8, "int64": 8, "uint64": 8, "complex64": 8, "complex128": 16}
 _BYTES |= {"float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2, "bool": 1, "int8": 1, "uint8": 1}
@@ -140,7 +139,7 @@ class _Estimate:
         known = self._sizes.get(tensor)
         if known is None:
             shape = self._shape(tensor)
-            known = float(UNKNOWN_WIDTH**2 if shape is None else math.prod(shape))
+            known = float(0 if shape is None else math.prod(shape))
             self._sizes[tensor] = known
         return known
 
@@ -184,7 +183,7 @@ class _Estimate:
             {port: self._shape((position, port)) for port in rule.outputs},
             node.equation,
         )
-        return rule.kind, 2.0 * UNKNOWN_WIDTH**3 if flops is None else flops
+        return rule.kind, 0.0 if flops is None else flops
 
     def _seconds(self, slot: int, kind: str, work: float, dtype: str) -> float:
         peaks = self._profile.peaks[kind]
