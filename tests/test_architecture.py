@@ -70,6 +70,7 @@ LAYERS = (
         "conditional_apply",
         "gradients",
         "keras_hooks",
+        "methods",
         "scale_variables",
         "tracing",
         "unscaled_window",
@@ -83,6 +84,7 @@ LAYERS = (
         "output_dtypes",
         "model_calls",
         "batch_norm",
+        "fused_layers",
     ),
     (
         "policy_state",

@@ -60,6 +60,8 @@ class ManagedLayer:
         interior_of: Functionals it is an interior layer of.
         raised: (layer, policy before) of the layer and its sublayers while they are raised.
         low_outputs: Which of its outputs were low before it was raised.
+        follows_input: Whether its own policy is float32, and only its outputs are low: where its
+            input is, and while it is not raised.
     """
 
     policy: Policy
@@ -67,6 +69,12 @@ class ManagedLayer:
     interior_of: WeakMap[bool] = field(default_factory=WeakMap)
     raised: list[tuple[weakref.ref[Any], Any]] = field(default_factory=list)
     low_outputs: tuple[int, ...] = ()
+    follows_input: bool = False
+
+    @property
+    def policy_name(self) -> str:
+        """Name of the Keras policy that the layer has while it is not raised."""
+        return "float32" if self.follows_input else self.policy.name
 
 
 @dataclass(eq=False)

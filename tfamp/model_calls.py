@@ -16,9 +16,10 @@ from typing import Any
 
 import keras
 
-from tfamp import keras_hooks, output_dtypes
+from tfamp import fused_layers, keras_hooks, output_dtypes
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.layer_roles import ManagedLayer, graph_of, is_built_in, managed_layers
+from tfamp.methods import wrap_method
 from tfamp.policy import Policy
 
 
@@ -44,7 +45,11 @@ def layer_created(layer: Any, policy: Policy) -> None:
     """
     if isinstance(layer, keras.layers.InputLayer):
         return  # its dtype says what is fed
-    if policy.keeps_float32(type(layer)):
+    if fused_layers.can_fuse(type(layer)):
+        follows_input = policy.keeps_float32(type(layer))
+        managed_layers.set(layer, ManagedLayer(policy, follows_input=follows_input))
+        fused_layers.fuse(layer, policy.compute_dtype)
+    elif policy.keeps_float32(type(layer)):
         _keep_sublayers_float32(layer, policy)
     elif isinstance(layer, keras.Sequential):
         if policy.float32_outputs:
@@ -65,18 +70,6 @@ def functional_created(functional: Any) -> None:
         _watch_functional(functional)
 
 
-def _wrap(obj: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replaces a method of one object by `around(method, *args, **kwargs)`."""
-    method = getattr(obj, name)
-
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(method, *args, **kwargs)
-
-    # Around Layer.__setattr__: nothing here is state to track, to save or to check-point.
-    object.__setattr__(obj, name, wrapped)
-
-
 def _watch_functional(functional: Any) -> None:
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found = graph_of(functional)
@@ -85,8 +78,8 @@ def _watch_functional(functional: Any) -> None:
             _note_caller(functional)
         return original(*args, **kwargs)
 
-    _wrap(functional, "call", call)
-    _wrap(functional, "compute_output_spec", functools.partial(_spec_of, functional))
+    wrap_method(functional, "call", call)
+    wrap_method(functional, "compute_output_spec", functools.partial(_spec_of, functional))
 
 
 def _spec_of(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +121,7 @@ class _SequentialWatch:
         self._model = model
         self._built: weakref.ref[Any] | None = None
         for name in ("build", "pop", "call", "get_config"):
-            _wrap(model, name, getattr(self, name))
+            wrap_method(model, name, getattr(self, name))
         _cast_outermost(model, self._returns_low)
 
     def build(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +207,7 @@ def _cast_outermost(model: Any, applies: Callable[[], bool]) -> None:
         return keras.tree.map_structure(functools.partial(_spec_as_float32, model), spec)
 
     for around in (symbolic_call, call, compute_output_spec):
-        _wrap(model, around.__name__, around)
+        wrap_method(model, around.__name__, around)
 
 
 def _is_low(model: Any, dtype: Any) -> bool:
@@ -246,8 +239,8 @@ def _keep_sublayers_float32(layer: Any, policy: Policy) -> None:
         _set_float32(keras_hooks.sublayers(layer), is_built_in(layer), policy.name)
         return original(*args, **kwargs)
 
-    _wrap(layer, "build", settle)
-    _wrap(layer, "call", settle)
+    wrap_method(layer, "build", settle)
+    wrap_method(layer, "call", settle)
 
 
 def _set_float32(layers: tuple[Any, ...], handed_down: bool, policy_name: str) -> None:

@@ -121,7 +121,7 @@ def wants_float32(layer: Any) -> bool:
     record = managed_layers.get(layer)
     if record is None or not record.policy.float32_outputs:
         return False
-    return bool(record.raised) or layer.dtype_policy.name == record.policy.name
+    return bool(record.raised) or layer.dtype_policy.name == record.policy_name
 
 
 def _models_below_become_parts(layer: Any) -> None:
@@ -176,7 +176,7 @@ def _raise(layer: Any, record: ManagedLayer) -> None:
         for i, tensor in enumerate(node.outputs)
         if tensor.dtype in LOW_PRECISION
     }
-    changed = list(_carrying(layer, record.policy.name))
+    changed = list(_carrying(layer, record.policy_name))
     record.raised = [(weakref.ref(part), part.dtype_policy) for part in changed]
     for part in changed:
         part.dtype_policy = "float32"
@@ -188,7 +188,7 @@ def _raise(layer: Any, record: ManagedLayer) -> None:
             return
         low = {i for i in low if i < len(dtypes) and dtypes[i] == "float32"}
     record.low_outputs = tuple(sorted(low))
-    _retype(layer, record.low_outputs, "float32")
+    _retype(layer, record, "float32")
 
 
 def _lower(layer: Any, record: ManagedLayer) -> None:
@@ -196,10 +196,8 @@ def _lower(layer: Any, record: ManagedLayer) -> None:
     if not record.raised:
         return
     _restore_policies(record)
-    _retype(layer, record.low_outputs, record.policy.compute_dtype)
-    for functional in record.output_of.alive():
-        _cast_low_outputs(functional)
-        _tell_outer(functional)
+    _retype(layer, record, record.policy.compute_dtype)
+    _cast_and_tell(record)
 
 
 def _restore_policies(record: ManagedLayer) -> None:
@@ -296,30 +294,50 @@ def _cast(tensor: Any) -> Any:
     return layer(tensor)
 
 
-def _retype(operation: Any, positions: tuple[int, ...], dtype: str) -> None:
+def _retype(layer: Any, record: ManagedLayer, dtype: str) -> None:
     """Corrects what the symbolic outputs of a layer say, in every model it is part of."""
-    for node in keras_hooks.inbound_nodes(operation):
-        for i in positions:
+    for node in keras_hooks.inbound_nodes(layer):
+        if record.follows_input:
+            _respecify(node)
+            continue
+        for i in record.low_outputs:
             # MultiHeadAttention, for one, returns one output or two.
             if i < len(node.outputs):
                 keras_hooks.set_symbolic_dtype(node.outputs[i], dtype)
-    _retype_followers(operation)
+    _retype_followers(layer)
 
 
 def _retype_followers(operation: Any) -> None:
     """Corrects the symbolic outputs of the ops behind a layer, up to the next layers.
 
-    Layers cast what they get, so theirs stay as they are.
+    Most layers cast what they get, so theirs stay as they are.
     """
     pending = [operation]
     while pending:
         for node in keras_hooks.outbound_nodes(pending.pop(0)):
             follower = node.operation
-            if isinstance(follower, keras.Layer):
+            record = managed_layers.get(follower)
+            follows = record is not None and record.follows_input
+            if isinstance(follower, keras.Layer) and not follows:
                 continue
-            spec = follower.compute_output_spec(*node.arguments.args, **node.arguments.kwargs)
-            if _copy_dtypes(keras.tree.flatten(spec), node.outputs):
+            if _respecify(node):
                 pending.append(follower)
+                if record is not None:
+                    _cast_and_tell(record)
+
+
+def _respecify(node: Any) -> bool:
+    """Corrects what the outputs of one symbolic call say; returns whether they said otherwise."""
+    arguments = node.arguments
+    spec = node.operation.compute_output_spec(*arguments.args, **arguments.kwargs)
+    return _copy_dtypes(keras.tree.flatten(spec), node.outputs)
+
+
+def _cast_and_tell(record: ManagedLayer) -> None:
+    """Appends casts to the models that a layer has made low outputs of."""
+    for functional in record.output_of.alive():
+        _cast_low_outputs(functional)
+        _tell_outer(functional)
 
 
 def _copy_dtypes(sources: list[Any], targets: list[Any]) -> bool:
