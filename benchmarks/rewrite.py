@@ -18,6 +18,7 @@ SYSTEMS = (
     "float32",
     "Keras policy",
     "TensorFlow auto_mixed_precision",
+    "tfamp policy",
     "tfamp.rewrite, lists",
 )
 

@@ -35,6 +35,11 @@ def tensorflow_amp(workload: Workload, dtype: str) -> Step:
     return _step(workload)
 
 
+def tfamp_policy(workload: Workload, dtype: str) -> Step:
+    tfamp.set_global_policy(f"mixed_{dtype}")
+    return _step(workload)
+
+
 def tfamp_lists(workload: Workload, dtype: str) -> Step:
     return tfamp.rewrite(_step(workload), dtype=dtype, placement="lists")
 
@@ -43,6 +48,7 @@ SYSTEMS = {
     "float32": float32,
     "Keras policy": keras_policy,
     "TensorFlow auto_mixed_precision": tensorflow_amp,
+    "tfamp policy": tfamp_policy,
     "tfamp.rewrite, lists": tfamp_lists,
 }
 

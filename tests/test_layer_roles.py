@@ -36,13 +36,16 @@ def test_weak_map_compares_by_identity_and_keeps_nothing_alive():
 @pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16"])
 def test_only_layers_without_a_dtype_of_their_own_are_managed(name):
     with tfamp.policy_scope(name) as policy:
-        managed = keras.layers.Dense(1)
+        managed, norm = keras.layers.Dense(1), keras.layers.BatchNormalization()
         others = [
             keras.layers.Dense(1, dtype=name),
-            keras.layers.BatchNormalization(),
+            keras.layers.BatchNormalization(dtype="float32"),
             keras.layers.InputLayer((1,)),
         ]
-    assert managed_layers.get(managed).policy is policy
+    assert managed_layers.get(managed).policy is managed_layers.get(norm).policy is policy
+    assert managed_layers.get(managed).policy_name == name
+    # Its own policy is float32; only its outputs are low.
+    assert managed_layers.get(norm).policy_name == "float32"
     assert [managed_layers.get(layer) for layer in others] == [None] * 3
 
 

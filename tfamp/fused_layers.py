@@ -1,8 +1,9 @@
 """Makes BatchNormalization layers of mixed policies run TensorFlow's fused kernel.
 
 Such a layer is float32 as far as Keras is concerned: policy, variables and statistics. What differs
-is how it gets from its input to its output. A low input is not cast to float32 first, and the output
-is low as well, unless the layer makes an output of a model. Any other input is treated as Keras does.
+is how it gets from its input to its output. A low input is not cast to float32 first, and the
+output is low as well, unless the layer makes an output of a model. Any other input is treated as
+Keras does.
 
 The methods are wrapped on the one layer: a layer created under another policy, or read from a file,
 is Keras's own, and one created here keeps its kernel when the policy has changed since.

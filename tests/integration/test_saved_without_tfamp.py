@@ -56,6 +56,13 @@ def sequential():
     )
 
 
+def normalized_images():
+    x = keras.Input((8,))
+    y = layers.Conv2D(4, 2, padding="same")(layers.Reshape((2, 2, 2))(x))
+    y = layers.ReLU()(layers.BatchNormalization()(y))
+    return keras.Model(x, layers.Dense(3)(layers.Flatten()(y)))
+
+
 def deferred():
     model = keras.Sequential([layers.Dense(4), layers.Dense(3)])
     model(X)
@@ -107,6 +114,7 @@ MODELS = {
         functional,
         functional_with_ops,
         sequential,
+        normalized_images,
         deferred,
         several_outputs,
         nested_inside,

@@ -1,0 +1,196 @@
+"""The fused kernel's arithmetic against a float64 reference and TensorFlow's unfused formula."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from helpers.graph_asserts import op_dtypes
+from helpers.tolerances import assert_close
+from tfamp.batch_norm import has_fused_kernel, normalize_batch, normalize_by
+
+EPSILON = 1e-3
+SHAPES = {2: (24, 8), 3: (4, 6, 8), 4: (4, 3, 5, 8), 5: (2, 3, 2, 4, 8)}
+DTYPES = ["float16", "bfloat16", "float32"]
+GAMMA = np.linspace(0.5, 1.5, 8, dtype="float32")
+BETA = np.linspace(-1, 1, 8, dtype="float32")
+
+
+def sample(shape, dtype, *, center=3.0, spread=2.0, seed=0):
+    rng = np.random.default_rng(seed)
+    return tf.cast(center + spread * rng.standard_normal(shape), dtype)
+
+
+def reference(x, dy, gamma=GAMMA, beta=BETA):
+    """Outputs, statistics and gradients in float64, after the formulas of the paper."""
+    x, dy = (np.asarray(each).astype(np.float64) for each in (x, dy))
+    axes = tuple(range(x.ndim - 1))
+    mean, variance = x.mean(axes), x.var(axes)
+    std = np.sqrt(variance + EPSILON)
+    normal = (x - mean) / std
+    dgamma, dbeta = (dy * normal).sum(axes), dy.sum(axes)
+    count = x.size // x.shape[-1]
+    dx = gamma / std * (dy - dbeta / count - normal * dgamma / count)
+    return normal * gamma + beta, mean, variance, dx, dgamma, dbeta
+
+
+def gradients(x, dy):
+    gamma, beta = tf.constant(GAMMA), tf.constant(BETA)
+    with tf.GradientTape() as tape:
+        tape.watch([x, gamma, beta])
+        found = normalize_batch(x, gamma, beta, EPSILON)
+    return (*found, *tape.gradient(found.outputs, [x, gamma, beta], output_gradients=dy))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", SHAPES)
+def test_one_step_is_that_of_a_float64_reference(rank, dtype):
+    x, dy = sample(SHAPES[rank], dtype), sample(SHAPES[rank], dtype, center=0.3, seed=1)
+    found = op_dtypes(gradients, x, dy)
+    assert found["FusedBatchNormV3"] == found["FusedBatchNormGradV3"] == {dtype}
+    actual, expected = gradients(x, dy), reference(x, dy)
+    assert [each.dtype for each in actual] == [dtype, *["float32"] * 2, dtype, *["float32"] * 2]
+    # Only the tensors are low: statistics and sums over channels are as exact as float32's.
+    for each, wanted, computed_in in zip(
+        actual, expected, [dtype, "float32", "float32", dtype, "float32", "float32"], strict=True
+    ):
+        assert_close(each, wanted, computed_in, depth=x.shape.num_elements() // 8)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shapes_known_only_at_run_time(dtype, jit_compile):
+    fn = tf.function(gradients, jit_compile=jit_compile)
+    spec = tf.TensorSpec((None, None, 8), dtype)
+    fn = fn.get_concrete_function(spec, spec)
+    for count in (1, 4):
+        x, dy = sample((count, 6, 8), dtype), sample((count, 6, 8), dtype, center=0.3, seed=1)
+        for each, wanted in zip(fn(x, dy), reference(x, dy), strict=True):
+            assert_close(each, wanted, dtype, depth=24)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("static", [True, False])
+def test_the_variance_of_one_value_is_zero(dtype, static):
+    fn = tf.function(lambda x: normalize_batch(x, None, None, EPSILON))
+    x = sample((1, 1, 1, 8), dtype)
+    if not static:
+        fn = fn.get_concrete_function(tf.TensorSpec((None, None, None, 8), dtype))
+    found = fn(x)
+    np.testing.assert_array_equal(found.variance, np.zeros(8))
+    np.testing.assert_array_equal(found.outputs, np.zeros((1, 1, 1, 8)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 8), (0, 2, 2, 8)])
+def test_an_empty_batch_has_no_statistics(shape, dtype):
+    found = normalize_batch(tf.zeros(shape, dtype), None, None, EPSILON)
+    mean, variance = tf.nn.moments(tf.zeros(shape), list(range(len(shape) - 1)))
+    assert found.outputs.shape == shape
+    np.testing.assert_array_equal(found.mean, mean)  # NaN
+    np.testing.assert_array_equal(found.variance, variance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", SHAPES)
+def test_inference_uses_the_given_statistics(rank, dtype):
+    x = sample(SHAPES[rank], dtype)
+    mean, variance = tf.linspace(1.0, 5.0, 8), tf.linspace(0.5, 8.0, 8)
+    gamma, beta = tf.constant(GAMMA), tf.constant(BETA)
+    with tf.GradientTape() as tape:
+        tape.watch([x, gamma, beta])
+        y = normalize_by(x, mean, variance, gamma, beta, EPSILON)
+    dx, dgamma, dbeta = tape.gradient(y, [x, gamma, beta])
+    wide = np.asarray(x).astype(np.float64)
+    std = np.sqrt(np.asarray(variance, "float64") + EPSILON)
+    normal = (wide - np.asarray(mean)) / std
+    axes, count = tuple(range(rank - 1)), wide.size // 8
+    assert_close(y, normal * GAMMA + BETA, dtype, depth=2)
+    assert_close(dx, np.broadcast_to(GAMMA / std, wide.shape), dtype, depth=2)
+    assert_close(dgamma, normal.sum(axes), "float32", depth=count)
+    assert_close(dbeta, np.full(8, count), "float32", depth=count)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_second_derivatives(dtype):
+    """Of a gradient penalty, which a step of batch normalization is in the middle of."""
+
+    def penalty(normalize, x):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = tf.reduce_sum(tf.cast(normalize(x), "float32") ** 3)
+            value = tf.reduce_sum(tf.cast(inner.gradient(y, x), "float32") ** 2)
+        return outer.gradient(value, x)
+
+    def unfused(x):
+        mean, variance = tf.nn.moments(x, [0, 1, 2])
+        return tf.nn.batch_normalization(x, mean, variance, BETA, GAMMA, EPSILON)
+
+    x = sample(SHAPES[4], dtype)
+    actual = penalty(lambda x: normalize_batch(x, GAMMA, BETA, EPSILON).outputs, x)
+    expected = penalty(lambda x: unfused(tf.cast(x, "float64")), tf.cast(x, "float64"))
+    # Three factors of it are low: the output, its gradient, and the gradient's.
+    assert_close(actual, expected, dtype, depth=3 * 60)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_large_mean_does_not_swallow_the_variance(dtype):
+    x = sample(SHAPES[4], dtype, center=1000.0, spread=8.0)
+    found = normalize_batch(x, None, None, EPSILON)
+    _, mean, variance, *_ = reference(x, x)
+    assert_close(found.mean, mean, "float32")
+    # x - mean loses the digits that 1000 takes of float32.
+    np.testing.assert_allclose(found.variance, variance, rtol=1e-4)
+
+
+def test_activations_whose_float16_variance_overflows():
+    x = sample(SHAPES[4], "float16", center=0.0, spread=1e3)
+    expected, _, variance, *_ = reference(x, x, gamma=1.0, beta=0.0)
+    assert variance.max() > 65504
+    found = normalize_batch(x, None, None, EPSILON)
+    assert_close(found.variance, variance, "float32", depth=60)
+    assert_close(found.outputs, expected, "float16", depth=2)
+
+
+def test_fifty_steps_in_float32_have_the_losses_of_the_unfused_formula():
+    x, target = (
+        sample((32, 6, 6, 8), "float32"),
+        sample((32, 6, 6, 4), "float32", center=0.0, seed=1),
+    )
+
+    def unfused(x, gamma, beta, epsilon):
+        mean, variance = tf.nn.moments(x, [0, 1, 2])
+        return tf.nn.batch_normalization(x, mean, variance, beta, gamma, epsilon), mean, variance
+
+    def losses(normalize):
+        keras.utils.set_random_seed(3)
+        kernel = tf.Variable(tf.random.normal((3, 3, 8, 8)) / 8)
+        gamma, beta = tf.Variable(tf.ones(8)), tf.Variable(tf.zeros(8))
+        head = tf.Variable(tf.random.normal((8, 4)) / 3)
+        variables = [kernel, gamma, beta, head]
+
+        @tf.function
+        def step():
+            with tf.GradientTape() as tape:
+                y, *_ = normalize(tf.nn.conv2d(x, kernel, 1, "SAME"), gamma, beta, EPSILON)
+                loss = tf.reduce_mean((tf.nn.relu(y) @ head - target) ** 2)
+            for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+                variable.assign_sub(0.05 * gradient)
+            return loss
+
+        return np.array([step() for _ in range(50)])
+
+    fused, expected = losses(normalize_batch), losses(unfused)
+    assert expected[-1] < 0.95 * expected[0]
+    np.testing.assert_allclose(fused, expected, rtol=1e-4)
+
+
+def test_kernels():
+    assert has_fused_kernel("float32", 1e-3)
+    assert has_fused_kernel("bfloat16", 1e-3)
+    assert not has_fused_kernel("float64", 1e-3)
+    assert has_fused_kernel("float32", 1e-6) is not bool(tf.config.list_physical_devices("GPU"))
