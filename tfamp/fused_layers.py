@@ -21,7 +21,7 @@ from tfamp.layer_roles import managed_layers
 from tfamp.methods import wrap_method
 
 # A subclass that overrides anything else of Keras's may compute something else.
-_HARMLESS = frozenset({"__init__", "__module__", "__doc__", "build", "get_config", "from_config"})
+_HARMLESS = frozenset({"build", "get_config", "from_config"})
 
 
 def can_fuse(layer_class: type) -> bool:
@@ -38,8 +38,10 @@ def can_fuse(layer_class: type) -> bool:
     if not issubclass(layer_class, norm) or keras.backend.backend() != "tensorflow":
         return False
     between = layer_class.__mro__[: layer_class.__mro__.index(norm)]
-    added = {name for each in between for name in vars(each)}
-    return not any(hasattr(norm, name) for name in added - _HARMLESS)
+    added = {name for each in between for name in vars(each)} - _HARMLESS
+    # Python gives every class a few __names__ of its own.
+    changed = {name for name in added if name == "__call__" or not name.startswith("__")}
+    return not any(hasattr(norm, name) for name in changed)
 
 
 def fuse(layer: Any, low: str) -> None:
