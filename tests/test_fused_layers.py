@@ -174,6 +174,22 @@ def test_what_the_kernel_cannot_do_is_done_as_keras_does(low, shape, options):
     assert ours(keras.Input(batch_shape=shape, dtype=low)).dtype == low
 
 
+def test_without_a_kernel_it_is_done_as_keras_does(low, monkeypatch):
+    monkeypatch.setattr("tfamp.batch_norm.has_fused_kernel", lambda dtype, epsilon: False)
+    ours, keras_own = pair(RANKS[4])
+    x, dy = sample(RANKS[4], low), sample(RANKS[4], low, center=0.1, seed=1)
+    assert_not_fused(lambda: ours(x, training=True))
+    assert_same_step(ours, keras_own, x, dy, low, True)
+
+
+def test_another_backend_of_keras_is_left_alone(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    assert not fused_layers.can_fuse(layers.BatchNormalization)
+    layer = layers.BatchNormalization()
+    assert layer.autocast
+    assert layer.compute_dtype == "float32"
+
+
 def test_masked_steps_do_not_count(low):
     ours, keras_own = pair(RANKS[3])
     x, dy = sample(RANKS[3], low), sample(RANKS[3], low, center=0.1, seed=1)
@@ -468,6 +484,34 @@ def test_two_replicas_average_their_moving_statistics(low, two_replicas):
         assert_close(each, wanted, low, depth=2)
     assert_close(ours.moving_mean, keras_own.moving_mean, "float32", depth=4)
     assert_close(ours.moving_variance, keras_own.moving_variance, "float32", depth=4)
+
+
+def test_a_copy_is_keras_own(low):
+    model, x = convolutional(), sample((2, 12, 12, 3))
+    clone = keras.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    assert clone.layers[2].output.dtype == "float32"
+    assert_not_fused(lambda: clone(x, training=True))
+    assert_close(clone(x), model(x), low, depth=8)
+
+
+def test_stateless_calls_leave_the_layer_as_it_is(low):
+    ours, keras_own = pair(RANKS[4])
+    x = sample(RANKS[4], low)
+    found = []
+    for layer, given in ((ours, x), (keras_own, tf.cast(x, "float32"))):
+        values = [
+            [weight.value for weight in weights]
+            for weights in (layer.trainable_weights, layer.non_trainable_weights)
+        ]
+        before = layer.get_weights()
+        found.append(layer.stateless_call(*values, given, training=True))
+        for weight, value in zip(layer.get_weights(), before, strict=True):
+            np.testing.assert_array_equal(weight, value)
+    (y, actual), (_, expected) = found
+    assert y.dtype == low
+    for each, wanted in zip(actual, expected, strict=True):
+        assert_close(each, wanted, "float32", depth=60)
 
 
 def test_inside_autocast(low):

@@ -722,7 +722,9 @@ def test_models_that_nothing_is_managed_in_are_left_alone():
 
 _graph = st.lists(
     st.tuples(
-        st.sampled_from(["dense", "shared", "norm", "relu", "add", "inner", "explicit"]),
+        st.sampled_from(
+            ["dense", "shared", "norm", "shared_norm", "relu", "add", "inner", "explicit"]
+        ),
         st.integers(0, 9),
         st.integers(0, 9),
     ),
@@ -734,6 +736,7 @@ _graph = st.lists(
 class _Maker:
     def __init__(self):
         self.shared = layers.Dense(4)
+        self.shared_norm = layers.BatchNormalization()
         self.inner = keras.Sequential([keras.Input((4,)), layers.Dense(5), layers.Dense(4)])
 
     def step(self, kind, x, y):
@@ -741,6 +744,7 @@ class _Maker:
             "dense": lambda: layers.Dense(4)(x),
             "shared": lambda: self.shared(x),
             "norm": lambda: layers.BatchNormalization()(x),
+            "shared_norm": lambda: self.shared_norm(x),
             "relu": lambda: keras.ops.relu(x),
             "add": lambda: layers.Add()([x, y]) if x is not y else x + 1.0,
             "inner": lambda: self.inner(x),
