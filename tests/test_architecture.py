@@ -70,6 +70,7 @@ LAYERS = (
         "conditional_apply",
         "gradients",
         "keras_hooks",
+        "keras_intercept",
         "methods",
         "scale_variables",
         "tracing",
@@ -90,6 +91,7 @@ LAYERS = (
         "policy_state",
         "optimizer",
         "flat_call",
+        "fused_tracing",
         "saved_model_files",
         "saved_model_graph",
         "saved_model_values",
@@ -126,7 +128,14 @@ FRAMEWORK_FREE = {
 }
 PRIVATE = ("tensorflow.python", "tensorflow.core", "tensorflow.__internal__", "keras.src")
 # _library_code only names such modules, to tell who asks for a cast.
-PRIVATE_ALLOWED = {"_tf_private", "_tf_functions", "_tf_intercept", "_library_code", "keras_hooks"}
+PRIVATE_ALLOWED = {
+    "_tf_private",
+    "_tf_functions",
+    "_tf_intercept",
+    "_library_code",
+    "keras_hooks",
+    "keras_intercept",
+}
 MAX_FILE_LINES = 400
 MAX_BODY_LINES = 60
 UNLIMITED_FUNCTIONS = {"build_parser"}

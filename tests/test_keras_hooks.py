@@ -230,6 +230,6 @@ def test_private_copy_mask():
 def test_a_missing_symbol_says_which_and_what_to_install(monkeypatch):
     message = f"_no_such.* is not in Keras {keras.__version__}; tfamp was tested with Keras 3"
     with pytest.raises(tfamp.UnsupportedVersionError, match=message):
-        keras_hooks._symbol(keras.layers.Dense(1), "_no_such")
+        keras_hooks.keras_symbol(keras.layers.Dense(1), "_no_such")
     with pytest.raises(tfamp.UnsupportedVersionError, match=r"keras\.src\.gone is not in Keras"):
-        keras_hooks._module("keras.src.gone")
+        keras_hooks.keras_module("keras.src.gone")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
-from tfamp import keras_hooks
+from tfamp import keras_intercept
 from tfamp._tf_intercept import intercept
 from tfamp.autocast_rules import Autocaster
 from tfamp.autocast_state import Mode, current_modes
@@ -38,8 +38,8 @@ class _Hooks:
                 handler = Autocaster(self.held)
                 with contextlib.ExitStack() as undo:  # undoes the first if another fails
                     undo.callback(intercept(handler))
-                    undo.callback(keras_hooks.intercept_layer_calls(handler.layer_dtype))
-                    undo.callback(keras_hooks.intercept_optimizer_steps(handler.paused))
+                    undo.callback(keras_intercept.intercept_layer_calls(handler.layer_dtype))
+                    undo.callback(keras_intercept.intercept_optimizer_steps(handler.paused))
                     self._undo = undo.pop_all()
             self._users += 1
 

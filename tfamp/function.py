@@ -18,6 +18,7 @@ from tfamp import _tf_functions
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import NothingToLowerWarning, RewriteError, TfampWarning
 from tfamp.flat_call import FlatCall, trace_flat
+from tfamp.fused_tracing import fused_batch_normalization
 from tfamp.graph import request
 from tfamp.graph.calibration import measure
 from tfamp.graph.calibration_data import Calibration
@@ -220,7 +221,8 @@ class RewrittenFunction:
             return self._traced.python_function(*args, **kwargs)
         host = tf.compat.v1.get_default_graph()
         call = FlatCall(args, kwargs)
-        traced, result = self._traced.trace(call)
+        with fused_batch_normalization():
+            traced, result = self._traced.trace(call)
         rewriter = _Rewriter(self._settings, functools.partial(self._measure, traced))
         try:
             tensors = graft(

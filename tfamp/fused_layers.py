@@ -71,8 +71,12 @@ class _FusedCalls:
         self, original: Callable[..., Any], inputs: Any, training: Any = None, mask: Any = None
     ) -> Any:
         returned = self._output_dtype(inputs)
-        if returned == self._low == _dtype_of(inputs) and mask is None and self._fits(inputs):
-            return self._normalize(inputs, training)
+        if (
+            returned == self._low == _dtype_of(inputs)
+            and mask is None
+            and fits(self._layer, inputs, self._low)
+        ):
+            return normalize(self._layer, inputs, training)
         if not self._layer.autocast and _dtype_of(inputs) in FLOAT_DTYPES:
             inputs = keras.ops.cast(inputs, self._layer.input_dtype)
         return keras.ops.cast(original(inputs, training=training, mask=mask), returned)
@@ -91,40 +95,56 @@ class _FusedCalls:
             return self._low
         return str(layer.compute_dtype)
 
-    def _fits(self, inputs: Any) -> bool:
-        """Whether the kernel computes what this layer is to compute on its input."""
-        import tensorflow as tf
 
-        from tfamp.batch_norm import has_fused_kernel
+def fits(layer: Any, inputs: Any, dtype: str) -> bool:
+    """Whether the kernel computes what a BatchNormalization is to compute on its input.
 
-        layer = self._layer
-        if not isinstance(inputs, tf.Tensor) or inputs.shape.rank is None:
-            return False
-        rank = inputs.shape.rank
-        # Keras 3.12 has no renorm.
-        elsewhere = layer.synchronized or getattr(layer, "renorm", False)
-        return (
-            not elsewhere
-            and rank >= 2
-            and layer.axis in (-1, rank - 1)
-            and inputs.shape[-1] is not None
-            and has_fused_kernel(self._low, layer.epsilon)
-        )
+    Args:
+        layer: A layer whose class `can_fuse`.
+        inputs: What it is called with.
+        dtype: Name of the dtype the kernel is to have for it.
+    """
+    import tensorflow as tf
 
-    def _normalize(self, inputs: Any, training: Any) -> Any:
-        from tfamp.batch_norm import normalize_batch, normalize_by
+    from tfamp.batch_norm import has_fused_kernel
 
-        layer = self._layer
-        mean, variance = _float32(layer.moving_mean), _float32(layer.moving_variance)
-        gamma = _float32(layer.gamma) if layer.scale else None
-        beta = _float32(layer.beta) if layer.center else None
-        if not (training and layer.trainable):
-            return normalize_by(inputs, mean, variance, gamma, beta, layer.epsilon)
-        found = normalize_batch(inputs, gamma, beta, layer.epsilon)
-        kept = layer.momentum
-        layer.moving_mean.assign(mean * kept + found.mean * (1.0 - kept))
-        layer.moving_variance.assign(variance * kept + found.variance * (1.0 - kept))
-        return found.outputs
+    if not isinstance(inputs, tf.Tensor) or inputs.shape.rank is None:
+        return False
+    rank = inputs.shape.rank
+    # Keras 3.12 has no renorm.
+    elsewhere = layer.synchronized or getattr(layer, "renorm", False)
+    return (
+        not elsewhere
+        and rank >= 2
+        and layer.axis in (-1, rank - 1)
+        and inputs.shape[-1] is not None
+        and has_fused_kernel(dtype, layer.epsilon)
+    )
+
+
+def normalize(layer: Any, inputs: Any, training: Any) -> Any:
+    """Computes a layer by the kernel, and updates its moving statistics as Keras does.
+
+    Args:
+        layer: A layer for whose inputs the kernel `fits`.
+        inputs: Tensor of shape [..., channels].
+        training: Whether the batch's own statistics are used.
+
+    Returns:
+        Tensor of the inputs' shape and dtype.
+    """
+    from tfamp.batch_norm import normalize_batch, normalize_by
+
+    mean, variance = _float32(layer.moving_mean), _float32(layer.moving_variance)
+    gamma = _float32(layer.gamma) if layer.scale else None
+    beta = _float32(layer.beta) if layer.center else None
+    if not (training and layer.trainable):
+        return normalize_by(inputs, mean, variance, gamma, beta, layer.epsilon)
+    found = normalize_batch(inputs, gamma, beta, layer.epsilon)
+    kept = layer.momentum
+    layer.moving_mean.assign(mean * kept + found.mean * (1.0 - kept))
+    layer.moving_variance.assign(variance * kept + found.variance * (1.0 - kept))
+    return found.outputs
 
 
 def _dtype_of(tensor: Any) -> str:

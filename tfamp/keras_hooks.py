@@ -8,7 +8,6 @@ function raises `UnsupportedVersionError` with the symbol and the installed vers
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -168,7 +167,7 @@ def thread_policy() -> Any:
 
     Symbol: `keras.src.backend.common.global_state.get_global_attribute`.
     """
-    return _symbol(_global_state(), "get_global_attribute")(_POLICY)
+    return keras_symbol(_global_state(), "get_global_attribute")(_POLICY)
 
 
 def set_thread_policy(policy: Any) -> None:
@@ -179,7 +178,7 @@ def set_thread_policy(policy: Any) -> None:
     Args:
         policy: What `thread_policy` returned.
     """
-    _symbol(_global_state(), "set_global_attribute")(_POLICY, policy)
+    keras_symbol(_global_state(), "set_global_attribute")(_POLICY, policy)
 
 
 def calling_layers() -> list[Any]:
@@ -189,14 +188,14 @@ def calling_layers() -> list[Any]:
     `.caller`. Keras's own call context would not do: while a layer traces its sublayers to build
     them, there is none.
     """
-    stack = _symbol(_global_state(), "get_global_attribute")("name_scope_stack") or ()
-    callers = [_symbol(scope, "caller") for scope in stack]
+    stack = keras_symbol(_global_state(), "get_global_attribute")("name_scope_stack") or ()
+    callers = [keras_symbol(scope, "caller") for scope in stack]
     return [caller for caller in callers if isinstance(caller, keras.Layer)]
 
 
 def functional_class() -> type:
     """The class of Functional models. Symbol: `keras.src.models.functional.Functional`."""
-    return _symbol(_module("keras.src.models.functional"), "Functional")
+    return keras_symbol(keras_module("keras.src.models.functional"), "Functional")
 
 
 def functional_of(model: Any) -> Any:
@@ -204,12 +203,12 @@ def functional_of(model: Any) -> Any:
 
     Symbol: `Sequential._functional`.
     """
-    return _symbol(model, "_functional")
+    return keras_symbol(model, "_functional")
 
 
 def sublayers(layer: Any) -> tuple[Any, ...]:
     """The layers a layer holds. Symbol: `Layer._layers`; public only on models."""
-    return tuple(_symbol(layer, "_layers"))
+    return tuple(keras_symbol(layer, "_layers"))
 
 
 def inbound_nodes(operation: Any) -> tuple[Any, ...]:
@@ -217,12 +216,12 @@ def inbound_nodes(operation: Any) -> tuple[Any, ...]:
 
     A node has `.operation`, `.outputs`, `.input_tensors` and `.arguments` (`.args`, `.kwargs`).
     """
-    return tuple(_symbol(operation, "_inbound_nodes"))
+    return tuple(keras_symbol(operation, "_inbound_nodes"))
 
 
 def outbound_nodes(operation: Any) -> tuple[Any, ...]:
     """The nodes that use what a layer or op returned. Symbol: `Operation._outbound_nodes`."""
-    return tuple(_symbol(operation, "_outbound_nodes"))
+    return tuple(keras_symbol(operation, "_outbound_nodes"))
 
 
 def producer(tensor: Any) -> tuple[Any, Any]:
@@ -233,7 +232,7 @@ def producer(tensor: Any) -> tuple[Any, Any]:
     Returns:
         (operation, node), or (None, None) for a tensor nothing made.
     """
-    history = _symbol(tensor, "_keras_history")
+    history = keras_symbol(tensor, "_keras_history")
     if history.operation is None:
         return None, None
     return history.operation, inbound_nodes(history.operation)[history.node_index]
@@ -245,7 +244,7 @@ def set_symbolic_dtype(tensor: Any, dtype: str) -> None:
     Public tensors are immutable: a model's outputs would go on saying what they said before its
     output layer was changed.
     """
-    _symbol(tensor, "_dtype")
+    keras_symbol(tensor, "_dtype")
     tensor._dtype = dtype
 
 
@@ -259,18 +258,18 @@ def set_outputs(functional: Any, outputs: Sequence[Any]) -> None:
         functional: The model; its `output_names` stay.
         outputs: Flat list of as many symbolic tensors as it has outputs.
     """
-    map_graph = _symbol(_module("keras.src.ops.function"), "map_graph")
+    map_graph = keras_symbol(keras_module("keras.src.ops.function"), "map_graph")
     attributes = ("_nodes", "_nodes_by_depth", "_operations", "_operations_by_depth")
     values = dict(zip(attributes, map_graph(functional.inputs, outputs), strict=True))
-    structure = _symbol(functional, "_outputs_struct")
+    structure = keras_symbol(functional, "_outputs_struct")
     values["_outputs_struct"] = keras.tree.pack_sequence_as(structure, list(outputs))
     values["_outputs"] = list(outputs)
     before = list(functional.layers)
     for name, value in values.items():
-        _symbol(functional, name)
+        keras_symbol(functional, name)
         # Around Layer.__setattr__, which would wrap lists and dicts into trackable ones.
         object.__setattr__(functional, name, value)
-    tracked, after = _symbol(functional, "_layers"), functional.layers
+    tracked, after = keras_symbol(functional, "_layers"), functional.layers
     kept = [layer for layer in tracked if not _holds(before, layer) or _holds(after, layer)]
     tracked[:] = kept + [layer for layer in after if not _holds(tracked, layer)]
 
@@ -279,113 +278,37 @@ def _holds(layers: Sequence[Any], layer: Any) -> bool:
     return any(layer is other for other in layers)
 
 
-def intercept_layer_calls(dtype: Callable[[], str | None]) -> Callable[[], None]:
-    """Makes Keras layers read their variables in a dtype while they are called.
-
-    Keras does the same for mixed policies. Only variables that take part in it are read so: those
-    of BatchNormalization, and of an optimizer, are not.
-
-    Symbols: `keras.src.backend.common.variables.AutocastScope` and `get_autocast_scope`.
-
-    Args:
-        dtype: Returns the dtype for the calling thread; None for the layers' own.
-
-    Returns:
-        A function that puts everything back.
-    """
-    variables = _module("keras.src.backend.common.variables")
-    scope_class = _symbol(variables, "AutocastScope")
-    current_scope = _symbol(variables, "get_autocast_scope")
-    original = keras.layers.Layer.__call__
-
-    @functools.wraps(original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        low = dtype()
-        if low is None or current_scope() is not None:
-            return original(self, *args, **kwargs)
-        scope = scope_class(low)
-        scope.dtype = _DtypeOfFloat32Layers(low)
-        with scope:
-            return original(self, *args, **kwargs)
-
-    keras.layers.Layer.__call__ = __call__
-
-    def restore() -> None:
-        keras.layers.Layer.__call__ = original
-
-    return restore
-
-
-def intercept_optimizer_steps(
-    context: Callable[[], contextlib.AbstractContextManager[None]],
-) -> Callable[[], None]:
-    """Makes Keras optimizers update variables inside a context.
-
-    Args:
-        context: Makes the context, in the calling thread.
-
-    Returns:
-        A function that puts everything back.
-    """
-    owner = next(each for each in keras.optimizers.Optimizer.__mro__ if "apply" in vars(each))
-    original = vars(owner)["apply"]
-
-    @functools.wraps(original)
-    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with context():
-            return original(self, *args, **kwargs)
-
-    owner.apply = apply
-
-    def restore() -> None:
-        owner.apply = original
-
-    return restore
-
-
-class _DtypeOfFloat32Layers(str):
-    """The name of a dtype that says it does not differ from float32.
-
-    A layer opens a scope of its own where the current scope's dtype differs from its compute dtype.
-    Float32 layers are to stay in this one; those with another policy of their own are not.
-    """
-
-    __slots__ = ()
-    __hash__ = str.__hash__
-
-    def __ne__(self, other: object) -> bool:
-        return other != "float32" and str.__ne__(self, other)
-
-
 def copy_mask(source: Any, target: Any) -> None:
     """Gives a tensor the Keras mask of another.
 
     Symbols: `keras.src.backend.get_keras_mask`, `set_keras_mask`.
     """
-    backend = _module("keras.src.backend")
-    mask = _symbol(backend, "get_keras_mask")(source)
+    backend = keras_module("keras.src.backend")
+    mask = keras_symbol(backend, "get_keras_mask")(source)
     if mask is not None:
-        _symbol(backend, "set_keras_mask")(target, mask)
+        keras_symbol(backend, "set_keras_mask")(target, mask)
 
 
 def _global_state() -> ModuleType:
-    return _module("keras.src.backend.common.global_state")
+    return keras_module("keras.src.backend.common.global_state")
 
 
 def _policy_module() -> Any:
-    module = _module("keras.src.dtype_policies.dtype_policy")
-    _symbol(module, "global_state")
+    module = keras_module("keras.src.dtype_policies.dtype_policy")
+    keras_symbol(module, "global_state")
     return module
 
 
-def _module(name: str) -> ModuleType:
+def keras_module(name: str) -> ModuleType:
+    """Returns a module of Keras, or says that this release has it not."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise _unsupported(name) from error
 
 
-def _symbol(owner: Any, name: str) -> Any:
+def keras_symbol(owner: Any, name: str) -> Any:
+    """Returns what a module or an object has under a name, or says that it has it not."""
     try:
         return getattr(owner, name)
     except AttributeError as error:

@@ -1,0 +1,118 @@
+"""Methods of Keras classes that are replaced while something of tfamp's is active.
+
+Each function replaces one method of a public class and returns what puts it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfamp.keras_hooks import keras_module, keras_symbol
+
+
+def intercept_layer_calls(dtype: Callable[[], str | None]) -> Callable[[], None]:
+    """Makes Keras layers read their variables in a dtype while they are called.
+
+    Keras does the same for mixed policies. Only variables that take part in it are read so: those
+    of BatchNormalization, and of an optimizer, are not.
+
+    Symbols: `keras.src.backend.common.variables.AutocastScope` and `get_autocast_scope`.
+
+    Args:
+        dtype: Returns the dtype for the calling thread; None for the layers' own.
+
+    Returns:
+        A function that puts everything back.
+    """
+    variables = keras_module("keras.src.backend.common.variables")
+    scope_class = keras_symbol(variables, "AutocastScope")
+    current_scope = keras_symbol(variables, "get_autocast_scope")
+    original = keras.layers.Layer.__call__
+
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        low = dtype()
+        if low is None or current_scope() is not None:
+            return original(self, *args, **kwargs)
+        scope = scope_class(low)
+        scope.dtype = _DtypeOfFloat32Layers(low)
+        with scope:
+            return original(self, *args, **kwargs)
+
+    keras.layers.Layer.__call__ = __call__
+
+    def restore() -> None:
+        keras.layers.Layer.__call__ = original
+
+    return restore
+
+
+def intercept_optimizer_steps(
+    context: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Callable[[], None]:
+    """Makes Keras optimizers update variables inside a context.
+
+    Args:
+        context: Makes the context, in the calling thread.
+
+    Returns:
+        A function that puts everything back.
+    """
+    owner = next(each for each in keras.optimizers.Optimizer.__mro__ if "apply" in vars(each))
+    original = vars(owner)["apply"]
+
+    @functools.wraps(original)
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with context():
+            return original(self, *args, **kwargs)
+
+    owner.apply = apply
+
+    def restore() -> None:
+        owner.apply = original
+
+    return restore
+
+
+class _DtypeOfFloat32Layers(str):
+    """The name of a dtype that says it does not differ from float32.
+
+    A layer opens a scope of its own where the current scope's dtype differs from its compute dtype.
+    Float32 layers are to stay in this one; those with another policy of their own are not.
+    """
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __ne__(self, other: object) -> bool:
+        return other != "float32" and str.__ne__(self, other)
+
+
+def intercept_batch_normalization(
+    call: Callable[[Any, Callable[..., Any], Any, Any, Any], Any],
+) -> Callable[[], None]:
+    """Puts a function in the place of what Keras's BatchNormalization computes.
+
+    Args:
+        call: Gets the layer, Keras's own method, the inputs, `training` and `mask`.
+
+    Returns:
+        A function that puts everything back.
+    """
+    original = keras.layers.BatchNormalization.call
+
+    @functools.wraps(original)
+    def replaced(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        return call(self, functools.partial(original, self), inputs, training, mask)
+
+    keras.layers.BatchNormalization.call = replaced
+
+    def restore() -> None:
+        keras.layers.BatchNormalization.call = original
+
+    return restore
