@@ -92,6 +92,19 @@ class TestGradients:
 
         check(fn, x, [weights], dtype, depth=2 * WIDTH)
 
+    def test_calls_that_stay_calls_with_a_loop_that_reads_a_variable(self, dtype, weights, x):
+        @tf.function(experimental_attributes={"_noinline": True})
+        def inner(x, y):
+            rows = tf.map_fn(lambda row: tf.tanh(tf.linalg.matvec(weights, row)), x)
+            return rows + y, tf.reduce_sum(y)
+
+        def fn(x):
+            once, _ = inner(x, x)
+            twice, total = inner(x, once)
+            return twice + total
+
+        check(fn, x, [weights], dtype, depth=8 * WIDTH)
+
     def test_compiled_as_a_whole(self, dtype, weights, x):
         fn = tf.function(lambda x: tf.nn.relu(x @ weights) @ weights, jit_compile=True)
         check(fn, x, [weights], dtype)

@@ -88,6 +88,25 @@ def differentiate_call(op: Any, gradients: Sequence[Any]) -> Any:
         op: A PartitionedCall or StatefulPartitionedCall.
         gradients: Gradients of its outputs.
     """
+    functions = _differentiable.setdefault(_outermost(op.graph), {})
+    name = op.get_attr("f").name
+    if name not in functions:
+        functions[name] = _concrete_function(op, _definition(op.graph, name))
+    return functions[name]._get_gradient_function()(op, *gradients)
+
+
+# For each imported graph its functions. TensorFlow names what it makes of a loop's body, to take
+# its gradient, after the body: of a function that is built twice there would be two of one name.
+_differentiable: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def _outermost(graph: Any) -> Any:
+    while isinstance(getattr(graph, "outer_graph", None), type(graph)):
+        graph = graph.outer_graph
+    return graph
+
+
+def _concrete_function(op: Any, definition: Any) -> Any:
     build = private_symbol(
         private_module("framework.function_def_to_graph"), "function_def_to_graph"
     )
@@ -95,15 +114,17 @@ def differentiate_call(op: Any, gradients: Sequence[Any]) -> Any:
         private_module("eager.polymorphic_function.concrete_function"), "ConcreteFunction"
     )
     types = private_module("eager.polymorphic_function.function_type_utils")
-    definition = _definition(op.graph, op.get_attr("f").name)
     with op.graph.as_default():
         body = build(definition)
+    copy_handle_data(op.inputs, body.inputs)
+    for each in body.get_operations():
+        if each.type in ("StatelessWhile", "While"):
+            copy_handle_data(each.inputs, each.outputs)
     kind = private_symbol(types, "function_type_lib").from_structured_signature(
         ((), {}), body.structured_outputs, body.function_captures.capture_types
     )
     attrs = {name: value for name, value in definition.attr.items() if name != "_input_shapes"}
-    function = concrete.from_func_graph(body, kind, attrs=attrs)
-    return function._get_gradient_function()(op, *gradients)
+    return concrete.from_func_graph(body, kind, attrs=attrs)
 
 
 def _definition(graph: Any, name: str) -> Any:
