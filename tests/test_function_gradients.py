@@ -92,6 +92,25 @@ class TestGradients:
 
         check(fn, x, [weights], dtype, depth=2 * WIDTH)
 
+    def test_a_function_with_a_loop_called_twice(self, dtype, weights, x):
+        @tf.function
+        def inner(x):
+            states = tf.TensorArray(tf.float32, 2)
+
+            def body(i, x, states):
+                x = tf.tanh(x @ weights)
+                return i + 1, x, states.write(i, x)
+
+            found = tf.while_loop(lambda i, *_: i < 2, body, (0, x, states))
+            return found[1], tf.reduce_sum(found[2].stack(), 0)
+
+        def fn(x):
+            once, _ = inner(x)
+            _, total = inner(once)
+            return total
+
+        check(fn, x, [weights], dtype, depth=8 * WIDTH)
+
     def test_calls_that_stay_calls_with_a_loop_that_reads_a_variable(self, dtype, weights, x):
         @tf.function(experimental_attributes={"_noinline": True})
         def inner(x, y):

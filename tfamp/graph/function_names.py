@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import tensorflow as tf
 
+_BRANCHING = frozenset({"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"})
 _NUMBERS = itertools.count(1)
 
 
@@ -65,6 +66,46 @@ def rename_functions(graph_def: Any, suffix: str) -> Any:
             gradient.gradient_func += suffix
             kept.library.gradient.append(gradient)
     return kept
+
+
+def unshare_branches(graph_def: Any) -> Any:
+    """Returns a copy in which no two loops or conditionals have a function in common.
+
+    Inlining a function twice makes two nodes of each loop in it. TensorFlow names what it makes of a
+    loop's body, to take its gradient, after the body: there would be two functions of one name.
+
+    Args:
+        graph_def: A `tf.compat.v1.GraphDef`; it is not modified.
+    """
+    result = tf.compat.v1.GraphDef()
+    result.CopyFrom(graph_def)
+    library = {function.signature.name: function for function in result.library.function}
+    taken: set[str] = set()
+    pending = [result.node]
+    while pending:
+        for node in pending.pop():
+            for called in _branches(node):
+                if called.name in taken:
+                    copy = result.library.function.add()
+                    copy.CopyFrom(library[called.name])
+                    called.name = _free_name(called.name, library)
+                    copy.signature.name = called.name
+                    library[called.name] = copy
+                if called.name in library:
+                    taken.add(called.name)
+                    pending.append(library[called.name].node_def)
+    return result
+
+
+def _branches(node: Any) -> Iterator[Any]:
+    """What a loop or a conditional runs: messages with the names of functions."""
+    if node.op in _BRANCHING:
+        for _, value in sorted(node.attr.items()):
+            yield from [value.func] if value.HasField("func") else value.list.func
+
+
+def _free_name(name: str, taken: Collection[str]) -> str:
+    return next(f"{name}_{i}" for i in itertools.count(2) if f"{name}_{i}" not in taken)
 
 
 def called_functions(node: Any) -> Iterator[str]:

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfamp import _tf_functions
 from tfamp.graph.custom_gradients import Origin, adopt_gradients
-from tfamp.graph.function_names import new_suffix, rename_functions
+from tfamp.graph.function_names import new_suffix, rename_functions, unshare_branches
 from tfamp.graph.inline import INLINED_INTO, inline_calls
 
 # GraphDef, fetches, feeds -> GraphDef
@@ -42,7 +42,8 @@ def graft(
     """
     outputs = [tensor.name for tensor in traced.outputs]
     inputs = [tensor.name for tensor in traced.inputs]
-    given = inline_calls(traced.graph.as_graph_def(add_shapes=True), keep=outputs)
+    graph_def = inline_calls(traced.graph.as_graph_def(add_shapes=True), keep=outputs)
+    given = unshare_branches(graph_def)
     suffix = new_suffix()
     graph_def = rename_functions(transform(given, outputs, inputs), suffix)
     host = tf.compat.v1.get_default_graph()
