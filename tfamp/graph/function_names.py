@@ -71,8 +71,8 @@ def rename_functions(graph_def: Any, suffix: str) -> Any:
 def unshare_branches(graph_def: Any) -> Any:
     """Returns a copy in which no two loops or conditionals have a function in common.
 
-    Inlining a function twice makes two nodes of each loop in it. TensorFlow names what it makes of a
-    loop's body, to take its gradient, after the body: there would be two functions of one name.
+    Inlining a function twice makes two nodes of each loop in it. TensorFlow names what it makes of
+    a loop's body, to take its gradient, after the body: there would be two functions of one name.
 
     Args:
         graph_def: A `tf.compat.v1.GraphDef`; it is not modified.
