@@ -68,6 +68,8 @@ LAYERS = (
     (
         "autocast_state",
         "conditional_apply",
+        "fused_rules",
+        "fused_update",
         "gradients",
         "keras_hooks",
         "keras_intercept",

@@ -10,7 +10,9 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from tfamp import gradients as gradient_lib
 from tfamp._tf_private import strategy_needs_merge_call
+from tfamp.fused_update import update_variables
 
 
 def check_in_replica() -> None:
@@ -59,17 +61,19 @@ def apply_if_finite(
     optimizer: keras.optimizers.Optimizer,
     gradients: Sequence[Any],
     variables: Sequence[Any],
+    scale: Any = None,
     *,
     skips: bool = True,
     record: Callable[[Any], None] = lambda finite: None,
 ) -> None:
-    """Applies unscaled gradients where they are finite, and otherwise changes nothing.
+    """Applies gradients where they are finite, and otherwise changes nothing.
 
     Args:
         finite: Scalar bool tensor, the same on all replicas.
         optimizer: The bare Keras optimizer, built.
         gradients: Float tensors, `tf.IndexedSlices` or None.
         variables: The variables they belong to, in the same order.
+        scale: Scalar float32 the gradients are still to be divided by; None: they have been.
         skips: False applies the gradients in any case.
         record: Called with `finite` after the update, once for all replicas.
     """
@@ -91,8 +95,10 @@ def apply_if_finite(
         finish(strategy.experimental_local_results(finite)[0], update)
 
     if keras.backend.backend() == "tensorflow" and strategy_needs_merge_call():
+        if scale is not None:
+            gradients = gradient_lib.unscale_all(gradients, variables, scale)
         tf.distribute.get_replica_context().merge_call(
             finish_on_all_replicas, args=(finite, gradients)
         )
     else:
-        finish(finite, lambda: optimizer.apply(gradients, variables))
+        finish(finite, lambda: update_variables(optimizer, gradients, variables, scale))

@@ -160,27 +160,26 @@ class GradScaler(ScalerState):
         guards = self._rounds.check_order(call, optimizer)
         if not optimizer.built:
             outside_the_graph(lambda: optimizer.build(variables))
-        grads = self._certainly_unscaled(optimizer, grads, variables)
-        finite = gradient_lib.on_every_replica(gradient_lib.all_finite(grads, variables))
+        scale = self._still_scaled_by(optimizer)
+        finite = gradient_lib.on_every_replica(gradient_lib.all_finite(grads, variables, scale))
         with tf.control_dependencies(guards):
             # Also what unscale found, perhaps in another function, and clipping has hidden since.
             found = self._rounds.of(optimizer).nonfinite.is_set()
             finite = tf.logical_and(finite, tf.logical_not(found))
         self._rounds.record(optimizer, Stage.STEPPED, finite)
-        apply_if_finite(finite, optimizer, grads, variables)
+        apply_if_finite(finite, optimizer, grads, variables, scale)
         return finite
 
-    def _certainly_unscaled(
-        self, optimizer: keras.optimizers.Optimizer, grads: list[Any], variables: list[Any]
-    ) -> list[Any]:
+    def _still_scaled_by(self, optimizer: keras.optimizers.Optimizer) -> Any:
+        """Returns what the gradients are to be divided by; None where they have been."""
         stage = self._rounds.stage(optimizer)
         if stage is Stage.UNSCALED:
-            return grads
+            return None
         scale = self.get_scale()
         if stage is Stage.UNKNOWN:
             unscaled = self._rounds.of(optimizer).reached[Stage.UNSCALED].is_set()
-            scale = tf.where(unscaled, 1.0, scale)
-        return gradient_lib.unscale_all(grads, variables, scale)
+            return tf.where(unscaled, 1.0, scale)
+        return scale
 
     @as_written
     def update(self, new_scale: Any = None) -> None:

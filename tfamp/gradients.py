@@ -101,30 +101,75 @@ def unscale_all(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) 
     ]
 
 
-def all_finite(gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> Any:
+def all_finite(
+    gradients: Sequence[Any], variables: Sequence[Any] | None = None, scale: Any = None
+) -> Any:
     """Whether no gradient holds an inf or NaN.
 
     Args:
         gradients: Float tensors, `tf.IndexedSlices` (only their values are looked at) or None.
         variables: The variables they belong to, if known. A gradient that is finite but would not
             be in its variable's narrower dtype counts as not finite.
+        scale: Scalar float32: what counts is the gradients divided by it. None: they are unscaled.
 
     Returns:
         Scalar bool tensor; True for an empty list.
     """
-    dtypes = [dtype_name(v) for v in variables] if variables else [None] * len(gradients)
-    checks = [
-        ops.all(ops.isfinite(_as_stored(gradient, dtype)))
-        for gradient, dtype in zip(gradients, dtypes, strict=True)
+    pairs = [
+        (gradient, variable)
+        for gradient, variable in zip(gradients, variables or [None] * len(gradients), strict=True)
         if gradient is not None
     ]
+    summed = [pair for pair in pairs if _can_be_summed(*pair)]
+    checks = _finite_each([pair for pair in pairs if not _can_be_summed(*pair)], scale)
+    if summed:
+        checks.append(_finite_sums(summed, scale))
     return ops.all(ops.stack(checks)) if checks else ops.convert_to_tensor(True)
 
 
-def _as_stored(gradient: Any, dtype: str | None) -> Any:
+def _finite_sums(pairs: Sequence[tuple[Any, Any]], scale: Any) -> Any:
+    # The sum of the squares takes one look at a gradient, and is finite only where every element
+    # is. Where it is not, which is rare, every element is looked at.
+    sums = tf.stack([tf.nn.l2_loss(tf.cast(gradient, "float32")) for gradient, _ in pairs])
+    sums = sums if scale is None else sums / scale / scale
+    return tf.cond(
+        tf.reduce_all(tf.math.is_finite(sums)),
+        lambda: tf.constant(True),
+        lambda: tf.reduce_all(tf.stack(_finite_each(pairs, scale))),
+    )
+
+
+def _finite_each(pairs: Sequence[tuple[Any, Any]], scale: Any) -> list[Any]:
+    return [
+        ops.all(ops.isfinite(_as_stored(_divided(gradient, variable, scale), variable)))
+        for gradient, variable in pairs
+    ]
+
+
+def _can_be_summed(gradient: Any, variable: Any) -> bool:
+    # In eager mode the host would wait for the device between the two looks.
+    if keras.backend.backend() != "tensorflow" or tf.executing_eagerly():
+        return False
+    sparse = isinstance(gradient, tf.IndexedSlices)
+    overwritten = getattr(variable, "overwrite_with_gradient", False)
+    narrow = variable is not None and dtype_name(variable) in LOW_PRECISION
+    return not (sparse or overwritten or narrow or dtype_name(gradient) == "float64")
+
+
+def _narrows(gradient: Any, variable: Any) -> bool:
+    dtype = None if variable is None else dtype_name(variable)
+    return dtype in LOW_PRECISION and dtype_name(gradient) != dtype
+
+
+def _divided(gradient: Any, variable: Any, scale: Any) -> Any:
+    if scale is None or getattr(variable, "overwrite_with_gradient", False):
+        return gradient
+    return unscale(gradient, scale)
+
+
+def _as_stored(gradient: Any, variable: Any) -> Any:
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    narrows = dtype in LOW_PRECISION and dtype_name(values) != dtype
-    return ops.cast(values, dtype) if narrows else values
+    return ops.cast(values, dtype_name(variable)) if _narrows(values, variable) else values
 
 
 def on_every_replica(finite: Any) -> Any:

@@ -206,12 +206,14 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
         if not self.built:
             outside_the_graph(lambda: self.build(variables))
         self._check_known(variables)
-        grads, finite = self._prepared(grads, variables, unscaled)
+        scale = self._still_scaled_by(unscaled)
+        finite = gradient_lib.on_every_replica(gradient_lib.all_finite(grads, variables, scale))
         apply_if_finite(
-            finite,
+            ops.logical_and(finite, self._unscaled_finite),
             self.inner_optimizer,
             grads,
             variables,
+            scale,
             skips=self._rule.skip_nonfinite,
             record=self._record_step,
         )
@@ -226,16 +228,12 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
                     "optimizer for a new set of variables, or build it with all of them first."
                 )
 
-    def _prepared(
-        self, grads: list[Any], variables: list[Any], unscaled: bool | None
-    ) -> tuple[list[Any], Any]:
-        """Returns unscaled gradients and whether all of them, on every replica, are finite."""
+    def _still_scaled_by(self, unscaled: bool | None) -> Any:
+        """Returns what the gradients are to be divided by; None where they have been."""
         known_unscaled = self._windows.current().close() or unscaled
         if unscaled is False or (unscaled is None and not known_unscaled):
-            scale = self._divisor(certainly_scaled=unscaled is False)
-            grads = gradient_lib.unscale_all(grads, variables, scale)
-        finite = gradient_lib.on_every_replica(gradient_lib.all_finite(grads, variables))
-        return grads, ops.logical_and(finite, self._unscaled_finite)
+            return self._divisor(certainly_scaled=unscaled is False)
+        return None
 
     def _divisor(self, certainly_scaled: bool) -> Any:
         if certainly_scaled:

@@ -1,0 +1,143 @@
+"""What loss scaling costs: the update of wrapped optimizers, in ratios to the bare Keras optimizer.
+
+python -m benchmarks.loss_scaling [--small] [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import keras
+import tensorflow as tf
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import tfamp
+
+TENSORS, PARAMETERS = 100, 25_000_000
+OPTIMIZERS = {
+    "SGD, momentum": lambda: keras.optimizers.SGD(1e-3, momentum=0.9),
+    "Adam": lambda: keras.optimizers.Adam(1e-3),
+    "AdamW": lambda: keras.optimizers.AdamW(1e-3),
+}
+SYSTEMS = {
+    "bare Keras": lambda inner: inner,
+    "Keras LossScaleOptimizer": lambda inner: keras.optimizers.LossScaleOptimizer(inner),
+    "tfamp LossScaleOptimizer": lambda inner: tfamp.LossScaleOptimizer(inner),
+}
+
+
+@dataclass
+class Measured:
+    """Times of one system.
+
+    Attributes:
+        step: Applies the gradients once.
+        first_step: Seconds of the first step, tracing and compiling included.
+        wall: Seconds of each later step.
+        cpu: Processor seconds, of all threads, of each later step.
+    """
+
+    step: Callable[[], None]
+    first_step: float = 0.0
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--small", action="store_true", help="a hundredth of the parameters")
+    parser.add_argument("--rounds", type=int, default=30, help="how many steps each is timed for")
+    args = parser.parse_args()
+    console = Console()
+    side = int((PARAMETERS / (100 if args.small else 1) / TENSORS) ** 0.5)
+    for name, make in OPTIMIZERS.items():
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task(name, total=args.rounds * len(SYSTEMS))
+            found = measure(make, side, args.rounds, lambda task=task, p=progress: p.advance(task))
+        console.print(table(f"{name}: {TENSORS} tensors of {side} x {side} float32", found))
+
+
+def measure(
+    make: Callable[[], keras.optimizers.Optimizer],
+    side: int,
+    rounds: int,
+    progress: Callable[[], None],
+) -> dict[str, Measured]:
+    """Takes `rounds` steps of each system by turns, on the same variables and gradients."""
+    keras.utils.set_random_seed(0)
+    variables = [keras.Variable(tf.random.normal((side, side))) for _ in range(TENSORS)]
+    gradients = [tf.Variable(tf.random.normal((side, side))) for _ in range(TENSORS)]
+    found = {
+        name: Measured(_step(wrap(make()), variables, gradients)) for name, wrap in SYSTEMS.items()
+    }
+    for each in found.values():
+        start = time.perf_counter()
+        each.step()
+        each.first_step = time.perf_counter() - start
+        each.step()
+    for _ in range(rounds):
+        for each in found.values():
+            wall, cpu = time.perf_counter(), _processor_seconds()
+            each.step()
+            each.wall.append(time.perf_counter() - wall)
+            each.cpu.append(_processor_seconds() - cpu)
+            progress()
+    return found
+
+
+def _step(
+    optimizer: keras.optimizers.Optimizer,
+    variables: list[keras.Variable],
+    gradients: list[tf.Variable],
+) -> Callable[[], None]:
+    optimizer.build(variables)
+    optimizer.scale_loss(tf.constant(1.0))  # As a training loop does; the gradients are ready.
+
+    @tf.function
+    def step() -> tf.Tensor:
+        optimizer.apply([gradient.value() for gradient in gradients], variables)
+        return tf.constant(0)
+
+    return lambda: step().numpy()
+
+
+def _processor_seconds() -> float:
+    times = os.times()
+    return times.user + times.system
+
+
+def table(title: str, found: dict[str, Measured]) -> Table:
+    result = Table(title=title)
+    result.add_column("")
+    columns = ("time / bare", "CPU time / bare", "ms", "fastest, ms", "CPU, ms", "first step, s")
+    for column in columns:
+        result.add_column(column, justify="right")
+    wall, cpu = (_medians(found, kind) for kind in ("wall", "cpu"))
+    for name, each in found.items():
+        result.add_row(
+            name,
+            f"{wall[name] / wall['bare Keras']:.2f}",
+            f"{cpu[name] / cpu['bare Keras']:.2f}",
+            f"{1e3 * wall[name]:.1f}",
+            f"{1e3 * min(each.wall):.1f}",
+            f"{1e3 * cpu[name]:.1f}",
+            f"{each.first_step:.1f}",
+        )
+    return result
+
+
+def _medians(found: dict[str, Measured], kind: str) -> dict[str, float]:
+    # The clock of processor time moves in steps of 10 ms: its mean says more than its median.
+    average = statistics.median if kind == "wall" else statistics.fmean
+    return {name: average(getattr(each, kind)) for name, each in found.items()}
+
+
+if __name__ == "__main__":
+    main()
