@@ -1,13 +1,13 @@
-"""The updates of Keras's SGD, Adam and AdamW, each compiled to one pass over a variable.
+"""The updates of Keras's SGD, Adam and AdamW, each in one pass over a variable.
 
-Keras writes an update as a dozen ops, each of which reads and writes whole tensors. Compiled by XLA
-they become one or two loops that also divide by the loss scale. The formulas and their order of
-operations are Keras's; TensorFlow's own fused op, ResourceApplyAdam, is no substitute: it computes
-1 - beta_2 in float32, which for 0.999 is off by 1e-5.
+Keras writes an update as a dozen ops, each of which reads and writes whole tensors. For SGD
+TensorFlow has ops that do it in one, with the same roundings. Adam is compiled by XLA instead:
+TensorFlow's ResourceApplyAdam computes 1 - beta_2 in float32, which for 0.999 is off by 1e-5.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +25,8 @@ class FusedRule:
     """How one optimizer updates one variable.
 
     Attributes:
-        update: Compiled function of a gradient, the loss scale, the weight decay times the
-            learning rate (0 for none), the numbers, the variable's handle and its slots' handles.
+        update: Function of a gradient, the weight decay times the learning rate (None for none),
+            the numbers, the variable's handle and its slots' handles. All are tensors.
         numbers: Scalar float32 tensors, the same for all variables.
         slots: For each slot the optimizer's variables, by the index of the variable they belong to.
     """
@@ -36,18 +36,21 @@ class FusedRule:
     slots: tuple[Sequence[Any], ...]
 
 
-def fused_rule(optimizer: keras.optimizers.Optimizer) -> FusedRule:
+def fused_rule(optimizer: keras.optimizers.Optimizer, scale: Any) -> FusedRule:
     """Returns the rule of an optimizer at its present iteration.
 
     Args:
         optimizer: A built optimizer for which `has_fused_rule` is True.
+        scale: Scalar float32 the gradients are to be divided by.
 
     Returns:
         The rule; its numbers belong to the graph being traced.
     """
     rate = tf.cast(optimizer.learning_rate, tf.float32)
-    if type(optimizer) is not keras.optimizers.SGD:
-        return _adam_rule(optimizer, rate)
+    if needs_xla(optimizer):
+        return _adam_rule(optimizer, scale, rate)
+    # A scalar is divided instead of the gradient, which SGD uses only times the learning rate.
+    rate = rate / scale
     if optimizer.momentum == 0:
         return FusedRule(_descent, (rate,), ())
     update = _nesterov if optimizer.nesterov else _momentum
@@ -63,13 +66,14 @@ def has_fused_rule(optimizer: keras.optimizers.Optimizer) -> bool:
     Returns:
         False for a subclass: it may compute something else.
     """
-    names = _SETTINGS.get(type(optimizer), ())
-    settings = [getattr(optimizer, name) for name in names]
-    return (
-        bool(names)
-        and all(isinstance(setting, (int, float)) for setting in settings)
-        and not getattr(optimizer, "amsgrad", False)
-    )
+    settings = [getattr(optimizer, name) for name in _SETTINGS.get(type(optimizer), ())]
+    numbers = bool(settings) and all(isinstance(setting, (int, float)) for setting in settings)
+    return numbers and not getattr(optimizer, "amsgrad", False)
+
+
+def needs_xla(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether the rule of an optimizer is compiled by XLA."""
+    return type(optimizer) is not keras.optimizers.SGD
 
 
 _SETTINGS = {
@@ -79,12 +83,13 @@ _SETTINGS = {
 }
 
 
-def _adam_rule(optimizer: keras.optimizers.Optimizer, rate: Any) -> FusedRule:
+def _adam_rule(optimizer: keras.optimizers.Optimizer, scale: Any, rate: Any) -> FusedRule:
     step = tf.cast(optimizer.iterations + 1, tf.float32)
     bias_1 = 1 - tf.pow(_number(optimizer.beta_1), step)
     bias_2 = 1 - tf.pow(_number(optimizer.beta_2), step)
     # 1 - beta in Python's float64, rounded once, as Keras does.
     numbers = (
+        scale,
         rate * tf.sqrt(bias_2) / bias_1,
         _number(1 - optimizer.beta_1),
         _number(1 - optimizer.beta_2),
@@ -97,45 +102,49 @@ def _number(value: float) -> Any:
     return tf.constant(value, tf.float32)
 
 
-def _compiled(numbers: int, slots: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Compiles an update; it is traced once per process and compiled once per variable shape."""
-    # Handles, not variables: a function of variables is traced again for each of their shapes.
-    return tf.function(
-        input_signature=[_TENSOR] + [_SCALAR] * (2 + numbers) + [_RESOURCE] * (1 + slots),
-        jit_compile=True,
-        autograph=False,
+def _descent(gradient: Any, decay: Any, rate: Any, variable: Any) -> None:
+    _decay(variable, decay)
+    tf.raw_ops.ResourceApplyGradientDescent(var=variable, alpha=rate, delta=gradient)
+
+
+def _momentum(
+    gradient: Any,
+    decay: Any,
+    rate: Any,
+    momentum: Any,
+    variable: Any,
+    velocity: Any,
+    *,
+    nesterov: bool = False,
+) -> None:
+    _decay(variable, decay)
+    tf.raw_ops.ResourceApplyKerasMomentum(
+        var=variable,
+        accum=velocity,
+        lr=rate,
+        grad=gradient,
+        momentum=momentum,
+        use_nesterov=nesterov,
     )
 
 
-@_compiled(numbers=1, slots=0)
-def _descent(gradient: Any, scale: Any, decay: Any, rate: Any, variable: Any) -> None:
-    _assign(variable, _decayed(variable, decay) - gradient / scale * rate)
+_nesterov = functools.partial(_momentum, nesterov=True)
 
 
-@_compiled(numbers=2, slots=1)
-def _momentum(
-    gradient: Any, scale: Any, decay: Any, rate: Any, momentum: Any, variable: Any, velocity: Any
-) -> None:
-    moved = _read(velocity) * momentum - gradient / scale * rate
-    _assign(velocity, moved)
-    _assign(variable, _decayed(variable, decay) + moved)
+def _decay(variable: Any, decay: Any) -> None:
+    if decay is not None:
+        tf.raw_ops.AssignSubVariableOp(resource=variable, value=_read(variable) * decay)
 
 
-@_compiled(numbers=2, slots=1)
-def _nesterov(
-    gradient: Any, scale: Any, decay: Any, rate: Any, momentum: Any, variable: Any, velocity: Any
-) -> None:
-    pull = gradient / scale * rate
-    moved = _read(velocity) * momentum - pull
-    _assign(velocity, moved)
-    _assign(variable, _decayed(variable, decay) + (moved * momentum - pull))
-
-
-@_compiled(numbers=4, slots=2)
-def _adam(
+# Traced once per process and compiled once per shape. It takes handles: a function of variables is
+# traced again for each of their shapes.
+@tf.function(
+    input_signature=[_TENSOR] + [_SCALAR] * 6 + [_RESOURCE] * 3, jit_compile=True, autograph=False
+)
+def _compiled_adam(
     gradient: Any,
-    scale: Any,
     decay: Any,
+    scale: Any,
     rate: Any,
     rest_1: Any,
     rest_2: Any,
@@ -152,6 +161,10 @@ def _adam(
     _assign(first, mean)
     _assign(second, square)
     _assign(variable, _decayed(variable, decay) - mean * rate / (tf.sqrt(square) + epsilon))
+
+
+def _adam(gradient: Any, decay: Any, *others: Any) -> None:
+    _compiled_adam(gradient, tf.constant(0.0) if decay is None else decay, *others)
 
 
 def _decayed(variable: Any, decay: Any) -> Any:

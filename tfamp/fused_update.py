@@ -1,4 +1,4 @@
-"""Applying scaled gradients: in one compiled pass where that is possible, else as Keras does."""
+"""Applying scaled gradients, in one pass over each variable where that gives Keras's result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfamp import gradients as gradient_lib
-from tfamp.fused_rules import fused_rule, has_fused_rule
+from tfamp.fused_rules import fused_rule, has_fused_rule, needs_xla
 
 _logger = logging.getLogger(__name__)
 # What `Optimizer.apply` consists of: an optimizer with one of its own does something else.
@@ -33,9 +33,9 @@ def update_variables(
     """Divides gradients by the loss scale and applies them, with the same result as Keras.
 
     Dense float32 variables of a plain `keras.optimizers.SGD`, `Adam` or `AdamW` are updated in one
-    compiled pass each. All others, and all of them under a distribution strategy, with moving
-    averages of the weights, with gradient accumulation or where XLA does not work, are updated by
-    the optimizer's own `apply`.
+    pass each. All others, and all of them under a distribution strategy, with moving averages of
+    the weights, with gradient accumulation or (Adam, AdamW) where XLA does not work, are updated
+    by the optimizer's own `apply`.
 
     Args:
         optimizer: A built Keras optimizer that does not scale losses itself.
@@ -90,7 +90,7 @@ def _pair_fits(optimizer: keras.optimizers.Optimizer, gradient: Any, variable: A
         or getattr(variable, "overwrite_with_gradient", False)
     ):
         return False
-    return xla_works(target.device)
+    return not needs_xla(optimizer) or xla_works(target.device)
 
 
 @functools.cache
@@ -124,10 +124,9 @@ def _update_fused(
     if not pairs:
         return
     with tf.name_scope(optimizer.name):
-        rule = fused_rule(optimizer)
-        scale = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
-        none = tf.constant(0.0)
-        decay = none
+        divisor = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
+        rule = fused_rule(optimizer, divisor)
+        decay = None
         if optimizer.weight_decay is not None:
             rate = tf.cast(optimizer.learning_rate, tf.float32)
             decay = tf.constant(optimizer.weight_decay, tf.float32) * rate
@@ -137,8 +136,7 @@ def _update_fused(
             with tf.device(target.device):
                 rule.update(
                     tf.cast(gradient, tf.float32),
-                    scale,
-                    decay if optimizer._use_weight_decay(target) else none,
+                    decay if optimizer._use_weight_decay(target) else None,
                     *rule.numbers,
                     target.handle,
                     *(_native(slot[index]).handle for slot in rule.slots),
