@@ -179,6 +179,33 @@ def test_an_infinite_weight_stays_what_it_is():
     np.testing.assert_allclose(mask.numpy(), [-np.inf, 0.5], rtol=1e-4)
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_gradients_are_checked_once(changed):
+    ours = variables()
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=2.0)
+    optimizer.build(ours)
+
+    @tf.function
+    def step(*grads):
+        optimizer.get_scaled_loss(tf.constant(1.0))
+        unscaled = optimizer.get_unscaled_gradients(grads)
+        unscaled = [tf.math.log(g) for g in unscaled] if changed else unscaled
+        optimizer.apply(unscaled, ours)
+
+    assert ops(step)[0]["L2Loss"] == len(SHAPES) * (2 if changed else 1)
+    before = [variable.numpy() for variable in ours]
+    # Made infinite before they are unscaled, or after.
+    step(*[g * 0.0 if changed else g * np.inf for g in gradients(0)])
+    assert int(optimizer.skipped_steps) == 1
+    for variable, old in zip(ours, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), old)
+    step(*[tf.exp(g) for g in gradients(0)])
+    assert int(optimizer.iterations) == 1
+    for variable, old, gradient in zip(ours, before, gradients(0), strict=True):
+        expected = np.log(np.exp(gradient) / 2) if changed else np.exp(gradient) / 2
+        np.testing.assert_allclose(variable.numpy(), old - 0.5 * expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("name", ["momentum", "adam", "adamw"])
 def test_a_step_that_is_not_finite_changes_no_bit(name, bad):
@@ -455,3 +482,9 @@ def test_where_xla_does_not_work_keras_updates(monkeypatch):
         step(*gradients(0))
     bare_step(*gradients(0))
     assert_same(optimizer, ours, bare, theirs)
+
+
+def test_xla_works_where_the_tests_run():
+    from tfamp.fused_update import xla_works
+
+    assert xla_works(tf.Variable(1.0).device)

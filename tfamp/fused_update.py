@@ -73,6 +73,7 @@ def _optimizer_fits(optimizer: keras.optimizers.Optimizer) -> bool:
         and not optimizer.gradient_accumulation_steps
         and not any(name in vars(optimizer) for name in _REPLACED)
         and not tf.distribute.has_strategy()
+        and tf.compat.v1.executing_eagerly_outside_functions()
     )
 
 
@@ -103,8 +104,6 @@ def xla_works(device: str) -> bool:
     Returns:
         False where XLA is not built in, or lacks a library it needs there.
     """
-    if not tf.compat.v1.executing_eagerly_outside_functions():
-        return False
     try:
         with tf.init_scope(), tf.device(device):
             compiled = tf.function(tf.sqrt, jit_compile=True, autograph=False)

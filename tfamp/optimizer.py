@@ -12,6 +12,7 @@ from keras import ops
 
 from tfamp import gradients as gradient_lib
 from tfamp.conditional_apply import apply_if_finite, check_in_replica, outside_the_graph
+from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import TfampWarning
 from tfamp.loss_scaling import LossScaling
 from tfamp.options import DynamicLossScale, FixedLossScale, LossScale, resolve_loss_scale
@@ -206,8 +207,9 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
         if not self.built:
             outside_the_graph(lambda: self.build(variables))
         self._check_known(variables)
+        unchecked = self._unchecked(grads, variables)
         scale = self._still_scaled_by(unscaled)
-        finite = gradient_lib.on_every_replica(gradient_lib.all_finite(grads, variables, scale))
+        finite = gradient_lib.on_every_replica(gradient_lib.all_finite(*unchecked, scale))
         apply_if_finite(
             ops.logical_and(finite, self._unscaled_finite),
             self.inner_optimizer,
@@ -227,6 +229,17 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
                     f"built for {len(self._trainable_variables)} other variables. Create a new "
                     "optimizer for a new set of variables, or build it with all of them first."
                 )
+
+    def _unchecked(self, grads: list[Any], variables: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns the gradients, with their variables, that were not checked when unscaled."""
+        checked = self._windows.current().came_out(grads)
+        pairs = [
+            (gradient, variable)
+            for gradient, variable, known in zip(grads, variables, checked, strict=True)
+            # What the variable's own dtype can hold was not known there.
+            if not known or gradient_lib.dtype_name(variable) in LOW_PRECISION
+        ]
+        return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
 
     def _still_scaled_by(self, unscaled: bool | None) -> Any:
         """Returns what the gradients are to be divided by; None where they have been."""

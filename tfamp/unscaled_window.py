@@ -15,6 +15,7 @@ class UnscaledWindow:
     def __init__(self) -> None:
         # Weak: the window must not keep a step's gradients alive.
         self._seen: list[weakref.ref[Any]] = []
+        self._unscaled: list[weakref.ref[Any]] = []
         self._open = False
 
     def check_not_unscaled(self, gradients: Sequence[Any]) -> None:
@@ -34,10 +35,17 @@ class UnscaledWindow:
                 "the gradients of each backward pass, then apply_gradients."
             )
 
-    def remember(self, *gradients: Sequence[Any]) -> None:
-        """Notes gradients that were unscaled and what came out."""
+    def remember(self, gradients: Sequence[Any], unscaled: Sequence[Any]) -> None:
+        """Notes gradients that were unscaled, what came out, and that this was checked."""
         self._open = True
-        self._seen += [weakref.ref(values) for group in gradients for values in _tensors(group)]
+        came_out = [weakref.ref(values) for values in _tensors(unscaled)]
+        self._unscaled += came_out
+        self._seen += [weakref.ref(values) for values in _tensors(gradients)] + came_out
+
+    def came_out(self, gradients: Sequence[Any]) -> list[bool]:
+        """Whether each of the gradients is one that came out, unchanged, since the last apply."""
+        unscaled = {id(tensor) for ref in self._unscaled if (tensor := ref()) is not None}
+        return [id(gradient) in unscaled for gradient in gradients]
 
     def is_open(self) -> bool:
         """Whether anything was unscaled since the last apply."""
@@ -45,7 +53,7 @@ class UnscaledWindow:
 
     def close(self) -> bool:
         """Starts anew and returns whether anything had been unscaled."""
-        was_open, self._open, self._seen = self._open, False, []
+        was_open, self._open, self._seen, self._unscaled = self._open, False, [], []
         return was_open
 
 
