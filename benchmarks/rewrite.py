@@ -20,6 +20,7 @@ SYSTEMS = (
     "TensorFlow auto_mixed_precision",
     "tfamp policy",
     "tfamp.rewrite, lists",
+    "tfamp.rewrite, min_cut",
 )
 
 
@@ -47,7 +48,7 @@ def main() -> None:
 
 def table(workload: str, dtype: str, found: dict[str, Measured]) -> Table:
     result = Table(title=f"{workload}, {dtype}: training step")
-    result.add_column("")
+    result.add_column("", no_wrap=True)
     for title in ("times as fast as float32", "ms", "first step, s", "peak MiB", "loss"):
         result.add_column(title, justify="right")
     base = found["float32"].median

@@ -44,12 +44,17 @@ def tfamp_lists(workload: Workload, dtype: str) -> Step:
     return tfamp.rewrite(_step(workload), dtype=dtype, placement="lists")
 
 
+def tfamp_min_cut(workload: Workload, dtype: str) -> Step:
+    return tfamp.rewrite(_step(workload), dtype=dtype, placement="min_cut")
+
+
 SYSTEMS = {
     "float32": float32,
     "Keras policy": keras_policy,
     "TensorFlow auto_mixed_precision": tensorflow_amp,
     "tfamp policy": tfamp_policy,
     "tfamp.rewrite, lists": tfamp_lists,
+    "tfamp.rewrite, min_cut": tfamp_min_cut,
 }
 
 

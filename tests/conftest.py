@@ -9,6 +9,8 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Nothing is measured, and the user's cache stays as it is. Processes that tests start inherit it.
+os.environ["TFAMP_PROFILE"] = "builtin"
 
 import keras
 import pytest

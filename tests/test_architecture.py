@@ -52,6 +52,8 @@ LAYERS = (
     ),
     ("graph.function_names", "graph.op_signatures"),
     (
+        "graph.machine_works",
+        "graph.machine_measure",
         "graph.request",
         "graph.index",
         "graph.inline",
@@ -67,6 +69,7 @@ LAYERS = (
     ("graph.custom_gradients", "graph.graft", "graph.rewrite", "graph.calibration", "graph"),
     (
         "autocast_state",
+        "machine_cache",
         "conditional_apply",
         "fused_rules",
         "fused_update",
@@ -80,6 +83,7 @@ LAYERS = (
     ),
     (
         "autocast_rules",
+        "machine_profile",
         "loss_scaling",
         "scaler_rounds",
         "scaler_state",
@@ -93,6 +97,7 @@ LAYERS = (
         "policy_state",
         "optimizer",
         "flat_call",
+        "traced_function",
         "fused_tracing",
         "saved_model_files",
         "saved_model_graph",
@@ -111,6 +116,7 @@ FRAMEWORK_FREE = {
     "options",
     "policy",
     "loss_scale",
+    "machine_cache",
     "graph.plan_page",
     "graph.structures",
     "graph.autocast_lists",

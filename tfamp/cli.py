@@ -77,7 +77,9 @@ def build_parser() -> argparse.ArgumentParser:
         "doctor",
         help="tell what this machine computes fast, and which policy 'auto' picks and why",
         description="Tells which low-precision dtypes this machine multiplies natively, which "
-        "policy 'auto' therefore picks, and which versions are installed. Changes nothing.",
+        "policy 'auto' therefore picks, which versions are installed, and how fast each dtype is: "
+        "measured in about 2 s and kept in the user's cache folder, unless TFAMP_PROFILE says "
+        "otherwise.",
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(run=_doctor)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,22 +13,23 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp import _tf_functions
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import NothingToLowerWarning, RewriteError, TfampWarning
-from tfamp.flat_call import FlatCall, trace_flat
+from tfamp.flat_call import FlatCall
 from tfamp.fused_tracing import fused_batch_normalization
 from tfamp.graph import request
 from tfamp.graph.calibration import measure
 from tfamp.graph.calibration_data import Calibration
 from tfamp.graph.graft import graft
+from tfamp.graph.machine import MachineProfile
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.ranges import Ranges
 from tfamp.graph.rewrite import rewrite_graph_def
 from tfamp.graph.structures import RewritePlan
+from tfamp.machine_profile import check_profile, resolve_profile
 from tfamp.policy import Policy
+from tfamp.traced_function import TracedFunction
 
-_NUMBERS = itertools.count(1)
 _ON_ERROR = ("raise", "keep")
 _EAGER = (
     "{} runs as written, in float32: after tf.config.run_functions_eagerly(True) no function is "
@@ -46,6 +46,7 @@ def rewrite(
     force_low: Iterable[str] = (),
     calibration: Any = None,
     placement: str = "min_cut",
+    profile: MachineProfile | str | None = None,
     on_error: str = "raise",
     example_args: Sequence[Any] | None = None,
 ) -> Any:
@@ -69,6 +70,8 @@ def rewrite(
             Variables are as before afterwards.
         placement: "min_cut": the lists decide what may be low, a minimum cut what is worth it on
             this machine. "lists": the lists decide alone.
+        profile: What min_cut goes by: a `tfamp.graph.MachineProfile`, "builtin" for fixed figures,
+            or None for this machine's, measured in 2 s once and cached; see `TFAMP_PROFILE`.
         on_error: "raise", or "keep": warn and run the float32 function where a graph cannot be
             rewritten.
         example_args: Arguments of a call, to rewrite at once instead of at the first call.
@@ -98,6 +101,7 @@ def rewrite(
         force_low=request.tensor_names("force_low", force_low),
         calibration=None if calibration is None else Calibration.of(calibration),
         placement=placement,
+        profile=profile,
         on_error=on_error,
     )
     if fn is None:
@@ -139,7 +143,7 @@ class RewrittenFunction:
         traced: What to trace in its place; None for the function itself.
     """
 
-    def __init__(self, fn: Any, settings: _Settings, traced: _Traced | None = None) -> None:
+    def __init__(self, fn: Any, settings: _Settings, traced: TracedFunction | None = None) -> None:
         if not callable(fn):
             raise TypeError(
                 f"rewrite takes a tf.function, a concrete function, a Keras model or a Python "
@@ -148,7 +152,7 @@ class RewrittenFunction:
         self._fn = fn
         self._settings = settings
         self._instance: Any = None
-        self._traced = _Traced.of(fn) if traced is None else traced
+        self._traced = TracedFunction.of(fn) if traced is None else traced
         self._plans: weakref.WeakKeyDictionary[Any, RewritePlan] = weakref.WeakKeyDictionary()
         self._function = self._traced.wrap(self._trace)
         self._bound: weakref.WeakKeyDictionary[Any, RewrittenFunction] = weakref.WeakKeyDictionary()
@@ -271,12 +275,14 @@ class _Settings:
     force_low: tuple[str, ...]
     calibration: Calibration | None
     placement: str
+    profile: MachineProfile | str | None
     on_error: str
 
     def __post_init__(self) -> None:
         request.check_choice("on_error", self.on_error, _ON_ERROR)
         request.check_choice("placement", self.placement, request.PLACEMENTS)
         request.check_lists(self.op_lists)
+        check_profile(self.profile)
         request.patterns("keep_float32", self.keep_float32)
         request.patterns("force_low", self.force_low)
 
@@ -306,6 +312,7 @@ class _Rewriter:
             keep_float32=settings.keep_float32,
             force_low=settings.force_low,
             placement=settings.placement,
+            profile=resolve_profile(settings.profile, settings.placement),
             ranges=ranges,
             limits=limits,
         )
@@ -338,55 +345,3 @@ def _rewritten_gradient(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NothingToLowerWarning)
         return _Rewriter(own)(graph_def, fetches, feeds)
-
-
-@dataclass(frozen=True)
-class _Traced:
-    """A function to trace, and how.
-
-    Attributes:
-        python_function: What is run while tracing.
-        options: How the `tf.function` was made; None for a Python function.
-    """
-
-    python_function: Callable[..., Any]
-    options: _tf_functions.FunctionOptions | None
-
-    @classmethod
-    def of(cls, fn: Any) -> _Traced:
-        if isinstance(fn, tf.types.experimental.PolymorphicFunction):
-            return cls(fn.python_function, _tf_functions.function_options(fn))
-        return cls(fn, None)
-
-    @property
-    def name(self) -> str:
-        return getattr(self.python_function, "__name__", type(self.python_function).__name__)
-
-    def wrap(self, body: Callable[..., Any]) -> Any:
-        """Returns a `tf.function` like the given one, with another body."""
-
-        def rewritten(*args: Any, **kwargs: Any) -> Any:
-            return body(*args, **kwargs)
-
-        rewritten.__name__ = self.name
-        # TensorFlow counts the traces of each code object, and warns of too many.
-        code = rewritten.__code__.replace(co_name=f"rewritten_{self.name}_{next(_NUMBERS)}")
-        rewritten.__code__ = code
-        rewritten.__signature__ = inspect.signature(self.python_function)  # type: ignore[attr-defined]
-        own = self.options
-        if own is None:
-            return tf.function(rewritten, autograph=False)
-        return tf.function(
-            rewritten,
-            autograph=False,
-            input_signature=own.input_signature,
-            jit_compile=own.jit_compile,
-            reduce_retracing=own.reduce_retracing,
-        )
-
-    def trace(self, call: FlatCall) -> Any:
-        """Traces the function for a call; see `trace_flat`."""
-        own = self.options
-        autograph = True if own is None else own.autograph
-        options = None if own is None else own.experimental_autograph_options
-        return trace_flat(self.python_function, call, autograph, options)

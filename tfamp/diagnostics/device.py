@@ -1,4 +1,4 @@
-"""What this machine computes fast: facts, the policy `auto` makes of them, and a measurement."""
+"""What this machine computes fast: facts, the policy `auto` makes of them, and measurements."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import tfamp
 from tfamp import hardware
 from tfamp.dtypes import LOW_PRECISION
+from tfamp.graph.machine import KINDS, MachineProfile
 
 _ROUNDS = 5
 # Below this ratio the difference may be noise.
@@ -33,6 +34,9 @@ class DeviceReport:
         float16_slowdown: Measured time of float16 matmuls and convolutions with their gradients
             over float32's, on a CPU that does not compute float16 natively and has no GPU or TPU
             beside it; None elsewhere.
+        profile: How fast the machine is in each dtype, which a rewrite's placement goes by.
+        profile_source: Where the profile comes from, in words: the built-in table, a file, the
+            cache, or a measurement made just now.
         problems: What keeps tfamp from working here.
 
     Example:
@@ -46,6 +50,8 @@ class DeviceReport:
     policy: str
     reason: str
     float16_slowdown: float | None
+    profile: MachineProfile
+    profile_source: str
     problems: tuple[str, ...]
 
     def to_json(self) -> str:
@@ -56,6 +62,10 @@ class DeviceReport:
                 "hardware": dataclasses.asdict(self.hardware),
                 "auto_policy": {"name": self.policy, "reason": self.reason},
                 "float16_slowdown": self.float16_slowdown,
+                "machine_profile": {
+                    "source": self.profile_source,
+                    **json.loads(self.profile.to_json()),
+                },
                 "problems": list(self.problems),
             },
             indent=2,
@@ -75,16 +85,23 @@ class DeviceReport:
         if self.float16_slowdown is not None:
             rows += [("float16 takes", f"{self.float16_slowdown:.1f} times as long as float32")]
         rows += [("policy auto", self.policy), ("because", self.reason)]
+        rows += _profile_rows(self.profile, self.profile_source)
         rows += [("problem", problem) for problem in self.problems]
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
 
 
 def device_report() -> DeviceReport:
-    """Looks at this machine; measures for some ms, once, where only a measurement can tell.
+    """Looks at this machine; measures where only a measurement can tell.
+
+    That is how slow float16 is, some ms, and for about two seconds the machine profile, unless it
+    is in the user's cache folder already. `TFAMP_PROFILE` gives another; see `tfamp.rewrite`.
 
     Returns:
         The report.
+
+    Raises:
+        ValueError: TFAMP_PROFILE is neither "builtin", nor "measure", nor the file of a profile.
 
     Example:
         >>> print(device_report().to_text())
@@ -93,7 +110,10 @@ def device_report() -> DeviceReport:
     import keras
     import tensorflow as tf
 
+    from tfamp.machine_profile import find_profile
+
     found = hardware.detect()
+    profile = find_profile()
     policy, reason = hardware.automatic_policy(found)
     backend = keras.backend.backend()
     problems = () if backend == "tensorflow" else (_wrong_backend(backend),)
@@ -108,6 +128,8 @@ def device_report() -> DeviceReport:
         policy=policy,
         reason=reason,
         float16_slowdown=measure_float16_slowdown() if float16_is_emulated(found) else None,
+        profile=profile.profile,
+        profile_source=profile.source,
         problems=problems,
     )
 
@@ -186,6 +208,18 @@ def _wrong_backend(backend: str) -> str:
         f"Keras runs on the {backend} backend; tfamp needs TensorFlow: set "
         "KERAS_BACKEND=tensorflow before Python starts."
     )
+
+
+def _profile_rows(profile: MachineProfile, source: str) -> list[tuple[str, str]]:
+    rows = [("profile", profile.name), ("from", source)]
+    rows += [("speed", "".join(f"{dtype:>10}" for dtype in LOW_PRECISION) + "  over float32's")]
+    for kind in KINDS:
+        peaks = profile.peaks[kind]
+        ratios = (peaks[dtype] / peaks["float32"] for dtype in LOW_PRECISION)
+        rows += [(kind, "".join(f"{ratio:10.2g}" for ratio in ratios))]
+    rows += [("memory", f"{profile.bandwidth / 1e9:.3g} GB/s")]
+    rows += [("Casts", f"{profile.cast_bandwidth / 1e9:.3g} GB/s")]
+    return rows
 
 
 def _gpu_text(gpu: hardware.Gpu) -> str:

@@ -57,6 +57,8 @@ class MachineProfile:
     least_gain: float = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ValueError(f"name must be a string; got {self.name!r}.")
         _check_names("peaks", self.peaks, KINDS)
         for kind, peaks in self.peaks.items():
             _check_names(f"peaks[{kind!r}]", peaks, DTYPES)
@@ -182,7 +184,9 @@ _RATIOS = {
 }
 
 
-def _check_names(what: str, got: Mapping[str, object], expected: tuple[str, ...]) -> None:
+def _check_names(what: str, got: object, expected: tuple[str, ...]) -> None:
+    if not isinstance(got, Mapping):
+        raise ValueError(f"{what} must map {', '.join(expected)} to values; got {got!r}.")
     if set(got) != set(expected):
         raise ValueError(
             f"{what} must have exactly {', '.join(expected)}; got {', '.join(map(str, got))}."

@@ -61,7 +61,8 @@ def rewrite_graph_def(
             that exceed the limits stay float32, unless `force_low` matches them.
         limits: From where on measured values need float32; `Limits.default(dtype)` if None.
         profile: How fast the machine is in each dtype; None for built-in figures, which depend on
-            the kind of device and on what it multiplies natively.
+            the kind of device and on what it multiplies natively. Nothing is measured or read here,
+            whatever TFAMP_PROFILE says: `tfamp.rewrite` does that.
 
     Returns:
         The new graph, with functions rewritten under their names, and the plan.
