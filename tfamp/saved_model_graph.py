@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp import _tf_private
+from tfamp.graph.function_names import called_functions
 from tfamp.graph.inline import inline_calls
 from tfamp.graph.rewrite import rewrite_graph_def
 from tfamp.graph.structures import RewritePlan
@@ -159,15 +160,6 @@ def reached_functions(library: Mapping[str, Any], names: Iterable[str]) -> set[s
             found.add(name)
             pending += [each for node in library[name].node_def for each in called_functions(node)]
     return found
-
-
-def called_functions(node: Any) -> Iterator[str]:
-    """Gives the names of the functions a node may call; its op is one where it is a function."""
-    yield node.op
-    for value in node.attr.values():
-        if value.HasField("func"):
-            yield value.func.name
-        yield from (function.name for function in value.list.func)
 
 
 def node_name(tensor: str) -> str:
