@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfamp.errors import SavedModelError
 from tfamp.graph.fold import fold_casts
+from tfamp.graph.function_names import called_functions, reached_functions
 from tfamp.graph.index import build_indexes
 from tfamp.graph.inline import inline_calls
 from tfamp.graph.loop_constants import cast_before_loops
@@ -24,9 +25,7 @@ from tfamp.saved_model_graph import (
     Roles,
     add_op_definitions,
     ancestors,
-    called_functions,
     node_name,
-    reached_functions,
 )
 from tfamp.saved_model_values import variable_values
 

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp import _tf_private
-from tfamp.graph.function_names import called_functions
+from tfamp.graph.function_names import called_functions, reached_functions
 from tfamp.graph.inline import inline_calls
 from tfamp.graph.rewrite import rewrite_graph_def
 from tfamp.graph.structures import RewritePlan
@@ -148,17 +148,6 @@ def ancestors(nodes: Mapping[str, Any], names: Iterable[str]) -> set[str]:
         if name in nodes and name not in found:
             found.add(name)
             pending += [node_name(each) for each in nodes[name].input]
-    return found
-
-
-def reached_functions(library: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-    """Returns the functions of a library that these call, directly or not, with their own names."""
-    pending, found = list(names), set()
-    while pending:
-        name = pending.pop()
-        if name in library and name not in found:
-            found.add(name)
-            pending += [each for node in library[name].node_def for each in called_functions(node)]
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -39,23 +39,17 @@ def rename_functions(graph_def: Any, suffix: str) -> Any:
     result = tf.compat.v1.GraphDef()
     result.CopyFrom(graph_def)
     library = {function.signature.name: function for function in result.library.function}
-    reached: dict[str, Any] = {}
-    pending = [result.node]
-    while pending:
-        for node in pending.pop():
-            for name in called_functions(node):
-                if name in library and name not in reached:
-                    reached[name] = library[name]
-                    pending.append(library[name].node_def)
-    bodies = [result.node, *(function.node_def for function in reached.values())]
+    called = (name for node in result.node for name in called_functions(node))
+    reached = reached_functions(library, called)
+    functions = [function for name, function in library.items() if name in reached]
+    bodies = [result.node, *(function.node_def for function in functions)]
     for node in itertools.chain.from_iterable(bodies):
         node.op += suffix if node.op in reached else ""
         for value in node.attr.values():
             # Writing to `func` of a value of another kind would make it one of this kind.
             names = [value.func] if value.HasField("func") else value.list.func
-            for called in names:
-                called.name += suffix if called.name in reached else ""
-    functions = [library[name] for name in library if name in reached]
+            for each in names:
+                each.name += suffix if each.name in reached else ""
     for function in functions:
         function.signature.name += suffix
     kept = tf.compat.v1.GraphDef(node=result.node, versions=result.versions)
@@ -116,3 +110,14 @@ def called_functions(node: Any) -> Iterator[str]:
             yield value.func.name
         for called in value.list.func:
             yield called.name
+
+
+def reached_functions(library: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+    """Returns the functions of a library that these call, directly or not, with their own names."""
+    pending, found = list(names), set()
+    while pending:
+        name = pending.pop()
+        if name in library and name not in found:
+            found.add(name)
+            pending += [each for node in library[name].node_def for each in called_functions(node)]
+    return found

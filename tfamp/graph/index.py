@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from tfamp.errors import RewriteError
-from tfamp.graph.function_names import called_functions
+from tfamp.graph.function_names import called_functions, reached_functions
 from tfamp.graph.kernel_limits import kernel_refuses
 from tfamp.graph.op_signatures import (
     SUCCESSORS,
@@ -63,24 +63,14 @@ def build_indexes(graph_def: Any, *, dtype: str, device: str) -> tuple[GraphInde
     """
     library = {function.signature.name: function for function in graph_def.library.function}
     signatures = {name: signature(function.signature) for name, function in library.items()}
-    reached = _reached_functions(graph_def.node, library)
+    called = (name for node in graph_def.node for name in called_functions(node))
+    reached = reached_functions(library, called)
     indexes = [_Indexer(MAIN_GRAPH, signatures, dtype, device).index_graph(graph_def)]
     for name, function in library.items():
         if name in reached and not signatures[name].allowed:
             indexer = _Indexer(name, signatures, dtype, device)
             indexes.append(indexer.index_function(function))
     return tuple(indexes)
-
-
-def _reached_functions(nodes: Iterable[Any], library: Mapping[str, Any]) -> set[str]:
-    pending, reached = [nodes], set()
-    while pending:
-        for node in pending.pop():
-            for name in called_functions(node):
-                if name in library and name not in reached:
-                    reached.add(name)
-                    pending.append(library[name].node_def)
-    return reached
 
 
 @dataclass(slots=True)
