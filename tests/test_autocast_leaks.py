@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp import _tf_intercept, keras_hooks
+from tfamp import _tf_intercept, keras_intercept
 from tfamp.autocast_mode import _hooks
 from tfamp.errors import UnsupportedVersionError
 
@@ -106,7 +106,7 @@ def test_a_missing_keras_symbol_puts_the_others_back(monkeypatch, a, name):
 
     before = symbols()
     with monkeypatch.context() as patch:
-        patch.setattr(keras_hooks, name, fail)
+        patch.setattr(keras_intercept, name, fail)
         with pytest.raises(UnsupportedVersionError, match="is gone"), tfamp.autocast("bfloat16"):
             pass
     assert all(same(before, symbols()).values())
