@@ -35,6 +35,7 @@ LAYERS = (
         "policy",
         "loss_scale",
         "graph.plan_page",
+        "graph.reason",
         "graph.structures",
         "graph.op_lists",
         "graph.maxflow",
@@ -111,6 +112,7 @@ LAYERS = (
 )
 FRAMEWORKS = {"tensorflow", "keras"}
 FRAMEWORK_FREE = {
+    "graph.reason",
     "errors",
     "dtypes",
     "options",

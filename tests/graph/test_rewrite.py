@@ -1,8 +1,10 @@
 """The rewrite as a whole: what it computes, what it keeps, what it refuses."""
 
+import copy
 import functools
 import json
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -389,3 +391,14 @@ def test_the_result_is_the_same_under_any_hash_seed():
     assert [process.returncode for process in processes] == [0, 0]
     assert outputs[0] == outputs[1]
     assert len(outputs[0][-1]) == 64
+
+
+def test_a_reason_is_its_text_and_knows_its_rule():
+    made = graph_dsl.graph("x>A1>d")
+    plan = rewrite_graph_def(made.graph_def, made.fetches, dtype="bfloat16", placement="lists").plan
+    (reason,) = [node.reason for node in plan.nodes if node.name == "a1"]
+    assert isinstance(reason, str)
+    assert reason == reason.text == "MatMul is on the allow list"
+    assert reason.rule == copy.deepcopy(reason).rule == pickle.loads(pickle.dumps(reason)).rule
+    (cast, *_) = plan.casts
+    assert (cast.from_, cast.to) == (cast.source, cast.target)

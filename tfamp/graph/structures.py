@@ -12,25 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tfamp.graph.plan_page import render_page
+from tfamp.graph.reason import Reason as Reason
 
 FLOAT32 = "float32"
 MAIN_GRAPH = ""
 # Nodes that stand for a function's arguments and results; no node can have such an op.
 ARGUMENT = "<argument>"
 RESULT = "<result>"
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """Why a slot has its dtype.
-
-    Attributes:
-        rule: Short name of the rule that decided, such as "allow" or "no kernel".
-        text: The same for people, with the names involved.
-    """
-
-    rule: str
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +183,16 @@ class CastSite:
     producer: str
     device: str
     consumers: tuple[tuple[str, int], ...]
+
+    @property
+    def from_(self) -> str:
+        """The tensor's dtype: `source`, by the name the reports use."""
+        return self.source
+
+    @property
+    def to(self) -> str:
+        """The dtype it is cast to: `target`, by the name the reports use."""
+        return self.target
 
 
 @dataclass(frozen=True, slots=True)
