@@ -242,3 +242,24 @@ def test_a_closure_that_cannot_be_followed_is_named(weights, x):
     assert_close(fast(x), x @ weights, "bfloat16", depth=WIDTH)
     with pytest.raises(tfamp.RewriteError, match="Pass it to the function with the custom"):
         gradients(fast, x, [weights])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_second_derivatives_through_a_loop_in_a_loop_are_refused_and_never_wrong(dtype, weights, x):
+    def repeat(body):
+        return lambda x: tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, body(x)), (0, x))[1]
+
+    nested = repeat(repeat(lambda x: tf.tanh(x @ weights)))
+
+    def penalty(fn):
+        with tf.GradientTape() as outer:
+            to_x = gradients(fn, x, [])[0]
+            norm = tf.reduce_sum(to_x**2)
+        return outer.gradient(norm, weights)
+
+    check(nested, x, [weights], dtype, depth=4 * WIDTH)
+    with pytest.raises(ValueError, match="without handle data"):
+        penalty(tfamp.rewrite(nested, dtype=dtype))
+    # The way round: the tapes inside.
+    inside = tfamp.rewrite(lambda: penalty(nested), dtype=dtype)
+    assert_close(inside(), penalty(tf.function(nested)), dtype, depth=16 * WIDTH)

@@ -15,7 +15,13 @@ import tensorflow as tf
 
 from tfamp import _tf_functions
 from tfamp.graph.custom_gradients import Origin, adopt_gradients
-from tfamp.graph.function_names import new_suffix, rename_functions, unshare_branches
+from tfamp.graph.function_names import (
+    called_functions,
+    new_suffix,
+    reached_functions,
+    rename_functions,
+    unshare_branches,
+)
 from tfamp.graph.inline import INLINED_INTO, inline_calls
 
 # GraphDef, fetches, feeds -> GraphDef
@@ -94,7 +100,7 @@ def _import(
     mapped = {name: value for name, value in values.items() if name in used}
     mapped |= {name: values[f"{name[1:]}:0"] for name in waited_for}
     made = [name for name in dict.fromkeys(outputs) if name not in values]
-    loops = [node.name for node in bare.node if node.op in _LOOPS]
+    loops = _single_loops(bare)
     imported = tf.graph_util.import_graph_def(
         bare, input_map=mapped, return_elements=[*made, *loops], name=scope
     )
@@ -102,6 +108,24 @@ def _import(
         _tf_functions.copy_handle_data(loop.inputs, loop.outputs)
     found = dict(zip(made, imported, strict=False))
     return [found[name] if name in found else tf.identity(values[name]) for name in outputs]
+
+
+def _single_loops(graph_def: Any) -> list[str]:
+    """Names of the loops with no loop inside.
+
+    Only these learn what their handles know of variables, which a gradient of a gradient asks for.
+    An imported loop in a loop has lost it for good, and TensorFlow would take the inner gradient to
+    be zero; without the outer loop's it raises an error.
+    """
+    library = {function.signature.name: function for function in graph_def.library.function}
+    names = []
+    for node in graph_def.node:
+        if node.op in _LOOPS:
+            reached = reached_functions(library, called_functions(node))
+            inside = (each for name in reached for each in library[name].node_def)
+            if not any(each.op in _LOOPS for each in inside):
+                names.append(node.name)
+    return names
 
 
 def in_topological_order(nodes: Sequence[Any]) -> list[Any]:
