@@ -47,7 +47,7 @@ def make_index(ops, edges):
         first = len(slots)
         slots += [TypeSlot(position, attr, None, "float32", True) for attr in attrs]
         own = tuple(range(first, len(slots)))
-        nodes.append(IndexedNode(f"n{position}", op, "", False, False, own))
+        nodes.append(IndexedNode(f"n{position}", op, "", (), False, own))
         ins.append(own[0])
         outs.append(own[-1])
     made = []
@@ -233,7 +233,8 @@ def test_it_is_never_dearer_than_the_lists_and_as_safe(made, profile, dtype, def
     lists = OpLists.default(dtype, "cpu") if default else OpLists.grappler(dtype)
     colors = colors_of(lists)
     (index,) = build_indexes(shaped(made.graph_def), dtype=dtype, device="cpu")
-    regions = find_regions(index, NodeChoices(made.fetches, made.feeds, (), ()).unchanging(index))
+    chosen = NodeChoices(made.fetches, made.feeds, (), ()).unchanging(index)
+    regions = find_regions(index, index.positions(chosen))
     painting = paint(index, regions, colors)
     safe = safe_slots(index, regions, colors, painting)
     assert safe >= painting.low.keys()

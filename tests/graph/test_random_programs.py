@@ -78,7 +78,14 @@ def all_nodes(graph_def):
 
 
 def signatures(graph_def):
-    return {function.signature.name: function.signature for function in graph_def.library.function}
+    """Arguments and results by name; what a loop carries may change its dtype."""
+    return {
+        function.signature.name: tuple(
+            [each.name for each in arguments]
+            for arguments in (function.signature.input_arg, function.signature.output_arg)
+        )
+        for function in graph_def.library.function
+    }
 
 
 @few_and_many(25, 1000)

@@ -10,7 +10,7 @@ from tfamp.graph.structures import Reason
 
 def regions_of(graph_def, chosen=None):
     index = build_indexes(graph_def, dtype="bfloat16", device="cpu")[0]
-    return index, find_regions(index, chosen or {})
+    return index, find_regions(index, index.positions(chosen or {}))
 
 
 def fixed(index, regions):

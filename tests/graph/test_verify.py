@@ -27,7 +27,7 @@ def check(change):
     colors = colors_of(OpLists.grappler("bfloat16"))
     (index,) = build_indexes(made.graph_def, dtype="bfloat16", device="cpu")
     choices = NodeChoices(made.fetches, made.feeds, (), ())
-    regions = find_regions(index, choices.unchanging(index))
+    regions = find_regions(index, index.positions(choices.unchanging(index)))
     scopes = [PaintedScope(index, regions, paint(index, regions, colors))]
     plan = make_plan(scopes, dtype="bfloat16", colors=colors)
     after = rewrite_graph_def(made.graph_def, made.fetches, dtype="bfloat16").graph_def

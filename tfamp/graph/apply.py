@@ -17,7 +17,7 @@ def apply_plan(graph_def: Any, plan: RewritePlan) -> Any:
     """Carries out a plan.
 
     Nodes keep their names and their order; a Cast comes right behind the node that makes its
-    tensor. Functions keep their names, arguments and results.
+    tensor. Functions keep their names and the names of their arguments and results.
 
     Args:
         graph_def: The `tf.compat.v1.GraphDef` the plan was made for; it is not modified.
@@ -36,12 +36,22 @@ def apply_plan(graph_def: Any, plan: RewritePlan) -> Any:
             _rewrite_nodes(result.node, scope.retypes, scope.casts, plan.dtype, "")
         else:
             function = functions[scope.scope]
+            _rewrite_signature(function.signature, scope.retypes, plan.dtype)
             _rewrite_nodes(function.node_def, scope.retypes, scope.casts, plan.dtype, ":y:0")
             for cast in scope.casts:
                 for consumer, _ in cast.consumers:
                     if consumer.startswith(RESULT):
                         function.ret[consumer.removeprefix(RESULT)] = f"{cast.name}:y:0"
     return result
+
+
+def _rewrite_signature(signature: Any, retypes: tuple[_Retype, ...], dtype: str) -> None:
+    """Changes the arguments and results of a function: the retypes without an attribute."""
+    named = {each.name: each for each in signature.input_arg}
+    named |= {f"{RESULT}{each.name}": each for each in signature.output_arg}
+    for retype in retypes:
+        if not retype.attr:
+            named[retype.node].type = _tf_private.dtype_number(dtype)
 
 
 def _rewrite_nodes(
@@ -54,7 +64,8 @@ def _rewrite_nodes(
     """Changes the nodes of a scope; `output` is how the scope spells an op's first output."""
     by_name = {node.name: node for node in nodes}
     for retype in retypes:
-        _retype(by_name[retype.node], retype, dtype)
+        if retype.attr:
+            _retype(by_name[retype.node], retype, dtype)
     following: dict[str, list[Any]] = defaultdict(list)
     for cast in casts:
         following[cast.producer if cast.producer in by_name else ARGUMENT].append(_cast_node(cast))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tfamp.graph.structures import FLOAT32, GraphIndex, Painting, Reason, Regions
+from tfamp.graph.structures import FLOAT32, LOOPS, GraphIndex, Painting, Reason, Regions
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +325,13 @@ PASSES: tuple[Callable[[Rules, Painting], Painting], ...] = (
 def _ways_to_variables(rules: Rules) -> set[int]:
     """Slots whose values get to a node that has resources, with no allow or deny node between."""
     nodes, slots = rules.index.nodes, rules.index.slots
-    writers = [node for node in nodes if any(slots[i].dtype == "resource" for i in node.slots)]
+    # What a loop writes is found in its body, where that is joined with its caller.
+    writers = [
+        node
+        for node in nodes
+        if (node.op not in LOOPS or node.calls_function)
+        and any(slots[i].dtype == "resource" for i in node.slots)
+    ]
     roots = [slot for node in writers for slot in node.slots]
     ways = set(roots)
     _spread(roots, (rules.fanin,), ways, lambda slot: rules.color(slot) not in ("allow", "deny"))

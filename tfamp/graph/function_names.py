@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-_BRANCHING = frozenset({"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"})
+from tfamp.graph.structures import BRANCHING
+
 _NUMBERS = itertools.count(1)
 
 
@@ -93,7 +94,7 @@ def unshare_branches(graph_def: Any) -> Any:
 
 def _branches(node: Any) -> Iterator[Any]:
     """What a loop or a conditional runs: messages with the names of functions."""
-    if node.op in _BRANCHING:
+    if node.op in BRANCHING:
         for _, value in sorted(node.attr.items()):
             yield from [value.func] if value.HasField("func") else value.list.func
 
@@ -105,11 +106,17 @@ def _free_name(name: str, taken: Collection[str]) -> str:
 def called_functions(node: Any) -> Iterator[str]:
     """The names by which a node may call functions: its op and its attributes that hold names."""
     yield node.op
-    for value in node.attr.values():
+    for _, name in function_attributes(node):
+        yield name
+
+
+def function_attributes(node: Any) -> Iterator[tuple[str, str]]:
+    """The attributes that hold names of functions, with each name, in the order of attributes."""
+    for attr, value in sorted(node.attr.items()):
         if value.HasField("func"):
-            yield value.func.name
+            yield attr, value.func.name
         for called in value.list.func:
-            yield called.name
+            yield attr, called.name
 
 
 def reached_functions(library: Mapping[str, Any], names: Iterable[str]) -> set[str]:

@@ -23,12 +23,12 @@ from tfamp.graph.function_names import (
     unshare_branches,
 )
 from tfamp.graph.inline import INLINED_INTO, inline_calls
+from tfamp.graph.structures import LOOPS
 
 # GraphDef, fetches, feeds -> GraphDef
 Transform: TypeAlias = Callable[[Any, Sequence[str], Sequence[str]], Any]
 
 _SCOPES = itertools.count(1)
-_LOOPS = frozenset({"StatelessWhile", "While"})
 
 
 def graft(
@@ -120,10 +120,10 @@ def _single_loops(graph_def: Any) -> list[str]:
     library = {function.signature.name: function for function in graph_def.library.function}
     names = []
     for node in graph_def.node:
-        if node.op in _LOOPS:
+        if node.op in LOOPS:
             reached = reached_functions(library, called_functions(node))
             inside = (each for name in reached for each in library[name].node_def)
-            if not any(each.op in _LOOPS for each in inside):
+            if not any(each.op in LOOPS for each in inside):
                 names.append(node.name)
     return names
 

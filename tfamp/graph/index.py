@@ -15,7 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from tfamp.errors import RewriteError
-from tfamp.graph.function_names import called_functions, reached_functions
+from tfamp.graph.function_names import (
+    called_functions,
+    function_attributes,
+    reached_functions,
+)
 from tfamp.graph.kernel_limits import kernel_refuses
 from tfamp.graph.op_signatures import (
     SUCCESSORS,
@@ -115,7 +119,7 @@ class _Indexer:
     def _add_boundary(self, name: str, op: str, ins: list[_Place], outs: list[_Place]) -> None:
         position = len(self.nodes)
         slots = {place: self._new_slot(position, place, False) for place in (*ins, *outs)}
-        self._register(name, op, "", False, False, slots, ins, outs)
+        self._register(name, op, "", (), False, slots, ins, outs)
         self.first_ports.append({name: 0})
 
     def _add_node(self, node: Any) -> None:
@@ -137,7 +141,9 @@ class _Indexer:
             if place not in slots:
                 low = self._can_be_low(node, own, types, place)
                 slots[place] = self._new_slot(position, place, low)
-        calls = op in self.functions or any(name != node.op for name in called_functions(node))
+        calls = tuple(function_attributes(node))
+        if op in self.functions:
+            calls = (("", op), *calls)
         self._register(
             node.name, node.op, node.device, calls, own.uses_references, slots, ins, outs
         )
@@ -156,7 +162,7 @@ class _Indexer:
         name: str,
         op: str,
         device: str,
-        calls: bool,
+        calls: tuple[tuple[str, str], ...],
         references: bool,
         slots: dict[_Place, int],
         ins: list[_Place],

@@ -14,9 +14,7 @@ import tensorflow as tf
 
 from tfamp import _tf_private
 from tfamp.dtypes import LOW_PRECISION
-from tfamp.graph.structures import FLOAT32
-
-_LOOPS = ("StatelessWhile", "While")
+from tfamp.graph.structures import FLOAT32, LOOPS
 
 
 def cast_before_loops(graph_def: Any) -> tuple[Any, frozenset[tuple[str, str]]]:
@@ -100,7 +98,7 @@ def _groups(nodes: Iterable[Any]) -> dict[tuple[str, str], list[Any]]:
     """The loops of a graph by body and condition: signatures share those of one model."""
     groups: dict[tuple[str, str], list[Any]] = {}
     for node in nodes:
-        if node.op in _LOOPS:
+        if node.op in LOOPS:
             key = node.attr["body"].func.name, node.attr["cond"].func.name
             groups.setdefault(key, []).append(node)
     return groups

@@ -17,6 +17,7 @@ from typing import Literal
 import tfamp.graph.autocast_lists as _autocast
 import tfamp.graph.grappler_lists as _grappler
 from tfamp.dtypes import LOW_PRECISION
+from tfamp.graph.structures import LOOPS
 
 Color = Literal["allow", "infer", "deny", "clear"]
 
@@ -53,8 +54,9 @@ _BFLOAT16_ALLOW_ADDED = frozenset(
 # On CPUs its bfloat16 kernel adds up in bfloat16: from 256 rows on small terms are lost, and the
 # gradient of a bias over 8192 rows is off by half (tests/graph/test_op_lists.py shows it).
 _BFLOAT16_INFER_DROPPED = frozenset({"BiasAddGrad"})
-# A loop's types are those of its body: converting the loop alone makes an invalid graph.
-_BFLOAT16_CLEAR_DROPPED = frozenset({"StatelessWhile", "While"})
+# What a loop carries may be low, together with what is in it. Grappler has loops on its bfloat16
+# list, but not what is in them. Not conditionals: one branch may pass on what it is given.
+_CLEAR_ADDED = LOOPS
 
 # Ops that need inputs of one dtype, whichever list they are on.
 _SAME_DTYPE = _autocast.JOINING | _grappler.FLOAT16_ALLOW | _grappler.BFLOAT16_ALLOW
@@ -313,12 +315,12 @@ def _default_lists(dtype: str, device: str) -> OpLists:
             lists,
             allow=lists.allow | _BFLOAT16_ALLOW_ADDED,
             infer=lists.infer - _BFLOAT16_INFER_DROPPED,
-            clear=lists.clear - _BFLOAT16_CLEAR_DROPPED,
+            clear=lists.clear | _CLEAR_ADDED,
         )
     allow = lists.allow - _grappler.EXTERNAL - _FLOAT16_ALLOW_DROPPED | _FLOAT16_ALLOW_ADDED
     # Grappler infers _grappler.FLOAT16_CPU_INFER on CPUs; the square of 256 is inf in float16.
     on_gpu = _FLOAT16_ALLOW_ADDED_ON_GPU if device == "gpu" else frozenset()
-    return dataclasses.replace(lists, allow=allow | on_gpu)
+    return dataclasses.replace(lists, allow=allow | on_gpu, clear=lists.clear | _CLEAR_ADDED)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

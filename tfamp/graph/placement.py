@@ -9,7 +9,7 @@ the source: see "Placement" in the README beside this file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from tfamp.graph.cost import ScopeCosts, Tensor, scope_seconds
 from tfamp.graph.maxflow import Edge as Arc
@@ -33,8 +33,8 @@ def place(
 ) -> Painting:
     """Lowers the slots that are worth it.
 
-    Of several placements of least time it is the one with fewest low slots. The passes decide where
-    the graph does not tell the shapes of what may be low, and where the cut gains too little.
+    Of several placements of least time it is the one with fewest low slots. The passes decide about
+    slots whose shapes the graph does not tell, and about all where the cut gains too little.
 
     Args:
         index: The scope.
@@ -47,9 +47,9 @@ def place(
     Returns:
         The painting with the slots to lower, and why others are left in float32.
     """
-    if not safe.isdisjoint(costs.unshaped):
-        return painting
-    low = _Cut(index, regions, painting, safe, costs).low()
+    pinned = safe & costs.unshaped
+    forced = pinned & painting.low.keys() | {s for s in safe if _is_forced(painting, s)}
+    low = _Cut(index, regions, safe - (pinned - forced), forced, costs).low()
     by_lists, least = (scope_seconds(index, costs, slots) for slots in (painting.low, low))
     if by_lists - least < least_gain:
         return painting
@@ -57,7 +57,7 @@ def place(
     for slot in sorted(low):
         is_cast = index.node_of(slot).op == "Cast"
         reasons[slot] = painting.low.get(slot, _CAST if is_cast else _LOWERED)
-    left = dict.fromkeys(sorted(safe - low), _LEFT)
+    left = dict.fromkeys(sorted(safe - pinned - low), _LEFT)
     return Painting(reasons, painting.denied, left)
 
 
@@ -68,12 +68,12 @@ class _Cut:
         self,
         index: GraphIndex,
         regions: Regions,
-        painting: Painting,
         safe: frozenset[int],
+        forced: Collection[int],
         costs: ScopeCosts,
     ) -> None:
         self._index, self._regions, self._costs = index, regions, costs
-        self._forced = [s for s in sorted(safe) if _is_forced(painting, s)]
+        self._forced = sorted(forced)
         self._casts = [
             slot
             for node in index.nodes

@@ -37,12 +37,14 @@ class PaintedScope:
         regions: What its structure demands.
         painting: Its colours.
         costs: What everything takes, if that is known.
+        rounds: How often the scope is run for each run of the graph, as far as loops go.
     """
 
     index: GraphIndex
     regions: Regions
     painting: Painting
     costs: ScopeCosts | None = None
+    rounds: int = 1
 
 
 def make_plan(
@@ -62,7 +64,7 @@ def make_plan(
     nodes = tuple(node for scope in scopes for node in _node_plans(scope, dtype, colors))
     casts = tuple(cast for plan in plans for cast in plan.casts)
     known = [cast.bytes for cast in casts if cast.bytes is not None]
-    retyped = sum(len({retype.node for retype in plan.retypes}) for plan in plans)
+    retyped = sum(len({each.node for each in plan.retypes if each.attr}) for plan in plans)
     summary = RewriteSummary(
         nodes=len(nodes),
         low_nodes=sum(node.dtype == dtype for node in nodes),
@@ -81,8 +83,8 @@ def _speed_up(scopes: Sequence[PaintedScope]) -> float | None:
         costs, low = scope.costs, scope.painting.low
         if costs is None or any(scope.index.slots[slot].can_be_low for slot in costs.unshaped):
             return None
-        before += scope_seconds(scope.index, costs, ())
-        after += scope_seconds(scope.index, costs, low)
+        before += scope.rounds * scope_seconds(scope.index, costs, ())
+        after += scope.rounds * scope_seconds(scope.index, costs, low)
     return before / after if after else None
 
 

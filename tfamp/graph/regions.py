@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from tfamp.graph.structures import (
     ARGUMENT,
     FLOAT32,
+    LINK,
+    LOOPS,
     RESULT,
     GraphIndex,
     IndexedNode,
@@ -63,17 +65,20 @@ _RESOURCE_REASON = Reason("variable", "it uses a resource, whose values keep the
 _SOURCE_REASON = Reason("source", "it has no inputs: its value is given")
 
 
-def find_regions(index: GraphIndex, chosen: Mapping[str, Reason]) -> Regions:
+def find_regions(
+    index: GraphIndex, chosen: Mapping[int, Reason], kept: Mapping[int, Reason] | None = None
+) -> Regions:
     """Finds what the structure of a scope demands of its slots.
 
     Args:
         index: The scope.
-        chosen: Names of nodes that must not change, with the reason, such as a fetched one.
+        chosen: Positions of nodes that must not change, with the reason, such as a fetched one.
+        kept: Slots that must not change, with the reason.
 
     Returns:
         The regions.
     """
-    fixed = _fixed_slots(index, chosen)
+    fixed = {**_fixed_slots(index, chosen), **(kept or {})}
     clusters = _list_clusters(index)
     members = [_list_members(index, cluster) for cluster in clusters]
     used = [i for i, slots in enumerate(members) if slots]
@@ -87,11 +92,11 @@ def find_regions(index: GraphIndex, chosen: Mapping[str, Reason]) -> Regions:
     )
 
 
-def _fixed_slots(index: GraphIndex, chosen: Mapping[str, Reason]) -> dict[int, Reason]:
+def _fixed_slots(index: GraphIndex, chosen: Mapping[int, Reason]) -> dict[int, Reason]:
     fed = {index.slots[edge.target].node for edge in index.edges}
     fixed = {}
     for position, node in enumerate(index.nodes):
-        reason = chosen.get(node.name) or _structural_reason(index, node, position in fed)
+        reason = chosen.get(position) or _structural_reason(index, node, position in fed)
         if reason is not None:
             fixed.update(dict.fromkeys(node.slots, reason))
     return fixed
@@ -104,6 +109,8 @@ def _structural_reason(index: GraphIndex, node: IndexedNode, has_inputs: bool) -
         return _RESULT_REASON
     if node.calls_function:
         return _CALL_REASON
+    if node.op in LOOPS or node.op == LINK:  # Its dtypes are also those of what it runs.
+        return None
     if node.uses_references:
         return _REFERENCE_REASON
     if any(index.slots[slot].dtype == "resource" for slot in node.slots):
@@ -162,7 +169,8 @@ def _why_unsafe(
 ) -> Reason | None:
     for slot in cluster:
         node = index.node_of(slot)
-        if "TensorList" not in node.op and node.op not in _CARRIERS:
+        linked = node.op in LOOPS and not node.calls_function
+        if "TensorList" not in node.op and node.op not in _CARRIERS and not linked:
             return Reason("TensorList", f"its TensorList goes through {node.name} ({node.op})")
     for slot in members:
         node = index.node_of(slot)

@@ -13,6 +13,7 @@ from tfamp.graph.coloring import paint, safe_slots
 from tfamp.graph.cost import estimate
 from tfamp.graph.index import build_indexes
 from tfamp.graph.inline import inline_calls
+from tfamp.graph.linking import join
 from tfamp.graph.machine import MachineProfile
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.placement import place
@@ -100,17 +101,29 @@ def rewrite_graph_def(
     profile = profile or request.profile_of(kind)
     indexes = build_indexes(graph_def, dtype=dtype, device=kind)
     choices.check(indexes)
-    scopes = []
-    for index in indexes:
-        forced = choices.forced(index)
-        calibrated = too_large(index, measured, limits, forced)
-        regions = find_regions(index, calibrated | choices.unchanging(index))
-        painting = paint(index, regions, colors, forced, updates_low)
-        costs = estimate(index, profile, dtype)
-        if placement == "min_cut":
-            safe = safe_slots(index, regions, colors, painting)
-            painting = place(index, regions, painting, safe, costs, profile.least_gain)
-        scopes.append(PaintedScope(index, regions, painting, costs))
+    forced = [choices.forced(index) for index in indexes]
+    chosen = [
+        too_large(index, measured, limits, each) | choices.unchanging(index)
+        for index, each in zip(indexes, forced, strict=True)
+    ]
+    joined = join(indexes, lists.clear)
+    regions = find_regions(joined.index, joined.by_position(chosen), joined.kept)
+    painting = paint(joined.index, regions, colors, joined.positions(forced), updates_low)
+    costs = [estimate(index, profile, dtype) for index in indexes]
+    if placement == "min_cut":
+        safe = safe_slots(joined.index, regions, colors, painting)
+        every = joined.join_costs(costs)
+        painting = place(joined.index, regions, painting, safe, every, profile.least_gain)
+    scopes = [
+        PaintedScope(
+            index,
+            joined.split_regions(regions, number),
+            joined.split_painting(painting, number),
+            costs[number],
+            joined.rounds[number],
+        )
+        for number, index in enumerate(indexes)
+    ]
     plan = make_plan(scopes, dtype=dtype, colors=colors)
     result = apply_plan(graph_def, plan)
     verify_rewrite(graph_def, result, scopes, plan, kind)

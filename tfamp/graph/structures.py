@@ -9,16 +9,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from tfamp.graph.plan_page import render_page
 from tfamp.graph.reason import Reason as Reason
+
+T = TypeVar("T")
 
 FLOAT32 = "float32"
 MAIN_GRAPH = ""
 # Nodes that stand for a function's arguments and results; no node can have such an op.
 ARGUMENT = "<argument>"
 RESULT = "<result>"
+# The same for a function that is joined with its caller: see `tfamp.graph.linking`.
+LINK = "<link>"
+# Ops that run functions of the library as their loops' bodies and conditions, or as branches.
+LOOPS = frozenset({"StatelessWhile", "While"})
+BRANCHING = LOOPS | {"Case", "If", "StatelessCase", "StatelessIf"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,8 @@ class IndexedNode:
         name: Its name.
         op: Its op type; `ARGUMENT` or `RESULT` for a function's boundary.
         device: The device it is pinned to, as the graph spells it, or "".
-        calls_function: Whether it runs a function of the library, as While and If do.
+        calls: The functions of the library that it runs, as While and If do: pairs of attribute and
+            name, by attribute; the attribute is "" where the op itself is the function.
         uses_references: Whether an argument of the op is a reference to a variable's memory.
         slots: Its type slots.
         equation: That of an Einsum, which tells its FLOPs; "" for other ops.
@@ -76,10 +84,15 @@ class IndexedNode:
     name: str
     op: str
     device: str
-    calls_function: bool
+    calls: tuple[tuple[str, str], ...]
     uses_references: bool
     slots: tuple[int, ...]
     equation: str = ""
+
+    @property
+    def calls_function(self) -> bool:
+        """Whether it runs a function of the library."""
+        return bool(self.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +120,11 @@ class GraphIndex:
     fanout: tuple[tuple[int, ...], ...]
     sizes: Mapping[tuple[int, int], int]
     shapes: Mapping[tuple[int, int], tuple[int | None, ...]] = field(default_factory=dict)
+
+    def positions(self, named: Mapping[str, T]) -> dict[int, T]:
+        """Returns what is known of nodes by name, by position."""
+        nodes = enumerate(self.nodes)
+        return {position: named[node.name] for position, node in nodes if node.name in named}
 
     def node_of(self, slot: int) -> IndexedNode:
         """Returns the node a slot belongs to."""
@@ -151,7 +169,13 @@ class Painting:
 
 @dataclass(frozen=True, slots=True)
 class Retype:
-    """One slot to change to the plan's low dtype."""
+    """One slot to change to the plan's low dtype.
+
+    Attributes:
+        node: Name of the node, or of an argument or result of the function as in its index.
+        attr: The attribute that holds the dtype; "" for an argument or a result.
+        index: Position in the attribute where that is a list of dtypes, else None.
+    """
 
     node: str
     attr: str

@@ -7,6 +7,7 @@ from typing import Any
 
 from tfamp.errors import RewriteError
 from tfamp.graph.index import build_indexes
+from tfamp.graph.linking import boundaries_agree
 from tfamp.graph.op_signatures import SUCCESSORS
 from tfamp.graph.plan import PaintedScope
 from tfamp.graph.structures import GraphIndex, IndexedNode, RewritePlan
@@ -34,6 +35,10 @@ def verify_rewrite(
     indexes = build_indexes(after, dtype=plan.dtype, device=device)
     if [index.scope for index in indexes] != [scope.index.scope for scope in scopes]:
         raise _violation("the functions of the graph", "a function was lost or added")
+    for node, function, agrees in boundaries_agree(indexes):
+        if not agrees:
+            cause = f"its dtypes are not those of {function!r}, which it runs"
+            raise _violation(f"node {node.name!r} ({node.op})", cause)
     for scope, index, changes in zip(scopes, indexes, plan.scopes, strict=True):
         _verify_nodes(scope, index, {cast.name for cast in changes.casts})
     _verify_control_inputs(before, after)
