@@ -9,6 +9,7 @@ import pickle
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from tensorflow.python.framework import kernels
 
 import tfamp
+from helpers.tolerances import assert_close
 from tfamp import _tf_private
 from tfamp.graph import autocast_lists, grappler_lists, op_lists
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
@@ -230,8 +232,8 @@ def test_default_allows_no_op_that_would_lose_its_kernel(dtype, device, kernels_
             },
             set(),
         ),
-        ("bfloat16", "cpu", "infer", set(), {"BiasAddGrad"}),
-        ("bfloat16", "auto", "deny", set(), set()),
+        ("bfloat16", "cpu", "infer", {"Pow", "RsqrtGrad"}, {"BiasAddGrad"}),
+        ("bfloat16", "auto", "deny", set(), {"Pow"}),
         ("bfloat16", "auto", "clear", set(), set()),
     ],
 )
@@ -250,6 +252,40 @@ def test_why_the_gradient_of_a_bias_stays_float32():
     assert total.numpy().tolist() == [8192.0] * 4
     # Once this fails, TensorFlow's kernel is repaired and the op can be inferred again.
     assert gradient.numpy().tolist() == [256.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("op", "most"),
+    [
+        (lambda x: tf.raw_ops.Pow(x=x, y=tf.constant(3.0, x.dtype)), 1.0),
+        (lambda x: tf.raw_ops.Pow(x=x, y=tf.constant(0.5, x.dtype)), 1.0),
+        (lambda x: tf.raw_ops.RsqrtGrad(y=x, dy=x), 3.0),
+    ],
+)
+def test_how_much_the_ops_round_that_are_inferred_in_bfloat16_beside_grapplers(op, most):
+    x = tf.constant(np.random.default_rng(0).uniform(0.1, 4.0, 10_000), tf.bfloat16)
+    with tf.device("CPU:0"):
+        found, exact = op(x), op(tf.cast(x, tf.float64))
+    error = np.abs(found.numpy().astype(np.float64) / exact.numpy() - 1.0).max()
+    assert error <= most * 2.0**-8
+
+
+def test_a_squared_loss_does_not_keep_the_gradients_in_float32():
+    @tf.function
+    def step(x, w):
+        with tf.GradientTape() as tape:
+            tape.watch(w)
+            loss = tf.reduce_mean((x @ w) ** 2)
+        return loss, tape.gradient(loss, w)
+
+    x = tf.random.stateless_normal((64, 32), (1, 2))
+    w = tf.random.stateless_normal((32, 16), (3, 4))
+    fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists")
+    powers = [node.dtype for node in fast.plan(x, w).nodes if node.op == "Pow"]
+    assert powers
+    assert set(powers) == {"bfloat16"}
+    for value, wanted in zip(fast(x, w), step(x, w), strict=True):
+        assert_close(value, wanted, "bfloat16", depth=32)
 
 
 @pytest.mark.parametrize("build", [OpLists.default, OpLists.grappler])

@@ -186,11 +186,38 @@ def test_taking_the_loss_scale_off_stays_float32_in_float16(placement):
     assert_close(gradient, function(tf.ones((4, 4))), "float16", depth=4)
 
 
-def test_with_grapplers_lists_or_in_bfloat16_updates_are_lowered_as_grappler_does():
-    for dtype, lists in [("float16", OpLists.grappler("float16")), ("bfloat16", None)]:
-        plan = rewritten(_scaled_step(), dtype, op_lists=lists).plan
-        behind = [node for node in plan.nodes if node.reason.rule == "behind low"]
-        assert {node.op for node in behind} >= {"Mul"}
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_with_grapplers_lists_updates_are_lowered_as_grappler_does(dtype):
+    plan = rewritten(_scaled_step(), dtype, op_lists=OpLists.grappler(dtype)).plan
+    behind = [node for node in plan.nodes if node.reason.rule == "behind low"]
+    assert {node.op for node in behind} >= {"Mul"}
+
+
+@pytest.mark.parametrize("placement", ["lists", "min_cut"])
+def test_optimizers_compute_in_float32(placement):
+    weight, momentum = tf.Variable(tf.zeros((4, 4))), tf.Variable(tf.zeros((4, 4)))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(x @ weight)
+        gradient = tape.gradient(loss, weight)
+        momentum.assign(0.9 * momentum - 2.0**-10 * gradient)
+        weight.assign_add(momentum)
+        return loss
+
+    function = tf.function(step).get_concrete_function(tf.TensorSpec((4, 4)))
+    profile = builtin_profile("cpu", bfloat16=True)
+    result = rewritten(function, "bfloat16", placement=placement, profile=profile)
+    assert {node.dtype for node in result.plan.nodes if node.op == "MatMul"} == {"bfloat16"}
+    arithmetic = [node for node in result.plan.nodes if node.op in ("Mul", "Sub")]
+    assert len(arithmetic) == 3
+    assert {node.dtype for node in arithmetic} == {"float32"}
+    run = graph_models.runnable(function, result.graph_def)
+    for _ in range(3):
+        run(tf.ones((4, 4)))
+    # m = -2**-8 (1, 1.9, 2.71): digits that bfloat16 does not have.
+    np.testing.assert_allclose(momentum, np.full((4, 4), -2.71 * 2.0**-8), rtol=1e-6)
+    np.testing.assert_allclose(weight, np.full((4, 4), -5.61 * 2.0**-8), rtol=1e-6)
 
 
 def test_batch_normalization_keeps_its_statistics():

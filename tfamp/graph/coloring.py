@@ -10,8 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from tfamp.graph.structures import FLOAT32, LOOPS, GraphIndex, Painting, Reason, Regions
+from tfamp.graph.control_flow import LOOPS
+from tfamp.graph.structures import FLOAT32, GraphIndex, Painting, Reason, Regions
+
+Updates = Literal["low", "reduced", "float32"]
+
+# What makes the gradients of biases, scales and embeddings out of larger tensors.
+_REDUCTIONS = frozenset({"BiasAddGrad", "Mean", "SegmentSum", "Sum", "UnsortedSegmentSum"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +30,7 @@ class Rules:
         regions: What its structure demands.
         colors: Colour of each node: "allow", "infer", "deny", "clear" or None.
         forced: Positions of nodes to lower whatever their colour.
-        updates_may_be_low: Whether what is written to variables may be computed in low precision.
+        updates: How far what is written to variables may be computed in low precision.
         fanin: For each slot the slots its values come from, through TensorLists also.
         fanout: For each slot the slots its values go to, through TensorLists also.
     """
@@ -32,7 +39,7 @@ class Rules:
     regions: Regions
     colors: Sequence[str | None]
     forced: frozenset[int]
-    updates_may_be_low: bool
+    updates: Updates
     fanin: Sequence[Sequence[int]]
     fanout: Sequence[Sequence[int]]
 
@@ -50,7 +57,7 @@ def paint(
     regions: Regions,
     colors: Mapping[str, str],
     forced: frozenset[int] = frozenset(),
-    updates_may_be_low: bool = True,
+    updates: Updates = "low",
 ) -> Painting:
     """Runs all passes.
 
@@ -59,14 +66,16 @@ def paint(
         regions: What its structure demands.
         colors: Colour of every op type that is on a list.
         forced: Positions of nodes to lower whatever their colour.
-        updates_may_be_low: Whether pass 5 goes on into what is written to variables, as Grappler's
-            does. In float16 the square of a gradient, or a gradient whose loss scale is taken off,
-            is often less than the smallest number.
+        updates: How far pass 5 goes on into what is written to variables: "low", all the way, as
+            Grappler's does; "reduced", up to the last reduction; "float32", not at all. What an
+            optimizer adds to a weight is often less than the weight's rounding error in bfloat16.
+            In float16 the square of a gradient, or a gradient whose loss scale is taken off, is
+            often less than the smallest number.
 
     Returns:
         The slots to lower and the slots that need float32, with reasons.
     """
-    rules = _make_rules(index, regions, colors, forced, updates_may_be_low)
+    rules = _make_rules(index, regions, colors, forced, updates)
     painting = Painting({}, {})
     for each in PASSES:
         painting = each(rules, painting)
@@ -93,7 +102,7 @@ def safe_slots(
         colors: Colour of every op type that is on a list.
         painting: What the passes made of it.
     """
-    rules = _make_rules(index, regions, colors, frozenset(), True)
+    rules = _make_rules(index, regions, colors, frozenset(), "float32")
     updates = _ways_to_variables(rules)
 
     def is_clear(slot: int) -> bool:
@@ -138,14 +147,14 @@ def _make_rules(
     regions: Regions,
     colors: Mapping[str, str],
     forced: frozenset[int],
-    updates_may_be_low: bool,
+    updates: Updates,
 ) -> Rules:
     fanin, fanout = list(index.fanin), list(index.fanout)
     for source, target in regions.implied:
         fanin[target] = (*fanin[target], source)
         fanout[source] = (*fanout[source], target)
     by_node = [colors.get(node.op) for node in index.nodes]
-    return Rules(index, regions, by_node, forced, updates_may_be_low, fanin, fanout)
+    return Rules(index, regions, by_node, forced, updates, fanin, fanout)
 
 
 def deny_unsafe_lists(rules: Rules, painting: Painting) -> Painting:
@@ -237,7 +246,7 @@ def lower_infer_behind_lowered(rules: Rules, painting: Painting) -> Painting:
     """
     low = dict(painting.low)
     skipped = set(painting.denied)
-    if not rules.updates_may_be_low:
+    if rules.updates != "low":
         skipped |= _ways_to_variables(rules)
     for slot in range(len(rules.index.slots)):
         if rules.color(slot) != "infer" or slot in low or slot in skipped:
@@ -323,7 +332,10 @@ PASSES: tuple[Callable[[Rules, Painting], Painting], ...] = (
 
 
 def _ways_to_variables(rules: Rules) -> set[int]:
-    """Slots whose values get to a node that has resources, with no allow or deny node between."""
+    """Slots whose values get to a node that has resources, with no allow or deny node between.
+
+    Nor a reduction, where updates may be low up to the last one.
+    """
     nodes, slots = rules.index.nodes, rules.index.slots
     # What a loop writes is found in its body, where that is joined with its caller.
     writers = [
@@ -334,7 +346,12 @@ def _ways_to_variables(rules: Rules) -> set[int]:
     ]
     roots = [slot for node in writers for slot in node.slots]
     ways = set(roots)
-    _spread(roots, (rules.fanin,), ways, lambda slot: rules.color(slot) not in ("allow", "deny"))
+
+    def leads_on(slot: int) -> bool:
+        reduces = rules.updates == "reduced" and rules.index.node_of(slot).op in _REDUCTIONS
+        return rules.color(slot) not in ("allow", "deny") and not reduces
+
+    _spread(roots, (rules.fanin,), ways, leads_on)
     return ways
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from tfamp import _tf_functions
+from tfamp.graph.control_flow import LOOPS
 from tfamp.graph.custom_gradients import Origin, adopt_gradients
 from tfamp.graph.function_names import (
     called_functions,
@@ -23,7 +24,6 @@ from tfamp.graph.function_names import (
     unshare_branches,
 )
 from tfamp.graph.inline import INLINED_INTO, inline_calls
-from tfamp.graph.structures import LOOPS
 
 # GraphDef, fetches, feeds -> GraphDef
 Transform: TypeAlias = Callable[[Any, Sequence[str], Sequence[str]], Any]

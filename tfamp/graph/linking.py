@@ -18,12 +18,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from tfamp.graph.control_flow import LINK, LOOPS
 from tfamp.graph.cost import ScopeCosts
 from tfamp.graph.structures import (
     ARGUMENT,
     FLOAT32,
-    LINK,
-    LOOPS,
     MAIN_GRAPH,
     RESULT,
     Edge,
@@ -94,8 +93,12 @@ class Joined:
         pairs = zip(offsets, chosen, strict=True)
         return frozenset(offset + node for offset, nodes in pairs for node in nodes)
 
-    def join_costs(self, costs: Sequence[ScopeCosts]) -> ScopeCosts:
-        """Returns what all scopes take, with the rounds of loops."""
+    def join_costs(self, costs: Sequence[ScopeCosts], safe: Collection[int]) -> ScopeCosts:
+        """Returns what all scopes take, with the rounds of loops.
+
+        If the shape of a slot that may be low, as those in `safe`, is unknown, then so is what the
+        whole scope takes.
+        """
         slots = [(0.0, 0.0)] * len(self.index.slots)
         casts: dict[tuple[int, int], float] = {}
         offsets = _offsets([len(scope.nodes) for scope in self.scopes])
@@ -122,9 +125,10 @@ class Joined:
             ),
             known=tuple(known for each in costs for known in each.known),
             unshaped=frozenset(
-                self.slots[number][slot]
-                for number, each in enumerate(costs)
-                for slot in each.unshaped
+                place
+                for places, each in zip(self.slots, costs, strict=True)
+                if any(places[slot] in safe for slot in each.unshaped)
+                for place in places
             ),
         )
 

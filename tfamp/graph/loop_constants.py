@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from tfamp import _tf_private
 from tfamp.dtypes import LOW_PRECISION
-from tfamp.graph.structures import FLOAT32, LOOPS
+from tfamp.graph.control_flow import LOOPS
+from tfamp.graph.structures import FLOAT32
 
 
 def cast_before_loops(graph_def: Any) -> tuple[Any, frozenset[tuple[str, str]]]:

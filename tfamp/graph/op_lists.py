@@ -17,7 +17,7 @@ from typing import Literal
 import tfamp.graph.autocast_lists as _autocast
 import tfamp.graph.grappler_lists as _grappler
 from tfamp.dtypes import LOW_PRECISION
-from tfamp.graph.structures import LOOPS
+from tfamp.graph.control_flow import LOOPS
 
 Color = Literal["allow", "infer", "deny", "clear"]
 
@@ -51,6 +51,11 @@ _BFLOAT16_ALLOW_ADDED = frozenset(
         "CudnnRNNV3",
     }
 )
+# bfloat16 has float32's range, so what it costs to lower these is rounding: about eps for a power,
+# 2 eps for the gradient of rsqrt (`python -m benchmarks.op_lists`). A denied op keeps all that
+# follows in float32, as the gradients of tanh-GELU and of a squared loss, and an op on no list
+# stops what is around it, as the gradient of layer normalization.
+_BFLOAT16_INFER_ADDED = frozenset({"Pow", "RsqrtGrad"})
 # On CPUs its bfloat16 kernel adds up in bfloat16: from 256 rows on small terms are lost, and the
 # gradient of a bias over 8192 rows is off by half (tests/graph/test_op_lists.py shows it).
 _BFLOAT16_INFER_DROPPED = frozenset({"BiasAddGrad"})
@@ -314,7 +319,8 @@ def _default_lists(dtype: str, device: str) -> OpLists:
         return dataclasses.replace(
             lists,
             allow=lists.allow | _BFLOAT16_ALLOW_ADDED,
-            infer=lists.infer - _BFLOAT16_INFER_DROPPED,
+            infer=(lists.infer | _BFLOAT16_INFER_ADDED) - _BFLOAT16_INFER_DROPPED,
+            deny=lists.deny - _BFLOAT16_INFER_ADDED,
             clear=lists.clear | _CLEAR_ADDED,
         )
     allow = lists.allow - _grappler.EXTERNAL - _FLOAT16_ALLOW_DROPPED | _FLOAT16_ALLOW_ADDED

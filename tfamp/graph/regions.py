@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from tfamp.graph.control_flow import LINK, LOOPS
 from tfamp.graph.structures import (
     ARGUMENT,
     FLOAT32,
-    LINK,
-    LOOPS,
     RESULT,
     GraphIndex,
     IndexedNode,

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfamp import hardware
 from tfamp.dtypes import LOW_PRECISION
+from tfamp.graph.coloring import Updates
 from tfamp.graph.machine import MachineProfile, builtin_profile
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
@@ -98,13 +99,16 @@ def colors_of(lists: OpLists) -> dict[str, str]:
     return successors | colors
 
 
-def lowers_updates(lists: OpLists, dtype: str) -> bool:
-    """Returns whether arithmetic on gradients, on its way to variables, may be low.
+def updates_of(lists: OpLists, dtype: str) -> Updates:
+    """Returns how far arithmetic on gradients, on its way to variables, may be low.
 
-    bfloat16 has float32's range. In float16 squares of gradients, and gradients whose loss scale is
-    taken off, vanish: only Grappler's own lists, unchanged, give Grappler's result there.
+    Only Grappler's own lists, unchanged, give Grappler's result. Elsewhere optimizers compute in
+    float32: with bfloat16 from the last reduction on, as it has float32's range; with float16 from
+    the start, as squares of gradients, and gradients whose loss scale is taken off, vanish.
     """
-    return dtype == "bfloat16" or lists == OpLists.grappler(dtype)
+    if lists == OpLists.grappler(dtype):
+        return "low"
+    return "reduced" if dtype == "bfloat16" else "float32"
 
 
 def measured(ranges: Ranges | None, limits: Limits | None, dtype: str) -> tuple[Ranges, Limits]:

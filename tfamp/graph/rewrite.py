@@ -96,7 +96,7 @@ def rewrite_graph_def(
         graph_def = inline_calls(graph_def, choices.used_names)
     measured, limits = request.measured(ranges, limits, dtype)
     lists = op_lists or OpLists.default(dtype, device)
-    colors, updates_low = request.colors_of(lists), request.lowers_updates(lists, dtype)
+    colors = request.colors_of(lists)
     kind = request.device_kind(device)
     profile = profile or request.profile_of(kind)
     indexes = build_indexes(graph_def, dtype=dtype, device=kind)
@@ -108,11 +108,13 @@ def rewrite_graph_def(
     ]
     joined = join(indexes, lists.clear)
     regions = find_regions(joined.index, joined.by_position(chosen), joined.kept)
-    painting = paint(joined.index, regions, colors, joined.positions(forced), updates_low)
+    painting = paint(
+        joined.index, regions, colors, joined.positions(forced), request.updates_of(lists, dtype)
+    )
     costs = [estimate(index, profile, dtype) for index in indexes]
     if placement == "min_cut":
         safe = safe_slots(joined.index, regions, colors, painting)
-        every = joined.join_costs(costs)
+        every = joined.join_costs(costs, safe)
         painting = place(joined.index, regions, painting, safe, every, profile.least_gain)
     scopes = [
         PaintedScope(

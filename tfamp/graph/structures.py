@@ -21,11 +21,6 @@ MAIN_GRAPH = ""
 # Nodes that stand for a function's arguments and results; no node can have such an op.
 ARGUMENT = "<argument>"
 RESULT = "<result>"
-# The same for a function that is joined with its caller: see `tfamp.graph.linking`.
-LINK = "<link>"
-# Ops that run functions of the library as their loops' bodies and conditions, or as branches.
-LOOPS = frozenset({"StatelessWhile", "While"})
-BRANCHING = LOOPS | {"Case", "If", "StatelessCase", "StatelessIf"}
 
 
 @dataclass(frozen=True, slots=True)
