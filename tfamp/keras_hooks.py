@@ -281,7 +281,7 @@ def _holds(layers: Sequence[Any], layer: Any) -> bool:
 def replace_policy(layer: Any, name: str) -> Callable[[], None]:
     """Gives a layer another policy for a while, whatever its own is and whether it is built.
 
-    Symbols: `Layer._dtype_policy`, as the public setter changes the entry of a `DTypePolicyMap` that
+    Symbols: `Layer._dtype_policy`, as the public setter changes an entry of a `DTypePolicyMap` that
     other layers share; `DTypePolicy._variable_dtype`, as Keras casts variables only for a layer
     whose two dtypes differ, and a float32 policy for float16 variables has no name.
 

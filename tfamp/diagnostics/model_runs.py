@@ -135,7 +135,7 @@ def _kept_float32(model: Any, layers: list[Any], policy: Policy) -> list[Any]:
 
 def _output_layers(model: Any) -> list[Any]:
     """The layers that make a model's outputs, those of the models in it that do so as well."""
-    functional = model
+    functional: Any = model
     if isinstance(model, keras.Sequential):
         functional = keras_hooks.functional_of(model)
         if functional is None:
