@@ -304,6 +304,27 @@ def replace_policy(layer: Any, name: str) -> Callable[[], None]:
     return restore
 
 
+def replace_losses(layer: Any) -> Callable[[], None]:
+    """Lets a layer collect losses anew, for a call whose tensors must not stay behind.
+
+    Symbols: `Layer._losses`, the list that `add_loss` appends to, and `Layer._loss_ids`.
+
+    Args:
+        layer: The layer; its sublayers keep theirs.
+
+    Returns:
+        A function that gives the layer back what it had collected.
+    """
+    losses, ids = list(keras_symbol(layer, "_losses")), set(keras_symbol(layer, "_loss_ids"))
+
+    def restore() -> None:
+        layer._losses[:] = losses
+        layer._loss_ids.clear()
+        layer._loss_ids.update(ids)
+
+    return restore
+
+
 def copy_mask(source: Any, target: Any) -> None:
     """Gives a tensor the Keras mask of another.
 

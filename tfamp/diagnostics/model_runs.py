@@ -141,7 +141,8 @@ def _output_layers(model: Any) -> list[Any]:
         if functional is None:
             return _output_layers(model.layers[-1]) if model.layers else []
     if isinstance(functional, keras_hooks.functional_class()):
-        makers = output_dtypes.output_makers(list(functional.outputs))
+        outputs: list[Any] = list(functional.outputs)  # type: ignore[attr-defined]
+        makers = output_dtypes.output_makers(outputs)
         return [found for maker in makers for found in _output_layers(maker)]
     return [] if isinstance(model, keras.Model) else [model]
 
