@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tfamp.dtypes import float_format
-from tfamp.graph.first_nonfinite import Place, ScopeGraph, Scopes
+from tfamp.graph.first_nonfinite import Place, Scopes
 from tfamp.graph.ranges import TensorKey
 from tfamp.graph.tensor_stats import Run, TensorStats
 
@@ -38,7 +38,8 @@ class Cause:
         dtype: Dtype of the result.
         float32_max: Largest magnitude it has in float32; None if that is not finite.
         vanished_in: Of an underflow, the node in which the value became zero.
-        vanished: Largest magnitude in float32 of what became zero.
+        vanished: Its largest magnitude in float32, if all of it became zero.
+        execution: In which execution of the function that the op is in, from 0.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Cause:
     float32_max: float | None = None
     vanished_in: Place | None = None
     vanished: float | None = None
+    execution: int = 0
 
 
 def cause_of(place: Place, scopes: Scopes, low: Run, reference: Run | None) -> Cause:
@@ -58,24 +60,48 @@ def cause_of(place: Place, scopes: Scopes, low: Run, reference: Run | None) -> C
         reference: What was seen in float32; None where that is the same run.
     """
     bad = [key for key in place.outputs if low.get(key).bad is not None]
-    dtype = _stats(low, bad[0]).dtype if bad else "float32"
-    if reference is None or not bad:
-        return Cause(ALSO_IN_FLOAT32, dtype)
-    if all(reference.get(key).bad is not None for key in bad):
-        return Cause(ALSO_IN_FLOAT32, dtype)
-    good = [reference.get(key).good for key in bad if reference.get(key).bad is None]
-    largest = max((stats.max_abs for stats in good if stats is not None), default=None)
-    if largest is not None and largest > float_format(dtype).max:
-        return Cause(OVERFLOW, dtype, largest)
-    vanished = [key for key in place.inputs if _vanished(key, low, reference)]
+    if not bad:
+        return Cause(ALSO_IN_FLOAT32, "float32")
+    execution = min(low.get(key).bad_at for key in bad)
+    dtype = _at(low, bad[0], execution).dtype
+    only_here = []
+    if reference is not None:
+        only_here = [key for key in bad if not _at(reference, key, execution).nonfinite]
+    if reference is None or not only_here:
+        return Cause(ALSO_IN_FLOAT32, dtype, execution=execution)
+    largest = max(_at(reference, key, execution).max_abs for key in only_here)
+    if largest > float_format(dtype).max:
+        return Cause(OVERFLOW, dtype, largest, execution=execution)
+    both = _Runs(low, reference, execution)
+    vanished = [key for key in place.inputs if both.vanished(key)]
     if vanished:
-        root = _where_vanished(vanished[-1], scopes, low, reference)
-        stats = reference.get(root[1]).stats
-        size = None if stats is None else stats.max_abs
-        return Cause(UNDERFLOW, dtype, largest, root[0], size)
-    if any(_stats(low, key).infs for key in bad):
-        return Cause(OVERFLOW, dtype, largest)  # Inside the op, of a sum for example.
-    return Cause(INVALID, dtype, largest)
+        root, key = _where_vanished(vanished[-1], scopes, both)
+        mine, theirs = _at(low, key, execution), _at(reference, key, execution)
+        size = theirs.max_abs if mine.max_abs == 0.0 else None
+        return Cause(UNDERFLOW, dtype, largest, root, size, execution)
+    if any(_at(low, key, execution).infs for key in bad):
+        return Cause(OVERFLOW, dtype, largest, execution=execution)  # In a sum inside, for example.
+    return Cause(INVALID, dtype, largest, execution=execution)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Two runs, at one execution of a function."""
+
+    low: Run
+    reference: Run
+    execution: int
+
+    def vanished(self, key: TensorKey) -> bool:
+        """Whether values are zero that are not in float32."""
+        mine = _at(self.low, key, self.execution)
+        theirs = _at(self.reference, key, self.execution)
+        return mine.zeros > theirs.zeros and not theirs.nonfinite
+
+
+def _at(run: Run, key: TensorKey, execution: int) -> TensorStats:
+    stats = run.get(key).at(execution)
+    return stats if stats is not None else TensorStats("float32", (), 0.0, 0.0, 0.0)
 
 
 def source_of(place: Place, scopes: Scopes, ops: frozenset[str]) -> str | None:
@@ -101,43 +127,19 @@ def source_of(place: Place, scopes: Scopes, ops: frozenset[str]) -> str | None:
     return None
 
 
-def _stats(run: Run, key: TensorKey) -> TensorStats:
-    stats = run.get(key).stats
-    return stats if stats is not None else TensorStats("float32", (), 0.0, 0.0, 0.0)
-
-
-def _vanished(key: TensorKey, low: Run, reference: Run) -> bool:
-    """Whether values are zero that are not in float32."""
-    mine, theirs = low.get(key), reference.get(key)
-    if mine.stats is None or theirs.stats is None or theirs.bad is not None:
-        return False
-    return mine.stats.zeros * max(theirs.executions, 1) > theirs.stats.zeros * max(
-        mine.executions, 1
-    )
-
-
-def _where_vanished(
-    key: TensorKey, scopes: Scopes, low: Run, reference: Run
-) -> tuple[Place, TensorKey]:
+def _where_vanished(key: TensorKey, scopes: Scopes, both: _Runs) -> tuple[Place, TensorKey]:
     graph = scopes.by_name[key[0]]
     position = graph.positions[key[1]]
-    while True:
-        earlier = [each for each in graph.float_inputs(position) if _vanished(each, low, reference)]
-        if not earlier:
-            return graph.place(position), key
+    while earlier := [each for each in graph.float_inputs(position) if both.vanished(each)]:
         key = earlier[-1]
         position = graph.positions[key[1]]
+    return graph.place(position), key
 
 
 def reduced_values(place: Place, low: Run) -> int | None:
     """Returns how many values an op adds up for each result, None if it reduces none."""
     if place.op not in ("Mean", "Sum", "Prod", "BiasAddGrad"):
         return None
-    given = [_stats(low, key).size for key in place.inputs]
-    made = [_stats(low, key).size for key in place.outputs]
+    given = [_at(low, key, 0).size for key in place.inputs]
+    made = [_at(low, key, 0).size for key in place.outputs]
     return given[0] // made[0] if given and made and made[0] else None
-
-
-def graph_of(scopes: Scopes, place: Place) -> ScopeGraph:
-    """Returns the scope that an op is in."""
-    return scopes.by_name[place.scope]

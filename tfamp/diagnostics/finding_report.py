@@ -12,6 +12,7 @@ from tfamp.diagnostics.investigation import Finding, Investigation
 from tfamp.diagnostics.model_runs import layer_path
 from tfamp.diagnostics.nonfinite_report import NonFiniteReport, ValueRange
 from tfamp.diagnostics.step_graph import shown_name
+from tfamp.graph.first_nonfinite import Place
 from tfamp.graph.ranges import TensorKey
 from tfamp.graph.tensor_stats import Run
 
@@ -45,7 +46,7 @@ def describe_finding(
     if stage in ("backward", "loss_scale"):
         variable = next(iter(investigation.bad_gradients(finding)), variable)
     node = shown_name(place.node)
-    path = _layer_or_scope(layer, place.node)
+    path = _layer_or_scope(layer, place)
     fault = Fault(
         stage=stage,
         kind=kind,
@@ -99,15 +100,19 @@ def _vanished(investigation: Investigation, finding: Finding) -> dict[str, Any]:
     layer = investigation.layers.layer(place.scope, place.node, investigation.callers(place))
     return {
         "vanished_op": place.op,
-        "vanished_layer": _layer_or_scope(layer, place.node),
+        "vanished_layer": _layer_or_scope(layer, place),
         "vanished": finding.cause.vanished,
     }
 
 
-def _layer_or_scope(layer: Any, node: str) -> str | None:
+def _layer_or_scope(layer: Any, place: Place) -> str | None:
     if layer is not None:
         return layer_path(layer)
-    return shown_name(node).rpartition("/")[0] or None
+    names = shown_name(place.node).removeprefix("gradient_tape/").split("/")[:-1]
+    # `tf.cast` and others open a name scope of their own, which tells nothing.
+    while names and re.sub(r"_\d+$", "", names[-1]).lower() == place.op.lower():
+        names.pop()
+    return "/".join(names) or None
 
 
 def _details(fault: Fault, finding: Finding) -> list[str]:
@@ -116,10 +121,8 @@ def _details(fault: Fault, finding: Finding) -> list[str]:
         found.append(f"The first NaN came of it in {shown_name(finding.place.spread)}.")
     if finding.place.callers:
         callers = " in ".join(shown_name(each) for each in reversed(finding.place.callers))
-        seen = [finding.low.get(key) for key in finding.place.outputs]
-        numbers = [each.bad_at for each in seen if each.bad is not None]
-        execution = f", execution {min(numbers) + 1}" if numbers else ""
-        found.append(f"It is in the function that {callers} runs{execution}.")
+        number = finding.cause.execution + 1
+        found.append(f"It is in the function that {callers} runs, in its execution {number}.")
     if fault.scale is not None:
         found.append(f"The loss scale is {fault.scale:g}.")
     return found
@@ -127,22 +130,25 @@ def _details(fault: Fault, finding: Finding) -> list[str]:
 
 def _ranges(finding: Finding) -> Mapping[str, tuple[ValueRange, ...]]:
     place, low, reference = finding.place, finding.low, finding.reference
+    execution = finding.cause.execution
     found = {
-        "inputs": _of_tensors(place.inputs, low, "input"),
-        "outputs": _of_tensors(place.outputs, low, "output"),
+        "inputs": _of_tensors(place.inputs, low, execution, "input"),
+        "outputs": _of_tensors(place.outputs, low, execution, "output"),
     }
     if reference is None:
         return {**found, "float32_inputs": found["inputs"], "float32": found["outputs"]}
     return {
         **found,
-        "float32_inputs": _of_tensors(place.inputs, reference, "input"),
-        "float32": _of_tensors(place.outputs, reference, "output"),
+        "float32_inputs": _of_tensors(place.inputs, reference, execution, "input"),
+        "float32": _of_tensors(place.outputs, reference, execution, "output"),
     }
 
 
-def _of_tensors(keys: tuple[TensorKey, ...], run: Run, what: str) -> tuple[ValueRange, ...]:
+def _of_tensors(
+    keys: tuple[TensorKey, ...], run: Run, execution: int, what: str
+) -> tuple[ValueRange, ...]:
     return tuple(
         ValueRange.of(f"{what} {number}", stats)
         for number, key in enumerate(keys)
-        if (stats := run.get(key).stats) is not None
+        if (stats := run.get(key).at(execution)) is not None
     )

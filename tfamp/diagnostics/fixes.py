@@ -9,7 +9,7 @@ from tfamp.dtypes import LOW_PRECISION, float_format
 
 _LOGS = frozenset({"Log", "Log1p", "Xlogy"})
 _DIVISIONS = frozenset({"Div", "DivNoNan", "RealDiv", "Reciprocal", "Inv", "Rsqrt", "RsqrtGrad"})
-_SQUARES = frozenset({"Mul", "Pow", "Square", "SquaredDifference"})
+_SQUARES = frozenset({"Square", "SquaredDifference"})
 _SUMS = frozenset({"Mean", "Sum", "Prod", "Cumsum", "BiasAddGrad"})
 _MATMULS = frozenset({"BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"})
 _EXPONENTIALS = frozenset({"Exp", "Expm1", "Pow", "Cosh", "Sinh"})
@@ -34,7 +34,7 @@ class Fault:
         count: Number of values that are added up for each result, or None.
         vanished_op: Of an underflow, the op in which a value became zero.
         vanished_layer: And its layer.
-        vanished: Largest magnitude in float32 of what became zero.
+        vanished: Its largest magnitude in float32, if all of it became zero.
         is_constant: Whether it is a constant that does not fit.
         scale: The loss scale, or None.
         best_scale: The largest one with which the step is finite, or None.
@@ -166,7 +166,7 @@ def _overflow(fault: Fault) -> str:
 
 def _constant(fault: Fault) -> str:
     largest = float_format(fault.dtype).max
-    given = "" if fault.float32_max is None else f" {_number(fault.float32_max)}"
+    given = "" if fault.float32_max is None else f" of magnitude {_number(fault.float32_max)}"
     return (
         f"The constant{given} does not fit into {fault.dtype}, which ends at {largest:g}, and "
         f"became infinite. For a mask use {-6e4:.0e} in float16, or half of x.dtype.min, or add "

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfamp.diagnostics import causes
 from tfamp.diagnostics.causes import Cause
 from tfamp.diagnostics.step_graph import LayerFinder, StepGraph
-from tfamp.dtypes import float_format
+from tfamp.dtypes import FLOAT_DTYPES, float_format
 from tfamp.graph.first_nonfinite import Place, Scopes, find_first
 from tfamp.graph.function_names import called_functions
 from tfamp.graph.pruning import drop_unused_nodes, node_name
@@ -123,7 +123,9 @@ class Investigation:
             position = pending.pop()
             if _BACKWARD.search(graph.index.nodes[position].name):
                 return True
-            sources = [n for n, _, _ in graph.inputs[position] if n not in seen]
+            # By floats alone: a loop of the forward pass takes lists that its gradient needs.
+            floats = [n for n, _, dtype in graph.inputs[position] if dtype in FLOAT_DTYPES]
+            sources = [n for n in floats if n not in seen]
             seen.update(sources)
             pending += sources
         return False

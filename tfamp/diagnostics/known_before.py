@@ -121,4 +121,5 @@ def bad_scale(scale: float, holder: str | None) -> NonFiniteReport:
 
 def _value(variable: Any) -> Any:
     floats = keras.backend.standardize_dtype(variable.dtype) in FLOAT_DTYPES
-    return tf.convert_to_tensor(getattr(variable, "value", variable)) if floats else None
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    return tf.convert_to_tensor(value) if floats else None

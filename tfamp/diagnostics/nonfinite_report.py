@@ -118,7 +118,8 @@ class NonFiniteReport:
     def to_text(self) -> str:
         """Returns the report for people."""
         place = [self.op or "", f"in layer {self.layer}" if self.layer else ""]
-        place += [f"of variable {self.variable}" if self.variable else ""]
+        of = "gradient of" if self.stage in ("backward", "loss_scale") else "variable"
+        place += [f"({of} {self.variable})" if self.variable else ""]
         lines = [f"{self.kind} in {self.stage}: {' '.join(filter(None, place))}".rstrip(": ")]
         if self.node:
             lines.append(f"  node     {self.node}")
@@ -130,9 +131,12 @@ class NonFiniteReport:
             "float32_inputs": "float32: ",
             "float32": "float32: ",
         }
+        shown = ["inputs", "float32_inputs", "outputs", "float32"]
+        if self.ranges.get("float32") == self.ranges.get("outputs"):
+            shown = ["inputs", "outputs"]
         rows = [
             (f"{titles.get(key, '')}{each.name}", each.to_text())
-            for key in ("inputs", "float32_inputs", "outputs", "float32")
+            for key in shown
             for each in self.ranges.get(key, ())
         ]
         width = max((len(name) for name, _ in rows), default=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tfamp
 from tfamp import _tf_functions
 from tfamp.diagnostics.model_runs import layer_path, observing_layers
 from tfamp.dtypes import FLOAT_DTYPES
@@ -131,7 +133,7 @@ def trace_step(
     rewritten = isinstance(function, RewrittenFunction)
     with _noting(notes, mark_names=not rewritten):
         call = FlatCall(args, {})
-        traced, _ = _traceable(function).trace(call)
+        traced = _traced(function, call)
     results = [tensor.name for tensor in traced.outputs]
     found = list(roles()) if roles is not None else [("output", None)] * len(results)
     names = {**(names or {}), **_names_of_layers(notes.layers)}
@@ -183,15 +185,17 @@ def _note_rounding(value: Any, tensor: Any) -> None:
         _tf_functions.set_attribute(tensor.op, UNROUNDED, proto)
 
 
-def _traceable(function: Any) -> TracedFunction:
+def _traced(function: Any, call: FlatCall) -> Any:
+    """The concrete function of a call; its inputs are the call's tensors, then what it captures."""
     if isinstance(function, RewrittenFunction):
-        fresh = function.copy()  # So that it is traced now, with notes.
-        return TracedFunction(lambda *args: fresh(*args), None)
-    if isinstance(function, tf.types.experimental.PolymorphicFunction):
-        return TracedFunction.of(function)
-    if isinstance(function, tf.types.experimental.ConcreteFunction):
-        return TracedFunction(lambda *args: function(*args), None)
-    return TracedFunction.of(function)
+        function = function.copy().concrete(*call.args)  # Traced now, with notes.
+    elif not isinstance(function, tf.types.experimental.ConcreteFunction):
+        return TracedFunction.of(function).trace(call)[0]
+    given = len(function.inputs) - len(function.captured_inputs)
+    if given == len(call.tensors):
+        return function
+    # It has arguments that are no tensors: what was made of them is known inside a call only.
+    return TracedFunction(lambda *args: function(*args), None).trace(call)[0]
 
 
 def _as_tensor(value: Any) -> Any:
@@ -244,10 +248,10 @@ def _variables_of_inputs(traced: Any, names: Mapping[int, str]) -> dict[str, str
 class _Wheres:
     """Finds the line of the user's code that made an op."""
 
-    _LIBRARIES = re.compile(r"[/\\](tensorflow|keras|tfamp|tf_keras|autograph)[/\\]|^<")
-
     def __init__(self, graph: Any) -> None:
         self._graph = graph
+        modules = (tf, keras, tfamp)
+        self._libraries = tuple(os.path.dirname(os.path.abspath(m.__file__)) for m in modules)
 
     def __call__(self, name: str) -> str | None:
         try:
@@ -255,9 +259,14 @@ class _Wheres:
         except (KeyError, ValueError):  # It was inlined, and has another name where it was made.
             return None
         for frame in reversed(operation.traceback or ()):
-            if not self._LIBRARIES.search(frame.filename):
+            if not self._is_of_a_library(frame.filename):
                 return f"{frame.filename}:{frame.lineno} in {frame.name}"
         return None
+
+    def _is_of_a_library(self, file: str) -> bool:
+        installed = "site-packages" in file or "dist-packages" in file
+        # TensorFlow and others name code that they generate "<...>", and put it into no folder.
+        return installed or file.startswith("<") or file.startswith(self._libraries)
 
 
 class LayerFinder:

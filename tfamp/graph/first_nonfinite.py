@@ -214,9 +214,7 @@ class _Walk:
 
     def _bad_stats(self, key: TensorKey, execution: int | None) -> TensorStats | None:
         seen = self._low.get(key)
-        if seen.bad is None or (execution is not None and seen.bad_at > execution):
-            return None
-        return seen.bad
+        return seen.bad if execution is None or seen.is_bad_by(execution) else None
 
     def _is_bad_inside(self, graph: ScopeGraph, node: str) -> bool:
         return any(self._body_is_bad(body) for body in self._scopes.bodies(graph.index.scope, node))
@@ -298,7 +296,7 @@ def _only_in(low: Run, reference: Run, scopes: Scopes, graph: ScopeGraph, positi
     """Whether what a node makes, or what happens inside it, is bad in one run and fine in other."""
     node = graph.index.nodes[position]
     bad = [key for key in graph.float_outputs(position) if low.get(key).bad is not None]
-    if any(reference.get(key).bad is None for key in bad):
+    if any(not reference.get(key).is_bad_by(low.get(key).bad_at) for key in bad):
         return True
     return any(
         _only_in(low, reference, scopes, body, inner)

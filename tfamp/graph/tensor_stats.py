@@ -13,6 +13,9 @@ from tfamp.dtypes import float_format
 from tfamp.graph.ranges import TensorKey
 
 
+_KEPT = 100
+
+
 @dataclass(frozen=True, slots=True)
 class TensorStats:
     """What the values of one tensor are like.
@@ -120,26 +123,40 @@ class Seen:
             if there are none.
         bad: What it was like in the first execution that was not finite; None if all were finite.
         bad_at: The number of that execution, from 0.
+        first: What it was like in each of the first executions.
     """
 
     executions: int = 0
     good: TensorStats | None = None
     bad: TensorStats | None = None
     bad_at: int = -1
+    first: tuple[TensorStats, ...] = ()
 
     @property
     def stats(self) -> TensorStats | None:
         """What it was like where it first was not finite, else over all executions."""
         return self.good if self.bad is None else self.bad
 
+    def at(self, execution: int) -> TensorStats | None:
+        """Returns what it was like in one execution; of a late one, what it was like up to then."""
+        if execution < len(self.first):
+            return self.first[execution]
+        return self.bad if self.is_bad_by(execution) else self.good
+
+    def is_bad_by(self, execution: int) -> bool:
+        """Whether it was not finite in an execution up to this one."""
+        return self.bad is not None and self.bad_at <= execution
+
     def then(self, stats: TensorStats) -> Seen:
         """Returns what was seen after one more execution."""
         number = self.executions
+        first = (*self.first, stats) if number < _KEPT else self.first
         if self.bad is not None:
-            return dataclasses.replace(self, executions=number + 1)
+            return dataclasses.replace(self, executions=number + 1, first=first)
         if stats.nonfinite:
-            return Seen(number + 1, self.good, stats, number)
-        return Seen(number + 1, stats if self.good is None else self.good.joined(stats))
+            return Seen(number + 1, self.good, stats, number, first)
+        joined = stats if self.good is None else self.good.joined(stats)
+        return Seen(number + 1, joined, first=first)
 
 
 @dataclass(frozen=True, slots=True)
