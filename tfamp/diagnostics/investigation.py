@@ -20,7 +20,7 @@ from tfamp.graph.ranges import TensorKey
 from tfamp.graph.retype import low_dtypes, retyped
 from tfamp.graph.structures import MAIN_GRAPH
 from tfamp.graph.tensor_stats import Run
-from tfamp.graph.value_probes import measured_scopes, observe
+from tfamp.graph.value_probes import Observer, measured_scopes
 
 _BACKWARD = re.compile(r"(^|/)(gradient_tape|gradients)/")
 
@@ -66,8 +66,7 @@ class Investigation:
             low = low_dtypes(indexes)
         self.low_dtype = low[0] if low else None
         self._graph, self._indexes = graph, indexes
-        self._reference = retyped(graph, indexes, "float32") if low else graph
-        self._reference_indexes = measured_scopes(self._reference) if low else indexes
+        self._observers: dict[bool, Observer] = {}
         self.scopes = Scopes(indexes, _called(graph))
         self.layers = LayerFinder(step)
         self._roots = [(MAIN_GRAPH, node_name(t), _port(t)) for t in self._outputs]
@@ -103,16 +102,19 @@ class Investigation:
             values[self._scale_input] = tf.constant(scale, tf.float32)
         elif scale is not None and step.scale is not None:
             settings.append((step.scale, scale))
-        return observe(
-            self._reference if in_float32 else self._graph,
-            self._reference_indexes if in_float32 else self._indexes,
-            step.inputs,
-            values,
-            self._outputs,
-            step.operations,
-            step.variables,
-            settings,
-        )
+        return self._observer(in_float32).run(values, settings)
+
+    def _observer(self, in_float32: bool) -> Observer:
+        if in_float32 not in self._observers:
+            graph, indexes = self._graph, self._indexes
+            if in_float32:
+                graph = retyped(graph, indexes, "float32")
+                indexes = measured_scopes(graph)
+            step = self.step
+            self._observers[in_float32] = Observer(
+                graph, indexes, step.inputs, self._outputs, step.operations, step.variables
+            )
+        return self._observers[in_float32]
 
     def is_backward(self, place: Place) -> bool:
         """Whether an op is part of the backward pass, or of what is done with its results."""

@@ -12,11 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp import keras_hooks
-from tfamp.diagnostics.model_runs import all_layers, computing_in, float_tensors, low_dtype_of
+from tfamp.diagnostics.model_runs import all_layers, computing_in, float_tensors
 from tfamp.diagnostics.step_graph import StepGraph, trace_step, variable_names
 from tfamp.dtypes import FLOAT_DTYPES
 
-DEFAULT_SCALE = 2.0**15
 LOSS_SCOPE, SCALE_SCOPE = "tfamp_loss", "tfamp_loss_scale"
 
 
@@ -36,7 +35,8 @@ def trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Ste
     """
     roles: list[tuple[str, str | None]] = []
     compute_loss = loss_function(model, y, loss)
-    body = _StepBody(model, compute_loss, dtype, roles)
+    # As in `fit`, AutoGraph leaves the code of layers as it is.
+    body = tf.autograph.experimental.do_not_convert(_StepBody(model, compute_loss, dtype, roles))
     names = variable_names(model.variables)
     args = (keras.tree.map_structure(_as_input, x), keras.tree.map_structure(_as_input, y))
     with computing_in(model, dtype), _losses_kept(model):
@@ -151,16 +151,14 @@ def checked_loss(loss: Any) -> Callable[..., Any]:
     return found
 
 
-def loss_scale(model: Any, dtype: str | None) -> tuple[float, str | None]:
+def loss_scale(model: Any) -> tuple[float, str | None]:
     """Returns the loss scale a model is trained with.
 
     Args:
         model: A Keras model.
-        dtype: The dtype it is to compute in, None for its own.
 
     Returns:
-        The scale, and the name of the variable that holds it; None where nothing does, so that the
-        scale is an assumption.
+        The scale, and the name of the variable that holds it; 1 and None where nothing does.
     """
     optimizer = getattr(model, "optimizer", None)
     dynamic = getattr(optimizer, "dynamic_scale", None)
@@ -169,8 +167,7 @@ def loss_scale(model: Any, dtype: str | None) -> tuple[float, str | None]:
     fixed = getattr(optimizer, "loss_scale_factor", None)
     if fixed:
         return float(fixed), "loss_scale_factor"
-    low = dtype or low_dtype_of(model)
-    return (DEFAULT_SCALE if low == "float16" and optimizer is None else 1.0), None
+    return 1.0, None
 
 
 def all_variables(model: Any) -> list[Any]:

@@ -58,9 +58,8 @@ def find_nonfinite(
             computes in.
 
     Returns:
-        The report; None where all is finite. The loss scale is that of the model's optimizer, or of
-        a variable of the function's; a model in float16 that is not compiled gets 2**15, or less
-        where that is too much.
+        The report; None where all is finite. The loss is scaled if the model is compiled with an
+        optimizer that does so, or if the function does.
 
     Raises:
         TypeError: `model_or_fn` cannot be called, `x` is a data set, or `loss` is no loss.
@@ -113,13 +112,11 @@ def _find_in_model(
     report = bad_variable(model_step.all_variables(model), lambda v: model_step.owner_of(model, v))
     if report is not None:
         return report
-    scale, holder = model_step.loss_scale(model, dtype)
+    scale, holder = model_step.loss_scale(model)
     if not (np.isfinite(scale) and scale > 0):
         return bad_scale(scale, holder)
     step = model_step.trace_model(model, x, y, loss, dtype)
     investigation = Investigation(step, dtype, step.given - 1)
-    if investigation.low_dtype is None and holder is None:
-        scale = 1.0
     finding = investigation.look(scale)
     describe = functools.partial(describe_finding, investigation, how="model")
     if finding is None or scale == 1.0:
@@ -128,8 +125,6 @@ def _find_in_model(
     if unscaled is not None:
         return describe(unscaled)
     best = investigation.largest_scale(investigation.run(1.0), 1.0)
-    if holder is None and best is not None:
-        return None  # The scale was an assumption.
     return describe(finding, scale=scale, best_scale=best)
 
 

@@ -251,7 +251,7 @@ class _Wheres:
     def __init__(self, graph: Any) -> None:
         self._graph = graph
         modules = (tf, keras, tfamp)
-        self._libraries = tuple(os.path.dirname(os.path.abspath(m.__file__)) for m in modules)
+        self._libraries = tuple(os.path.dirname(os.path.abspath(str(m.__file__))) for m in modules)
 
     def __call__(self, name: str) -> str | None:
         try:

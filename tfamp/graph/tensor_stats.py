@@ -12,7 +12,6 @@ import numpy as np
 from tfamp.dtypes import float_format
 from tfamp.graph.ranges import TensorKey
 
-
 _KEPT = 100
 
 

@@ -8,7 +8,7 @@ that of the iteration.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ from tfamp.graph.running import restored, runnable
 from tfamp.graph.structures import MAIN_GRAPH, RESULT, GraphIndex
 from tfamp.graph.tensor_stats import Run, Seen, stats_of
 
+# Tensors handed to Python at once, which stay in memory until all are computed.
+_GROUP = 16
 _LOOPS = frozenset({"While", "StatelessWhile"})
 
 
@@ -41,59 +43,74 @@ def measured_scopes(graph_def: Any) -> list[GraphIndex]:
     return [index for index in indexes if index.scope in reached]
 
 
-def observe(
-    graph_def: Any,
-    indexes: Sequence[GraphIndex],
-    inputs: Sequence[str],
-    values: Sequence[Any],
-    outputs: Sequence[str],
-    operations: Sequence[str] = (),
-    variables: Sequence[Any] = (),
-    settings: Sequence[tuple[Any, Any]] = (),
-) -> Run:
-    """Runs a graph once and returns what every float tensor in it was like.
+class Observer:
+    """Runs a graph and returns what every float tensor in it was like.
 
     Args:
         graph_def: A `tf.compat.v1.GraphDef`; it is not modified.
         indexes: What `measured_scopes` says of it.
         inputs: Tensors that are given, such as "x:0".
-        values: Their values; handles of variables included.
         outputs: Tensors to compute.
         operations: Operations to run as well.
-        variables: The `tf.Variable`s that the graph may assign; as before afterwards.
-        settings: Pairs of one of these variables and a value it has during the run.
-
-    Returns:
-        What was seen.
+        variables: The `tf.Variable`s that the graph may assign; as before after each run.
     """
-    copy = tf.compat.v1.GraphDef()
-    copy.CopyFrom(graph_def)
-    recorder = _Recorder()
-    with tf.init_scope():
-        node, keeping = instrument.recorder_node(recorder.record, (tf.int64, tf.float32))
-        fetches = _instrument(copy, indexes, recorder, node, outputs)
-        # Every input is a capture: there are no batches.
-        feeds = Feeds(copy, inputs, _in_dtypes_of(copy, inputs, values))
-        everything = [*outputs, *operations, *fetches]
-        run = runnable(rename_functions(copy, new_suffix()), feeds, everything)
-        with restored(variables):
-            for variable, value in settings:
-                variable.assign(value)
-            for given in feeds.each([()]):
-                run(*given)
-    del keeping
-    return Run(recorder.seen)
 
+    def __init__(
+        self,
+        graph_def: Any,
+        indexes: Sequence[GraphIndex],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        operations: Sequence[str] = (),
+        variables: Sequence[Any] = (),
+    ) -> None:
+        graph = tf.compat.v1.GraphDef()
+        graph.CopyFrom(graph_def)
+        self._recorder = _Recorder()
+        self._inputs = inputs
+        self._variables = variables
+        with tf.init_scope():
+            # The graph of the node keeps Python's side of the recording ops alive.
+            dtypes = (tf.int64, tf.float32)
+            node, self._keeping = instrument.recorder_node(self._recorder.record, dtypes)
+            fetches = _instrument(graph, indexes, self._recorder, node, outputs)
+        self._graph = rename_functions(graph, new_suffix())
+        self._fetches = [*outputs, *operations, *fetches]
+        self._run: Callable[..., None] | None = None
 
-def _in_dtypes_of(graph_def: Any, inputs: Sequence[str], values: Sequence[Any]) -> list[Any]:
-    """The values as a graph takes them that may have been retyped."""
-    dtypes = {n.name: n.attr["dtype"].type for n in graph_def.node if n.op in PLACEHOLDERS}
-    found = []
-    for name, value in zip(inputs, values, strict=True):
-        number = dtypes.get(node_name(name), value.dtype.as_datatype_enum)
-        fits = number == value.dtype.as_datatype_enum
-        found.append(value if fits else tf.cast(value, tf.as_dtype(number)))
-    return found
+    def run(self, values: Sequence[Any], settings: Sequence[tuple[Any, Any]] = ()) -> Run:
+        """Runs the graph once.
+
+        Args:
+            values: The values of its inputs, handles of variables included.
+            settings: Pairs of one of its variables and a value it has during the run.
+
+        Returns:
+            What was seen.
+        """
+        self._recorder.seen = {}
+        with tf.init_scope():
+            # Every input is a capture: there are no batches.
+            feeds = Feeds(self._graph, self._inputs, self._in_its_dtypes(values))
+            if self._run is None:
+                self._run = runnable(self._graph, feeds, self._fetches)
+            with restored(self._variables):
+                for variable, value in settings:
+                    variable.assign(value)
+                for given in feeds.each([()]):
+                    self._run(*given)
+        return Run(self._recorder.seen)
+
+    def _in_its_dtypes(self, values: Sequence[Any]) -> list[Any]:
+        """The values as a graph takes them that may have been retyped."""
+        nodes = (node for node in self._graph.node if node.op in PLACEHOLDERS)
+        dtypes = {node.name: node.attr["dtype"].type for node in nodes}
+        found = []
+        for name, value in zip(self._inputs, values, strict=True):
+            number = dtypes.get(node_name(name), value.dtype.as_datatype_enum)
+            fits = number == value.dtype.as_datatype_enum
+            found.append(value if fits else tf.cast(value, tf.as_dtype(number)))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +127,15 @@ class _Recorder:
     """Takes what the ops hand over, from several threads at once."""
 
     def __init__(self) -> None:
-        self.tensors: list[_Tensor] = []
+        self.groups: list[Sequence[_Tensor]] = []
         self.seen: dict[TensorKey, Seen] = {}
         self._lock = threading.Lock()
 
-    def record(self, number: Any, values: Any) -> np.int64:
-        stats = stats_of(values)
-        key = self.tensors[int(number)].key
-        with self._lock:
-            self.seen[key] = self.seen.get(key, Seen()).then(stats)
+    def record(self, number: Any, *values: Any) -> np.int64:
+        for tensor, each in zip(self.groups[int(number)], values, strict=True):
+            stats = stats_of(each)
+            with self._lock:
+                self.seen[tensor.key] = self.seen.get(tensor.key, Seen()).then(stats)
         return np.int64(0)
 
 
@@ -140,10 +157,13 @@ def _instrument(
             if each.op in _LOOPS:
                 each.attr["parallel_iterations"].i = 1
         tensors = _float_tensors(index, outputs if is_main else ())
-        first = len(recorder.tensors)
-        recorder.tensors += tensors
         old_loops = any(each.op in instrument.CONTROL_FLOW_V1 for each in nodes)
-        names = _add_recorders(nodes, tensors, first, node, not is_main, not old_loops)
+        # Where some tensors have no value, each is on its own.
+        size = 1 if old_loops else _GROUP
+        groups = [tensors[i : i + size] for i in range(0, len(tensors), size)]
+        first = len(recorder.groups)
+        recorder.groups += groups
+        names = _add_recorders(nodes, groups, first, node, not is_main, not old_loops)
         if old_loops:
             names = _let_consumers_wait(nodes, tensors, names)
         else:
@@ -181,28 +201,33 @@ def _float_tensors(index: GraphIndex, outputs: Sequence[str]) -> list[_Tensor]:
 
 
 def _add_recorders(
-    nodes: Any, tensors: Sequence[_Tensor], first: int, node: Any, in_function: bool, chained: bool
+    nodes: Any,
+    groups: Sequence[Sequence[_Tensor]],
+    first: int,
+    node: Any,
+    in_function: bool,
+    chained: bool,
 ) -> list[str]:
     suffix = ":output:0" if in_function else ""
     prefix = "tfamp_values"
-    while any(each.name.startswith(prefix) for each in nodes):
+    known = {each.name for each in nodes}
+    while any(name.startswith(prefix) for name in known):
         prefix += "_"
-    arguments = {tensor.key[1] for tensor in tensors} - {each.name for each in nodes}
     names: list[str] = []
-    for number, tensor in enumerate(tensors, first):
+    for number, group in enumerate(groups, first):
         constant = nodes.add(name=f"{prefix}/number_{number}", op="Const")
         proto = tf.make_tensor_proto(np.array(number, np.int64))
         constant.attr["dtype"].type = proto.dtype
         constant.attr["value"].tensor.CopyFrom(proto)
-        if not chained and tensor.key[1] not in arguments:
-            constant.input.append(f"^{tensor.key[1]}")  # It has to be in the same loop.
+        if not chained and group[0].key[1] in known:
+            constant.input.append(f"^{group[0].key[1]}")  # It has to be in the same loop.
         record = nodes.add(name=f"{prefix}/record_{number}", op="PyFunc")
-        record.input.extend([f"{constant.name}{suffix}", tensor.name])
+        record.input.extend([f"{constant.name}{suffix}", *(each.name for each in group)])
         for attr, value in node.attr.items():
             if not attr.startswith("_"):
                 record.attr[attr].CopyFrom(value)
-        types = [tf.int64.as_datatype_enum, tf.as_dtype(tensor.dtype).as_datatype_enum]
-        record.attr["Tin"].list.type[:] = types
+        types = [tf.int64, *(tf.as_dtype(each.dtype) for each in group)]
+        record.attr["Tin"].list.type[:] = [each.as_datatype_enum for each in types]
         if chained and names:
             record.input.append(f"^{names[-1]}")
         names.append(record.name)
