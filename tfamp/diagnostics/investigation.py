@@ -112,7 +112,7 @@ class Investigation:
                 indexes = measured_scopes(graph)
             step = self.step
             self._observers[in_float32] = Observer(
-                graph, indexes, step.inputs, self._outputs, step.operations, step.variables
+                graph, indexes, step.inputs, self._outputs, step.operations
             )
         return self._observers[in_float32]
 

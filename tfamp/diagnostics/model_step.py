@@ -170,6 +170,12 @@ def loss_scale(model: Any) -> tuple[float, str | None]:
     return 1.0, None
 
 
+def scale_is_dynamic(model: Any) -> bool:
+    """Whether the loss scale of a model adapts by itself."""
+    optimizer = getattr(model, "optimizer", None)
+    return hasattr(optimizer, "dynamic_scale") and bool(getattr(optimizer, "dynamic", True))
+
+
 def all_variables(model: Any) -> list[Any]:
     """Returns the variables of a model and of the optimizer it is compiled with."""
     optimizer = getattr(model, "optimizer", None)

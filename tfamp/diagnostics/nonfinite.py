@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -20,6 +21,9 @@ from tfamp.dtypes import LOW_PRECISION
 from tfamp.function import RewrittenFunction, rewrite
 from tfamp.graph.retype import low_dtypes
 from tfamp.graph.value_probes import measured_scopes
+
+# Where dynamic scales start, and a scale with which many models have been trained.
+_USUAL_START, _USUAL_SCALE = 2.0**16, 2.0**7
 
 
 def find_nonfinite(
@@ -42,6 +46,8 @@ def find_nonfinite(
     and other threads must not call the model meanwhile.
 
     Infinite constants, as in masks, are no fault while nothing but finite results comes of them.
+    Neither is a dynamic loss scale of up to 2**16 that is too large, if 2**7 would do: it backs off
+    by itself.
 
     Args:
         model_or_fn: A Keras model under any policy; or a function, a `tf.function`, or what
@@ -117,14 +123,26 @@ def _find_in_model(
         return bad_scale(scale, holder)
     step = model_step.trace_model(model, x, y, loss, dtype)
     investigation = Investigation(step, dtype, step.given - 1)
-    finding = investigation.look(scale)
     describe = functools.partial(describe_finding, investigation, how="model")
+    return _find(investigation, scale, model_step.scale_is_dynamic(model), describe)
+
+
+def _find(
+    investigation: Investigation,
+    scale: float,
+    dynamic: bool,
+    describe: Callable[..., NonFiniteReport],
+) -> NonFiniteReport | None:
+    """Runs a step; if it is not finite, runs it without a loss scale, to see if that is why."""
+    finding = investigation.look(scale)
     if finding is None or scale == 1.0:
         return None if finding is None else describe(finding)
     unscaled = investigation.look(1.0)
     if unscaled is not None:
         return describe(unscaled)
     best = investigation.largest_scale(investigation.run(1.0), 1.0)
+    if dynamic and scale <= _USUAL_START and best is not None and best >= _USUAL_SCALE:
+        return None  # A dynamic scale finds its place by itself, in a few skipped steps.
     return describe(finding, scale=scale, best_scale=best)
 
 
@@ -151,17 +169,8 @@ def _find_in_function(
     if scale is not None and not (np.isfinite(scale) and scale > 0):
         return bad_scale(scale, step.scale.name.partition(":")[0])
     investigation = Investigation(step, dtype)
-    finding = investigation.look()
-    if finding is None:
-        return None
     describe = functools.partial(describe_finding, investigation, how=how)
-    if scale is None or scale == 1.0:
-        return describe(finding)
-    unscaled = investigation.look(1.0)
-    if unscaled is not None:
-        return describe(unscaled)
-    best = investigation.largest_scale(investigation.run(1.0), 1.0)
-    return describe(finding, scale=scale, best_scale=best)
+    return _find(investigation, 1.0 if scale is None else scale, True, describe)
 
 
 def _trace_function(function: Any, arguments: tuple[Any, ...], y: Any, loss: Any) -> StepGraph:

@@ -18,7 +18,13 @@ from tfamp.graph.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex
 from tfamp.graph.tensor_stats import Run, TensorStats
 
 _SOURCES = frozenset({"Const", "HostConst"})
-_CARRIES = frozenset({*FLOAT_DTYPES, "variant"})
+# Ops that make an infinity of finite values only if these are large.
+_GROWING = frozenset(
+    {
+        *("AddV2", "BatchMatMulV2", "Conv2D", "Cumsum", "Einsum", "MatMul", "Mean", "Mul"),
+        *("Prod", "Square", "SquaredDifference", "Sub", "Sum"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,23 +143,21 @@ def find_first(
         low: What was seen of it in the run to explain.
         reference: What was seen in float32; None where the run to explain is that one.
         roots: The results: the first op is looked for among what led to bad ones. If all are
-            finite, among what is bad only in `low`.
+            finite, among what is bad only in `low`, or bad because of large numbers.
 
     Returns:
         The op; None if there is nothing to explain.
     """
     bad_roots = [key for key in roots if low.get(key).bad is not None]
     for excuse_constants in (True, False) if bad_roots else (True,):
-        walk = _Walk(scopes, low, excuse_constants)
+        walk = _Walk(scopes, low, reference, excuse_constants)
         states = walk.states(scopes.main, None)
         origins = walk.origins(scopes.main, states)
         if bad_roots:
             leading = _leading_to(scopes.main, states, bad_roots)
             origins = [origin for origin in origins if origin in leading]
-        elif reference is not None:
-            origins = [o for o in origins if _only_in(low, reference, scopes, scopes.main, o)]
         else:
-            origins = []
+            origins = [o for o in origins if _counts(scopes, scopes.main, o, low, reference)]
         if origins:
             return walk.descend(scopes.main, origins[0], states, None, ())
     return None
@@ -165,9 +169,10 @@ _OK, _EXCUSED, _BAD = 0, 1, 2
 class _Walk:
     """Judges tensors: fine, infinite because of a constant, or bad."""
 
-    def __init__(self, scopes: Scopes, low: Run, excuse: bool) -> None:
+    def __init__(self, scopes: Scopes, low: Run, reference: Run | None, excuse: bool) -> None:
         self._scopes = scopes
         self._low = low
+        self._reference = reference
         self._excuse = excuse
         self._inside: dict[str, bool] = {}
 
@@ -282,24 +287,36 @@ class _Walk:
         return min(numbers, default=None)
 
     def _blamed(self, graph: ScopeGraph, position: int, states: list[dict[int, int]]) -> int | None:
-        """The constant that a NaN comes of."""
+        """The constant that a NaN comes of, if that is infinite in low precision only."""
         excused = [n for n, port, _ in graph.inputs[position] if states[n].get(port) == _EXCUSED]
         while excused:
             current = excused[0]
             excused = [n for n, port, _ in graph.inputs[current] if states[n].get(port) == _EXCUSED]
-            if not excused:
-                return current
+            if not excused and self._reference is not None:
+                key = graph.key(current, 0)
+                return current if self._reference.get(key).bad is None else None
         return None
 
 
-def _only_in(low: Run, reference: Run, scopes: Scopes, graph: ScopeGraph, position: int) -> bool:
-    """Whether what a node makes, or what happens inside it, is bad in one run and fine in other."""
+def _counts(
+    scopes: Scopes, graph: ScopeGraph, position: int, low: Run, reference: Run | None
+) -> bool:
+    """Whether a bad value is a fault though all results are finite.
+
+    It is if it, or one inside a call, is bad in low precision only; or was made of large numbers,
+    as the infinite variance that makes a normalization return zeros. Divisions by zero and
+    logarithms of zero are often masked on purpose.
+    """
     node = graph.index.nodes[position]
     bad = [key for key in graph.float_outputs(position) if low.get(key).bad is not None]
-    if any(not reference.get(key).is_bad_by(low.get(key).bad_at) for key in bad):
+    if bad and node.op in _GROWING:
+        return True
+    if reference is not None and any(
+        not reference.get(key).is_bad_by(low.get(key).bad_at) for key in bad
+    ):
         return True
     return any(
-        _only_in(low, reference, scopes, body, inner)
+        _counts(scopes, body, inner, low, reference)
         for body in scopes.bodies(graph.index.scope, node.name)
         for inner in range(len(body.ports))
     )

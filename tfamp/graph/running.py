@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfamp import _tf_functions
 from tfamp.graph.feeding import Feeds
 
 
@@ -44,6 +45,27 @@ def runnable(graph_def: Any, feeds: Feeds, fetches: Sequence[str]) -> Callable[.
         )
 
     return run
+
+
+@contextmanager
+def restored_handles(values: Sequence[Any]) -> Iterator[None]:
+    """Gives the variables among captured values what they held, however the block ends.
+
+    Args:
+        values: Tensors; handles of variables count, anything else is passed over.
+    """
+    handles = [each for each in values if each.dtype == tf.resource]
+    dtypes = [_tf_functions.variable_dtype(handle) for handle in handles]
+    before = [
+        (handle, tf.identity(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)))
+        for handle, dtype in zip(handles, dtypes, strict=True)
+        if dtype is not None and tf.raw_ops.VarIsInitializedOp(resource=handle)
+    ]
+    try:
+        yield
+    finally:
+        for handle, value in before:
+            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
 @contextmanager

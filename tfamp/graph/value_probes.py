@@ -22,7 +22,7 @@ from tfamp.graph.function_names import new_suffix, rename_functions
 from tfamp.graph.index import build_indexes
 from tfamp.graph.pruning import PLACEHOLDERS, called_scopes, node_name
 from tfamp.graph.ranges import TensorKey
-from tfamp.graph.running import restored, runnable
+from tfamp.graph.running import restored_handles, runnable
 from tfamp.graph.structures import MAIN_GRAPH, RESULT, GraphIndex
 from tfamp.graph.tensor_stats import Run, Seen, stats_of
 
@@ -52,7 +52,6 @@ class Observer:
         inputs: Tensors that are given, such as "x:0".
         outputs: Tensors to compute.
         operations: Operations to run as well.
-        variables: The `tf.Variable`s that the graph may assign; as before after each run.
     """
 
     def __init__(
@@ -62,13 +61,11 @@ class Observer:
         inputs: Sequence[str],
         outputs: Sequence[str],
         operations: Sequence[str] = (),
-        variables: Sequence[Any] = (),
     ) -> None:
         graph = tf.compat.v1.GraphDef()
         graph.CopyFrom(graph_def)
         self._recorder = _Recorder()
         self._inputs = inputs
-        self._variables = variables
         with tf.init_scope():
             # The graph of the node keeps Python's side of the recording ops alive.
             dtypes = (tf.int64, tf.float32)
@@ -79,7 +76,7 @@ class Observer:
         self._run: Callable[..., None] | None = None
 
     def run(self, values: Sequence[Any], settings: Sequence[tuple[Any, Any]] = ()) -> Run:
-        """Runs the graph once.
+        """Runs the graph once. Its variables are as before afterwards.
 
         Args:
             values: The values of its inputs, handles of variables included.
@@ -94,7 +91,7 @@ class Observer:
             feeds = Feeds(self._graph, self._inputs, self._in_its_dtypes(values))
             if self._run is None:
                 self._run = runnable(self._graph, feeds, self._fetches)
-            with restored(self._variables):
+            with restored_handles(values):
                 for variable, value in settings:
                     variable.assign(value)
                 for given in feeds.each([()]):
