@@ -1,8 +1,8 @@
 """Trains a classifier whose loss is NaN in float16, finds the op to blame, and mends it.
 
 Each column of a picture is standardized: its mean is taken away, and it is divided by its standard
-deviation. An epsilon of 1e-8 keeps that from being zero, in float32. In float16 1e-8 itself is zero,
-and in pictures of digits the outer columns are often empty.
+deviation. An epsilon of 1e-8 keeps that from being zero, in float32. In float16 1e-8 itself is
+zero, and in pictures of digits the outer columns are often empty.
 
     python examples/find_nan.py [--dtype bfloat16] [--small]
 """
