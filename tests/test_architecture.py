@@ -66,10 +66,21 @@ LAYERS = (
         "graph.verify",
         "graph.pruning",
         "graph.feeding",
+        "graph.running",
+        "graph.retype",
         "graph.instrument",
+        "graph.tensor_stats",
+        "graph.first_nonfinite",
         "graph.calibration_data",
     ),
-    ("graph.custom_gradients", "graph.graft", "graph.rewrite", "graph.calibration", "graph"),
+    (
+        "graph.custom_gradients",
+        "graph.graft",
+        "graph.rewrite",
+        "graph.calibration",
+        "graph.value_probes",
+        "graph",
+    ),
     (
         "autocast_state",
         "machine_cache",
@@ -114,6 +125,7 @@ LAYERS = (
 )
 FRAMEWORKS = {"tensorflow", "keras"}
 FRAMEWORK_FREE = {
+    "diagnostics.fixes",
     "graph.reason",
     "errors",
     "dtypes",

@@ -233,3 +233,25 @@ def test_a_missing_symbol_says_which_and_what_to_install(monkeypatch):
         keras_hooks.keras_symbol(keras.layers.Dense(1), "_no_such")
     with pytest.raises(tfamp.UnsupportedVersionError, match=r"keras\.src\.gone is not in Keras"):
         keras_hooks.keras_module("keras.src.gone")
+
+
+def test_a_policy_is_replaced_and_given_back():
+    layer = keras.layers.Dense(2, dtype="float16")
+    layer.build((None, 3))
+    own = layer.dtype_policy
+    restore = keras_hooks.replace_policy(layer, "float32")
+    assert (layer.compute_dtype, layer.variable_dtype) == ("float32", "float16")
+    assert layer(np.ones((1, 3))).dtype == "float32"
+    restore()
+    assert layer.dtype_policy is own
+
+
+def test_losses_are_given_back():
+    layer = keras.layers.ActivityRegularization(l2=1.0)
+    layer(np.ones((1, 3)))
+    before = list(layer.losses)
+    restore = keras_hooks.replace_losses(layer)
+    layer(np.zeros((1, 3)))
+    assert layer.losses[0] is not before[0]
+    restore()
+    assert layer.losses[0] is before[0]

@@ -104,3 +104,49 @@ def test_a_missing_attribute_names_itself_and_the_versions():
 
     with pytest.raises(tfamp.UnsupportedVersionError, match="_jit_compile is not in TensorFlow"):
         _tf_functions.function_options(Changed())
+
+
+def test_noted_constants_have_the_value_that_was_given():
+    found = []
+    with _tf_functions.constants_noted(lambda value, tensor: found.append((value, tensor.dtype))):
+        tf.function(lambda x: x + 1e-8).get_concrete_function(tf.TensorSpec((), tf.float16))
+    assert (1e-8, tf.float16) in found
+    count = len(found)
+    tf.function(lambda x: x + 1e-8).get_concrete_function(tf.TensorSpec((), tf.float16))
+    assert len(found) == count
+
+
+def test_marked_ops_and_set_attributes_are_in_the_graph():
+    def function(x):
+        with _tf_functions.ops_marked("_tfamp_test", "here"):
+            y = tf.exp(x)
+        z = tf.sqrt(y)
+        _tf_functions.set_attribute(z.op, "_tfamp_value", tf.make_tensor_proto(3.0))
+        return z
+
+    graph = tf.function(function).get_concrete_function(tf.TensorSpec(())).graph.as_graph_def()
+    nodes = {node.op: node for node in graph.node}
+    assert nodes["Exp"].attr["_tfamp_test"].s == b"here"
+    assert "_tfamp_test" not in nodes["Sqrt"].attr
+    assert tf.make_ndarray(nodes["Sqrt"].attr["_tfamp_value"].tensor) == 3.0
+
+
+def test_gradients_are_noted_with_their_sources():
+    found = []
+    original = tf.GradientTape.gradient
+    x = tf.Variable(2.0)
+    with _tf_functions.gradients_noted(lambda *each: found.append(each)):
+        with tf.GradientTape() as tape:
+            y = x * x
+        gradients = tape.gradient(y, [x])
+    assert tf.GradientTape.gradient is original
+    ((sources, noted),) = found
+    assert sources[0] is x
+    assert noted is gradients
+
+
+def test_the_dtype_behind_a_handle():
+    variable = tf.Variable([1.0], dtype=tf.bfloat16)
+    assert _tf_functions.variable_dtype(variable.handle) == tf.bfloat16
+    table = tf.lookup.experimental.DenseHashTable(tf.int64, tf.int64, 0, -1, -2)
+    assert _tf_functions.variable_dtype(table.resource_handle) is None

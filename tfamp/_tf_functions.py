@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -37,6 +40,21 @@ def copy_handle_data(sources: Iterable[Any], targets: Iterable[Any]) -> None:
     copy = private_symbol(private_module("ops.handle_data_util"), "copy_handle_data")
     for source, target in zip(sources, targets, strict=True):
         copy(source, target)
+
+
+def variable_dtype(handle: Any) -> Any:
+    """Returns the dtype of the variable that a handle stands for; None if it is no variable's.
+
+    Symbol: `EagerTensor._handle_data`. A traced function lists the variables that it reads, but not
+    those whose handles only an op or a function in it takes.
+
+    Args:
+        handle: An eager tensor of dtype resource.
+    """
+    found = private_symbol(handle, "_handle_data")
+    if found is None or not found.is_set or len(found.shape_and_type) != 1:
+        return None
+    return tf.as_dtype(found.shape_and_type[0].dtype)
 
 
 def note_variables(variables: Iterable[Any]) -> None:
@@ -164,3 +182,94 @@ def function_options(function: Any) -> FunctionOptions:
     return FunctionOptions(
         function.input_signature, *(private_symbol(function, name) for name in names)
     )
+
+
+# ---- For diagnostics -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def constants_noted(note: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Tells of every constant that this thread adds to a graph in the block.
+
+    Symbol: `tensorflow.python.framework.ops._create_graph_constant`. A Python number becomes a
+    constant of the dtype of what it is added to, and the graph has the rounded value only.
+
+    Args:
+        note: Gets the value as it was given and the constant's tensor.
+    """
+    module = private_module("framework.ops")
+    original = private_symbol(module, "_create_graph_constant")
+    thread, active = threading.get_ident(), True
+
+    @functools.wraps(original)
+    def create(value: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor = original(value, *args, **kwargs)
+        if active and threading.get_ident() == thread:
+            note(value, tensor)
+        return tensor
+
+    module._create_graph_constant = create  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        active = False
+        # Another thread may have put its own on top of this one, which then does nothing more.
+        if module._create_graph_constant is create:
+            module._create_graph_constant = original  # type: ignore[attr-defined]
+
+
+def set_attribute(operation: Any, name: str, value: Any) -> None:
+    """Gives an op of a graph one more attribute. Symbol: `Operation._set_attr`.
+
+    Args:
+        operation: A `tf.Operation`.
+        name: The attribute's name, with a leading underscore.
+        value: A `TensorProto`.
+    """
+    attribute = tf.compat.v1.AttrValue(tensor=value)
+    private_symbol(operation, "_set_attr")(name, attribute)
+
+
+def ops_marked(name: str, text: str) -> contextlib.AbstractContextManager[None]:
+    """Returns a context that gives the ops added to the current graph one more attribute.
+
+    Symbol: `Graph._attr_scope`. Name scopes would be public, but rules that go by names would then
+    see other names.
+
+    Args:
+        name: The attribute's name, with a leading underscore.
+        text: Its value.
+    """
+    attribute = tf.compat.v1.AttrValue(s=text.encode())
+    scope = private_symbol(tf.compat.v1.get_default_graph(), "_attr_scope")
+    context: contextlib.AbstractContextManager[None] = scope({name: attribute})
+    return context
+
+
+@contextlib.contextmanager
+def gradients_noted(note: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Tells of every gradient that this thread takes from a `tf.GradientTape` in the block.
+
+    Replaces the public method `tf.GradientTape.gradient`: a graph does not say of which variable a
+    tensor in it is the gradient.
+
+    Args:
+        note: Gets the sources and the gradients, in the same structure.
+    """
+    original = tf.GradientTape.gradient
+    thread, active = threading.get_ident(), True
+
+    @functools.wraps(original)
+    def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, target, sources, *args, **kwargs)
+        if active and threading.get_ident() == thread:
+            note(sources, found)
+        return found
+
+    tf.GradientTape.gradient = gradient
+    try:
+        yield
+    finally:
+        active = False
+        if tf.GradientTape.gradient is gradient:
+            tf.GradientTape.gradient = original

@@ -214,6 +214,17 @@ class RewrittenFunction:
             raise RewriteError(f"{self._traced.name} was not rewritten: it runs in float32.")
         return plan
 
+    def copy(self, dtype: str | None = None) -> RewrittenFunction:
+        """Returns the same function, not traced yet.
+
+        Args:
+            dtype: What to lower to; None for the dtype of this one.
+        """
+        settings = self._settings
+        if dtype is not None:
+            settings = dataclasses.replace(settings, dtype=_low_dtype(dtype))
+        return RewrittenFunction(self._fn, settings)
+
     @property
     def tf_function(self) -> Any:
         """The `tf.function` that is called: TensorFlow can save it and count its traces."""

@@ -50,7 +50,7 @@ class ScalerState(tf.Module):
         if not isinstance(enabled, bool):
             raise TypeError(f"enabled must be True or False; got {enabled!r}.")
         self._enabled = enabled
-        self._scale = _variable("float32", _checked_scale("init_scale", init_scale))
+        self._scale = _variable("float32", _checked_scale("init_scale", init_scale), "loss_scale")
         self._growth_tracker = _variable("int64", 0)
         # float64, as PyTorch computes with them: the scale is the same for any factor.
         self._growth_factor = _variable("float64", _checked_growth_factor(growth_factor))
@@ -164,9 +164,9 @@ class ScalerState(tf.Module):
             variable.assign(value)
 
 
-def _variable(dtype: str, value: float) -> tf.Variable:
+def _variable(dtype: str, value: float, name: str | None = None) -> tf.Variable:
     # No aggregation: every replica assigns the same value to its own copy.
-    return tf.Variable(value, dtype=dtype, trainable=False)
+    return tf.Variable(value, dtype=dtype, trainable=False, name=name)
 
 
 def _checked_scale(name: str, value: Any) -> float:

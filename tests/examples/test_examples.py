@@ -156,6 +156,18 @@ def test_the_accuracy_table_is_markdown_and_written_only_on_request(run, tmp_pat
     assert (tmp_path / "table.md").read_text(encoding="utf-8") == printed
 
 
+def test_the_nan_is_found_and_the_mended_model_trains(run):
+    code, printed = run("find_nan", "--small")
+    assert code == 0
+    assert re.findall(r"^([\w, .e-]+): all is finite", printed, re.M) == [
+        "float32, 1e-08",
+        "mixed_float16, 0.0001",
+    ]
+    assert re.search(r"^mixed_float16, 1e-08: underflow in forward: Rsqrt in layer", printed, re.M)
+    losses = [line.split("│")[2].strip() for line in printed.splitlines() if "│" in line]
+    assert [loss == "nan" for loss in losses] == [False, True, False]
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_wrong_number_of_epochs_is_a_usage_error(run, name):
     with pytest.raises(SystemExit) as exit_:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from tfamp.graph.index import build_indexes
 from tfamp.graph.pruning import PLACEHOLDERS, called_scopes, drop_unused_nodes
 from tfamp.graph.ranges import Ranges, TensorKey, TensorRange
 from tfamp.graph.reductions import REDUCING, reduction_depth
+from tfamp.graph.running import restored, runnable
 from tfamp.graph.structures import ARGUMENT, FLOAT32, MAIN_GRAPH, RESULT, GraphIndex
 
 
@@ -80,9 +80,9 @@ def _measure(
     recorder.reports, fetches = instrument.instrument(
         used, [(index.scope, _probes(index)) for index in indexes], node
     )
-    run = _runnable(rename_functions(used, new_suffix()), feeds, [*outputs, *fetches])
+    run = runnable(rename_functions(used, new_suffix()), feeds, [*outputs, *fetches])
     is_empty = True
-    with _restored(variables):
+    with restored(variables):
         for values in feeds.each(batches):
             is_empty = False
             run(*values)
@@ -136,41 +136,6 @@ def _reduced_tensors(index: GraphIndex) -> set[tuple[int, int]]:
         if index.nodes[target.node].op in REDUCING or index.nodes[source.node].op in REDUCING:
             shaped.add((source.node, edge.port))
     return shaped
-
-
-def _runnable(graph_def: Any, feeds: Feeds, fetches: Sequence[str]) -> Callable[..., None]:
-    def imported(*values: Any) -> Any:
-        given = dict(zip(feeds.inputs, values, strict=True))
-        fetched = tf.graph_util.import_graph_def(
-            graph_def, input_map=given, return_elements=list(fetches), name="calibration"
-        )
-        with tf.control_dependencies(fetched):
-            return tf.constant(0)
-
-    function = tf.compat.v1.wrap_function(imported, feeds.specs)
-    function.add_to_graph()
-    config = tf.compat.v1.ConfigProto()
-    # TensorFlow's optimizers take ten times as long as a run, and there are only a few.
-    config.graph_options.rewrite_options.disable_meta_optimizer = True
-    settings = config.SerializeToString()
-
-    def run(*values: Any) -> None:
-        tf.raw_ops.StatefulPartitionedCall(
-            args=values, Tout=[tf.int32], f=function, config_proto=settings
-        )
-
-    return run
-
-
-@contextmanager
-def _restored(variables: Sequence[Any]) -> Iterator[None]:
-    """Gives variables the values they had, however the block ends."""
-    values = [tf.identity(variable) for variable in variables]
-    try:
-        yield
-    finally:
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
 
 
 class _Recorder:

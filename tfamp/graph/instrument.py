@@ -26,7 +26,7 @@ _WITH_EFFECTS = {
 CALLS = frozenset(_WITH_EFFECTS) | frozenset(_WITH_EFFECTS.values())
 # An op that calls Python cannot be compiled.
 _COMPILE_ATTRS = ("_XlaMustCompile", "_XlaCompile")
-_CONTROL_FLOW_V1 = frozenset(
+CONTROL_FLOW_V1 = frozenset(
     {"Enter", "Exit", "Merge", "NextIteration", "RefEnter", "RefMerge", "RefSwitch", "Switch"}
 )
 
@@ -84,10 +84,8 @@ def instrument(
     fetched: tuple[str, ...] = ()
     for scope, wanted in probes:
         nodes = functions[scope].node_def if scope != MAIN_GRAPH else graph_def.node
-        for node in nodes:
-            node.op = _WITH_EFFECTS.get(node.op, node.op)
-            _allow_python(node)
-        alone = any(node.op in _CONTROL_FLOW_V1 for node in nodes)
+        prepare(nodes)
+        alone = any(node.op in CONTROL_FLOW_V1 for node in nodes)
         groups = _groups(wanted, alone)
         names = []
         for number, group in enumerate(groups, len(reports)):
@@ -95,24 +93,32 @@ def instrument(
             names.append(writer.add_report(group, recorder))
         reports += [Report(scope, group) for group in groups]
         if alone:
-            names = _let_consumers_wait(nodes, groups, names)
+            names = let_consumers_wait(nodes, groups, names)
         else:
             # A call is not kept for the recording op in its function alone.
             names += [node.name for node in nodes if node.op in CALLS or node.op in functions]
         if scope == MAIN_GRAPH:
             fetched = tuple(names)
         else:
-            _run_always(functions[scope], names)
+            run_always(functions[scope], names)
     return tuple(reports), fetched
 
 
-def recorder_node(callback: Any) -> tuple[Any, Any]:
+def recorder_node(
+    callback: Any, dtypes: Sequence[Any] = (tf.int64, tf.float32, tf.int32, tf.int32)
+) -> tuple[Any, Any]:
     """Returns a `PyFunc` node that calls Python, and the graph that has to be kept meanwhile."""
     with tf.Graph().as_default() as graph:
-        dtypes = (tf.int64, tf.float32, tf.int32, tf.int32)
         arguments = [tf.compat.v1.placeholder(dtype) for dtype in dtypes]
         op = tf.numpy_function(callback, arguments, tf.int64).op
         return op.node_def, graph
+
+
+def prepare(nodes: Any) -> None:
+    """Makes the nodes of a scope, and the calls among them, fit for recording ops."""
+    for node in nodes:
+        node.op = _WITH_EFFECTS.get(node.op, node.op)
+        _allow_python(node)
 
 
 def _allow_python(node_or_function: Any) -> None:
@@ -127,7 +133,7 @@ def _groups(probes: Sequence[Probe], alone: bool) -> list[tuple[Probe, ...]]:
     return [(probe,) for probe in probes] if alone else [tuple(probes)]
 
 
-def _let_consumers_wait(
+def let_consumers_wait(
     nodes: Any, groups: Sequence[tuple[Probe, ...]], names: Sequence[str]
 ) -> list[str]:
     """Makes recording ops run, which cannot be fetched from within a loop of TensorFlow 1.
@@ -144,7 +150,8 @@ def _let_consumers_wait(
     return [name for name in names if name not in waited_for]
 
 
-def _run_always(function: Any, names: Sequence[str]) -> None:
+def run_always(function: Any, names: Sequence[str]) -> None:
+    """Makes recording ops of a function run, though nothing it returns needs them."""
     _allow_python(function)
     function.signature.is_stateful = True
     for name in names:

@@ -1,0 +1,395 @@
+"""`find_nonfinite`: op and cause of ten faults, nothing for healthy models, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import tfamp
+from helpers.faults import FAULTS, LOSS, raw_softmax_log
+from tfamp.diagnostics import NonFiniteReport, find_nonfinite
+
+NAMES = list(FAULTS)
+
+
+def _everything(model):
+    """Values of all variables, and the policies and collected losses of all layers."""
+    optimizer = getattr(model, "optimizer", None)
+    variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
+    values = [ops.convert_to_numpy(variable) for variable in variables]
+    layers_ = model._flatten_layers()
+    return values, [layer.dtype_policy for layer in layers_], model.losses
+
+
+def _assert_same(before, after):
+    for old, new in zip(before[0], after[0], strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert all(old is new for old, new in zip(before[1], after[1], strict=True))
+    assert len(before[2]) == len(after[2])
+
+
+def _find(fault, policy, **kwargs):
+    model = fault.model(policy)
+    loss = None if getattr(model, "compiled", False) else LOSS
+    before = _everything(model)
+    report = find_nonfinite(model, fault.x, fault.y, loss=loss, **kwargs)
+    _assert_same(before, _everything(model))
+    return report
+
+
+def _assert_names(fault, report, kind):
+    assert isinstance(report, NonFiniteReport)
+    assert (report.stage, report.op, report.kind) == (fault.stage, fault.op, kind)
+    assert report.layer == fault.layer
+    assert all(words in report.fix for words in fault.fix), report.fix
+    assert report.fix in report.to_text()
+    assert json.loads(report.to_json())["op"] == fault.op
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ten_faults_are_named_in_float16(name):
+    fault = FAULTS[name]
+    _assert_names(fault, _find(fault, "mixed_float16"), fault.kind)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_faults_of_the_range_are_gone_in_bfloat16_and_others_named(name):
+    fault = FAULTS[name]
+    report = _find(fault, "mixed_bfloat16")
+    if fault.in_bfloat16 is None:
+        assert report is None
+    else:
+        _assert_names(fault, report, fault.in_bfloat16)
+
+
+@pytest.mark.parametrize("name", ["exp", "epsilon 1e-8", "mask constant", "bad weights"])
+def test_a_float32_model_is_asked_about_float16(name):
+    fault = FAULTS[name]
+    _assert_names(fault, _find(fault, "float32", dtype="float16"), fault.kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("attention logits", 1e18),
+        ("variance of large activations", 1e18),
+        ("sum over a long axis", 1e35),
+        ("exp", 10.0),
+    ],
+)
+def test_overflow_of_bfloat16_is_float32s_too(name, factor):
+    fault = FAULTS[name]
+    model = fault.model("mixed_bfloat16")
+    report = find_nonfinite(model, fault.x * np.float32(factor), fault.y, loss=LOSS)
+    assert (report.stage, report.layer, report.op) == (fault.stage, fault.layer, fault.op)
+    assert report.kind == "also_in_float32"
+    assert "float32 has it too" in report.fix
+
+
+def test_the_ranges_show_what_float32_has():
+    report = _find(FAULTS["exp"], "mixed_float16")
+    (given,), (made,), (right,) = (report.ranges[k] for k in ("inputs", "outputs", "float32"))
+    assert (given.dtype, made.dtype, right.dtype) == ("float16", "float16", "float32")
+    assert given.max == 12.0
+    assert made.infs == 4 * 8
+    assert right.finite
+    assert right.max_abs == pytest.approx(np.exp(12.0), rel=1e-5)
+
+
+def test_the_suggested_loss_scale_works_and_twice_of_it_does_not():
+    fault = FAULTS["loss scale"]
+    model = fault.model("mixed_float16")
+    report = find_nonfinite(model, fault.x, fault.y)
+    assert report.variable == "first/kernel"
+    exponent = int(report.fix.partition("initial_scale=2**")[2].partition(")")[0])
+    for scale, finite in ((2.0**exponent, True), (2.0 ** (exponent + 1), False)):
+        model.optimizer.dynamic_scale.assign(scale)
+        assert (find_nonfinite(model, fault.x, fault.y) is None) == finite
+
+
+@pytest.mark.parametrize("scale", [np.inf, np.nan, 0.0])
+def test_a_loss_scale_that_is_no_positive_number(scale):
+    model = FAULTS["loss scale"].model("mixed_float16")
+    model.optimizer.dynamic_scale.assign(scale)
+    x = np.ones((2, 8), np.float32)
+    report = find_nonfinite(model, x, np.zeros(2, np.int32))
+    assert report.stage in ("loss_scale", "weights")
+    assert "dynamic_scale" in report.variable
+
+
+def test_inputs_and_weights_that_do_not_fit():
+    model = FAULTS["bad input"].model("mixed_float16")
+    x = np.full((2, 8), 1e5, np.float32)
+    report = find_nonfinite(model, x, np.zeros(2, np.int32), loss=LOSS)
+    assert (report.stage, report.op, report.kind) == ("input", "Cast", "overflow")
+    model.get_layer("first").kernel.assign(np.full((8, 8), 1e5))
+    report = find_nonfinite(model, x * 0, np.zeros(2, np.int32), loss=LOSS)
+    assert (report.stage, report.layer, report.kind) == ("weights", "first", "overflow")
+    assert report.variable == "first/kernel"
+
+
+def test_targets_that_are_not_finite_are_input():
+    model = FAULTS["bad input"].model("mixed_float16")
+    y = np.full((2, 3), np.nan, np.float32)
+    report = find_nonfinite(model, np.ones((2, 8), np.float32), y, loss="mse")
+    assert (report.stage, report.kind) == ("input", "also_in_float32")
+    assert "y" in report.details[0]
+
+
+def test_the_loss_is_a_stage_of_its_own():
+    model = FAULTS["bad input"].model("mixed_float16")
+    x, y = np.ones((2, 8), np.float32), np.zeros((2, 3), np.float32)
+    report = find_nonfinite(model, x, y, loss=lambda y, out: tf.math.log(y))
+    assert (report.stage, report.op, report.kind) == ("loss", "Log", "also_in_float32")
+
+
+def test_a_gradient_that_float32_does_not_have_either():
+    class Norm(layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight(shape=(), initializer="zeros", name="scale")
+
+        def call(self, x):
+            return ops.sqrt(ops.abs(x * self.scale))
+
+    model = keras.Sequential([keras.Input((4,)), Norm(name="norm")])
+    report = find_nonfinite(model, np.ones((2, 4)), np.ones((2, 4)), loss="mse")
+    assert (report.stage, report.op, report.kind) == ("backward", "SqrtGrad", "also_in_float32")
+    assert report.variable.endswith("norm/scale")
+    assert report.layer.endswith("norm")
+
+
+# ---- Custom loops, rewritten functions, loops in graphs ------------------------------------------
+
+
+def test_raw_ops_of_a_function():
+    report = find_nonfinite(raw_softmax_log, tf.constant([[30.0, 0.0]]))
+    assert (report.op, report.kind) == ("Log", "underflow")
+    assert "faults.py" in report.where
+    assert "Softmax" in report.fix
+    assert find_nonfinite(raw_softmax_log, tf.constant([[3.0, 0.0]])) is None
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_custom_loop_whose_loss_scale_explodes(graph):
+    weights = tf.Variable(tf.ones((8, 4)), name="weights")
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(), initial_scale=2.0**30)
+    optimizer.build([weights])
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            out = tf.cast(x, tf.float16) @ tf.cast(weights, tf.float16)
+            loss = tf.reduce_mean(tf.square(tf.cast(out, tf.float32) - y))
+            scaled = optimizer.get_scaled_loss(loss)
+        gradients = optimizer.get_unscaled_gradients(tape.gradient(scaled, [weights]))
+        optimizer.apply_gradients(zip(gradients, [weights], strict=True))
+        return loss
+
+    state = [weights, *(variable.value for variable in optimizer.variables)]
+    before = [value.numpy() for value in state]
+    x, y = tf.ones((4, 8)), tf.zeros((4, 4))
+    step = tf.function(step) if graph else step
+    report = find_nonfinite(step, x, y)
+    assert (report.stage, report.op, report.kind) == ("loss_scale", "Cast", "overflow")
+    assert report.variable == "weights"
+    for old, new in zip(before, state, strict=True):
+        np.testing.assert_array_equal(old, new.numpy())
+    optimizer.dynamic_scale.assign(2.0**10)
+    assert find_nonfinite(step, x, y) is None
+
+
+def test_grad_scalers_count_as_loss_scales():
+    weights = tf.Variable(tf.ones((8, 4)), name="weights")
+    scaler = tfamp.GradScaler(init_scale=2.0**30)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            out = tf.cast(x, tf.float16) @ tf.cast(weights, tf.float16)
+            scaled = scaler.scale(tf.reduce_mean(tf.cast(out, tf.float32)))
+        return tape.gradient(scaled, weights)
+
+    report = find_nonfinite(step, tf.ones((4, 8)))
+    assert (report.stage, report.variable) == ("loss_scale", "weights")
+    assert scaler.get_scale() == 2.0**30
+
+
+def test_autocast_inside_a_function():
+    def step(x):
+        with tfamp.autocast("float16"), tf.name_scope("block"):
+            return tf.matmul(x, x, transpose_b=True)
+
+    report = find_nonfinite(step, tf.fill((4, 32), 100.0))
+    assert (report.layer, report.op, report.kind) == ("block", "MatMul", "overflow")
+    assert "autocast(enabled=False)" in report.fix
+
+
+def test_rewritten_functions_name_the_node_to_keep():
+    def step(x):
+        with tf.name_scope("block"):
+            return tf.reduce_sum(tf.matmul(x, x, transpose_b=True))
+
+    x = tf.fill((4, 32), 100.0)
+    rewritten = tfamp.rewrite(step, dtype="float16", placement="lists")
+    report = find_nonfinite(rewritten, x)
+    assert (report.op, report.node, report.kind) == ("MatMul", "block/MatMul", "overflow")
+    assert 'keep_float32=["block/MatMul"]' in report.fix
+    kept = tfamp.rewrite(step, dtype="float16", placement="lists", keep_float32=[report.node])
+    with pytest.warns(tfamp.NothingToLowerWarning):
+        assert find_nonfinite(kept, x) is None
+    assert find_nonfinite(rewritten, x, dtype="bfloat16") is None
+
+
+def test_a_float32_function_is_asked_about_float16():
+    def function(x):
+        return tf.reduce_sum(tf.matmul(x, x, transpose_b=True))
+
+    x = tf.fill((4, 32), 100.0)
+    assert find_nonfinite(function, x) is None
+    assert find_nonfinite(function, x, dtype="float32") is None
+    assert find_nonfinite(function, x, dtype="float16").op == "MatMul"
+
+
+def test_a_function_with_a_loss_gets_gradients():
+    weights = tf.Variable(tf.fill((8, 4), 0.25), name="weights")
+
+    def forward(x):
+        return tf.exp(tf.cast(x @ weights, tf.float16))
+
+    x, y = np.ones((4, 8), np.float32), np.ones((4, 4), np.float32)
+    assert find_nonfinite(forward, x, y, loss="mse") is None
+    report = find_nonfinite(forward, x * 6, y, loss="mse")
+    assert (report.stage, report.op) == ("forward", "Exp")
+
+
+def test_an_iteration_of_a_loop():
+    @tf.function
+    def function(x):
+        for _ in tf.range(12):
+            x = x * 3.0
+        return x
+
+    report = find_nonfinite(function, tf.ones((2,), tf.float16))
+    assert (report.op, report.kind) == ("Mul", "overflow")
+    assert "execution 11" in report.details[0]  # 3**11 is the first power above 65504.
+    assert report.ranges["inputs"][0].max == pytest.approx(3.0**10, rel=2.0**-10)
+    assert report.ranges["float32"][0].max == 3.0**11
+
+
+def test_the_cell_of_an_rnn():
+    class Cell(layers.Layer):
+        state_size = output_size = 4
+
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=(shape[-1], 4), initializer="ones")
+
+        def call(self, x, states):
+            state = ops.square(states[0]) + ops.matmul(x, self.kernel)
+            return state, [state]
+
+    with tfamp.policy_scope("mixed_float16"):
+        model = keras.Sequential(
+            [keras.Input((6, 4)), layers.RNN(Cell(name="cell"), name="rnn"), layers.Dense(2)]
+        )
+    x = np.full((2, 6, 4), 0.5, np.float32)
+    report = find_nonfinite(model, x, np.zeros((2, 2), np.float32), loss="mse")
+    assert (report.op, report.kind) == ("Square", "overflow")
+    assert report.layer.endswith("cell")
+
+
+def test_a_function_compiled_by_xla():
+    @tf.function(jit_compile=True)
+    def function(x):
+        return tf.exp(tf.cast(x, tf.float16))
+
+    assert find_nonfinite(lambda x: function(x) + 1, tf.constant([12.0])).op == "Exp"
+
+
+# ---- No false alarm, no traces, wrong arguments --------------------------------------------------
+
+
+def test_infinite_masks_are_no_fault():
+    def masked(x):
+        return tf.nn.softmax(tf.where(x > 0, x, -np.inf))
+
+    x = tf.constant([[1.0, -1.0]], tf.float16)
+    assert find_nonfinite(masked, x) is None
+    report = find_nonfinite(masked, -tf.abs(x))  # Nothing is left of the row.
+    assert (report.op, report.kind) == ("Softmax", "also_in_float32")
+
+
+def test_policies_come_back_after_an_exception():
+    class Refusing(layers.Layer):
+        def call(self, x):
+            if x.dtype == "float16":
+                raise RuntimeError("not in float16")
+            return x
+
+    model = keras.Sequential([keras.Input((4,)), Refusing(), layers.Dense(2)])
+    before = _everything(model)
+    with pytest.raises(RuntimeError, match="not in float16"):
+        find_nonfinite(model, np.ones((2, 4)), dtype="float16")
+    _assert_same(before, _everything(model))
+    assert find_nonfinite(model, np.ones((2, 4))) is None
+
+
+def test_a_healthy_model_is_left_as_it_was():
+    with tfamp.policy_scope("mixed_float16"):
+        model = keras.Sequential(
+            [
+                keras.Input((8, 8, 1)),
+                layers.Conv2D(8, 3, kernel_regularizer="l2"),
+                layers.BatchNormalization(),
+                layers.Flatten(),
+                layers.Dropout(0.5),
+                layers.Dense(10),
+            ]
+        )
+    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.Adam()), LOSS)
+    x, y = np.ones((4, 8, 8, 1), np.float32), np.zeros(4, np.int32)
+    before = _everything(model)
+    assert find_nonfinite(model, x, y) is None
+    _assert_same(before, _everything(model))
+    model.fit(x, y, verbose=0)
+
+
+def test_a_model_of_keras_own_mixed_policy():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = FAULTS["exp"].make()
+    model.compile("adam", LOSS)
+    report = find_nonfinite(model, FAULTS["exp"].x, FAULTS["exp"].y)
+    assert (report.layer, report.op, report.kind) == ("exp", "Exp", "overflow")
+
+
+def test_a_subclassed_model():
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first = layers.Dense(4, name="first", kernel_initializer="ones")
+
+        def call(self, x):
+            return ops.exp(self.first(x))
+
+    with tfamp.policy_scope("mixed_float16"):
+        model = Model()
+    report = find_nonfinite(model, np.full((2, 4), 5.0))
+    assert (report.op, report.kind) == ("Exp", "overflow")
+    assert report.layer == model.path
+
+
+def test_wrong_arguments():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
+    x = np.ones((2, 4))
+    with pytest.raises(TypeError, match="must be a Keras model, a function"):
+        find_nonfinite(3, x)
+    with pytest.raises(ValueError, match="dtype must be one of float32, float16, bfloat16"):
+        find_nonfinite(model, x, dtype="float8")
+    with pytest.raises(ValueError, match="Give loss="):
+        find_nonfinite(model, x, x)
+    with pytest.raises(TypeError, match="loss must be"):
+        find_nonfinite(model, x, x, loss=3)
+    with pytest.raises(TypeError, match="one batch"):
+        find_nonfinite(model, tf.data.Dataset.from_tensors(x))
