@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfamp.diagnostics.device import DeviceReport as DeviceReport
     from tfamp.diagnostics.device import device_report as device_report
+    from tfamp.diagnostics.operator_stats import OpCounts as OpCounts
+    from tfamp.diagnostics.operator_stats import op_counts as op_counts
 
 # Public name -> module that defines it.
 _HOMES = {
     "DeviceReport": "tfamp.diagnostics.device",
+    "OpCounts": "tfamp.diagnostics.operator_stats",
     "device_report": "tfamp.diagnostics.device",
+    "op_counts": "tfamp.diagnostics.operator_stats",
 }
 
 __all__ = sorted(_HOMES)
