@@ -278,6 +278,32 @@ def _holds(layers: Sequence[Any], layer: Any) -> bool:
     return any(layer is other for other in layers)
 
 
+def replace_policy(layer: Any, name: str) -> Callable[[], None]:
+    """Gives a layer another policy for a while, whatever its own is and whether it is built.
+
+    Symbols: `Layer._dtype_policy`, as the public setter changes an entry of a `DTypePolicyMap` that
+    other layers share; `DTypePolicy._variable_dtype`, as Keras casts variables only for a layer
+    whose two dtypes differ, and a float32 policy for float16 variables has no name.
+
+    Args:
+        layer: The layer; its sublayers stay as they are.
+        name: Name of a policy, which says what the layer computes in.
+
+    Returns:
+        A function that gives the layer its own policy back.
+    """
+    own = keras_symbol(layer, "_dtype_policy")
+    policy = keras.DTypePolicy(name)
+    keras_symbol(policy, "_variable_dtype")
+    policy._variable_dtype = layer.variable_dtype
+    layer._dtype_policy = policy
+
+    def restore() -> None:
+        layer._dtype_policy = own
+
+    return restore
+
+
 def copy_mask(source: Any, target: Any) -> None:
     """Gives a tensor the Keras mask of another.
 

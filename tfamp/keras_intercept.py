@@ -116,3 +116,34 @@ def intercept_batch_normalization(
         keras.layers.BatchNormalization.call = original
 
     return restore
+
+
+def observe_layer_calls(
+    around: Callable[[Any, Callable[[], Any]], Any],
+) -> Callable[[], None]:
+    """Puts a function around every call of a Keras layer, in all threads.
+
+    Args:
+        around: Gets the layer and a function that makes the call; returns the call's result.
+
+    Returns:
+        A function that ends this.
+    """
+    original = keras.layers.Layer.__call__
+    active = True
+
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(original, self, *args, **kwargs)
+        # Off while something that was patched on top of this, in another thread, still holds it.
+        return around(self, call) if active else call()
+
+    keras.layers.Layer.__call__ = __call__
+
+    def restore() -> None:
+        nonlocal active
+        active = False
+        if keras.layers.Layer.__call__ is __call__:
+            keras.layers.Layer.__call__ = original
+
+    return restore

@@ -234,7 +234,7 @@ def _dtypes_now(layer: Any, node: Any) -> list[str] | None:
     return [tensor.dtype for tensor in keras.tree.flatten(spec)]
 
 
-def _makers(tensors: list[Any]) -> list[Any]:
+def output_makers(tensors: list[Any]) -> list[Any]:
     """The layers that make symbolic float tensors, looking through ops that are not layers.
 
     Not through a Cast: there the user chose a dtype.
@@ -256,7 +256,7 @@ def _makers(tensors: list[Any]) -> list[Any]:
 
 
 def _output_makers(functional: Any) -> list[Any]:
-    return _makers(_uncast_outputs(functional))
+    return output_makers(_uncast_outputs(functional))
 
 
 def _uncast_outputs(functional: Any) -> list[Any]:
@@ -275,7 +275,7 @@ def _cast_low_outputs(functional: Any) -> None:
         return
     outputs, casts = list(functional.outputs), dict[int, Any]()
     for i, tensor in enumerate(outputs):
-        if tensor.dtype in LOW_PRECISION and any(map(wants_float32, _makers([tensor]))):
+        if tensor.dtype in LOW_PRECISION and any(map(wants_float32, output_makers([tensor]))):
             if id(tensor) not in casts:
                 casts[id(tensor)] = _cast(tensor)
             outputs[i] = casts[id(tensor)]

@@ -1,0 +1,229 @@
+"""Runs a Keras model as if it were in another dtype, and looks at what its layers return.
+
+The model keeps its variables and, once the run is over, its policies: nothing is cloned, so any
+model will do, subclassed ones too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from tfamp import keras_hooks, output_dtypes
+from tfamp.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.keras_intercept import observe_layer_calls
+from tfamp.layer_roles import is_built_in
+from tfamp.policy import Policy
+
+COMPUTE_DTYPES = ("float32", *LOW_PRECISION)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerOutput:
+    """What one call of a layer returned.
+
+    Attributes:
+        path: The layer's path.
+        layer: The layer.
+        call: How many calls of the layer came before this one in the run.
+        value: What it returned, tensors in any structure.
+    """
+
+    path: str
+    layer: Any
+    call: int
+    value: Any
+
+
+def all_layers(model: Any) -> list[Any]:
+    """Returns a model and the layers in it, at every depth, each once."""
+    found: dict[int, Any] = {}
+    pending: list[Any] = [model]
+    while pending:
+        layer = pending.pop()
+        if id(layer) not in found:
+            found[id(layer)] = layer
+            pending += reversed(keras_hooks.sublayers(layer))
+    return list(found.values())
+
+
+def layer_path(layer: Any) -> str:
+    """Returns a layer's path, such as "encoder/dense_1"; its name where it has none yet."""
+    return str(layer.path or layer.name)
+
+
+def low_dtype_of(model: Any) -> str | None:
+    """Returns the low dtype that layers of a model compute in; None if all are float32."""
+    used = {layer.compute_dtype for layer in all_layers(model)}
+    return next((dtype for dtype in LOW_PRECISION if dtype in used), None)
+
+
+@contextlib.contextmanager
+def computing_in(
+    model: Any, dtype: str | None, *, float32_layers: tuple[type, ...] | None = None
+) -> Iterator[None]:
+    """Makes a model compute in a dtype, with the variables it has, until the block ends.
+
+    In float32 every layer that is low computes in float32. In a low dtype, a model that has low
+    layers computes these in that dtype; of one that has none, those layers become low that a mixed
+    `tfamp.Policy` would make low: all but BatchNormalization and the layers that make the outputs.
+
+    Policies are given back, also after an exception. It is the model that changes: other threads
+    must not call it meanwhile.
+
+    Args:
+        model: A Keras model or layer.
+        dtype: "float32", "float16" or "bfloat16"; None leaves it as it is.
+        float32_layers: Classes of layers that stay float32; None for those of `tfamp.Policy`.
+
+    Raises:
+        ValueError: There is no such dtype.
+
+    Example:
+        >>> layer = keras.layers.Dense(2)
+        >>> with computing_in(keras.Sequential([layer, keras.layers.ReLU()]), "float16"):
+        ...     layer.compute_dtype
+        'float16'
+        >>> layer.compute_dtype
+        'float32'
+    """
+    with contextlib.ExitStack() as undo:
+        for layer, name in policies_in(model, dtype, float32_layers=float32_layers):
+            undo.callback(keras_hooks.replace_policy(layer, name))
+        yield
+
+
+def policies_in(
+    model: Any, dtype: str | None, *, float32_layers: tuple[type, ...] | None = None
+) -> list[tuple[Any, str]]:
+    """Returns the layers that `computing_in` changes, with the names of their policies."""
+    if dtype is None:
+        return []
+    if dtype not in COMPUTE_DTYPES:
+        raise ValueError(
+            f"dtype must be one of {', '.join(COMPUTE_DTYPES)} or None; got {dtype!r}."
+        )
+    layers = all_layers(model)
+    low = [layer for layer in layers if layer.compute_dtype in LOW_PRECISION]
+    if dtype == "float32":
+        return [(layer, "float32") for layer in low]
+    name = f"mixed_{dtype}"
+    if low:
+        return [(layer, name) for layer in low if layer.compute_dtype != dtype]
+    policy = Policy(name) if float32_layers is None else Policy(name, float32_layers=float32_layers)
+    kept = {id(layer) for layer in _kept_float32(model, layers, policy)}
+    return [
+        (layer, name)
+        for layer in layers
+        if id(layer) not in kept
+        and layer.compute_dtype == "float32"
+        and not isinstance(layer, keras.layers.InputLayer)
+    ]
+
+
+def _kept_float32(model: Any, layers: list[Any], policy: Policy) -> list[Any]:
+    """The layers that a mixed policy would keep float32, with what they hold."""
+    kept = [layer for layer in layers if policy.keeps_float32(type(layer))]
+    kept += [maker for maker in _output_layers(model) if _holds_no_users_layers(maker)]
+    return [below for layer in kept for below in all_layers(layer)]
+
+
+def _output_layers(model: Any) -> list[Any]:
+    """The layers that make a model's outputs, those of the models in it that do so as well."""
+    functional: Any = model
+    if isinstance(model, keras.Sequential):
+        functional = keras_hooks.functional_of(model)
+        if functional is None:
+            return _output_layers(model.layers[-1]) if model.layers else []
+    if isinstance(functional, keras_hooks.functional_class()):
+        makers = output_dtypes.output_makers(list(functional.outputs))
+        return [found for maker in makers for found in _output_layers(maker)]
+    return [] if isinstance(model, keras.Model) else [model]
+
+
+def _holds_no_users_layers(layer: Any) -> bool:
+    """Whether float32 for a layer means its own arithmetic: a user's layer may hold a network."""
+    inner = keras_hooks.sublayers(layer)
+    return not inner or (is_built_in(layer) and all(map(_holds_no_users_layers, inner)))
+
+
+@contextlib.contextmanager
+def observing_layers(around: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Puts a function around the layer calls that this thread makes in the block.
+
+    Args:
+        around: Gets the layer and a function that makes the call; returns the call's result.
+    """
+    thread = threading.get_ident()
+
+    def here(layer: Any, call: Callable[[], Any]) -> Any:
+        return around(layer, call) if threading.get_ident() == thread else call()
+
+    stop = observe_layer_calls(here)
+    try:
+        yield
+    finally:
+        stop()
+
+
+def layer_outputs(
+    model: Any, x: Any, *, dtype: str | None = None, training: bool = False
+) -> tuple[Any, list[LayerOutput]]:
+    """Calls a model as if in a dtype and returns what every layer in it returned.
+
+    Variables that the call changes, such as moving statistics and seeds, are as before afterwards.
+
+    Args:
+        model: A Keras model.
+        x: Its input: arrays or tensors in the structure the model takes.
+        dtype: As for `computing_in`.
+        training: Whether layers are told that they are training.
+
+    Returns:
+        What the model returned, and the outputs of all layer calls in the order in which the calls
+        ended: a layer comes after the layers it holds, the model last.
+
+    Example:
+        >>> model = keras.Sequential([keras.layers.Dense(2, name="a"), keras.layers.ReLU(name="b")])
+        >>> _, outputs = layer_outputs(model, keras.ops.ones((1, 3)), dtype="float16")
+        >>> [(each.layer.name, each.value.dtype.name) for each in outputs[:2]]
+        [('a', 'float16'), ('b', 'float32')]
+    """
+    found: list[LayerOutput] = []
+
+    def record(layer: Any, call: Callable[[], Any]) -> Any:
+        value = call()
+        before = sum(each.layer is layer for each in found)
+        found.append(LayerOutput(layer_path(layer), layer, before, value))
+        return value
+
+    if not model.built:
+        model(x, training=False)  # So that all there is to restore exists.
+    with computing_in(model, dtype), unchanged(model.variables), observing_layers(record):
+        result = model(x, training=training)
+    return result, found
+
+
+@contextlib.contextmanager
+def unchanged(variables: list[Any]) -> Iterator[None]:
+    """Gives Keras or TensorFlow variables the values they had, however the block ends."""
+    before = [keras.ops.copy(keras.ops.convert_to_tensor(variable)) for variable in variables]
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+
+
+def float_tensors(value: Any) -> list[Any]:
+    """Returns the float tensors in a structure."""
+    return [
+        leaf
+        for leaf in keras.tree.flatten(value)
+        if keras.ops.is_tensor(leaf) and keras.backend.standardize_dtype(leaf.dtype) in FLOAT_DTYPES
+    ]
