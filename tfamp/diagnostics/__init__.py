@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfamp.diagnostics.device import DeviceReport as DeviceReport
     from tfamp.diagnostics.device import device_report as device_report
+    from tfamp.diagnostics.expected_gain import ModelReport as ModelReport
+    from tfamp.diagnostics.expected_gain import model_report as model_report
     from tfamp.diagnostics.operator_stats import OpCounts as OpCounts
     from tfamp.diagnostics.operator_stats import op_counts as op_counts
 
 # Public name -> module that defines it.
 _HOMES = {
     "DeviceReport": "tfamp.diagnostics.device",
+    "ModelReport": "tfamp.diagnostics.expected_gain",
     "OpCounts": "tfamp.diagnostics.operator_stats",
     "device_report": "tfamp.diagnostics.device",
+    "model_report": "tfamp.diagnostics.expected_gain",
     "op_counts": "tfamp.diagnostics.operator_stats",
 }
 

@@ -11,11 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tensorflow as tf
-
 from tfamp import hardware
 from tfamp.diagnostics.gain_text import findings, report_lines
-from tfamp.diagnostics.model_files import traced_model
+from tfamp.diagnostics.model_files import TracedModel, traced_model
 from tfamp.diagnostics.padding import Misfit, find_misfits
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import NothingToLowerWarning
@@ -23,19 +21,21 @@ from tfamp.fused_tracing import fused_batch_normalization
 from tfamp.graph import request
 from tfamp.graph.cost import ScopeCosts, estimate, scope_seconds
 from tfamp.graph.index import build_indexes
+from tfamp.graph.inline import inline_calls
 from tfamp.graph.machine import MachineProfile
+from tfamp.graph.pruning import drop_unused_nodes
 from tfamp.graph.rewrite import rewrite_graph_def
-from tfamp.graph.structures import ARGUMENT, RESULT, GraphIndex, RewritePlan
+from tfamp.graph.structures import GraphIndex, NodePlan, RewritePlan
 from tfamp.machine_profile import FoundProfile, check_profile, find_profile
 
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """Ops of one type that stay float32 for one reason.
+    """Ops of one type that stay float32 by one rule.
 
     Attributes:
         op: Op type.
-        reason: Why they stay float32.
+        reason: Why they stay float32; where it names a node, that of the first of them.
         nodes: How many there are.
         seconds: Their estimated time.
         share: The same as a share of the planned time.
@@ -145,11 +145,12 @@ def model_report(
         >>> model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10, name="head")])
         >>> report = model_report(model, dtype="bfloat16", batch_size=32, profile="builtin")
         >>> [(misfit.layer, misfit.padded) for misfit in report.misfits]
-        [('sequential.../head...', {'columns': 16})]
+        [('sequential.../head', {'columns': 16})]
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1; got {batch_size}.")
     check_profile(profile)
+    low = _low_dtype(dtype)
     with fused_batch_normalization():
         traced = traced_model(
             path_or_model,
@@ -158,8 +159,8 @@ def model_report(
             training=training,
             example_args=example_args,
         )
-    estimated = _Estimate.of(traced, _low_dtype(dtype), _profile(profile))
-    report = estimated.report(_name(path_or_model), batch_size or _batch_of(traced))
+    estimated = _Estimate.of(traced, low, _profile(profile))
+    report = estimated.report(_name(path_or_model), batch_size or _batch_of(traced.concrete))
     return dataclasses.replace(report, findings=findings(report, hardware.detect()))
 
 
@@ -204,24 +205,29 @@ class _Estimate:
     profile: FoundProfile
     scopes: tuple[tuple[GraphIndex, ScopeCosts], ...]
     plan: RewritePlan
+    layers: Mapping[str, str]
 
     @classmethod
-    def of(cls, traced: Any, dtype: str, profile: FoundProfile) -> _Estimate:
-        graph_def = traced.graph.as_graph_def(add_shapes=True)
-        outputs = [tensor.name for tensor in traced.outputs]
-        inputs = [tensor.name for tensor in traced.inputs]
+    def of(cls, model: TracedModel, dtype: str, profile: FoundProfile) -> _Estimate:
+        graph = model.concrete.graph
+        outputs = [tensor.name for tensor in model.concrete.outputs]
+        inputs = [tensor.name for tensor in model.concrete.inputs]
+        needed = (*outputs, *(op.name for op in graph.control_outputs))
+        graph_def = inline_calls(graph.as_graph_def(add_shapes=True), (*needed, *inputs))
+        graph_def = drop_unused_nodes(graph_def, inputs, needed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NothingToLowerWarning)  # The report says it.
             plan = rewrite_graph_def(
-                graph_def, outputs, feeds=inputs, dtype=dtype, profile=profile.profile
+                graph_def,
+                outputs,
+                feeds=inputs,
+                dtype=dtype,
+                profile=profile.profile,
+                inline=False,
             ).plan
-        indexes = build_indexes(
-            inlined(graph_def, (*outputs, *inputs)),
-            dtype=dtype,
-            device=request.device_kind("auto"),
-        )
+        indexes = build_indexes(graph_def, dtype=dtype, device=request.device_kind("auto"))
         scopes = tuple((index, estimate(index, profile.profile, dtype)) for index in indexes)
-        return cls(dtype, profile, scopes, plan)
+        return cls(dtype, profile, scopes, plan, model.layers)
 
     def report(self, source: str, batch_size: int | None) -> ModelReport:
         before = sum(scope_seconds(index, costs, ()) for index, costs in self.scopes)
@@ -257,14 +263,17 @@ class _Estimate:
         )
 
     def _float32_ops(self, total: float) -> tuple[OpTime, ...]:
-        found: dict[tuple[str, str], list[float]] = defaultdict(list)
+        # Of a rule's reasons, which may name nodes, the first stands for all.
+        found: dict[tuple[str, str], list[NodePlan]] = defaultdict(list)
         for node in self.plan.nodes:
             if node.dtype != self.dtype and node.cost:
-                found[node.op, node.reason.text].append(node.cost)
-        times = [
-            OpTime(op, reason, len(costs), sum(costs), _share(sum(costs), total))
-            for (op, reason), costs in found.items()
-        ]
+                found[node.op, node.reason.rule].append(node)
+        times = []
+        for (op, _), nodes in found.items():
+            seconds = sum(node.cost or 0.0 for node in nodes)
+            times.append(
+                OpTime(op, nodes[0].reason.text, len(nodes), seconds, _share(seconds, total))
+            )
         return tuple(sorted(times, key=lambda each: -each.seconds))
 
     def _misfits(self, total: float) -> tuple[Misfit, ...]:
@@ -273,7 +282,9 @@ class _Estimate:
             positions = {node.name: i for i, node in enumerate(index.nodes)}
             for misfit in find_misfits(index):
                 seconds = costs.node(index, positions[misfit.node], ())
-                found.append(dataclasses.replace(misfit, share=_share(seconds, total)))
+                layer = self.layers.get(misfit.node, misfit.layer)
+                share = _share(seconds, total)
+                found.append(dataclasses.replace(misfit, layer=layer, share=share))
         return tuple(found)
 
 

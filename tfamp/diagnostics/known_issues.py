@@ -161,7 +161,9 @@ def _maxwell(e: Environment) -> str:
     old = [name for name, capability in _capabilities(e) if capability < (6, 0)]
     if not old or _series(e.tensorflow) < (2, 17):
         return ""
-    return f"{old[0]} has a compute capability under 6.0: TensorFlow's wheels have no kernels for it."
+    return (
+        f"{old[0]} has a compute capability under 6.0: TensorFlow's wheels have no kernels for it."
+    )
 
 
 def _no_tensor_cores(e: Environment) -> str:
@@ -241,7 +243,9 @@ def _grappler(e: Environment) -> str:
 def _eager(e: Environment) -> str:
     if not e.eager:
         return ""
-    return "tf.functions run eagerly: no graph is optimized, and `tfamp.rewrite` has none to rewrite."
+    return (
+        "tf.functions run eagerly: no graph is optimized, and `tfamp.rewrite` has none to rewrite."
+    )
 
 
 def _intel(e: Environment) -> str:

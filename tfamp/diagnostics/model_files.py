@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfamp import saved_model_files
+from tfamp.diagnostics.model_runs import computing_in, layer_path, observing_layers
 from tfamp.errors import SavedModelError
 from tfamp.graph.graft import graft
 
@@ -29,6 +31,19 @@ _KERAS_ERRORS = (
 )
 
 
+@dataclass(frozen=True)
+class TracedModel:
+    """A traced model.
+
+    Attributes:
+        concrete: The concrete function.
+        layers: Name of an op -> path of the Keras layer that made it, where that is known.
+    """
+
+    concrete: Any
+    layers: Mapping[str, str] = field(default_factory=dict)
+
+
 def traced_model(
     source: Any,
     *,
@@ -36,8 +51,8 @@ def traced_model(
     signature: str | None,
     training: bool,
     example_args: Sequence[Any] | None,
-) -> Any:
-    """Traces a model; runs nothing of it.
+) -> TracedModel:
+    """Traces a model in float32; runs nothing of it.
 
     Args:
         source: Path of a SavedModel or a `.keras` file, a Keras model, or a function.
@@ -47,7 +62,7 @@ def traced_model(
         example_args: Arguments of a call, for what does not tell its inputs by itself.
 
     Returns:
-        The concrete function.
+        The trace. A SavedModel's and a function's is as it is, low ops included.
 
     Raises:
         SavedModelError: The file cannot be read.
@@ -57,9 +72,9 @@ def traced_model(
     if hasattr(model, "signatures") and not isinstance(model, keras.Model):
         if training:
             raise ValueError("training=True needs a Keras model: a SavedModel only infers.")
-        return _with_batch(_signature(model, signature, source), batch_size)
+        return TracedModel(_with_batch(_signature(model, signature, source), batch_size))
     if isinstance(model, tf.types.experimental.ConcreteFunction):
-        return _with_batch(model, batch_size)
+        return TracedModel(_with_batch(model, batch_size))
     if not callable(model):
         raise TypeError(
             "model_report takes the path of a SavedModel or a .keras file, a Keras model or a "
@@ -67,7 +82,36 @@ def traced_model(
         )
     inputs = _inputs(model) if example_args is None else tuple(example_args)
     inputs = tf.nest.map_structure(functools.partial(_spec, batch_size=batch_size), inputs)
-    return tf.function(_step(model) if training else model).get_concrete_function(*inputs)
+    if not isinstance(model, keras.Layer):
+        if training:
+            raise TypeError(f"training=True needs a Keras model; got {type(model).__name__}.")
+        written = getattr(model, "python_function", model)
+        return TracedModel(tf.function(written).get_concrete_function(*inputs))
+    return _traced_layers(model, _step(model) if training else _call(model), inputs)
+
+
+def _traced_layers(model: Any, function: Callable[..., Any], inputs: Any) -> TracedModel:
+    makers: dict[str, str] = {}
+
+    def around(layer: Any, call: Callable[[], Any]) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        result = call()
+        # A layer in this one was there first.
+        for op in graph.get_operations()[before:]:
+            makers.setdefault(op.name, layer_path(layer))
+        return result
+
+    with computing_in(model, "float32"), observing_layers(around):
+        concrete = tf.function(function, autograph=False).get_concrete_function(*inputs)
+    return TracedModel(concrete, makers)
+
+
+def _call(model: Any) -> Callable[..., Any]:
+    def call(*inputs: Any) -> Any:
+        return model(*inputs)
+
+    return call
 
 
 def _load(path: Path) -> Any:
@@ -131,21 +175,21 @@ def _inputs(model: Any) -> tuple[Any, ...]:
 
 
 def _spec(value: Any, batch_size: int | None) -> Any:
-    if isinstance(value, tf.TensorSpec) and batch_size is not None and value.shape.rank:
-        if value.shape[0] is None:
-            return tf.TensorSpec((batch_size, *value.shape[1:]), value.dtype, value.name)
-    return value
+    is_open = isinstance(value, tf.TensorSpec) and value.shape.rank and value.shape[0] is None
+    if batch_size is None or not is_open:
+        return value
+    return tf.TensorSpec((batch_size, *value.shape[1:]), value.dtype, value.name)
 
 
 def _step(model: Any) -> Any:
-    """The forward and backward pass: the gradient of the mean of all outputs."""
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"training=True needs a Keras model; got {type(model).__name__}.")
+    """The forward and backward pass: the gradient of the mean square of all outputs."""
 
     def step(*inputs: Any) -> Any:
         with tf.GradientTape() as tape:
             outputs = tf.nest.flatten(model(*inputs, training=True))
-            loss = tf.add_n([tf.reduce_mean(tf.cast(each, "float32")) for each in outputs])
+            # Not linear, so that the forward pass is needed to its end.
+            squares = [tf.square(tf.cast(each, "float32")) for each in outputs]
+            loss = tf.add_n([tf.reduce_mean(each) for each in squares])
         return tape.gradient(loss, model.trainable_variables)
 
     return step

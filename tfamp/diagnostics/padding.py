@@ -21,6 +21,7 @@ _Shape: TypeAlias = tuple[int | None, ...]
 _Sizes: TypeAlias = dict[str, int | None]
 
 _MATMULS = frozenset({"BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "MatMul", "_FusedMatMul"})
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _CONVOLUTIONS = frozenset({"Conv2D", "Conv3D", "_FusedConv2D"})
 
 
@@ -123,7 +124,8 @@ def _einsum(shapes: Sequence[_Shape], equation: str) -> _Sizes:
     labels = operands.split(",")
     if "." in equation or any(len(a) != len(b) for a, b in zip(labels, shapes, strict=True)):
         return {}
-    left, right = (dict(zip(names, shape, strict=True)) for names, shape in zip(labels, shapes))  # noqa: B905
+    pairs = zip(labels, shapes, strict=True)
+    left, right = (dict(zip(names, shape, strict=True)) for names, shape in pairs)
     return {
         "rows": _product(left, set(left) - set(right), result),
         "inner": _product(left, set(left) & set(right) - set(result), None),
@@ -146,4 +148,6 @@ def _product(
 
 
 def _layer(node: str) -> str:
-    return node.rpartition("/")[0] or node
+    # What a function holds is named after the call once it is in its place.
+    parts = [part for part in node.split("/") if not part.startswith(_CALLS)]
+    return "/".join(parts[:-1]) or node
