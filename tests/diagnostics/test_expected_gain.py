@@ -1,4 +1,4 @@
-"""`model_report`: files and models of every kind, the numbers, the findings, and what is refused."""
+"""`model_report`: files and models of every kind, numbers, findings, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`known_issues`: every row of the table has a machine that has it, and a sound machine has none."""
+"""`known_issues`: every row of the table has a machine that has it, a sound machine has none."""
 
 from __future__ import annotations
 
