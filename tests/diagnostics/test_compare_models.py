@@ -115,7 +115,7 @@ def test_a_healthy_model_has_small_errors_and_nothing_to_keep(kind, dtype, x):
     low = [row for row in found.rows if row.dtype == dtype]
     assert low
     assert all(row.own_error <= tolerance(dtype, depth=32) for row in low)
-    assert all(row.out_of_range == 0 for row in found.rows)
+    assert all(row.share_out_of_range == 0 for row in found.rows)
 
 
 def test_the_proof_is_what_the_user_gets(x):
@@ -151,10 +151,10 @@ def test_shares_out_of_range_are_those_of_the_float32_values():
     model = keras.Sequential([keras.Input((4,)), scale, L.Dense(1, name="head")])
     x = np.array([[1e5, 1.0, 1e-9, 0.0]], "float32")
     row = compare(model, x, dtype="float16").rows[0]
-    assert (row.overflow, row.underflow, row.out_of_range) == (0.25, 0.25, 0.5)
-    assert row.max_abs == 1e5
+    assert (row.overflow, row.underflow, row.share_out_of_range) == (0.25, 0.25, 0.5)
+    assert row.max == 1e5
     assert row.own_error == math.inf
-    assert compare(model, x, dtype="bfloat16").rows[0].out_of_range == 0
+    assert compare(model, x, dtype="bfloat16").rows[0].share_out_of_range == 0
 
 
 def test_two_culprits_are_both_kept_and_the_innocent_are_not(x):
@@ -299,6 +299,7 @@ def test_text_json_and_html_tell_the_same(x):
     facts = json.loads(found.to_json())
     assert facts["keep_float32"] == ["net/culprit"]
     assert facts["output_error"] == "inf"
+    assert facts["rows"][0]["share_out_of_range"] == 0
     assert [row["layer"] for row in facts["rows"]] == [row.layer for row in found.rows]
     page = found.to_html_fragment()
     assert page.count("<span title=") == 2 * len(found.rows)
@@ -311,3 +312,35 @@ def test_text_json_and_html_tell_the_same(x):
 def test_names_are_escaped_in_html(x):
     model = keras.Sequential([keras.Input((16,)), L.Dense(2), L.Dense(2)], name="a<b>")
     assert "a<b>" not in compare(model, x, dtype="bfloat16").to_html_fragment()
+
+
+def test_a_layer_by_itself_is_compared(x):
+    (row,) = compare(L.Dense(4, name="alone"), x, dtype="bfloat16").rows
+    assert (row.layer, row.dtype) == ("alone", "bfloat16")
+    assert 0 < row.own_error < tolerance("bfloat16", depth=16)
+    (kept,) = compare(L.BatchNormalization(name="norm"), x, dtype="bfloat16").rows
+    assert kept.dtype == "float32"
+
+
+def test_a_model_with_nothing_low_says_so(x):
+    model = keras.Sequential([keras.Input((16,)), L.Dense(4, name="head")])
+    found = compare(model, x, dtype="bfloat16", bound=0.01)
+    assert (found.output_error, found.keep_float32, found.worst) == (0.0, (), None)
+    assert "nothing of it computes in bfloat16" in found.to_text()
+
+
+def test_several_inputs_and_layers_called_in_a_loop(x):
+    class Twice(keras.Model):
+        def __init__(self):
+            super().__init__(name="twice")
+            self.cells = [L.GRUCell(16, name="cell"), L.Dense(2, name="head")]
+
+        def call(self, inputs):
+            state = inputs["state"]
+            for _ in range(3):
+                _, state = self.cells[0](inputs["x"], state)
+            return self.cells[1](state)
+
+    found = compare(Twice(), {"x": x, "state": 0 * x}, dtype="bfloat16", bound=0.1)
+    assert [(row.layer, row.calls) for row in found.rows][0] == ("twice/cell", 3)
+    assert found.keep_float32 == ()

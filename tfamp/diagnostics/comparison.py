@@ -26,7 +26,7 @@ class ComparisonRow:
         own_error: The same for this layer alone in the low dtype, on float32 inputs; None where it
             computes in float32, or cannot be run so. For an op: what its error exceeds that of its
             inputs by.
-        max_abs: Largest magnitude of its float32 outputs.
+        max: Largest magnitude of its float32 outputs.
         overflow: Share of its float32 outputs that are too large for the low dtype.
         underflow: Share of its float32 outputs that are too small for it, and not 0.
         calls: How many times it was called; the row tells the largest figures of all calls.
@@ -37,13 +37,13 @@ class ComparisonRow:
     dtype: str
     relative_error: float
     own_error: float | None
-    max_abs: float
+    max: float
     overflow: float
     underflow: float
     calls: int = 1
 
     @property
-    def out_of_range(self) -> float:
+    def share_out_of_range(self) -> float:
         """Share of the float32 outputs that the low dtype cannot hold."""
         return self.overflow + self.underflow
 
@@ -99,6 +99,8 @@ class Comparison:
 
     def _verdict(self) -> Iterator[str]:
         yield f"output error of {self.model} in {self.dtype}: {_number(self.output_error)}"
+        if not any(row.dtype == self.dtype for row in self.rows):
+            yield f"nothing of it computes in {self.dtype}: there was nothing to compare"
         if self.noise:
             yield (
                 f"two runs in float32 differ by {_number(self.noise)}: the model is random, and "
@@ -120,7 +122,10 @@ class Comparison:
 
     def to_json(self) -> str:
         """Returns one JSON object with the attributes as keys; inf is written as "inf"."""
-        return json.dumps(_plain(dataclasses.asdict(self)), indent=2)
+        facts = dataclasses.asdict(self)
+        for row, values in zip(self.rows, facts["rows"], strict=True):
+            values["share_out_of_range"] = row.share_out_of_range
+        return json.dumps(_plain(facts), indent=2)
 
     def to_html_fragment(self) -> str:
         """Returns a heat strip: a cell for each row, coloured by the logarithm of its error.
@@ -133,7 +138,7 @@ class Comparison:
 def _cells(row: ComparisonRow) -> tuple[str, ...]:
     own = "" if row.own_error is None else _number(row.own_error)
     shares = (f"{share:.1%}" if share else "0" for share in (row.overflow, row.underflow))
-    error, largest = _number(row.relative_error), _number(row.max_abs)
+    error, largest = _number(row.relative_error), _number(row.max)
     return (row.layer, row.kind, row.dtype, error, own, largest, *shares)
 
 

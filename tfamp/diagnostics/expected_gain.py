@@ -37,7 +37,7 @@ class OpTime:
         op: Op type.
         reason: Why they stay float32; where it names a node, that of the first of them.
         nodes: How many there are.
-        seconds: Their estimated time.
+        seconds: Their estimated time, the cost of starting them left out.
         share: The same as a share of the planned time.
     """
 
@@ -70,7 +70,7 @@ class ModelReport:
         overhead_share: Share of the planned time that is the fixed cost of starting ops.
         nodes: Number of nodes that compute with floats.
         low_nodes: Number of these in the low dtype.
-        float32_ops: What stays float32, the most expensive first.
+        float32_ops: What stays float32 and takes time, the most expensive first.
         misfits: Matmuls and convolutions with sizes that are no multiples of 8, as `Misfit`.
         findings: The answer in sentences, the most important first.
     """
@@ -266,11 +266,14 @@ class _Estimate:
         # Of a rule's reasons, which may name nodes, the first stands for all.
         found: dict[tuple[str, str], list[NodePlan]] = defaultdict(list)
         for node in self.plan.nodes:
-            if node.dtype != self.dtype and node.cost:
+            if node.dtype != self.dtype and node.cost is not None:
                 found[node.op, node.reason.rule].append(node)
+        overhead = self.profile.profile.op_overhead
         times = []
         for (op, _), nodes in found.items():
-            seconds = sum(node.cost or 0.0 for node in nodes)
+            seconds = sum(max((node.cost or 0.0) - overhead, 0.0) for node in nodes)
+            if not seconds:
+                continue
             times.append(
                 OpTime(op, nodes[0].reason.text, len(nodes), seconds, _share(seconds, total))
             )

@@ -44,7 +44,7 @@ def _cell(row: ComparisonRow, error: float | None, kept: bool) -> str:
     tip = f"{row.layer} ({row.kind}, {row.dtype})\nerror {row.relative_error:.2g}"
     if row.own_error is not None:
         tip += f", own {row.own_error:.2g}"
-    tip += f"\nlargest {row.max_abs:.2g}, out of range {row.overflow + row.underflow:.1%}"
+    tip += f"\nlargest {row.max:.2g}, out of range {row.share_out_of_range:.1%}"
     if kept:
         tip += "\nto keep in float32"
     edge = "2px solid #1a6" if kept else "1px solid #999"

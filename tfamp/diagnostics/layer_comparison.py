@@ -21,6 +21,7 @@ from tfamp import keras_hooks
 from tfamp.diagnostics import model_runs
 from tfamp.diagnostics.comparison import ComparisonRow
 from tfamp.diagnostics.error_measures import RangeShares, largest_error, range_shares
+from tfamp.policy import Policy
 
 # What a layer raises that cannot run in the low dtype on float32 inputs.
 _REFUSALS = (tf.errors.InvalidArgumentError, TypeError, ValueError)
@@ -59,11 +60,6 @@ class LayerComparison:
         self._run_float32()
         self.noise = self.output_error(None)
         self._own = self._own_errors()
-
-    @property
-    def changes_something(self) -> bool:
-        """Whether any layer computes in the low dtype in the mixed run."""
-        return bool(self._low)
 
     def rows(self) -> tuple[tuple[ComparisonRow, ...], float]:
         """Runs in mixed precision.
@@ -128,10 +124,16 @@ class LayerComparison:
 
     def _low_policies(self) -> Iterator[tuple[Any, str]]:
         """The layers that compute in the low dtype in a mixed run, with their policies."""
+        name = f"mixed_{self._dtype}"
         yield from model_runs.policies_in(self._model, self._dtype)
         for layer in model_runs.all_layers(self._model):
             if layer.compute_dtype == self._dtype:
-                yield layer, f"mixed_{self._dtype}"
+                yield layer, name
+        if not isinstance(self._model, keras.Model) and not model_runs.low_dtype_of(self._model):
+            # A layer by itself: what a model would keep float32 as its output is what is asked for.
+            for layer in model_runs.all_layers(self._model):
+                if not Policy(name).keeps_float32(type(layer)):
+                    yield layer, name
 
     def _below(self, layer: Any) -> list[Any]:
         return model_runs.all_layers(layer)[1:]
@@ -219,7 +221,7 @@ class LayerComparison:
             dtype=dtype,
             relative_error=error,
             own_error=self._own.get(id(layer)),
-            max_abs=max(each.shares.max_abs for each in seen),
+            max=max(each.shares.max_abs for each in seen),
             overflow=max(each.shares.overflow for each in seen),
             underflow=max(each.shares.underflow for each in seen),
             calls=len(seen),

@@ -6,7 +6,6 @@ and functions that cannot be inlined are not looked at: their results are.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import warnings
 from collections import Counter
@@ -20,6 +19,7 @@ import tensorflow as tf
 from tfamp.autocast_mode import autocast
 from tfamp.diagnostics.comparison import ComparisonRow
 from tfamp.diagnostics.error_measures import largest_error, range_shares, relative_error
+from tfamp.diagnostics.model_runs import unchanged
 from tfamp.dtypes import FLOAT_DTYPES
 from tfamp.errors import TfampWarning
 from tfamp.flat_call import FlatCall
@@ -70,11 +70,6 @@ class OpComparison:
         self.noise = largest_error(self._values(self._trace()).outputs, self.outputs)
         self._mixed = self._values(*self._lowered(()))
         self._rows = tuple(self._compared())
-
-    @property
-    def changes_something(self) -> bool:
-        """Whether any op computes in the low dtype in the mixed run."""
-        return any(row.dtype == self._dtype for row in self._rows)
 
     def rows(self) -> tuple[tuple[ComparisonRow, ...], float]:
         """Returns the rows, in the order of the graph, and the output error in mixed precision."""
@@ -129,7 +124,7 @@ class OpComparison:
         feeds = Feeds(graph_def, [tensor.name for tensor in traced.inputs], traced.captured_inputs)
         names = _float_tensors(graph_def)
         run = _runnable(graph_def, feeds, [*outputs, *(name for _, _, _, name in names)])
-        with _restored(traced.graph.variables):
+        with unchanged(list(traced.graph.variables)):
             (values,) = feeds.each([self._call.values()])
             arrays = [each.numpy() for each in run(*values)]
         given = [a for a, t in zip(arrays, traced.outputs, strict=False) if t.dtype.is_floating]
@@ -158,7 +153,7 @@ class OpComparison:
                 dtype=dtype,
                 relative_error=errors[name],
                 own_error=own if dtype == self._dtype else None,
-                max_abs=shares.max_abs,
+                max=shares.max_abs,
                 overflow=shares.overflow,
                 underflow=shares.underflow,
             )
@@ -201,14 +196,3 @@ def _runnable(graph_def: Any, feeds: Feeds, fetches: Sequence[str]) -> Callable[
         )
 
     return tf.compat.v1.wrap_function(imported, feeds.specs)
-
-
-@contextlib.contextmanager
-def _restored(variables: Sequence[Any]) -> Iterator[None]:
-    """Gives variables the values they had, however the block ends."""
-    values = [tf.identity(variable) for variable in variables]
-    try:
-        yield
-    finally:
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
