@@ -195,6 +195,9 @@ def test_a_file_that_would_run_code_is_not_loaded(tmp_path):
     model.save(tmp_path / "code.keras")
     with pytest.raises(SavedModelError, match="cannot be loaded"):
         report(tmp_path / "code.keras")
+    (tmp_path / "old.h5").write_bytes(b"")
+    with pytest.raises(SavedModelError, match="neither a .keras file nor the directory"):
+        report(tmp_path / "old.h5")
     (tmp_path / "broken.keras").write_bytes(b"no zip")
     with pytest.raises(SavedModelError, match="cannot be loaded"):
         report(tmp_path / "broken.keras")

@@ -116,6 +116,11 @@ def _call(model: Any) -> Callable[..., Any]:
 
 def _load(path: Path) -> Any:
     if path.suffix != ".keras":
+        if path.is_file():
+            raise SavedModelError(
+                f"{path} is neither a .keras file nor the directory of a SavedModel. Load it in "
+                "Python and give model_report the model."
+            )
         saved_model_files.read_saved_model(path)  # It says what is missing or broken.
         return tf.saved_model.load(os.fspath(path))
     if not path.exists():
