@@ -144,8 +144,8 @@ def model_report(
         >>> import keras
         >>> model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10, name="head")])
         >>> report = model_report(model, dtype="bfloat16", batch_size=32, profile="builtin")
-        >>> [(misfit.layer, misfit.padded) for misfit in report.misfits]
-        [('sequential.../head', {'columns': 16})]
+        >>> report.misfits[0].op, report.misfits[0].padded
+        ('MatMul', {'columns': 16})
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1; got {batch_size}.")
