@@ -126,6 +126,12 @@ LAYERS = (
 FRAMEWORKS = {"tensorflow", "keras"}
 FRAMEWORK_FREE = {
     "diagnostics.fixes",
+    "diagnostics.comparison",
+    "diagnostics.gain_text",
+    "diagnostics.heat_strip",
+    "diagnostics.keep_search",
+    "diagnostics.known_issues",
+    "diagnostics.padding",
     "graph.reason",
     "errors",
     "dtypes",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -75,12 +76,18 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     doctor = commands.add_parser(
         "doctor",
-        help="tell what this machine computes fast, and which policy 'auto' picks and why",
+        help="tell what this machine computes fast, what 'auto' picks and why, and what a model "
+        "gains",
         description="Tells which low-precision dtypes this machine multiplies natively, which "
         "policy 'auto' therefore picks, which versions are installed, and how fast each dtype is: "
         "measured in about 2 s and kept in the user's cache folder, unless TFAMP_PROFILE says "
-        "otherwise.",
+        "otherwise. Of a model it tells the expected gain, and why it is not more. A .keras file "
+        "is loaded in Keras's safe mode; loading a SavedModel runs what initialises it.",
     )
+    doctor.add_argument(
+        "model", metavar="MODEL", nargs="?", help="directory of a SavedModel, or a .keras file"
+    )
+    _add_model_options(doctor)
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(run=_doctor)
     rewrite = commands.add_parser(
@@ -111,6 +118,25 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.set_defaults(run=_inspect)
     return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of a look at a model; each is an argument of the library's."""
+    parser.add_argument(
+        "--dtype",
+        choices=(*LOW_PRECISION, "auto"),
+        default="auto",
+        help="low dtype to estimate the gain of; default: what this machine multiplies natively",
+    )
+    parser.add_argument(
+        "--batch-size", metavar="N", type=int, help="size of the batch the model leaves open"
+    )
+    parser.add_argument("--signature", metavar="NAME", help="which signature of a SavedModel")
+    parser.add_argument(
+        "--training",
+        action="store_true",
+        help="look at the forward and backward pass of a .keras file's model",
+    )
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
@@ -170,8 +196,26 @@ def _report_path(text: str) -> Path:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    report = device.device_report()
-    print(report.to_json() if args.json else report.to_text())
+    if args.model is None:
+        report = device.device_report()
+        print(report.to_json() if args.json else report.to_text())
+        return 1 if report.problems else 0
+    with _prepared():
+        from tfamp.diagnostics import expected_gain
+
+        found = expected_gain.model_report(
+            args.model,
+            dtype=args.dtype,
+            batch_size=args.batch_size,
+            signature=args.signature,
+            training=args.training,
+        )
+        report = device.device_report()
+    if args.json:
+        both = {**json.loads(report.to_json()), "model": json.loads(found.to_json())}
+        print(json.dumps(both, indent=2))
+    else:
+        print(f"{report.to_text()}\n\n{found.to_text()}")
     return 1 if report.problems else 0
 
 

@@ -21,6 +21,7 @@ from tfamp.graph import request
 from tfamp.graph.calibration import measure
 from tfamp.graph.calibration_data import Calibration
 from tfamp.graph.graft import graft
+from tfamp.graph.inline import inline_calls
 from tfamp.graph.machine import MachineProfile
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.ranges import Ranges
@@ -229,6 +230,32 @@ class RewrittenFunction:
     def tf_function(self) -> Any:
         """The `tf.function` that is called: TensorFlow can save it and count its traces."""
         return self._function
+
+    @property
+    def dtype(self) -> str | None:
+        """The low dtype; None where float32 is the fastest this machine has."""
+        return self._settings.dtype
+
+    def float32_trace(self, call: FlatCall) -> Any:
+        """Returns the concrete function of a call as it is before it is rewritten."""
+        with fused_batch_normalization():
+            return self._traced.trace(call)[0]
+
+    def rewritten_graph(self, call: FlatCall, *, keep_float32: Iterable[str] = ()) -> Any:
+        """Returns the float32 trace of a call, and what its graph, inlined, is rewritten to.
+
+        Args:
+            call: The call.
+            keep_float32: Patterns of names of more nodes that stay float32.
+        """
+        traced = self.float32_trace(call)
+        patterns = (*self._settings.keep_float32, *keep_float32)
+        settings = dataclasses.replace(self._settings, keep_float32=patterns)
+        outputs = [tensor.name for tensor in traced.outputs]
+        inputs = [tensor.name for tensor in traced.inputs]
+        graph_def = inline_calls(traced.graph.as_graph_def(add_shapes=True), (*outputs, *inputs))
+        rewriter = _Rewriter(settings, functools.partial(self._measure, traced))
+        return traced, rewriter(graph_def, outputs, inputs)
 
     def _trace(self, *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly():

@@ -14,6 +14,7 @@ from typing import Any
 
 import tfamp
 from tfamp import hardware
+from tfamp.diagnostics.known_issues import KnownIssue, known_issues
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.graph.machine import KINDS, MachineProfile
 
@@ -27,7 +28,8 @@ class DeviceReport:
     """What a machine computes natively and what follows from it; `tfamp doctor` prints it.
 
     Attributes:
-        versions: "tfamp", "tensorflow", "keras" and "python" -> version.
+        versions: "tfamp", "tensorflow", "keras" and "python" -> version; "cuda" and "cudnn" -> the
+            versions TensorFlow was built for, if it was.
         hardware: CPU, GPUs and TPU, as `tfamp.hardware.Hardware`.
         policy: What the policy "auto" stands for here.
         reason: Why.
@@ -38,6 +40,8 @@ class DeviceReport:
         profile_source: Where the profile comes from, in words: the built-in table, a file, the
             cache, or a measurement made just now.
         problems: What keeps tfamp from working here.
+        known_issues: What is known to go wrong, or to cost the speed-up, with these versions,
+            settings and devices; each a `KnownIssue` with reason, advice and source.
 
     Example:
         >>> report = device_report()
@@ -53,6 +57,7 @@ class DeviceReport:
     profile: MachineProfile
     profile_source: str
     problems: tuple[str, ...]
+    known_issues: tuple[KnownIssue, ...] = ()
 
     def to_json(self) -> str:
         """Returns the report as one JSON object."""
@@ -67,6 +72,7 @@ class DeviceReport:
                     **json.loads(self.profile.to_json()),
                 },
                 "problems": list(self.problems),
+                "known_issues": [dataclasses.asdict(issue) for issue in self.known_issues],
             },
             indent=2,
         )
@@ -81,12 +87,16 @@ class DeviceReport:
             (f"CPU {dtype}", "native" if native[dtype] else "not native") for dtype in LOW_PRECISION
         ]
         rows += [("GPU", _gpu_text(gpu)) for gpu in machine.gpus] or [("GPU", "none")]
+        rows += _gpu_dtypes(machine.gpus)
         rows += [("TPU", "yes" if machine.tpu else "none")]
         if self.float16_slowdown is not None:
             rows += [("float16 takes", f"{self.float16_slowdown:.1f} times as long as float32")]
         rows += [("policy auto", self.policy), ("because", self.reason)]
         rows += _profile_rows(self.profile, self.profile_source)
         rows += [("problem", problem) for problem in self.problems]
+        for issue in self.known_issues:
+            rows += [("known issue", f"{issue.name}: {issue.text}")]
+            rows += [("", issue.advice), ("", f"source: {issue.source}")]
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
 
@@ -110,6 +120,7 @@ def device_report() -> DeviceReport:
     import keras
     import tensorflow as tf
 
+    from tfamp.diagnostics.surroundings import cuda_versions, read_environment
     from tfamp.machine_profile import find_profile
 
     found = hardware.detect()
@@ -123,6 +134,7 @@ def device_report() -> DeviceReport:
             "tensorflow": tf.__version__,
             "keras": keras.__version__,
             "python": platform.python_version(),
+            **cuda_versions(),
         },
         hardware=found,
         policy=policy,
@@ -131,6 +143,7 @@ def device_report() -> DeviceReport:
         profile=profile.profile,
         profile_source=profile.source,
         problems=problems,
+        known_issues=known_issues(read_environment(found)),
     )
 
 
@@ -220,6 +233,21 @@ def _profile_rows(profile: MachineProfile, source: str) -> list[tuple[str, str]]
     rows += [("memory", f"{profile.bandwidth / 1e9:.3g} GB/s")]
     rows += [("Casts", f"{profile.cast_bandwidth / 1e9:.3g} GB/s")]
     return rows
+
+
+def _gpu_dtypes(gpus: tuple[hardware.Gpu, ...]) -> list[tuple[str, str]]:
+    """Whether the weakest GPU multiplies a dtype on Tensor Cores."""
+    least = {
+        "bfloat16": hardware.BFLOAT16_CAPABILITY,
+        "float16": hardware.FLOAT16_CAPABILITY,
+    }
+    if not gpus or any(gpu.capability is None for gpu in gpus):
+        return []
+    weakest = min(gpu.capability or (0, 0) for gpu in gpus)
+    return [
+        (f"GPU {dtype}", "native" if weakest >= least[dtype] else "not native")
+        for dtype in LOW_PRECISION
+    ]
 
 
 def _gpu_text(gpu: hardware.Gpu) -> str:

@@ -1,0 +1,152 @@
+"""`op_counts`: functions of every kind, models, train steps; loops, branches, nested functions."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp.diagnostics import OpCounts, op_counts
+
+X = np.ones((4, 8), "float32")
+Y = np.zeros(4, "int32")
+
+
+def product(x):
+    return tf.matmul(x, x, transpose_b=True)
+
+
+def mlp() -> keras.Model:
+    layers = [keras.Input((8,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(3)]
+    return keras.Sequential(layers)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [product, tf.function(product), tf.function(product).get_concrete_function(tf.ones((4, 8)))],
+    ids=["python", "function", "concrete"],
+)
+def test_a_function_counts_what_computes_and_nothing_else(fn):
+    arguments = () if isinstance(fn, tf.types.experimental.ConcreteFunction) else (X,)
+    assert op_counts(fn, *arguments) == {"MatMul": {"float32": 1}}
+
+
+def test_specs_stand_for_tensors_and_arguments_may_be_named():
+    assert op_counts(product, x=tf.TensorSpec((2, 2)))["MatMul"] == {"float32": 1}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_autocast_is_seen(dtype):
+    with tfamp.autocast(dtype):
+        counts = op_counts(lambda x: tf.exp(product(x)), X)
+    assert counts["MatMul"] == {dtype: 1}
+    assert counts["Exp"] == {"float32": 1}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_rewritten_function_counts_as_rewritten(dtype):
+    rewritten = tfamp.rewrite(product, dtype=dtype, placement="lists")
+    assert op_counts(rewritten, X)["MatMul"] == {dtype: 1}
+
+
+def test_the_dtype_is_the_float_output_then_the_float_input_then_the_first():
+    counts = op_counts(
+        lambda x: (tf.cast(x, "float16"), x > 0, tf.shape(x)[0] + 1, tf.argmax(x)), X
+    )
+    assert counts["Cast"] == {"float16": 1}
+    assert counts["Greater"] == {"float32": 1}
+    assert counts["ArgMax"] == {"float32": 1}
+    unknown = op_counts(lambda x: tf.shape(x)[0] + 1, tf.TensorSpec((None,)))
+    assert unknown["AddV2"] == {"int32": 1}
+
+
+def test_loops_and_branches_count_once():
+    def loop(x):
+        return tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, product(y)), (0, x))[1]
+
+    def branch(x):
+        return tf.cond(tf.reduce_sum(x) > 0, lambda: product(x), lambda: tf.exp(x))
+
+    square = tf.ones((4, 4))
+    assert op_counts(loop, square)["MatMul"] == {"float32": 1}
+    counts = op_counts(branch, square)
+    assert (counts["MatMul"], counts["Exp"]) == ({"float32": 1}, {"float32": 1})
+    assert not {"While", "StatelessWhile", "If", "StatelessIf"} & set(counts)
+
+
+def test_a_nested_function_counts_for_each_call_also_inside_a_loop():
+    inner = tf.function(product)
+
+    def outer(x):
+        y = inner(inner(x))
+        return tf.while_loop(lambda i, _: i < 3, lambda i, z: (i + 1, inner(z)), (0, y))[1]
+
+    counts = op_counts(outer, tf.ones((4, 4)))
+    assert counts["MatMul"] == {"float32": 3}
+    assert "PartitionedCall" not in counts
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_model_counts_its_forward_pass(dtype):
+    tfamp.set_global_policy(f"mixed_{dtype}")
+    model = mlp()
+    counts = op_counts(model, X)
+    assert counts["MatMul"] == {dtype: 1, "float32": 1}  # the output layer is float32
+    assert counts["Relu"] == {dtype: 1}
+    assert op_counts(model.layers[0], X)["MatMul"] == {dtype: 1}
+
+
+def test_a_compiled_model_with_labels_counts_its_train_step_and_nothing_moves():
+    tfamp.set_global_policy("mixed_float16")
+    model = mlp()
+    model.compile(
+        tfamp.LossScaleOptimizer(keras.optimizers.Adam()), "sparse_categorical_crossentropy"
+    )
+    before = [value.copy() for value in model.get_weights()]
+    forward, step = op_counts(model, X), op_counts(model, X, Y)
+    # Backward: one of the first layer, as its input has no gradient, two of the second.
+    assert forward["MatMul"] == {"float16": 1, "float32": 1}
+    assert step["MatMul"] == {"float16": 2, "float32": 3}
+    assert op_counts(model, X, Y, np.ones(4, "float32"))["MatMul"] == step["MatMul"]
+    assert "MatMul" not in set(op_counts(model, X, training=True)) - set(forward)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert int(model.optimizer.iterations.numpy()) == 0
+
+
+def test_a_step_with_tape_and_optimizer_counts():
+    model, optimizer = mlp(), keras.optimizers.SGD(momentum=0.9)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            loss = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    counts = op_counts(step, X, Y)
+    assert counts["MatMul"] == {"float32": 5}
+    assert counts["BiasAddGrad"] == {"float32": 2}
+    assert counts.total("float16") == 0
+    lowered = op_counts(tfamp.rewrite(step, dtype="bfloat16", placement="lists"), X, Y)
+    assert lowered["MatMul"] == {"bfloat16": 5}
+
+
+def test_the_table_has_paddles_columns():
+    counts = OpCounts({"Cast": {"float16": 10, "int32": 1, "float64": 2}, "Exp": {"float32": 1}})
+    assert counts == {"Cast": {"float16": 10, "int32": 1, "float64": 2}, "Exp": {"float32": 1}}
+    lines = [line.split() for line in counts.to_text().splitlines()]
+    assert lines == [
+        ["op", "float16", "bfloat16", "float32", "other"],
+        ["Cast", "10", "0", "0", "3"],
+        ["Exp", "0", "0", "1", "0"],
+    ]
+    assert OpCounts().to_text().split() == lines[0]
+    assert counts.total("float16") == 10
+
+
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(TypeError, match=r"takes a Python function.*got int"):
+        op_counts(3)

@@ -1,0 +1,183 @@
+"""How many ops of each type run in each dtype: for a function, a model or a train step."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp.dtypes import FLOAT_DTYPES
+from tfamp.function import RewrittenFunction
+from tfamp.graph.function_names import called_functions
+from tfamp.graph.op_signatures import (
+    Argument,
+    OpSignature,
+    attribute_value,
+    registered_signature,
+)
+
+# Ops that compute nothing: they hold or pass on a value, or call what is counted itself.
+_NOT_COUNTED = frozenset(
+    {
+        "Case",
+        "Const",
+        "Identity",
+        "IdentityN",
+        "If",
+        "NoOp",
+        "PartitionedCall",
+        "Placeholder",
+        "StatefulPartitionedCall",
+        "StatelessCase",
+        "StatelessIf",
+        "StatelessWhile",
+        "SymbolicGradient",
+        "While",
+    }
+)
+# What Paddle's table shows, then all the rest.
+_COLUMNS = ("float16", "bfloat16", "float32")
+_STEP_ARGUMENTS = (2, 3)
+
+
+class OpCounts(dict[str, dict[str, int]]):
+    """Op type -> dtype -> number of ops; a dict with a table.
+
+    Example:
+        >>> counts = OpCounts({"MatMul": {"float16": 2, "float32": 1}})
+        >>> print(counts.to_text())
+        op      float16  bfloat16  float32  other
+        MatMul        2         0        1      0
+    """
+
+    def total(self, dtype: str) -> int:
+        """Returns the number of ops of all types in a dtype.
+
+        Args:
+            dtype: A dtype's name, such as "float16".
+        """
+        return sum(numbers.get(dtype, 0) for numbers in self.values())
+
+    def to_text(self) -> str:
+        """Returns a table: a row for each op type, a column for each dtype, integers as "other"."""
+        rows: list[tuple[str, ...]] = [("op", *_COLUMNS, "other")]
+        for op, numbers in self.items():
+            own = [numbers.get(dtype, 0) for dtype in _COLUMNS]
+            rows.append((op, *map(str, (*own, sum(numbers.values()) - sum(own)))))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(
+                (row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])),
+            )
+            for row in rows
+        )
+
+
+def op_counts(fn: Any, /, *args: Any, **kwargs: Any) -> OpCounts:
+    """Counts the ops of a function, by op type and dtype.
+
+    The function is traced, not run: no variable changes. What a first call would make, such as the
+    variables of a layer or an optimizer, is made. Ops inside loops, branches and nested functions
+    count too: the body of a loop and every branch once, however often they run, and a function once
+    for every place that calls it. What computes nothing is left out: arguments, constants,
+    identities and the calls themselves.
+
+    An op's dtype is that of its first float output; of its first float input where it has no float
+    output, as a comparison or an assignment; then that of its first tensor. A Cast therefore counts
+    for the dtype it makes. This is Paddle's operator statistics.
+
+    Args:
+        fn: What to count: a Python function or `tf.function`, also one that holds a tape and an
+            optimizer; a concrete function, which needs no arguments; what `tfamp.rewrite` returns;
+            a Keras layer or model. A compiled model with `x` and `y`, and perhaps sample weights,
+            as its only arguments stands for its train step; any other call of a model for its
+            forward pass.
+        *args: Arguments of a call: tensors, arrays or `tf.TensorSpec`s.
+        **kwargs: The same by name.
+
+    Returns:
+        Op type -> dtype's name -> number, sorted by op type; it equals a plain dict.
+
+    Raises:
+        TypeError: `fn` cannot be called.
+
+    Example:
+        >>> import tensorflow as tf, tfamp
+        >>> def layer(x):
+        ...     return tf.nn.relu(tf.matmul(x, x))
+        >>> op_counts(layer, tf.ones((2, 2)))["MatMul"]
+        {'float32': 1}
+        >>> op_counts(tfamp.rewrite(layer, dtype="bfloat16"), tf.ones((2, 2)))["MatMul"]
+        {'bfloat16': 1}
+    """
+    graph = _traced(fn, args, kwargs).graph.as_graph_def()
+    library = {function.signature.name: function for function in graph.library.function}
+    counts: Counter[tuple[str, str]] = Counter(_places(graph.node, library))
+    found = OpCounts()
+    for op, dtype in sorted(counts):
+        found.setdefault(op, {})[dtype] = counts[op, dtype]
+    return found
+
+
+def _traced(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if isinstance(fn, tf.types.experimental.ConcreteFunction):
+        return fn
+    if isinstance(fn, RewrittenFunction):
+        return fn.concrete(*args, **kwargs)
+    if isinstance(fn, tf.types.experimental.PolymorphicFunction):
+        return fn.get_concrete_function(*args, **kwargs)
+    if not callable(fn):
+        raise TypeError(
+            "op_counts takes a Python function, a tf.function, a concrete function, a "
+            f"tfamp.rewrite or a Keras model; got {type(fn).__name__}."
+        )
+    if _is_train_step(fn, args, kwargs):
+        return _train_step(fn).get_concrete_function(*args)
+    # A bound method would be traced once and its trace kept; a new function is dropped at the end.
+    return tf.function(lambda *a, **k: fn(*a, **k)).get_concrete_function(*args, **kwargs)
+
+
+def _is_train_step(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    compiled = getattr(fn, "compiled", False) is True and hasattr(fn, "train_step")
+    return compiled and len(args) in _STEP_ARGUMENTS and not kwargs
+
+
+def _train_step(model: Any) -> Any:
+    def train_step(*data: Any) -> Any:
+        return model.train_step(data)
+
+    return tf.function(train_step)
+
+
+def _places(nodes: Iterable[Any], library: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Every op with its dtype, those of called functions once for each call."""
+    for node in nodes:
+        for name in called_functions(node):
+            if name in library:
+                yield from _places(library[name].node_def, library)
+        if node.op not in _NOT_COUNTED and node.op not in library:
+            dtype = _dtype(node)
+            if dtype is not None:
+                yield node.op, dtype
+
+
+def _dtype(node: Any) -> str | None:
+    own = registered_signature(node.op)
+    if own is None:
+        return None
+    outputs = [dtype for arg in own.outputs for dtype in _dtypes(arg, node, own)]
+    inputs = [dtype for arg in own.inputs for dtype in _dtypes(arg, node, own)]
+    floats = (dtype for dtype in itertools.chain(outputs, inputs) if dtype in FLOAT_DTYPES)
+    return next(floats, next(itertools.chain(outputs, inputs), None))
+
+
+def _dtypes(arg: Argument, node: Any, own: OpSignature) -> tuple[str, ...]:
+    """Dtypes of the tensors that an argument of a node stands for."""
+    attr = arg.type_list_attr or arg.type_attr
+    if not attr:
+        return (arg.dtype,)
+    value = attribute_value(node.attr[attr]) if attr in node.attr else own.defaults.get(attr)
+    return value if isinstance(value, tuple) else (str(value),)
