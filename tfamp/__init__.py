@@ -37,7 +37,6 @@ __version__ = "0.1.0"
 # Public name -> module that defines it. No function shares its module's name: importing the module
 # would put the module in the function's place.
 _HOMES = {
-    "autocast": "tfamp.autocast_mode",
     "DynamicLossScale": "tfamp.options",
     "FixedLossScale": "tfamp.options",
     "GradScaler": "tfamp.grad_scaler",
@@ -50,6 +49,7 @@ _HOMES = {
     "TfampError": "tfamp.errors",
     "TfampWarning": "tfamp.errors",
     "UnsupportedVersionError": "tfamp.errors",
+    "autocast": "tfamp.autocast_mode",
     "diagnostics": "tfamp.diagnostics",
     "global_policy": "tfamp.policy_state",
     "graph": "tfamp.graph",

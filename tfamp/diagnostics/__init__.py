@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from tfamp.diagnostics.comparison import ComparisonRow as ComparisonRow
     from tfamp.diagnostics.device import DeviceReport as DeviceReport
     from tfamp.diagnostics.device import device_report as device_report
+    from tfamp.diagnostics.expected_gain import ModelReport as ModelReport
+    from tfamp.diagnostics.expected_gain import model_report as model_report
     from tfamp.diagnostics.nonfinite import find_nonfinite as find_nonfinite
     from tfamp.diagnostics.nonfinite_report import NonFiniteReport as NonFiniteReport
     from tfamp.diagnostics.nonfinite_report import ValueRange as ValueRange
-    from tfamp.diagnostics.expected_gain import ModelReport as ModelReport
-    from tfamp.diagnostics.expected_gain import model_report as model_report
     from tfamp.diagnostics.operator_stats import OpCounts as OpCounts
     from tfamp.diagnostics.operator_stats import op_counts as op_counts
     from tfamp.diagnostics.precision_comparison import compare as compare
@@ -27,14 +27,13 @@ _HOMES = {
     "Comparison": "tfamp.diagnostics.comparison",
     "ComparisonRow": "tfamp.diagnostics.comparison",
     "DeviceReport": "tfamp.diagnostics.device",
-    "NonFiniteReport": "tfamp.diagnostics.nonfinite_report",
-    "ValueRange": "tfamp.diagnostics.nonfinite_report",
-    "device_report": "tfamp.diagnostics.device",
-    "find_nonfinite": "tfamp.diagnostics.nonfinite",
     "ModelReport": "tfamp.diagnostics.expected_gain",
+    "NonFiniteReport": "tfamp.diagnostics.nonfinite_report",
     "OpCounts": "tfamp.diagnostics.operator_stats",
+    "ValueRange": "tfamp.diagnostics.nonfinite_report",
     "compare": "tfamp.diagnostics.precision_comparison",
     "device_report": "tfamp.diagnostics.device",
+    "find_nonfinite": "tfamp.diagnostics.nonfinite",
     "model_report": "tfamp.diagnostics.expected_gain",
     "op_counts": "tfamp.diagnostics.operator_stats",
 }
