@@ -220,6 +220,35 @@ def test_optimizers_compute_in_float32(placement):
     np.testing.assert_allclose(weight, np.full((4, 4), -5.61 * 2.0**-8), rtol=1e-6)
 
 
+def _casts_of_weights(assigns):
+    weight = tf.Variable(tf.eye(4))
+
+    def tied(x):
+        x = x @ weight
+        if assigns:
+            weight.assign(weight * 3.0)
+        return x @ weight @ tf.transpose(weight)
+
+    function = tf.function(tied).get_concrete_function(tf.TensorSpec((4, 4)))
+    function.graph.kept_variables = [weight]
+    result = rewritten(function, "bfloat16")
+    (actual,) = graph_models.runnable(function, result.graph_def)(tf.ones((4, 4)))
+    weight.assign(tf.eye(4))
+    expected = function(tf.ones((4, 4)))
+    assert_close(actual, expected, "bfloat16")
+    assert float(actual[0, 0]) == (9.0 if assigns else 1.0)
+    return [cast for cast in result.plan.casts if "ReadVariableOp" in cast.producer]
+
+
+def test_a_weight_is_cast_once_however_often_it_is_read():
+    (cast,) = _casts_of_weights(assigns=False)
+    assert len(cast.consumers) == 3
+
+
+def test_a_weight_is_cast_again_after_it_was_assigned():
+    assert len(_casts_of_weights(assigns=True)) == 2
+
+
 def test_batch_normalization_keeps_its_statistics():
     result = rewritten(graph_models.concrete("cnn", train=True), "bfloat16")
     nodes = [n for n in result.graph_def.node if n.op.startswith("FusedBatchNorm")]

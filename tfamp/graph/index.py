@@ -1,6 +1,7 @@
 """GraphDef -> GraphIndex; with `tfamp.graph.op_signatures` the only reader of protobuf.
 
-Every type attribute of a node is a slot, and so is every dtype the op fixes. The dtypes of both
+Every type attribute of a node is a slot, and so is every dtype the op fixes. Reads of a variable
+with nothing between them count as one tensor, so that one Cast serves them all. The dtypes of both
 ends of every edge are compared on the way, so that the index of a graph that is not valid cannot be
 built: `tfamp.graph.verify` relies on it.
 """
@@ -93,6 +94,9 @@ class _Indexer:
     # For each node the first port of each named output; only functions name them.
     first_ports: list[dict[str, int]] = field(default_factory=list)
     shapes: dict[tuple[int, int], _Shape] = field(default_factory=dict)
+    # Reads of a variable at the same time, by what they wait for: the position of the first.
+    reads: dict[tuple[str, ...], int] = field(default_factory=dict)
+    first_reads: dict[int, int] = field(default_factory=dict)
 
     def index_graph(self, graph_def: Any) -> GraphIndex:
         for node in graph_def.node:
@@ -150,6 +154,9 @@ class _Indexer:
         if node.op == "Einsum":
             equation = node.attr["equation"].s.decode()
             self.nodes[position] = dataclasses.replace(self.nodes[position], equation=equation)
+        if node.op == "ReadVariableOp":
+            time = (node.device, *sorted(node.input))
+            self.first_reads[position] = self.reads.setdefault(time, position)
         self.first_ports.append(_first_ports(own.outputs, types, counts) if self.scope else {})
         self._add_shapes(position, node.op, node.attr)
 
@@ -254,6 +261,10 @@ class _Indexer:
                 producer, port = self._producer(position, tensor)
                 source = self.outputs[producer][port]
                 self._compare(position, tensor, source, target)
+                first = self.first_reads.get(producer, producer)
+                if first != producer:
+                    source = self.outputs[first][port]
+                    tensor = tensor.replace(self.nodes[producer].name, self.nodes[first].name, 1)
                 edges.append(Edge(source, target, port, i, tensor))
                 fanin[target].append(source)
                 fanout[source].append(target)
