@@ -111,6 +111,8 @@ LAYERS = (
         "policy_state",
         "optimizer",
         "flat_call",
+        "weight_cache",
+        "graph_rewriter",
         "traced_function",
         "fused_tracing",
         "saved_model_files",

@@ -8,7 +8,6 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -25,13 +24,12 @@ from tfamp.graph.inline import inline_calls
 from tfamp.graph.machine import MachineProfile
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.ranges import Ranges
-from tfamp.graph.rewrite import rewrite_graph_def
 from tfamp.graph.structures import RewritePlan
-from tfamp.machine_profile import check_profile, resolve_profile
+from tfamp.graph_rewriter import GraphRewriter, RewriteSettings, rewrite_gradient
 from tfamp.policy import Policy
 from tfamp.traced_function import TracedFunction
+from tfamp.weight_cache import WeightCache, cacheable_variables, cached_casts
 
-_ON_ERROR = ("raise", "keep")
 _EAGER = (
     "{} runs as written, in float32: after tf.config.run_functions_eagerly(True) no function is "
     "traced, so there is no graph to rewrite. In eager mode `tfamp.autocast` lowers op by op."
@@ -49,6 +47,7 @@ def rewrite(
     placement: str = "min_cut",
     profile: MachineProfile | str | None = None,
     on_error: str = "raise",
+    cache_weights: bool = False,
     example_args: Sequence[Any] | None = None,
 ) -> Any:
     """Returns a function that computes the same in low precision, where that is safe.
@@ -75,6 +74,10 @@ def rewrite(
             or None for this machine's, measured in 2 s once and cached; see `TFAMP_PROFILE`.
         on_error: "raise", or "keep": warn and run the float32 function where a graph cannot be
             rewritten.
+        cache_weights: Keeps low-precision copies of the weights that the function only reads from
+            call to call, for calls from Python outside tapes: inference, and frozen layers of a
+            train step. They are made again when a weight has changed. Takes two bytes for each
+            weight, and about 10 us a weight and call to look.
         example_args: Arguments of a call, to rewrite at once instead of at the first call.
 
     Returns:
@@ -95,7 +98,7 @@ def rewrite(
         >>> [(node.op, node.dtype) for node in layer.plan(tf.ones((1, 4))).nodes[-3:]]
         [('MatMul', 'bfloat16'), ('Relu', 'bfloat16'), ('Identity', 'float32')]
     """
-    settings = _Settings(
+    settings = RewriteSettings(
         dtype=_low_dtype(dtype),
         op_lists=op_lists,
         keep_float32=request.tensor_names("keep_float32", keep_float32),
@@ -104,6 +107,7 @@ def rewrite(
         placement=placement,
         profile=profile,
         on_error=on_error,
+        cache_weights=cache_weights,
     )
     if fn is None:
         return functools.partial(_make, settings=settings, example_args=example_args)
@@ -128,7 +132,9 @@ def _low_dtype(dtype: str | None) -> str | None:
     return None
 
 
-def _make(fn: Any, settings: _Settings, example_args: Sequence[Any] | None) -> RewrittenFunction:
+def _make(
+    fn: Any, settings: RewriteSettings, example_args: Sequence[Any] | None
+) -> RewrittenFunction:
     rewritten = RewrittenFunction(fn, settings)
     if example_args is not None:
         rewritten.concrete(*example_args)
@@ -144,7 +150,9 @@ class RewrittenFunction:
         traced: What to trace in its place; None for the function itself.
     """
 
-    def __init__(self, fn: Any, settings: _Settings, traced: TracedFunction | None = None) -> None:
+    def __init__(
+        self, fn: Any, settings: RewriteSettings, traced: TracedFunction | None = None
+    ) -> None:
         if not callable(fn):
             raise TypeError(
                 f"rewrite takes a tf.function, a concrete function, a Keras model or a Python "
@@ -155,7 +163,9 @@ class RewrittenFunction:
         self._instance: Any = None
         self._traced = TracedFunction.of(fn) if traced is None else traced
         self._plans: weakref.WeakKeyDictionary[Any, RewritePlan] = weakref.WeakKeyDictionary()
-        self._function = self._traced.wrap(self._trace)
+        self._function = self._traced.wrap(functools.partial(self._trace, None))
+        self._cache = WeightCache() if settings.cache_weights and settings.dtype else None
+        self._cached_function = self._traced.wrap(functools.partial(self._trace, self._cache))
         self._bound: weakref.WeakKeyDictionary[Any, RewrittenFunction] = weakref.WeakKeyDictionary()
         self._handles: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         functools.update_wrapper(self, self._traced.python_function, updated=())
@@ -164,7 +174,10 @@ class RewrittenFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function; the first call with arguments of a kind traces and rewrites it."""
-        return self._function(*args, **kwargs)
+        if self._cache is None or not self._cache.can_be_used():
+            return self._function(*args, **kwargs)
+        self._cache.refresh()
+        return self._cached_function(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> RewrittenFunction:
         """A method: the function of each object is traced for itself."""
@@ -210,7 +223,8 @@ class RewrittenFunction:
             RewriteError: There is none, as the function runs in float32: it could not be rewritten
                 and `on_error` is "keep", or this machine has no faster dtype.
         """
-        plan = self._plans.get(self.concrete(*args, **kwargs).graph)
+        function = self._function if self._cache is None else self._cached_function
+        plan = self._plans.get(function.get_concrete_function(*args, **kwargs).graph)
         if plan is None:
             raise RewriteError(f"{self._traced.name} was not rewritten: it runs in float32.")
         return plan
@@ -254,10 +268,10 @@ class RewrittenFunction:
         outputs = [tensor.name for tensor in traced.outputs]
         inputs = [tensor.name for tensor in traced.inputs]
         graph_def = inline_calls(traced.graph.as_graph_def(add_shapes=True), (*outputs, *inputs))
-        rewriter = _Rewriter(settings, functools.partial(self._measure, traced))
+        rewriter = GraphRewriter(settings, functools.partial(self._measure, traced))
         return traced, rewriter(graph_def, outputs, inputs)
 
-    def _trace(self, *args: Any, **kwargs: Any) -> Any:
+    def _trace(self, cache: WeightCache | None, *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
             warnings.warn(_EAGER.format(self._traced.name), TfampWarning, stacklevel=2)
             return self._traced.python_function(*args, **kwargs)
@@ -265,13 +279,22 @@ class RewrittenFunction:
         call = FlatCall(args, kwargs)
         with fused_batch_normalization():
             traced, result = self._traced.trace(call)
-        rewriter = _Rewriter(self._settings, functools.partial(self._measure, traced))
+        variables = functools.partial(cacheable_variables, traced)
+        measured = functools.partial(self._measure, traced)
+        rewriter = GraphRewriter(self._settings, measured, None if cache is None else variables)
+
+        def substitutes(before: Any, after: Any) -> dict[str, Any]:
+            if cache is None or self._settings.dtype is None:
+                return {}
+            return cached_casts(after, variables(before), cache, self._settings.dtype)
+
         try:
             tensors = graft(
                 traced,
                 [*call.tensors, *traced.captured_inputs],
                 rewriter,
-                functools.partial(_rewritten_gradient, self._settings),
+                functools.partial(rewrite_gradient, self._settings),
+                substitutes,
             )
         except RewriteError as error:
             if self._settings.on_error == "raise":
@@ -303,61 +326,6 @@ class RewrittenFunction:
         )
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """How to rewrite a graph; see `rewrite`."""
-
-    dtype: str | None
-    op_lists: OpLists | None
-    keep_float32: tuple[str, ...]
-    force_low: tuple[str, ...]
-    calibration: Calibration | None
-    placement: str
-    profile: MachineProfile | str | None
-    on_error: str
-
-    def __post_init__(self) -> None:
-        request.check_choice("on_error", self.on_error, _ON_ERROR)
-        request.check_choice("placement", self.placement, request.PLACEMENTS)
-        request.check_lists(self.op_lists)
-        check_profile(self.profile)
-        request.patterns("keep_float32", self.keep_float32)
-        request.patterns("force_low", self.force_low)
-
-
-@dataclass(frozen=True)
-class _Rewriter:
-    """Rewrites a graph and keeps the plan."""
-
-    settings: _Settings
-    measure: Callable[[Any, Calibration], Ranges] | None = None
-    plans: list[RewritePlan] = field(default_factory=list)
-
-    def __call__(self, graph_def: Any, fetches: Sequence[str], feeds: Sequence[str]) -> Any:
-        settings = self.settings
-        if settings.dtype is None:
-            return graph_def
-        calibration, ranges, limits = settings.calibration, None, None
-        if calibration is not None and self.measure is not None:
-            ranges = self.measure(graph_def, calibration)
-            limits = calibration.limits(settings.dtype)
-        result = rewrite_graph_def(
-            graph_def,
-            fetches,
-            feeds=feeds,
-            dtype=settings.dtype,
-            op_lists=settings.op_lists,
-            keep_float32=settings.keep_float32,
-            force_low=settings.force_low,
-            placement=settings.placement,
-            profile=resolve_profile(settings.profile, settings.placement),
-            ranges=ranges,
-            limits=limits,
-        )
-        self.plans.append(result.plan)
-        return result.graph_def
-
-
 def _method_of(instance: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """Binds a function to an object without keeping the object alive."""
     reference = weakref.ref(instance)
@@ -369,17 +337,3 @@ def _method_of(instance: Any, function: Callable[..., Any]) -> Callable[..., Any
     parameters = list(inspect.signature(function).parameters.values())
     method.__signature__ = inspect.Signature(parameters[1:])  # type: ignore[attr-defined]
     return method
-
-
-def _rewritten_gradient(
-    settings: _Settings, graph_def: Any, fetches: Sequence[str], feeds: Sequence[str]
-) -> Any:
-    """Rewrites what a custom gradient does: often nothing, and no pattern need match a node."""
-    own = dataclasses.replace(
-        settings,
-        keep_float32=request.matching_patterns(graph_def, settings.keep_float32),
-        force_low=request.matching_patterns(graph_def, settings.force_low),
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NothingToLowerWarning)
-        return _Rewriter(own)(graph_def, fetches, feeds)

@@ -7,6 +7,7 @@ decided by itself: the arithmetic is counted with the first one.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -64,6 +65,24 @@ def estimate(index: GraphIndex, profile: MachineProfile, dtype: str) -> ScopeCos
         The times.
     """
     return _Estimate(index, profile, dtype).costs()
+
+
+def with_free_casts(costs: ScopeCosts, index: GraphIndex, handles: Collection[str]) -> ScopeCosts:
+    """Returns costs in which Casts of what is read from these variables take no time.
+
+    Args:
+        costs: The costs of a scope.
+        index: The scope.
+        handles: Names of the nodes that stand for the variables' handles.
+    """
+    reads = {
+        index.slots[edge.target].node
+        for edge in index.edges
+        if index.node_of(edge.source).name in handles
+        and index.node_of(edge.target).op == "ReadVariableOp"
+    }
+    casts = {tensor: 0.0 if tensor[0] in reads else each for tensor, each in costs.casts.items()}
+    return dataclasses.replace(costs, casts=casts)
 
 
 def crossing_tensors(index: GraphIndex, low: Collection[int]) -> dict[Tensor, None]:

@@ -27,12 +27,18 @@ from tfamp.graph.inline import INLINED_INTO, inline_calls
 
 # GraphDef, fetches, feeds -> GraphDef
 Transform: TypeAlias = Callable[[Any, Sequence[str], Sequence[str]], Any]
+# The graph as it was and as it is -> tensors to use in the place of some of the latter's, by name
+Substitutes: TypeAlias = Callable[[Any, Any], Mapping[str, Any]]
 
 _SCOPES = itertools.count(1)
 
 
 def graft(
-    traced: Any, values: Sequence[Any], transform: Transform, gradient_transform: Transform
+    traced: Any,
+    values: Sequence[Any],
+    transform: Transform,
+    gradient_transform: Transform,
+    substitutes: Substitutes | None = None,
 ) -> list[Any]:
     """Adds the graph of a traced function to the function that is being traced.
 
@@ -42,6 +48,8 @@ def graft(
         transform: What to do with its GraphDef: gets the graph with its calls inlined, the names of
             its outputs and inputs; returns a graph with the same names.
         gradient_transform: The same for the graphs of custom gradients, when they are needed.
+        substitutes: Tells which tensors of the transformed graph to take from elsewhere; what makes
+            them is left out.
 
     Returns:
         The tensors of the current graph that stand for `traced.outputs`.
@@ -62,7 +70,8 @@ def graft(
 
     origin = Origin(traced.graph, rename_functions(given, suffix))
     adopt_gradients(graph_def, origin, _Host(host, scope, by_name), differentiate)
-    results = _import(graph_def, by_name, outputs, scope)
+    others = substitutes(given, graph_def) if substitutes is not None else {}
+    results = _import(graph_def, {**by_name, **others}, outputs, scope)
     _tf_functions.note_variables(traced.graph.variables)
     return results
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from tfamp.errors import NothingToLowerWarning
 from tfamp.graph import request
 from tfamp.graph.apply import apply_plan
 from tfamp.graph.coloring import paint, safe_slots
-from tfamp.graph.cost import estimate
+from tfamp.graph.cost import estimate, with_free_casts
 from tfamp.graph.index import build_indexes
 from tfamp.graph.inline import inline_calls
 from tfamp.graph.linking import join
@@ -39,6 +39,7 @@ def rewrite_graph_def(
     inline: bool = True,
     ranges: Ranges | None = None,
     limits: Limits | None = None,
+    cached: Collection[str] = (),
 ) -> RewriteResult:
     """Returns a graph that computes in low precision where that is safe and worth it.
 
@@ -61,6 +62,8 @@ def rewrite_graph_def(
         ranges: What `tfamp.graph.calibration.measure` found when it ran the graph on data; nodes
             that exceed the limits stay float32, unless `force_low` matches them.
         limits: From where on measured values need float32; `Limits.default(dtype)` if None.
+        cached: Names of handles of variables of which somebody keeps low-precision copies: Casts
+            of what is read from them take no time.
         profile: How fast the machine is in each dtype; None for built-in figures, which depend on
             the kind of device and on what it multiplies natively. Nothing is measured or read here,
             whatever TFAMP_PROFILE says: `tfamp.rewrite` does that.
@@ -112,6 +115,7 @@ def rewrite_graph_def(
         joined.index, regions, colors, joined.positions(forced), request.updates_of(lists, dtype)
     )
     costs = [estimate(index, profile, dtype) for index in indexes]
+    costs[0] = with_free_casts(costs[0], indexes[0], cached)
     if placement == "min_cut":
         safe = safe_slots(joined.index, regions, colors, painting)
         every = joined.join_costs(costs, safe)
