@@ -255,3 +255,10 @@ def test_losses_are_given_back():
     assert layer.losses[0] is not before[0]
     restore()
     assert layer.losses[0] is before[0]
+
+
+def test_losses_are_cast():
+    layer = keras.layers.ActivityRegularization(l2=1.0, dtype="float16")
+    layer(np.ones((1, 3)))
+    keras_hooks.cast_losses(layer, "float32")
+    assert [loss.dtype.name for loss in layer.losses] == ["float32"]

@@ -325,6 +325,15 @@ def replace_losses(layer: Any) -> Callable[[], None]:
     return restore
 
 
+def cast_losses(layer: Any, dtype: str) -> None:
+    """Casts the losses that a layer itself has collected. Symbol: `Layer._losses`.
+
+    Keras adds them to the model's loss, which it does not do for tensors of two dtypes.
+    """
+    losses = keras_symbol(layer, "_losses")
+    losses[:] = [keras.ops.cast(loss, dtype) for loss in losses]
+
+
 def copy_mask(source: Any, target: Any) -> None:
     """Gives a tensor the Keras mask of another.
 

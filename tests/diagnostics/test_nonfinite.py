@@ -341,7 +341,7 @@ def test_a_healthy_model_is_left_as_it_was():
         model = keras.Sequential(
             [
                 keras.Input((8, 8, 1)),
-                layers.Conv2D(8, 3, kernel_regularizer="l2"),
+                layers.Conv2D(8, 3, kernel_regularizer="l2", activity_regularizer="l2"),
                 layers.BatchNormalization(),
                 layers.Flatten(),
                 layers.Dropout(0.5),
@@ -353,7 +353,6 @@ def test_a_healthy_model_is_left_as_it_was():
     before = _everything(model)
     assert find_nonfinite(model, x, y) is None
     _assert_same(before, _everything(model))
-    model.fit(x, y, verbose=0)
 
 
 def test_a_model_of_keras_own_mixed_policy():

@@ -70,7 +70,9 @@ MODELS = {"cnn": _cnn, "lstm": _lstm, "transformer": _transformer, "mobilenet": 
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.slow)]
+)
 def test_models_without_a_fault(name, policy):
     with tfamp.policy_scope(policy):
         model, x, y = MODELS[name]()

@@ -66,8 +66,8 @@ def fix_for(fault: Fault) -> str:
         fault: What is known.
 
     Example:
-        >>> fix_for(Fault("forward", "overflow", "Mean", "float16", layer="pool", count=9))
-        'Add up in float32: each result is the sum of 9 values. Keep layer "pool" float32: ...
+        >>> print(fix_for(Fault("forward", "overflow", "Sum", "float16", count=9000)))
+        Add up in float32: each result is the sum of 9000 values. Compute it in float32: ...
     """
     by_stage = {"input": _input, "weights": _weights, "loss_scale": _loss_scale}
     if fault.stage in by_stage:

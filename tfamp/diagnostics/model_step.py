@@ -72,6 +72,8 @@ class _StepBody:
             if compute_loss is None:
                 return results
             with tf.name_scope(LOSS_SCOPE):
+                for layer in all_layers(model):
+                    keras_hooks.cast_losses(layer, "float32")
                 loss = compute_loss(x, y, outputs)
             self._add(results, loss, "loss")
             with tf.name_scope(SCALE_SCOPE):

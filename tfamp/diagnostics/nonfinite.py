@@ -76,14 +76,16 @@ def find_nonfinite(
         >>> from tfamp.diagnostics import find_nonfinite
         >>> with tfamp.policy_scope("mixed_float16"):
         ...     model = keras.Sequential([
-        ...         keras.layers.Dense(4, activation="exponential", name="hidden"),
+        ...         keras.Input((3,)),
+        ...         keras.layers.Activation("exponential", name="growing"),
         ...         keras.layers.Dense(1),
         ...     ])
-        >>> find_nonfinite(model, numpy.ones((2, 3)), numpy.ones((2, 1)), loss="mse") is None
+        >>> x, y = numpy.ones((2, 3)), numpy.ones((2, 1))
+        >>> find_nonfinite(model, x, y, loss="mse") is None
         True
-        >>> report = find_nonfinite(model, 100 * numpy.ones((2, 3)))
-        >>> report.layer, report.op, report.kind  # doctest: +SKIP
-        ('sequential/hidden', 'Exp', 'overflow')
+        >>> report = find_nonfinite(model, 12 * x, y, loss="mse")
+        >>> report.stage, report.layer, report.op, report.kind
+        ('forward', 'growing', 'Exp', 'overflow')
     """
     _check(model_or_fn, x, dtype)
     report = bad_data(x, y)

@@ -29,6 +29,10 @@ class ValueRange:
         zeros: Number of zeros.
         subnormals: Number of values that are not zero, but too small for the dtype's full
             precision.
+
+    Example:
+        >>> ValueRange("x", "float16", (4,), -2.0, 3.0, infs=1).to_text()
+        'float16 [4] in [-2, 3], 1 inf of 4'
     """
 
     name: str
