@@ -115,7 +115,14 @@ LAYERS = (
         "saved_model_freeze",
         "saved_model_calibration",
     ),
-    ("autocast_mode", "grad_scaler", "gradient_accumulator", "function", "saved_model", "diagnostics"),
+    (
+        "autocast_mode",
+        "grad_scaler",
+        "gradient_accumulator",
+        "function",
+        "saved_model",
+        "diagnostics",
+    ),
     ("prepare", "mixed_precision"),
     ("cli", "__main__"),
 )
