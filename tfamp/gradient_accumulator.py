@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -14,6 +15,19 @@ from tfamp.conditional_apply import check_in_replica, outside_the_graph
 from tfamp.optimizer import LossScaleOptimizer
 from tfamp.options import checked_count
 from tfamp.tracing import as_written
+
+
+@dataclass(slots=True)
+class _Window:
+    """What is known of the variables; not a list of a tf.Module, which would save them.
+
+    Attributes:
+        variables: The variables, in the order of the first call.
+        had_gradient: Whether a gradient has been given for each of them, in any graph.
+    """
+
+    variables: list[Any] = field(default_factory=list)
+    had_gradient: list[bool] = field(default_factory=list)
 
 
 class GradientAccumulator(tf.Module):
@@ -78,9 +92,9 @@ class GradientAccumulator(tf.Module):
         self._steps = checked_count("steps", steps)
         # Every replica counts for itself, and all count the same.
         self._count = tf.Variable(0, dtype=tf.int64, trainable=False, name="count")
+        # Appended to, not replaced: so a checkpoint restored before finds them.
         self._sums: list[tf.Variable] = []
-        self._variables: list[Any] = []
-        self._had_gradient: list[bool] = []
+        self._window = _Window()
 
     @property
     def steps(self) -> int:
@@ -143,24 +157,26 @@ class GradientAccumulator(tf.Module):
     def _build(self, variables: list[Any]) -> None:
         if not self._optimizer.built:
             self._optimizer.build(variables)
-        self._variables = variables
-        self._had_gradient = [False] * len(variables)
-        self._sums = [_zeros_like(variable) for variable in variables]
+        self._window.variables += variables
+        self._window.had_gradient += [False] * len(variables)
+        for variable in variables:
+            self._sums.append(_zeros_like(variable))
 
     def _check_variables(self, variables: list[Any]) -> None:
         key = self._optimizer._var_key
-        if [key(v) for v in variables] != [key(v) for v in self._variables]:
+        known = self._window.variables
+        if [key(v) for v in variables] != [key(v) for v in known]:
             raise ValueError(
-                f"The first call of a GradientAccumulator was for {len(self._variables)} variables,"
-                f" this one is for {len(variables)} or for others. Give the same variables, in the "
-                "same order, for every micro-batch, with None for those without a gradient."
+                f"The first call of a GradientAccumulator was for {len(known)} variables, this one "
+                f"is for {len(variables)} or for others. Give the same variables, in the same "
+                "order, for every micro-batch, with None for those without a gradient."
             )
 
     def _add(self, grads: list[Any]) -> None:
         for i, (gradient, total) in enumerate(zip(grads, self._sums, strict=True)):
             if gradient is None:
                 continue
-            self._had_gradient[i] = True
+            self._window.had_gradient[i] = True
             if isinstance(gradient, tf.IndexedSlices):
                 # Not total.scatter_add, which variables with a value per replica do not have.
                 tf.raw_ops.ResourceScatterAdd(
@@ -194,9 +210,9 @@ class GradientAccumulator(tf.Module):
         added = tf.convert_to_tensor(self._count)
         means = [
             tf.convert_to_tensor(total) / tf.cast(added, total.dtype) if had_gradient else None
-            for total, had_gradient in zip(self._sums, self._had_gradient, strict=True)
+            for total, had_gradient in zip(self._sums, self._window.had_gradient, strict=True)
         ]
-        self._optimizer.apply(means, self._variables, unscaled=unscaled)
+        self._optimizer.apply(means, self._window.variables, unscaled=unscaled)
         self.reset()
 
 
