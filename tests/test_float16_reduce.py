@@ -83,9 +83,10 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize("traced", [True, False], ids=["function", "eager"])
-@pytest.mark.parametrize("unscale", [True, False], ids=["explicit", "fit_way"])
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize(
+    ("inner", "unscale", "traced"),
+    [*((name, False, True) for name in INNER), ("AdamW", True, True), ("SGD", True, False)],
+)
 def test_updates_are_those_of_the_summed_gradients(two_replicas, inner, unscale, traced):
     x, y = data(2)
     model, optimizer = make(two_replicas, INNER[inner])
@@ -263,8 +264,7 @@ def test_an_optimizer_that_sums_elsewhere_is_refused(two_replicas):
         step(*data(2))
 
 
-@pytest.mark.parametrize("arguments", [{}, {"run_eagerly": True}], ids=["graph", "eager"])
-def test_fit(two_replicas, arguments):
+def test_fit(two_replicas):
     x, y = data()
     with two_replicas.scope():
         model = small_model()
@@ -274,7 +274,6 @@ def test_fit(two_replicas, arguments):
             ),
             "mse",
             jit_compile=False,
-            **arguments,
         )
     fit = {"batch_size": 8, "shuffle": False, "verbose": 0}
     model.fit(x, y, **fit)
