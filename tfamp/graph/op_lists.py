@@ -236,7 +236,7 @@ class OpLists:
         Example:
             >>> lists = OpLists.default("bfloat16").with_changes(deny_add=["Softmax"])
             >>> lists.color("Softmax"), len(lists.infer)
-            ('deny', 46)
+            ('deny', 48)
         """
         added = {
             "allow": _op_set("allow_add", allow_add),
