@@ -280,7 +280,7 @@ def test_checkpoint_resumes_bit_identically(tmp_path, dtype, built):
     assert_same_values(snapshot(other, resumed), snapshot(model, optimizer))
 
 
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_keras_file_resumes_bit_identically(tmp_path, dtype):
     x, y = data()
     model = low_model(dtype)
@@ -309,7 +309,10 @@ def test_config_round_trip():
 # ---- fit, replicas -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [{"jit_compile": True}, {"run_eagerly": True}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"jit_compile": True}, pytest.param({"run_eagerly": True}, marks=pytest.mark.slow)],
+)
 def test_fit(arguments):
     x, y = data(30)
     model = low_model()
