@@ -23,6 +23,7 @@ LAYERS = (
         "options",
         "_library_code",
         "_tf_private",
+        "file_replacing",
         "interception",
         "graph.autocast_lists",
         "graph.grappler_lists",
@@ -122,7 +123,15 @@ LAYERS = (
 FRAMEWORKS = {"tensorflow", "keras"}
 FRAMEWORK_FREE = {
     "graph.reason",
+    "diagnostics.exponents",
+    "diagnostics.figures",
+    "diagnostics.histories",
+    "diagnostics.monitor_text",
+    "diagnostics.plots",
+    "diagnostics.report",
+    "diagnostics.report_page",
     "errors",
+    "file_replacing",
     "dtypes",
     "options",
     "grad_clip",

@@ -26,7 +26,8 @@ def reference(values):
     values = np.abs(np.asarray(values, "float64").ravel())
     finite = values[np.isfinite(values) & (values > 0)]
     exponents = np.maximum(np.frexp(finite)[1] - 1, -127)
-    counts = {int(e): int(n) for e, n in zip(*np.unique(exponents, return_counts=True))}
+    found = np.unique(exponents, return_counts=True)
+    counts = {int(e): int(n) for e, n in zip(*found, strict=True)}
     return ExponentHistogram(
         counts,
         zeros=int((values == 0).sum()),

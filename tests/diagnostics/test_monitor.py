@@ -28,9 +28,7 @@ def fit(monitor, model=None, made=None, epochs=1, batches=4, x=None, **compile_o
     model.compile(made or optimizer(), "mse", **compile_options)
     given, y = data(batches)
     x = given if x is None else x
-    model.fit(
-        x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=[monitor]
-    )
+    model.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=[monitor])
     return model
 
 
@@ -88,9 +86,8 @@ def test_every_keras_optimizer_gives_the_same_gradients_without_its_scale(make):
     fit(expected)
     made = make()
     model = fit(found, made=made)
-    assert found.history[0]["gradients"]["exponents"] == (
-        expected.history[0]["gradients"]["exponents"]
-    )
+    one, other = (each.history[0]["gradients"] for each in (found, expected))
+    assert one["exponents"] == other["exponents"]
     assert "apply" not in vars(model.optimizer)
 
 
@@ -160,7 +157,7 @@ def test_training_stops_after_so_many_skipped_steps_and_no_later(tmp_path):
     before, kept = snapshot(model), path.read_bytes()
     monitor = NumericsMonitor(max_consecutive_skips=3, jsonl=tmp_path / "log.jsonl")
     seen = []
-    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *each: seen.append(each))
     made = optimizer()
     model.compile(made, "mse")
     x, y = poisoned(9, 1), data(9)[1]
@@ -343,8 +340,11 @@ def test_tensorboard_reads_scalars_and_histograms(tmp_path):
     fit(monitor)
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
-    scales = [(e.step, tf.make_ndarray(e.tensor_proto)) for e in events.Tensors("numerics/loss_scale")]
-    assert scales == [(2, 32768.0), (4, 32768.0)]
+    scales = events.Tensors("numerics/loss_scale")
+    assert [(each.step, tf.make_ndarray(each.tensor_proto)) for each in scales] == [
+        (2, 32768.0),
+        (4, 32768.0),
+    ]
     name = next(iter(monitor.history[0]["variables"]))
     (first, _) = events.Tensors(f"numerics/variables/{name}")
     bins = {int(left): int(n) for left, _, n in tf.make_ndarray(first.tensor_proto) if n}

@@ -349,20 +349,19 @@ class NumericsMonitor(keras.callbacks.Callback):
     def _why_stopped(self, consecutive: int) -> str:
         record = self.history[-1] if self.history else {}
         bad = [name for name, each in record.get("variables", {}).items() if each["nonfinite"]]
-        text = f"{consecutive} steps in a row were skipped because gradients were not finite"
+        where = "; their sum over the replicas overflowed, no replica's own did"
         if bad:
-            text += (
+            where = (
                 f"; at step {record['step']}, with loss scale {scale_text(record['loss_scale'])}, "
                 f"the first bad variable was {bad[0]}"
             )
         if len(bad) > 1:
-            text += (
-                f", of {len(bad)} in all; the backward pass comes to {bad[-1]} first. "
-            )
+            where += f", of {len(bad)} in all; the backward pass comes to {bad[-1]} first"
         return (
-            f"{text.removesuffix('. ')}. No weight has changed in these steps. A lower loss scale "
-            "does not help any more: look for an inf or NaN in the data, the weights or the model "
-            "with tfamp.diagnostics.find_nonfinite, lower the learning rate, or use bfloat16."
+            f"{consecutive} steps in a row were skipped because gradients were not finite{where}. "
+            "No weight has changed in these steps. A lower loss scale does not help any more: look "
+            "for an inf or NaN in the data, the weights or the model with "
+            "tfamp.diagnostics.find_nonfinite, lower the learning rate, or use bfloat16."
         )
 
 

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-HEADINGS = ("gradients of", "zeros", "< 2^-24", "< 2^-14", "> 65504", "without scale", "range")
+HEADINGS = (
+    "gradients of",
+    "zeros",
+    "< 2^-24",
+    "< 2^-14",
+    "> 65504",
+    "flushed without scale",
+    "size without scale",
+)
 _MOST_ROWS = 12
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def scale_text(scale: float | None) -> str:
-    """Returns a loss scale as people say it: "2^15", "1000", "none"."""
+def scale_text(scale: float | None, *, superscript: bool = False) -> str:
+    """Returns a loss scale as people say it: "2^15" or "2¹⁵", "1000", "none"."""
     if scale is None:
         return "none"
-    exponent = _exponent_of(scale)
-    return f"{scale:g}" if exponent is None else f"2^{exponent}"
+    mantissa, exponent = math.frexp(scale)
+    text = f"{scale:g}" if mantissa != 0.5 else f"2^{exponent - 1}"
+    return raised(text) if superscript else text
+
+
+def raised(text: str) -> str:
+    """Returns a text with the numbers behind "^" raised: "2⁻²⁴" for "2^-24"."""
+    return re.sub(r"\^(-?\d+)", lambda match: match[1].translate(_RAISED), text)
 
 
 def summary_lines(record: Mapping[str, Any]) -> list[str]:
@@ -37,20 +54,26 @@ def summary_lines(record: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def summary_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def all_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Returns one row for all gradients and one for each variable, those that lose most first."""
     variables = sorted(record["variables"].items(), key=lambda item: -item[1]["under_2**-14"])
     rows = [_row("all variables", record["gradients"])]
-    rows += [_row(name, described) for name, described in variables[:_MOST_ROWS]]
-    rest = len(variables) - _MOST_ROWS
-    return rows + [(f"and {rest} others", *[""] * (len(HEADINGS) - 1))] * (rest > 0)
+    return rows + [_row(name, described) for name, described in variables]
+
+
+def _summary_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    rows = all_rows(record)
+    rest = len(rows) - 1 - _MOST_ROWS
+    if rest <= 0:
+        return rows
+    return [*rows[: _MOST_ROWS + 1], (f"and {rest} others", *[""] * (len(HEADINGS) - 1))]
 
 
 def to_text(history: Sequence[Mapping[str, Any]]) -> str:
     """Returns the summary of the last record as plain text."""
     if not history:
         return "no record yet"
-    table = [HEADINGS, *summary_rows(history[-1])]
+    table = [HEADINGS, *_summary_rows(history[-1])]
     widths = [max(len(row[i]) for row in table) for i in range(len(HEADINGS))]
     lines = summary_lines(history[-1])
     for row in table:
@@ -71,7 +94,7 @@ def to_rich(history: Sequence[Mapping[str, Any]]) -> Any:
     table = Table(*HEADINGS[:1])
     for heading in HEADINGS[1:]:
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in summary_rows(history[-1]):
+    for row in _summary_rows(history[-1]):
         table.add_row(*(Text(cell) for cell in row))
     return Group(*(Text(line) for line in summary_lines(history[-1])), table)
 
@@ -92,8 +115,3 @@ def _row(name: str, described: Mapping[str, Any]) -> tuple[str, ...]:
     shares = (described[key] for key in ("zeros", "under_2**-24", "under_2**-14", "over_65504"))
     flushed = described["unscaled"]["under_2**-24"]
     return (name, *(f"{share:.1%}" for share in shares), f"{flushed:.1%}", span)
-
-
-def _exponent_of(scale: float) -> int | None:
-    mantissa, exponent = float.hex(scale).split("p")
-    return int(exponent) if mantissa == "0x1.0000000000000" else None

@@ -83,8 +83,4 @@ def _changes(past: Sequence[tuple[int, float, int]]) -> list[list[float]]:
 
 def _skipped(past: Sequence[tuple[int, float, int]], skipped: int) -> list[int]:
     after = [before for _, _, before in past[1:]] + [skipped]
-    return [
-        step
-        for (step, _, before), then in zip(past, after, strict=False)
-        if then > before
-    ]
+    return [step for (step, _, before), then in zip(past, after, strict=False) if then > before]
