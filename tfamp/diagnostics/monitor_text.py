@@ -11,11 +11,11 @@ from typing import Any
 HEADINGS = (
     "gradients of",
     "zeros",
-    "< 2^-24",
-    "< 2^-14",
-    "> 65504",
-    "flushed without scale",
-    "size without scale",
+    "<2^-24",
+    "<2^-14",
+    ">65504",
+    "unscaled <2^-24",
+    "unscaled size",
 )
 _MOST_ROWS = 12
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -91,9 +91,11 @@ def to_rich(history: Sequence[Mapping[str, Any]]) -> Any:
 
     if not history:
         return Text("no record yet")
-    table = Table(*HEADINGS[:1])
+    table = Table()
+    # A name may take several lines; the numbers are not cut.
+    table.add_column(HEADINGS[0], overflow="fold")
     for heading in HEADINGS[1:]:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
     for row in _summary_rows(history[-1]):
         table.add_row(*(Text(cell) for cell in row))
     return Group(*(Text(line) for line in summary_lines(history[-1])), table)
