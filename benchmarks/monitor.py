@@ -1,9 +1,9 @@
 """What a NumericsMonitor costs: training steps with one, in ratios to those without.
 
 Single steps of several models run by turns in one process: one without a monitor, one between two
-records of its monitor, one that makes a record at every step, and both again with the outputs of the
-layers counted too. The overhead at N follows: N - 1 steps of one kind and one of the other. "CPU"
-adds up all threads; unlike wall time it does not count what else the machine does.
+records of its monitor, one that makes a record at every step, and both again with the outputs of
+the layers counted too. The overhead at N follows: N - 1 steps of one kind and one of the other.
+"CPU" adds up all threads; unlike wall time it does not count what else the machine does.
 
 python -m benchmarks.monitor [--small] [--rounds N] [--every N] [--workload mlp cnn]
 """
@@ -139,23 +139,20 @@ class Run:
 
 def table(title: str, runs: dict[str, Run], every: int) -> Table:
     """Returns medians of the kinds of steps, and the overhead that follows from them."""
-    made = Table(title=f"{title}; ms per step")
-    made.add_column("", no_wrap=True)
-    for kind in ("wall", "CPU"):
-        for heading in (f"{kind}, between", f"{kind}, record", f"overhead at {every}"):
-            made.add_column(heading, justify="right")
-    base = [statistics.median(times) for times in (runs[WITHOUT].wall, runs[WITHOUT].cpu)]
-    made.add_row(WITHOUT, f"{1e3 * base[0]:.2f}", "", "", f"{1e3 * base[1]:.2f}", "", "")
-    for name in MONITORS:
-        cells = []
-        for times, without in zip(("wall", "cpu"), base, strict=True):
+    made = Table(title=title)
+    for heading in ("", "clock", "between", "at a record", f"overhead at {every}"):
+        made.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for times, clock in (("wall", "wall"), ("cpu", "CPU")):
+        without = statistics.median(getattr(runs[WITHOUT], times))
+        made.add_row(WITHOUT, clock, f"{1e3 * without:.2f}")
+        for name in MONITORS:
             between, record = (
                 statistics.median(getattr(runs[f"{name}: {kind}"], times))
                 for kind in ("between", "record")
             )
             overhead = ((every - 1) * between + record) / every / without - 1
-            cells += [f"{1e3 * between:.2f}", f"{1e3 * record:.2f}", f"{overhead:+.1%}"]
-        made.add_row(name, *cells)
+            cells = f"{1e3 * between:.2f}", f"{1e3 * record:.2f}", f"{overhead:+.1%}"
+            made.add_row(name, clock, *cells)
     return made
 
 

@@ -1,8 +1,8 @@
 """Watches a CNN on scikit-learn's digits train in float16, and reports whether float16 is enough.
 
 A `NumericsMonitor` counts the gradients by size every few steps. What it saw goes to a file of JSON
-lines, two pictures and one HTML page that opens offline, training_report.html. The loss scale starts
-far too high on purpose, so that there are skipped steps to see.
+lines, two pictures and one HTML page that opens offline, training_report.html. The loss scale
+starts far too high on purpose, so that there are skipped steps to see.
 
     python examples/monitor_digits.py [--out monitor_digits] [--every 20] [--small]
 

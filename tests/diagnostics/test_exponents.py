@@ -24,8 +24,9 @@ def counted(values, scale=1.0, second_scale=1.0, jit_compile=False):
 def reference(values):
     """The same histogram, from NumPy's frexp in float64."""
     values = np.abs(np.asarray(values, "float64").ravel())
+    values = np.where(values < 2.0**-126, 0.0, values)
     finite = values[np.isfinite(values) & (values > 0)]
-    exponents = np.maximum(np.frexp(finite)[1] - 1, -127)
+    exponents = np.frexp(finite)[1] - 1
     found = np.unique(exponents, return_counts=True)
     counts = {int(e): int(n) for e, n in zip(*found, strict=True)}
     return ExponentHistogram(

@@ -1,4 +1,4 @@
-"""The pictures: what is drawn, that nothing global is touched, and what is asked for when missing."""
+"""Pictures: what is drawn, that nothing global is touched, what is said where they cannot be."""
 
 import json
 import sys

@@ -17,8 +17,7 @@ class ExponentHistogram:
     """How many values of a tensor have which binary exponent.
 
     Attributes:
-        counts: Exponent e -> number of finite values with 2**e <= |value| < 2**(e + 1). What is
-            below float32's normal range counts as 2**-127.
+        counts: Exponent e -> number of finite values with 2**e <= |value| < 2**(e + 1).
         zeros: Number of zeros.
         infs: Number of infs of either sign.
         nans: Number of NaNs.

@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from tfamp.diagnostics.exponents import ExponentHistogram
 
-# One column for each of float32's exponents, biased as in its bits; then zeros, NaNs, values over
-# either bound, and the bits of the largest finite value.
+# One column for each of float32's exponents, biased as in its bits; then NaNs, values over either
+# bound, and the bits of the largest finite value.
 _BIAS, _EXPONENTS, _MANTISSA_BITS = 127, 256, 23
-_ZEROS, _NANS, _OVER, _OVER_SECOND, _LARGEST = range(_EXPONENTS, _EXPONENTS + 5)
-COLUMNS = _EXPONENTS + 5
+_NANS, _OVER, _OVER_SECOND, _LARGEST = range(_EXPONENTS, _EXPONENTS + 4)
+COLUMNS = _EXPONENTS + 4
 _INF_BITS = 0x7F800000
 
 
@@ -22,7 +22,8 @@ def count_values(tensor: Any, bound: Any, second_bound: Any) -> Any:
     """Counts the values of a tensor by binary exponent.
 
     The exponent is read from the bits, so that the work is a few passes over integers. XLA compiles
-    it too.
+    it too. What is under float32's normal range, 2**-126, counts as zero: TensorFlow takes it for
+    zero in most places.
 
     Args:
         tensor: Float tensor of any shape, `tf.IndexedSlices` (only its values count) or None.
@@ -43,21 +44,25 @@ def count_values(tensor: Any, bound: Any, second_bound: Any) -> Any:
         weights=tf.zeros((0,), tf.int64),
         binary_output=False,
     )
-    # Bits of positive floats are ordered as the floats are, inf behind them and NaNs at the end.
-    others = (
-        tf.math.count_nonzero(tf.equal(bits, 0)),
-        tf.math.count_nonzero(tf.greater(bits, _INF_BITS)),
-        _count_over(bits, bound),
-        _count_over(bits, second_bound),
-        # Of no value at all the maximum is int32's least.
-        tf.cast(tf.maximum(tf.reduce_max(tf.where(bits < _INF_BITS, bits, 0)), 0), tf.int64),
-    )
-    return tf.concat([counts, tf.stack(others)], 0)
+    # Bits of positive floats are ordered as the floats are, inf behind them and NaNs at the end. Of
+    # no value at all the maximum is int32's least.
+    largest = tf.maximum(tf.reduce_max(bits), 0)
+    least = tf.bitcast(tf.cast(tf.stack([bound, second_bound]), tf.float32), tf.int32)
 
+    def closer_look() -> Any:
+        finite = bits < _INF_BITS
+        over = [
+            tf.math.count_nonzero((bits > each) & (bits <= _INF_BITS)) for each in tf.unstack(least)
+        ]
+        top = tf.cast(tf.reduce_max(tf.where(finite, bits, 0)), tf.int64)
+        return tf.stack([tf.math.count_nonzero(bits > _INF_BITS), *over, top])
 
-def _count_over(bits: Any, bound: Any) -> Any:
-    least = tf.bitcast(tf.cast(bound, tf.float32), tf.int32)
-    return tf.math.count_nonzero((bits > least) & (bits <= _INF_BITS))
+    def nothing_there() -> Any:
+        return tf.stack([tf.zeros((), tf.int64)] * 3 + [tf.cast(largest, tf.int64)])
+
+    # Mostly nothing is that large, and four more passes over the values are saved.
+    others = tf.cond(largest > tf.reduce_min(least), closer_look, nothing_there)
+    return tf.concat([counts, others], 0)
 
 
 def _as_float32(values: Any) -> Any:
@@ -84,12 +89,9 @@ def histogram(rows: Sequence[Sequence[int]], scale: float) -> tuple[ExponentHist
     """
     columns = [sum(int(row[i]) for row in rows) for i in range(_LARGEST)]
     counts = {i - _BIAS: n for i, n in enumerate(columns[:_EXPONENTS]) if n}
-    zeros, nans = columns[_ZEROS], columns[_NANS]
     # Zeros have the exponent bits of subnormal numbers, NaNs those of infs.
+    zeros, nans = counts.pop(-_BIAS, 0), columns[_NANS]
     infs = counts.pop(_EXPONENTS - 1 - _BIAS, 0) - nans
-    tiny = counts.pop(-_BIAS, 0) - zeros
-    if tiny:
-        counts[-_BIAS] = tiny
     largest = max(_float_of_bits(int(row[_LARGEST])) for row in rows)
     seen = ExponentHistogram(counts, zeros, infs, nans, columns[_OVER], largest)
     return seen.shifted(-math.frexp(scale)[1] + 1, seen.over), columns[_OVER_SECOND]
@@ -98,5 +100,5 @@ def histogram(rows: Sequence[Sequence[int]], scale: float) -> tuple[ExponentHist
 def _float_of_bits(bits: int) -> float:
     exponent, mantissa = divmod(bits, 2**_MANTISSA_BITS)
     if not exponent:
-        return mantissa * 2.0 ** (1 - _BIAS - _MANTISSA_BITS)
+        return 0.0
     return (2**_MANTISSA_BITS + mantissa) * 2.0 ** (exponent - _BIAS - _MANTISSA_BITS)
