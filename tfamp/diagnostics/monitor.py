@@ -17,7 +17,7 @@ from tfamp.diagnostics.monitor_text import scale_text, to_rich, to_text, write_s
 from tfamp.diagnostics.optimizer_watch import Scaling, is_watched_by, scaling_of, watch_optimizer
 from tfamp.diagnostics.record_files import EventWriter, append_line
 from tfamp.diagnostics.records import activations_of, make_record
-from tfamp.diagnostics.step_statistics import SampledCounts, StepStatistics
+from tfamp.diagnostics.step_statistics import SampledCounts, StepStatistics, only_if
 from tfamp.errors import SkippedStepsError
 from tfamp.tracing import as_written
 
@@ -296,7 +296,7 @@ class NumericsMonitor(keras.callbacks.Callback):
                 f"activations has a new name, {name!r}; every name must be there at the first call."
             )
         step, due = statistics.next_is_due()
-        tf.cond(due, lambda: sample.write_row(tensor, step), lambda: None)
+        only_if(due, lambda: sample.write_row(tensor, step))
 
     # What runs on the host.
 

@@ -85,13 +85,14 @@ def to_text(history: Sequence[Mapping[str, Any]]) -> str:
 
 def to_rich(history: Sequence[Mapping[str, Any]]) -> Any:
     """Returns the summary of the last record as something rich prints."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     if not history:
         return Text("no record yet")
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     # A name may take several lines; the numbers are not cut.
     table.add_column(HEADINGS[0], overflow="fold")
     for heading in HEADINGS[1:]:

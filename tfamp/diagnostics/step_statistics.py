@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,7 +179,7 @@ class StepStatistics:
             sampled.write(due, counts, facts)
             known_faulty.write(faulty, counts, facts)
 
-        tf.cond(tf.logical_or(due, faulty), sample, lambda: None)
+        only_if(tf.logical_or(due, faulty), sample)
         self._step.assign(step)
 
     def step(self) -> int:
@@ -201,6 +201,25 @@ class StepStatistics:
         first = max(first, last - self._remembered + 1)
         places = ((step, rows[(step - 1) % self._remembered]) for step in range(first, last + 1))
         return [(step, float(scale), int(skipped)) for step, (scale, skipped) in places]
+
+
+def only_if(wanted: Any, work: Callable[[], None]) -> None:
+    """Does some work where a scalar bool tensor is True; elsewhere it costs next to nothing.
+
+    Args:
+        wanted: The tensor.
+        work: The work. It is traced anew at each call, because each replica of a strategy has
+            variables of its own.
+    """
+    if not tf.executing_eagerly():
+        # One node in the branch: else TensorFlow would put all nodes of the work into the graph
+        # around it, and pass on at every step, for each of them, that it is not to run.
+        work = tf.function(work, autograph=False, experimental_attributes={"_noinline": True})
+
+    def branch() -> None:
+        work()
+
+    tf.cond(wanted, branch, lambda: None)
 
 
 def _local_variable(value: Any) -> tf.Variable:
