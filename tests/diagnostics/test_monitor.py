@@ -157,12 +157,16 @@ def test_training_stops_after_so_many_skipped_steps_and_no_later(tmp_path):
     before, kept = snapshot(model), path.read_bytes()
     monitor = NumericsMonitor(max_consecutive_skips=3, jsonl=tmp_path / "log.jsonl")
     seen = []
-    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, _: seen.append(batch))
+
+    class Count(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(batch)
+
     made = optimizer()
     model.compile(made, "mse")
     x, y = poisoned(9, 1), data(9)[1]
     with pytest.raises(tfamp.SkippedStepsError) as error:
-        model.fit(x, y, batch_size=BATCH, verbose=0, shuffle=False, callbacks=[monitor, count])
+        model.fit(x, y, batch_size=BATCH, verbose=0, shuffle=False, callbacks=[monitor, Count()])
     assert len(seen) == 3
     assert "3 steps in a row" in str(error.value)
     assert model.trainable_variables[0].path in str(error.value)

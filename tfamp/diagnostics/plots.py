@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _BFLOAT16_NORMAL, _BFLOAT16_LARGEST = -126, 127
 _MOST_LAYERS = 40
+# Shares of the values under which an exponent does not make the picture wider.
+_FEW = 5e-4
 
 
 def plot_loss_scale(history: Any) -> Figure:
@@ -137,8 +139,8 @@ def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
             scaled[exponent + shift] = scaled.get(exponent + shift, 0) + number
     figure = new_figure(8, 5.2)
     above, below = figure.subplots(2, 1, sharex=True, sharey=True)
-    span = _span([*unscaled, *scaled])
     total = sum(unscaled.values())
+    span = _span([e for each in (unscaled, scaled) for e, n in each.items() if n > _FEW * total])
     titles = "without loss scale", f"with loss scale {_scales_text(records)}"
     for axes, counts, title in zip((above, below), (unscaled, scaled), titles, strict=True):
         _draw_exponents(axes, counts, title=title, span=span, total=total)
@@ -167,8 +169,8 @@ def _described(record: Mapping[str, Any], variable: str | None) -> Mapping[str, 
 
 def _span(exponents: Sequence[int]) -> tuple[int, int]:
     return (
-        min([SUBNORMAL - 8, *(max(e, -70) - 2 for e in exponents)]),
-        max([LARGEST + 7, *(min(e, 60) + 3 for e in exponents)]),
+        min([SUBNORMAL - 8, *(e - 2 for e in exponents)]),
+        max([LARGEST + 7, *(e + 3 for e in exponents)]),
     )
 
 
@@ -186,8 +188,12 @@ def _draw_exponents(
     for first, last, color in _ranges(span):
         axes.axvspan(first, last, color=color, alpha=0.16, linewidth=0)
     shares = {e: n / total for e, n in counts.items()} if total else {}
-    places = [min(max(e, span[0]), span[1] - 1) for e in shares]
-    axes.bar(places, list(shares.values()), width=0.86, align="edge", color=INK)
+    drawn: dict[int, float] = {}
+    for exponent, share in shares.items():
+        # The few that are further out stand at the ends.
+        place = min(max(exponent, span[0]), span[1] - 1)
+        drawn[place] = drawn.get(place, 0.0) + share
+    axes.bar(list(drawn), list(drawn.values()), width=0.86, align="edge", color=INK)
     axes.set_xlim(*span)
     axes.xaxis.set_major_locator(MultipleLocator(8))
     axes.xaxis.set_major_formatter(FuncFormatter(power_of_two))

@@ -25,7 +25,6 @@ from tfamp.diagnostics.monitor_text import HEADINGS, all_rows, raised, scale_tex
 from tfamp.diagnostics.plots import plot_compare, plot_exponents, plot_loss_scale
 from tfamp.diagnostics.report_page import (
     frame,
-    heat_strip,
     paragraph,
     picture,
     preformatted,
@@ -102,7 +101,14 @@ def training_report(
             "comparison, plan, device and nonfinite."
         )
     target = Path(path)
-    replace_text(target, render_report(title, totals, sections, with_plan=plan is not None))
+    page = render_report(
+        title,
+        totals,
+        sections,
+        with_plan=plan is not None,
+        with_inline_styles=comparison is not None,  # Its heat strip has them.
+    )
+    replace_text(target, page)
     return target
 
 
@@ -211,10 +217,9 @@ def _history_section(metrics: Mapping[str, Sequence[float]]) -> str:
 
 def _comparison_section(comparison: Any) -> str:
     rows = list(comparison.rows)
-    cells = [(str(row.layer), row.relative_error, row.share_out_of_range > 0) for row in rows]
     parts = [
         picture(_png(plot_compare(comparison)), "Relative error of each layer"),
-        heat_strip(cells),
+        comparison.to_html_fragment(),
         table(
             ("layer", "relative error", "largest", "out of range"),
             [
@@ -222,7 +227,7 @@ def _comparison_section(comparison: Any) -> str:
                  f"{row.share_out_of_range:.2%}")
                 for row in rows
             ],
-            [out or not math.isfinite(error) for _, error, out in cells],
+            [row.share_out_of_range > 0 or not math.isfinite(row.relative_error) for row in rows],
         ),
     ]  # fmt: skip
     kept = getattr(comparison, "keep_float32", None)

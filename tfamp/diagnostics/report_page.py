@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import math
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
@@ -18,6 +17,7 @@ def render_report(
     sections: Iterable[str],
     *,
     with_plan: bool = False,
+    with_inline_styles: bool = False,
 ) -> str:
     """Returns a self-contained page.
 
@@ -26,6 +26,7 @@ def render_report(
         totals: What stands at the top: labels and values, plain text.
         sections: HTML of the sections.
         with_plan: Whether one of them shows the page of a plan, which has a script.
+        with_inline_styles: Whether one of them has elements with styles of their own.
 
     Returns:
         An HTML document that loads nothing: no file, no font, no network.
@@ -37,7 +38,7 @@ def render_report(
         styles.append(plan_style)
         scripts.append(plan_script)
     parts = {
-        "policy": security_policy(styles, scripts, images=True),
+        "policy": security_policy(styles, scripts, images=True, inline_styles=with_inline_styles),
         "title": html.escape(title),
         "style": style,
         "totals": _totals(totals),
@@ -101,40 +102,12 @@ def table(
     )
 
 
-def heat_strip(cells: Sequence[tuple[str, float, bool]]) -> str:
-    """Returns a strip with one cell for each layer, the stronger the larger its error.
-
-    Args:
-        cells: Name, error and whether something is out of range, of each layer.
-    """
-    known = [math.log10(error) for _, error, _ in cells if 0 < error < math.inf]
-    low, high = (min(known), max(known)) if known else (0.0, 1.0)
-    width = 1000 / max(len(cells), 1)
-    made = []
-    for i, (name, error, out) in enumerate(cells):
-        place = math.log10(error) if 0 < error < math.inf else (high if error else low)
-        strength = 0.12 + 0.88 * ((place - low) / (high - low) if high > low else 1.0)
-        made.append(
-            f'<rect x="{i * width:.2f}" width="{width:.2f}" height="34" '
-            f'fill-opacity="{strength:.2f}"{_out_class(out)}>'
-            f"<title>{html.escape(f'{name}: {error:.2g}')}</title></rect>"
-        )
-    return (
-        '<svg class="heat" viewBox="0 0 1000 34" preserveAspectRatio="none" role="img" '
-        'aria-label="Error of each layer">' + "".join(made) + "</svg>"
-    )
-
-
 def frame(page: str, description: str) -> str:
     """Returns a frame that shows another page, which is in this one."""
     return (
         f'<iframe title="{html.escape(description)}" sandbox="allow-scripts" '
         f'srcdoc="{html.escape(page)}"></iframe>'
     )
-
-
-def _out_class(out: bool) -> str:
-    return ' class="out"' if out else ""
 
 
 def _totals(totals: Sequence[tuple[str, str]]) -> str:

@@ -69,18 +69,26 @@ def _embeddable(plan: Mapping[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def security_policy(styles: Sequence[str], scripts: Sequence[str], *, images: bool = False) -> str:
+def security_policy(
+    styles: Sequence[str],
+    scripts: Sequence[str],
+    *,
+    images: bool = False,
+    inline_styles: bool = False,
+) -> str:
     """Returns what a page allows its browser: style sheets and scripts by hash, nothing else.
 
     Args:
         styles: The style sheets.
         scripts: The scripts.
         images: Whether images that are in the page itself are shown.
+        inline_styles: Whether elements may have styles of their own.
     """
     rules = ["default-src 'none'"]
     rules += [f"style-src {' '.join(map(_hash, styles))}"] * bool(styles)
     rules += [f"script-src {' '.join(map(_hash, scripts))}"] * bool(scripts)
     rules += ["img-src data:"] * images
+    rules += ["style-src-attr 'unsafe-inline'"] * inline_styles
     return "; ".join(rules)
 
 
