@@ -3,7 +3,8 @@
 Single steps of several models run by turns in one process: one without a monitor, one between two
 records of its monitor, one that makes a record at every step, and both again with the outputs of
 the layers counted too. The overhead at N follows: N - 1 steps of one kind and one of the other.
-"CPU" adds up all threads; unlike wall time it does not count what else the machine does.
+"CPU" adds up all threads. A figure is what the fastest fifth of the steps are under: other
+programs make steps slower, never faster.
 
 python -m benchmarks.monitor [--small] [--rounds N] [--every N] [--workload mlp cnn]
 """
@@ -137,18 +138,22 @@ class Run:
         self.cpu.append(time.process_time() - cpu)
 
 
+def fast(seconds: Sequence[float]) -> float:
+    """Returns what a fifth of the times are under."""
+    return statistics.quantiles(seconds, n=5)[0]
+
+
 def table(title: str, runs: dict[str, Run], every: int) -> Table:
-    """Returns medians of the kinds of steps, and the overhead that follows from them."""
+    """Returns times of the kinds of steps, and the overhead that follows from them."""
     made = Table(title=title)
     for heading in ("", "clock", "between", "at a record", f"overhead at {every}"):
         made.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for times, clock in (("wall", "wall"), ("cpu", "CPU")):
-        without = statistics.median(getattr(runs[WITHOUT], times))
+        without = fast(getattr(runs[WITHOUT], times))
         made.add_row(WITHOUT, clock, f"{1e3 * without:.2f}")
         for name in MONITORS:
             between, record = (
-                statistics.median(getattr(runs[f"{name}: {kind}"], times))
-                for kind in ("between", "record")
+                fast(getattr(runs[f"{name}: {kind}"], times)) for kind in ("between", "record")
             )
             overhead = ((every - 1) * between + record) / every / without - 1
             cells = f"{1e3 * between:.2f}", f"{1e3 * record:.2f}", f"{overhead:+.1%}"

@@ -118,9 +118,8 @@ def test_a_file_that_is_there_stays_until_the_new_one_is_complete(tmp_path, monk
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_it_light_and_dark(tmp_path, scheme):
     path = training_report(tmp_path / "report.html", **everything())
-    picture = tmp_path / "report.png"
-    options = [f"--screenshot={picture}", "--force-dark-mode"] if scheme == "dark" else []
-    document, messages = open_page(path, tmp_path / "profile", "", *options)
+    preferred = f"--blink-settings=preferredColorScheme={int(scheme == 'light')}"
+    document, messages = open_page(path, tmp_path / "profile", "", preferred)
     assert messages == ""
     assert "<title>Report of a&lt;/script&gt;" in document
     assert document.count("<section>") == 9
