@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tfamp.errors import NothingToLowerWarning as NothingToLowerWarning
     from tfamp.errors import RewriteError as RewriteError
     from tfamp.errors import SavedModelError as SavedModelError
+    from tfamp.errors import SkippedStepsError as SkippedStepsError
     from tfamp.errors import TfampError as TfampError
     from tfamp.errors import TfampWarning as TfampWarning
     from tfamp.errors import UnsupportedVersionError as UnsupportedVersionError
@@ -50,6 +51,7 @@ _HOMES = {
     "Policy": "tfamp.policy",
     "RewriteError": "tfamp.errors",
     "SavedModelError": "tfamp.errors",
+    "SkippedStepsError": "tfamp.errors",
     "TfampError": "tfamp.errors",
     "TfampWarning": "tfamp.errors",
     "UnsupportedVersionError": "tfamp.errors",

@@ -69,3 +69,16 @@ class NothingToLowerWarning(TfampWarning):
         >>> import warnings, tfamp
         >>> warnings.filterwarnings("error", category=tfamp.NothingToLowerWarning)
     """
+
+
+class SkippedStepsError(TfampError):
+    """Training was stopped because too many steps in a row were skipped.
+
+    The message names the first variable whose gradient was not finite. Skipped steps change no
+    weight, so the model is as the last finite step left it.
+
+    Example:
+        >>> import tfamp
+        >>> issubclass(tfamp.SkippedStepsError, tfamp.TfampError)
+        True
+    """

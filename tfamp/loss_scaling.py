@@ -20,6 +20,11 @@ _Loss = TypeVar("_Loss")
 class LossScaling(ScaleVariables):
     """Adds the methods a training loop scales with to an optimizer."""
 
+    # Called with what `apply` is about to apply: gradients, variables, what the gradients are still
+    # to be divided by (None: nothing) and whether all are finite. A NumericsMonitor puts itself
+    # here while it watches; a function that was traced before does not know of it.
+    gradient_observer: Callable[[list[Any], list[Any], Any, Any], None] | None = None
+
     def _start_scaling(self, rule: LossScale) -> None:
         self._windows = PerTrace(UnscaledWindow)
         self._create_scale_variables(rule)

@@ -6,16 +6,14 @@ was written for something else, counts as not there.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import platformdirs
 
+from tfamp.file_replacing import replace_text
 from tfamp.graph.machine import MachineProfile
 
 # Raised when what a profile holds, or how it is measured, changes: older files are then not used.
@@ -76,16 +74,7 @@ def put_profile(folder: Path, key: Mapping[str, str], profile: MachineProfile) -
         raise FileNotFoundError(f"there is no home folder for {folder}")
     path = profile_path(folder, key)
     fields = {"format": _FORMAT, "key": dict(key), "profile": json.loads(profile.to_json())}
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=folder, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(fields, file, indent=1)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    replace_text(path, json.dumps(fields, indent=1))
     return path
 
 

@@ -251,13 +251,17 @@ class LossScaleOptimizer(
         )
         unchecked = self._unchecked(grads, targets)
         scale = self._still_scaled_by(unscaled)
+        given = grads, variables, scale
         if sums_itself:
             grads, scale = self._summed(grads, targets, scale)
             # The sum can overflow where no replica's gradient has.
             unchecked = (grads, targets)
         finite = ops.logical_and(gradient_lib.all_finite(*unchecked, scale), self._unscaled_finite)
+        finite = gradient_lib.on_every_replica(finite)
+        if self.gradient_observer is not None:
+            self.gradient_observer(*given, finite)
         apply_if_finite(
-            gradient_lib.on_every_replica(finite),
+            finite,
             self.inner_optimizer,
             grads,
             targets,

@@ -1,6 +1,7 @@
 """Every example runs at its smallest size and prints the results it promises."""
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -144,6 +145,22 @@ def test_the_underflow_demo_draws_a_picture(run, tmp_path):
     code, _ = run("underflow_demo", "--small", "--dtype", "float32", "--plot", "gradients.png")
     assert code == 0
     assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_monitored_digits_leave_a_log_pictures_and_a_report(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "pictures").mkdir()
+    code, printed = run("monitor_digits", "--small", "--epochs", "1", "--docs", "pictures")
+    assert code == 0
+    assert re.search(r"skipped [1-9]\d* steps", printed)
+    made = tmp_path / "monitor_digits"
+    records = [json.loads(line) for line in (made / "numerics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [5, 10, 15]
+    assert records[0]["loss_scale"] < 2.0**24
+    assert (made / "training_report.html").read_text(encoding="utf-8").endswith("</html>\n")
+    pictures = [made / "loss_scale.png", made / "exponents.png"]
+    pictures += [tmp_path / "pictures" / f"monitor_{path.name}" for path in pictures]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

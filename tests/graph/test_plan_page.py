@@ -5,7 +5,6 @@ import html.parser
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -13,10 +12,10 @@ import pytest
 import tensorflow as tf
 
 from helpers import graph_dsl, graph_models
+from helpers.browser import open_page
 from tfamp.graph.rewrite import rewrite_graph_def
 from tfamp.graph.structures import CastSite, NodePlan, Reason, RewritePlan, RewriteSummary
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 # Attributes whose value a browser would load.
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background"}
 HOSTILE = "a</script><script>document.title='taken'</script><!--<img src=x onerror=f()>&lt;@@plan@@"
@@ -178,17 +177,12 @@ def test_a_page_grows_with_the_plan_alone():
 @pytest.fixture
 def browser(tmp_path):
     """Opens a page in a browser and returns the document that its script made."""
-    if CHROMIUM is None:
-        pytest.skip("no Chromium here")
 
     def show(plan, address=""):
         path = tmp_path / "plan.html"
         path.write_text(plan.to_html(), encoding="utf-8")
-        command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu"]
-        command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
-        command += ["--window-size=1400,1000", "--dump-dom", f"{path.as_uri()}{address}"]
-        shown = subprocess.run(command, capture_output=True, check=True, timeout=120)
-        return shown.stdout.decode("utf-8")
+        document, _ = open_page(path, tmp_path / "profile", address)
+        return document
 
     return show
 

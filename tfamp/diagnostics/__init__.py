@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from tfamp.diagnostics.operator_stats import OpCounts as OpCounts
     from tfamp.diagnostics.operator_stats import op_counts as op_counts
     from tfamp.diagnostics.precision_comparison import compare as compare
+    from tfamp.diagnostics.monitor import NumericsMonitor as NumericsMonitor
+    from tfamp.diagnostics.plots import plot_compare as plot_compare
+    from tfamp.diagnostics.plots import plot_exponents as plot_exponents
+    from tfamp.diagnostics.plots import plot_loss_scale as plot_loss_scale
+    from tfamp.diagnostics.report import training_report as training_report
 
 # Public name -> module that defines it.
 _HOMES = {
@@ -36,6 +41,12 @@ _HOMES = {
     "find_nonfinite": "tfamp.diagnostics.nonfinite",
     "model_report": "tfamp.diagnostics.expected_gain",
     "op_counts": "tfamp.diagnostics.operator_stats",
+    "NumericsMonitor": "tfamp.diagnostics.monitor",
+    "device_report": "tfamp.diagnostics.device",
+    "plot_compare": "tfamp.diagnostics.plots",
+    "plot_exponents": "tfamp.diagnostics.plots",
+    "plot_loss_scale": "tfamp.diagnostics.plots",
+    "training_report": "tfamp.diagnostics.report",
 }
 
 __all__ = sorted(_HOMES)

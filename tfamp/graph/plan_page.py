@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -44,11 +44,9 @@ def render_page(plan: Mapping[str, Any]) -> str:
         >>> "</html>" in render_page(plan)
         True
     """
-    style = _asset("style.css")
-    parts = "\n".join(_asset(name) for name in _SCRIPTS)
-    script = f'(() => {{\n"use strict";\n{parts}}})();\n'
+    style, script = _style(), _script()
     parts_of_page = {
-        "policy": _security_policy(style, script),
+        "policy": security_policy([style], [script]),
         "style": style,
         "plan": _embeddable(plan),
         "script": script,
@@ -71,9 +69,49 @@ def _embeddable(plan: Mapping[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _security_policy(style: str, script: str) -> str:
-    """What the browser may load: this style sheet and this script, by hash, and nothing else."""
-    return f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}"
+def security_policy(
+    styles: Sequence[str],
+    scripts: Sequence[str],
+    *,
+    images: bool = False,
+    inline_styles: bool = False,
+) -> str:
+    """Returns what a page allows its browser: style sheets and scripts by hash, nothing else.
+
+    Args:
+        styles: The style sheets.
+        scripts: The scripts.
+        images: Whether images that are in the page itself are shown.
+        inline_styles: Whether elements may have styles of their own.
+    """
+    rules = ["default-src 'none'"]
+    rules += [f"style-src {' '.join(map(_hash, styles))}"] * bool(styles)
+    rules += [f"script-src {' '.join(map(_hash, scripts))}"] * bool(scripts)
+    rules += ["img-src data:"] * images
+    rules += ["style-src-attr 'unsafe-inline'"] * inline_styles
+    return "; ".join(rules)
+
+
+def palette() -> str:
+    """Returns the colours of the page, light and dark, as custom properties of CSS."""
+    return _asset("palette.css")
+
+
+def sources() -> tuple[str, str]:
+    """Returns the style sheet and the script of every such page, for one that shows it in a frame.
+
+    The policy of the outer page holds for the inner one too.
+    """
+    return _style(), _script()
+
+
+def _style() -> str:
+    return palette() + _asset("style.css")
+
+
+def _script() -> str:
+    parts = "\n".join(_asset(name) for name in _SCRIPTS)
+    return f'(() => {{\n"use strict";\n{parts}}})();\n'
 
 
 def _hash(text: str) -> str:

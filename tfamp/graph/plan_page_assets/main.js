@@ -224,6 +224,7 @@ class Page {
   }
 
   writeAddress() {
+    if (window.location.protocol === "about:") return; // In a frame of a report; it has no address.
     const wanted = new URLSearchParams({ select: this.view.selected.title });
     // Replaced, not added: the way back leads out of the page, not through every click.
     window.history.replaceState(null, "", `#${wanted}`);

@@ -1,0 +1,140 @@
+"""Seeing the gradients that an optimizer applies, and its loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfamp import gradients as gradient_lib
+from tfamp.conditional_apply import outside_the_graph
+from tfamp.grad_scaler import GradScaler
+from tfamp.optimizer import LossScaleOptimizer
+
+# Called with gradients, variables, what the gradients are still to be divided by, and whether all
+# are finite; None where the optimizer does not skip steps.
+Observer = Callable[[list[Any], list[Any], Any, Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How losses are scaled.
+
+    Attributes:
+        scale: Returns the scale as a tensor or number.
+        skips: Returns the numbers of skipped steps, in all and in a row, as tensors; None where
+            nobody counts them.
+        steps: Returns the number of steps taken so far, skipped ones included.
+    """
+
+    scale: Callable[[], Any]
+    skips: Callable[[], tuple[Any, Any]] | None
+    steps: Callable[[], int]
+
+
+def scaling_of(optimizer: Any) -> Scaling:
+    """Returns how an optimizer scales losses.
+
+    Args:
+        optimizer: A `keras.optimizers.Optimizer`, a `tfamp.LossScaleOptimizer`, a
+            `tfamp.GradScaler`, or None for no scaling.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if isinstance(optimizer, LossScaleOptimizer):
+        return Scaling(
+            lambda: tf.convert_to_tensor(optimizer.dynamic_scale.value),
+            lambda: (optimizer.skipped_steps, optimizer.consecutive_skipped_steps),
+            lambda: _iterations(optimizer) + int(optimizer.skipped_steps),
+        )
+    if isinstance(optimizer, GradScaler):
+        return Scaling(optimizer.get_scale, None, lambda: 0)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return Scaling(
+            lambda: tf.convert_to_tensor(optimizer.dynamic_scale.value) if optimizer.built else 1.0,
+            None,
+            lambda: _iterations(optimizer),
+        )
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        fixed = optimizer.loss_scale_factor or 1.0
+        return Scaling(lambda: fixed, None, lambda: _iterations(optimizer))
+    if optimizer is None:
+        return Scaling(lambda: 1.0, None, lambda: 0)
+    raise TypeError(
+        "optimizer must be a Keras optimizer, a tfamp.LossScaleOptimizer or a tfamp.GradScaler; "
+        f"got {optimizer!r} of type {type(optimizer).__name__}."
+    )
+
+
+def _iterations(optimizer: keras.optimizers.Optimizer) -> int:
+    return int(tf.convert_to_tensor(optimizer.iterations.value))
+
+
+def watch_optimizer(optimizer: Any, observer: Observer) -> Callable[[], None]:
+    """Has a function see all gradients an optimizer applies.
+
+    Functions traced before do not know of it: trace them again.
+
+    Args:
+        optimizer: A built or unbuilt `keras.optimizers.Optimizer`.
+        observer: The function.
+
+    Returns:
+        A function that takes the observer off again.
+    """
+    if isinstance(optimizer, LossScaleOptimizer):
+        optimizer.gradient_observer = observer
+
+        def take_off() -> None:
+            if optimizer.gradient_observer is observer:
+                optimizer.gradient_observer = None
+
+        return take_off
+    return _wrap_apply(optimizer, observer)
+
+
+def is_watched_by(optimizer: Any, observer: Observer) -> bool:
+    """Whether it is this observer that sees the gradients an optimizer applies."""
+    if isinstance(optimizer, LossScaleOptimizer):
+        return optimizer.gradient_observer is observer
+    return getattr(vars(optimizer).get("apply"), "observer", None) is observer
+
+
+def _wrap_apply(optimizer: Any, observer: Observer) -> Callable[[], None]:
+    own = vars(optimizer).get("apply")
+    if hasattr(own, "observer"):  # Left here by a fit that was interrupted.
+        own = own.replaced
+    original = type(optimizer).apply.__get__(optimizer) if own is None else own
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+    def apply(grads: Any, trainable_variables: Any = None, **options: Any) -> Any:
+        grads = list(grads)
+        variables = list(
+            optimizer._trainable_variables if trainable_variables is None else trainable_variables
+        )
+        if variables and not optimizer.built:
+            outside_the_graph(lambda: optimizer.build(variables))
+        if variables:
+            # Keras's own loss scaling tells nobody what it found.
+            finite = gradient_lib.all_finite(grads) if scales else None
+            finite = gradient_lib.on_every_replica(finite) if scales else None
+            observer(grads, variables, scaling_of(optimizer).scale(), finite)
+        return original(grads, trainable_variables, **options)
+
+    wrapper: Any = tf.autograph.experimental.do_not_convert(apply)
+    wrapper.observer, wrapper.replaced = observer, own
+    # Past Keras's __setattr__, which would track it as a part of the optimizer's state.
+    vars(optimizer)["apply"] = wrapper
+
+    def take_off() -> None:
+        if vars(optimizer).get("apply") is wrapper:
+            if own is None:
+                del vars(optimizer)["apply"]
+            else:
+                vars(optimizer)["apply"] = own
+
+    return take_off
