@@ -53,7 +53,7 @@ def settle(functional: Any) -> bool:
             return False
         graphs.set(functional, ModelGraph())
         for layer in layers:
-            _models_below_become_parts(layer)
+            models_below_become_parts(layer)
         makers = _output_makers(functional)
         for layer in layers:
             if not any(layer is maker for maker in makers):
@@ -124,12 +124,26 @@ def wants_float32(layer: Any) -> bool:
     return bool(record.raised) or layer.dtype_policy.name == record.policy_name
 
 
-def _models_below_become_parts(layer: Any) -> None:
+def dissolve(functional: Any) -> None:
+    """Takes a Functional out of the books for good, and the casts appended to it away.
+
+    Its layers and their dtypes are left as they are.
+    """
+    with lock:
+        graph = graphs.get(functional)
+        if graph is None:
+            return
+        if graph.casts:
+            keras_hooks.set_outputs(functional, _uncast_outputs(functional))
+        graphs.discard(functional)
+
+
+def models_below_become_parts(layer: Any) -> None:
     """Makes models that a layer holds (TimeDistributed(model)) parts, before it is ever called."""
     if graph_of(layer) is None:
         for sub in keras_hooks.sublayers(layer):
             become_part(sub)
-            _models_below_become_parts(sub)
+            models_below_become_parts(sub)
 
 
 def _becomes_interior(layer: Any, functional: Any) -> None:
@@ -298,7 +312,7 @@ def _retype(layer: Any, record: ManagedLayer, dtype: str) -> None:
     """Corrects what the symbolic outputs of a layer say, in every model it is part of."""
     for node in keras_hooks.inbound_nodes(layer):
         if record.follows_input:
-            _respecify(node)
+            respecify(node)
             continue
         for i in record.low_outputs:
             # MultiHeadAttention, for one, returns one output or two.
@@ -320,13 +334,13 @@ def _retype_followers(operation: Any) -> None:
             follows = record is not None and record.follows_input
             if isinstance(follower, keras.Layer) and not follows:
                 continue
-            if _respecify(node):
+            if respecify(node):
                 pending.append(follower)
                 if record is not None:
                     _cast_and_tell(record)
 
 
-def _respecify(node: Any) -> bool:
+def respecify(node: Any) -> bool:
     """Corrects what the outputs of one symbolic call say; returns whether they said otherwise."""
     arguments = node.arguments
     spec = node.operation.compute_output_spec(*arguments.args, **arguments.kwargs)
