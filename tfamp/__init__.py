@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tfamp.errors import TfampWarning as TfampWarning
     from tfamp.errors import UnsupportedVersionError as UnsupportedVersionError
     from tfamp.function import rewrite as rewrite
+    from tfamp.grad_clip import GradClip as GradClip
     from tfamp.grad_scaler import GradScaler as GradScaler
     from tfamp.graph.op_lists import OpLists as OpLists
     from tfamp.optimizer import LossScaleOptimizer as LossScaleOptimizer
@@ -40,6 +41,7 @@ _HOMES = {
     "autocast": "tfamp.autocast_mode",
     "DynamicLossScale": "tfamp.options",
     "FixedLossScale": "tfamp.options",
+    "GradClip": "tfamp.grad_clip",
     "GradScaler": "tfamp.grad_scaler",
     "LossScaleOptimizer": "tfamp.optimizer",
     "NothingToLowerWarning": "tfamp.errors",
