@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from tfamp.policy_state import global_policy as global_policy
     from tfamp.policy_state import policy_scope as policy_scope
     from tfamp.policy_state import set_global_policy as set_global_policy
+    from tfamp.precision_config import PrecisionConfig as PrecisionConfig
+    from tfamp.preparation import precision_settings as precision_settings
+    from tfamp.preparation import prepare as prepare
     from tfamp.saved_model import rewrite_saved_model as rewrite_saved_model
 
 __version__ = "0.1.0"
@@ -52,11 +55,14 @@ _HOMES = {
     "TfampError": "tfamp.errors",
     "TfampWarning": "tfamp.errors",
     "UnsupportedVersionError": "tfamp.errors",
+    "PrecisionConfig": "tfamp.precision_config",
     "diagnostics": "tfamp.diagnostics",
     "global_policy": "tfamp.policy_state",
     "graph": "tfamp.graph",
     "mixed_precision": "tfamp.mixed_precision",
     "policy_scope": "tfamp.policy_state",
+    "precision_settings": "tfamp.preparation",
+    "prepare": "tfamp.preparation",
     "rewrite": "tfamp.function",
     "rewrite_saved_model": "tfamp.saved_model",
     "set_global_policy": "tfamp.policy_state",

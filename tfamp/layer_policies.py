@@ -12,13 +12,14 @@ from typing import Any
 
 import keras
 
-from tfamp import keras_hooks, output_dtypes
+from tfamp import output_dtypes
 from tfamp.layer_roles import WeakMap, managed_layers
 from tfamp.methods import unwrap_methods, wrap_method
 from tfamp.model_calls import functional_adopted, layer_adopted
 from tfamp.model_structure import (
     correct_symbolic_dtypes,
     functionals_of,
+    is_graph,
     is_plain,
     layers_of,
     most_common_policy,
@@ -98,7 +99,7 @@ def _is_chosen(layer: Any, default: str) -> bool:
     """Whether a layer's dtype is a user's choice, as far as that can be known."""
     if set_by_hand.get(layer):
         return True
-    if isinstance(layer, keras.Sequential | keras_hooks.functional_class()):
+    if is_graph(layer):
         return False  # it computes nothing itself
     before, record = layers_before.get(layer), managed_layers.get(layer)
     name = layer.dtype_policy.name

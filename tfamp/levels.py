@@ -61,6 +61,7 @@ class EffectiveLevel:
         grad_clip: How gradients are clipped, if at all.
         keep_float32: What the user keeps in float32.
         master_weights: Whether low weights have float32 copies in the optimizer.
+        chose_loss_scale: Whether the user said which loss scale, if any.
         placement: How a graph rewrite decides: by the op lists, or also by what pays here.
         reasons: A sentence for every choice that was left open.
         warning: What the user has to be told, if anything.
@@ -72,6 +73,7 @@ class EffectiveLevel:
     grad_clip: GradClip | None
     keep_float32: tuple[Any, ...]
     master_weights: bool
+    chose_loss_scale: bool
     placement: str
     reasons: tuple[str, ...]
     warning: str | None
@@ -138,6 +140,7 @@ def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLeve
         grad_clip=config.grad_clip,
         keep_float32=config.keep_float32,
         master_weights=bool(config.master_weights),
+        chose_loss_scale=config.loss_scale is not None,
         placement="min_cut" if config.level == "auto" else "lists",
         reasons=tuple(reasons),
         warning=warning,

@@ -63,6 +63,11 @@ def functionals_of(*roots: Any) -> list[tuple[Any, Any]]:
     return list(found.values())
 
 
+def is_graph(layer: Any) -> bool:
+    """Whether a layer is a Functional or Sequential model."""
+    return isinstance(layer, keras.Sequential | keras_hooks.functional_class())
+
+
 def correct_symbolic_dtypes(functional: Any) -> None:
     """Makes the symbolic tensors of a Functional say what its layers return now.
 

@@ -5,6 +5,7 @@ Framework-free. The environment variables that configure a level are read here a
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -180,6 +181,15 @@ class PrecisionConfig:
             "master_weights": self.master_weights,
         }
         return {name: value for name, value in plain.items() if value is not None}
+
+    def with_changes(self, **changes: Any) -> PrecisionConfig:
+        """Returns one that differs in the fields given.
+
+        Example:
+            >>> PrecisionConfig(level="O1").with_changes(dtype="bfloat16").to_dict()
+            {'level': 'O1', 'dtype': 'bfloat16'}
+        """
+        return dataclasses.replace(self, **changes)
 
     def _given(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _names()}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 
+from tfamp.dtypes import LOW_PRECISION
 from tfamp.layer_roles import WeakMap
 from tfamp.levels import EffectiveLevel
 from tfamp.optimizer import LossScaleOptimizer
@@ -36,22 +38,12 @@ def prepared_optimizer(optimizer: Any, level: EffectiveLevel) -> Any:
             "optimizer must be a keras.optimizers.Optimizer, e.g. keras.optimizers.Adam(), or its "
             f"name; got {optimizer!r} of type {type(optimizer).__name__}."
         )
-    own = isinstance(optimizer, LossScaleOptimizer)
-    rule = level.optimizer_rule
-    users = own and not _made_here.get(optimizer)
-    if users and level.level != "O0" and level.loss_scale is None and not _asks(level):
-        return optimizer  # whoever wraps an optimizer wants it wrapped
+    rule, features = _wanted(optimizer, level)
     if rule is None:
         return innermost(optimizer)
-    if users and not _scale_was_chosen(level):
-        rule = optimizer.rule
-    if own and _same(optimizer, rule, level):
+    if isinstance(optimizer, LossScaleOptimizer) and _has(optimizer, rule, features):
         return optimizer
-    wrapped = LossScaleOptimizer(
-        innermost(optimizer), loss_scale=_with_scale_of(optimizer, rule), **_features(level)
-    )
-    _made_here.set(wrapped, True)
-    return wrapped
+    return _wrap(optimizer, innermost(optimizer), rule, features, level)
 
 
 def innermost(optimizer: Any) -> Any:
@@ -59,11 +51,6 @@ def innermost(optimizer: Any) -> Any:
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer
-
-
-def made_by_prepare(optimizer: Any) -> bool:
-    """Whether `prepare` made a wrapper."""
-    return bool(_made_here.get(optimizer))
 
 
 def optimizer_for_copy(
@@ -83,16 +70,10 @@ def optimizer_for_copy(
     """
     old = innermost(optimizer)
     new = type(old).from_config(old.get_config())
-    wrapped = new
-    rule = level.optimizer_rule
-    if rule is not None:
-        wrapped = LossScaleOptimizer(
-            new, loss_scale=_with_scale_of(optimizer, rule), **_features(level)
-        )
-        _made_here.set(wrapped, True)
+    rule, features = _wanted(optimizer, level)
+    wrapped = new if rule is None else _wrap(optimizer, new, rule, features, level)
     if old.built or level.master_weights:
         wrapped.build(list(after))
-    if level.master_weights:
         _start_masters(wrapped, before, after)
     if old.built:
         for target, source in zip(new.variables, old.variables, strict=True):
@@ -100,53 +81,70 @@ def optimizer_for_copy(
     return wrapped
 
 
-def values_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """Returns the values of variables, of masters where an optimizer has them, as float32.
+def exact_values(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
+    """Returns the values of trainable variables as float32, of masters where there are any.
 
     Args:
         optimizer: The optimizer that updates the variables; None will do.
-        variables: The variables.
+        variables: The trainable variables of a model.
     """
-    masters = getattr(optimizer, "master_of", lambda variable: None)
-    found = [masters(variable) for variable in variables]
+    masters = _masters(optimizer, variables)
     return [
-        keras.ops.cast(variable if master is None else master, "float32")
-        for variable, master in zip(variables, found, strict=True)
+        keras.ops.cast(masters.get(id(variable), variable), "float32") for variable in variables
     ]
 
 
 def _start_masters(wrapped: Any, before: Sequence[Any], after: Sequence[Any]) -> None:
+    masters = _masters(wrapped, after)
     for source, variable in zip(before, after, strict=True):
-        master = wrapped.master_of(variable)
-        if master is not None:
-            master.assign(keras.ops.cast(source, "float32"))
+        if id(variable) in masters:
+            masters[id(variable)].assign(keras.ops.cast(source, "float32"))
 
 
-def _features(level: EffectiveLevel) -> dict[str, Any]:
-    features: dict[str, Any] = {}
-    if level.grad_clip is not None:
-        features["grad_clip"] = level.grad_clip
-    if level.master_weights:
-        features["master_weights"] = True
-    return features
+def _masters(optimizer: Any, variables: Sequence[Any]) -> dict[int, Any]:
+    """Returns the master of each variable that has one, by the variable's number."""
+    masters = getattr(optimizer, "master_variables", [])
+    low = [each for each in variables if keras.backend.standardize_dtype(each.dtype) in LOW_PRECISION]
+    # Others are the masters of an optimizer that was built for other variables.
+    return {id(a): b for a, b in zip(low, masters, strict=False)} if len(low) == len(masters) else {}
 
 
-def _asks(level: EffectiveLevel) -> bool:
-    return level.grad_clip is not None or level.master_weights
+def _wanted(optimizer: Any, level: EffectiveLevel) -> tuple[LossScale | None, dict[str, Any]]:
+    """Returns the rule of a wrapper, None for no wrapper, and its other arguments."""
+    rule = level.optimizer_rule
+    features: dict[str, Any] = {
+        "grad_clip": level.grad_clip,
+        "master_weights": level.master_weights,
+        "aggregate_in_float16": False,
+    }
+    users = isinstance(optimizer, LossScaleOptimizer) and not _made_here.get(optimizer)
+    if users and level.level != "O0":
+        # Whoever wraps an optimizer wants it wrapped, and so.
+        features = {name: value or getattr(optimizer, name) for name, value in features.items()}
+        rule = rule if level.chose_loss_scale else optimizer.rule
+    return rule, features
 
 
-def _scale_was_chosen(level: EffectiveLevel) -> bool:
-    return not any(reason.startswith("loss scale:") for reason in level.reasons)
-
-
-def _same(optimizer: Any, rule: LossScale, level: EffectiveLevel) -> bool:
-    return (
-        optimizer.rule == rule
-        and getattr(optimizer, "grad_clip", None) == level.grad_clip
-        and bool(getattr(optimizer, "master_weights", False)) == level.master_weights
+def _has(optimizer: Any, rule: LossScale, features: dict[str, Any]) -> bool:
+    return optimizer.rule == rule and all(
+        getattr(optimizer, name) == value for name, value in features.items()
     )
 
 
-def _with_scale_of(optimizer: Any, rule: LossScale) -> LossScale:
-    """Returns a dynamic rule that starts at the scale which Keras's own wrapper has reached."""
-    return rule
+def _wrap(
+    optimizer: Any, inner: Any, rule: LossScale, features: dict[str, Any], level: EffectiveLevel
+) -> Any:
+    """Wraps an optimizer; the scale goes on from where an earlier wrapper's is, if it can."""
+    own = isinstance(optimizer, LossScaleOptimizer)
+    wrapped_by_keras = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not own
+    if wrapped_by_keras and isinstance(rule, DynamicLossScale) and not level.chose_loss_scale:
+        reached = float(optimizer.dynamic_scale) if optimizer.built else optimizer.initial_scale
+        start = min(max(reached, rule.min_scale), rule.max_scale)
+        steps = optimizer.dynamic_growth_steps
+        rule = dataclasses.replace(rule, initial_scale=start, growth_steps=steps)
+    wrapped = LossScaleOptimizer(inner, loss_scale=rule, **features)
+    if own and optimizer.rule == rule:
+        wrapped.dynamic_scale.assign(optimizer.dynamic_scale)
+        wrapped.step_counter.assign(optimizer.step_counter)
+    _made_here.set(wrapped, True)
+    return wrapped
