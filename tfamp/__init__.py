@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tfamp.grad_clip import GradClip as GradClip
     from tfamp.grad_scaler import GradScaler as GradScaler
     from tfamp.graph.op_lists import OpLists as OpLists
+    from tfamp.manual import set_layer_dtype as set_layer_dtype
     from tfamp.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from tfamp.options import DynamicLossScale as DynamicLossScale
     from tfamp.options import FixedLossScale as FixedLossScale
@@ -65,6 +66,7 @@ _HOMES = {
     "prepare": "tfamp.preparation",
     "rewrite": "tfamp.function",
     "rewrite_saved_model": "tfamp.saved_model",
+    "set_layer_dtype": "tfamp.manual",
     "set_global_policy": "tfamp.policy_state",
 }
 

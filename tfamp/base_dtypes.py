@@ -15,11 +15,12 @@ from tfamp.layer_policies import (
     layers_before,
     set_by_hand,
 )
+from tfamp.model_copy import same_layers
 from tfamp.model_structure import is_plain, layers_of
 
 
 class BaseDtypes:
-    """The policies of a model's layers before any level, by name: copies have the same names.
+    """The policies of a model's layers before any level.
 
     Args:
         model: A model from which everything was taken off.
@@ -28,23 +29,23 @@ class BaseDtypes:
     """
 
     def __init__(self, model: Any, kept: Iterable[Any], chosen: set[int]) -> None:
+        self._model = model
         self._default = default_policy(model)
+        self._chosen = chosen
+        self._kept = {id(layer) for layer in kept}
         layers = layers_of(model)
         prepares_data = [layer for layer in layers if is_preprocessing(layer)]
         self._left = {id(layer) for layer in layers_of(*kept, *prepares_data)} | chosen
-        self._kept = {layer.name for layer in kept}
-        self._chosen = {layer.name for layer in layers if id(layer) in chosen}
-        self._by_hand = {layer.name for layer in layers if set_by_hand.get(layer)}
-        self._policies: dict[str, list[Any]] = {}
-        for layer in layers:
-            own = self.own(layer)
-            policy = layer.dtype_policy if own is None else keras.DTypePolicy(own)
-            self._policies.setdefault(layer.name, []).append(policy)
+        self._policies = {id(layer): self._base_policy(layer) for layer in layers}
 
     def own(self, layer: Any) -> str | None:
         """The float32 policy in place of a low one that all layers have; None for the layer's."""
         low = self._default in LOW_PRECISION and is_plain(layer.dtype_policy)
         return "float32" if low and layer.dtype_policy.name == self._default else None
+
+    def _base_policy(self, layer: Any) -> Any:
+        own = self.own(layer)
+        return layer.dtype_policy if own is None else keras.DTypePolicy(own)
 
     def pure(self, dtype: str) -> Callable[[Any], str | None]:
         """Returns the policies of a copy that is all in one dtype, but for what is left alone."""
@@ -57,24 +58,22 @@ class BaseDtypes:
 
     def kept_of(self, made: Any) -> tuple[Any, ...]:
         """The layers of a copy that the user keeps."""
-        return tuple(layer for layer in layers_of(made) if layer.name in self._kept)
+        return tuple(new for old, new in same_layers(self._model, made) if id(old) in self._kept)
 
     def chosen_of(self, made: Any) -> set[int]:
         """Numbers of the layers of a copy whose dtype a user chose."""
-        return {id(layer) for layer in layers_of(made) if layer.name in self._chosen}
+        return {id(new) for old, new in same_layers(self._model, made) if id(old) in self._chosen}
 
     def mark_on(self, made: Any) -> None:
         """Notes on a copy which dtypes were set by hand."""
-        for layer in layers_of(made):
-            if layer.name in self._by_hand:
-                set_by_hand.set(layer, True)
+        for old, new in same_layers(self._model, made):
+            if set_by_hand.get(old):
+                set_by_hand.set(new, True)
 
     def record_on(self, made: Any) -> None:
         """Notes on a copy what its layers are without a level, for the way back."""
         self.mark_on(made)
-        remaining = {name: list(policies) for name, policies in self._policies.items()}
-        for layer in layers_of(made):
-            known = remaining.get(layer.name)
-            if known and not isinstance(layer, keras.layers.InputLayer):
-                given = layer.dtype_policy.name
-                layers_before.set(layer, Before(known.pop(0), layer.autocast, given))
+        for old, new in same_layers(self._model, made):
+            if not isinstance(new, keras.layers.InputLayer):
+                given = new.dtype_policy.name
+                layers_before.set(new, Before(self._policies[id(old)], new.autocast, given))

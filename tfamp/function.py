@@ -323,8 +323,8 @@ class _Rewriter:
     plans: list[RewritePlan] = field(default_factory=list)
 
     def __call__(self, graph_def: Any, fetches: Sequence[str], feeds: Sequence[str]) -> Any:
-        settings = self.settings
-        if settings.dtype is None:
+        settings, dtype = self.settings, self.settings.dtype
+        if dtype is None:
             return graph_def
         if settings.patterns_may_miss:
             settings = dataclasses.replace(
@@ -335,12 +335,12 @@ class _Rewriter:
         calibration, ranges, limits = settings.calibration, None, None
         if calibration is not None and self.measure is not None:
             ranges = self.measure(graph_def, calibration)
-            limits = calibration.limits(settings.dtype)
+            limits = calibration.limits(dtype)
         result = rewrite_graph_def(
             graph_def,
             fetches,
             feeds=feeds,
-            dtype=settings.dtype,
+            dtype=dtype,
             op_lists=settings.op_lists,
             keep_float32=settings.keep_float32,
             force_low=settings.force_low,

@@ -89,6 +89,8 @@ def take_off(model: Any, *, keep_by_hand: bool) -> dict[int, Any]:
         if is_chosen and (keep_by_hand or layers_before.get(layer) is None):
             layer.dtype_policy = now
             chosen[id(layer)] = now
+        else:
+            set_by_hand.discard(layer)
         layers_before.discard(layer)
     for functional, _ in functionals:
         correct_symbolic_dtypes(functional)
@@ -125,9 +127,7 @@ def _take_off(layer: Any, default: str, is_chosen: bool) -> None:
         layer.dtype_policy = "float32"
 
 
-def put_on(
-    model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Iterable[int]
-) -> None:
+def put_on(model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Iterable[int]) -> None:
     """Puts a policy on every layer of a model that nothing keeps from it.
 
     Args:

@@ -19,7 +19,7 @@ from tfamp.layer_policies import default_policy, put_on, take_off
 from tfamp.layer_roles import ManagedLayer, WeakMap, managed_layers
 from tfamp.levels import EffectiveLevel
 from tfamp.model_calls import layer_adopted
-from tfamp.model_copy import copy_model
+from tfamp.model_copy import copy_model, same_layers
 from tfamp.model_state import ModelState
 from tfamp.model_structure import (
     correct_symbolic_dtypes,
@@ -72,9 +72,7 @@ def is_stored_so(model: Any, level: EffectiveLevel, kept: tuple[Any, ...]) -> bo
     )
 
 
-def level_in_place(
-    model: Any, optimizer: Any, level: EffectiveLevel, kept: tuple[Any, ...]
-) -> Any:
+def level_in_place(model: Any, optimizer: Any, level: EffectiveLevel, kept: tuple[Any, ...]) -> Any:
     """Puts a level on a model whose weights are float32.
 
     Args:
@@ -202,23 +200,14 @@ def _stored_low(mixed: Any, level: EffectiveLevel, base: BaseDtypes) -> Any:
         return level.dtype if layer.dtype_policy.name == policy.name else None
 
     made = copy_model(mixed, policy_of)
-    fused = _names_of_fused(mixed)
-    for layer in layers_of(made):
-        if layer.name in fused:
-            managed_layers.set(layer, ManagedLayer(policy, follows_input=True))
-            fused_layers.fuse(layer, level.dtype)
+    for old, new in same_layers(mixed, made):
+        record = managed_layers.get(old)
+        if record is not None and record.follows_input and not record.raised:
+            managed_layers.set(new, ManagedLayer(policy, follows_input=True))
+            fused_layers.fuse(new, level.dtype)
     for functional, _ in functionals_of(made):
         correct_symbolic_dtypes(functional)
     base.record_on(made)
     if not is_graph(made):
         layer_adopted(made, policy)  # its outermost call returns float32
     return made
-
-
-def _names_of_fused(model: Any) -> set[str]:
-    found = set()
-    for layer in layers_of(model):
-        record = managed_layers.get(layer)
-        if record is not None and record.follows_input and not record.raised:
-            found.add(layer.name)
-    return found

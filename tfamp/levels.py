@@ -161,9 +161,7 @@ def _automatic_level(dtype: str | None, machine: Hardware) -> tuple[str, str]:
     return "O1", reason
 
 
-def _dtype(
-    given: str | None, machine: Hardware, reasons: list[str]
-) -> tuple[str, str | None]:
+def _dtype(given: str | None, machine: Hardware, reasons: list[str]) -> tuple[str, str | None]:
     if given is not None:
         return given, None
     policy, reason = hardware.automatic_policy(machine)

@@ -85,6 +85,23 @@ def _arguments(model: Any, config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in general}
 
 
+def same_layers(model: Any, made: Any) -> list[tuple[Any, Any]]:
+    """Returns each layer of a model with the one that its copy has for it.
+
+    Args:
+        model: The model that was copied.
+        made: The copy. What its own code makes has other names; what was appended to it since has
+            no counterpart.
+    """
+    old, new = layers_of(model), layers_of(made)
+    if [type(layer) for layer in old] == [type(layer) for layer in new]:
+        return list(zip(old, new, strict=True))
+    remaining: dict[str, list[Any]] = {}
+    for layer in new:
+        remaining.setdefault(layer.name, []).append(layer)
+    return [(layer, remaining[layer.name].pop(0)) for layer in old if remaining.get(layer.name)]
+
+
 def _with_policies(model: Any, policies: dict[int, str | None]) -> dict[str, Any]:
     """Returns a model's configuration with other policies in it."""
     config = copy.deepcopy(model.get_config())
@@ -97,7 +114,7 @@ def _with_policies(model: Any, policies: dict[int, str | None]) -> dict[str, Any
         entry.pop("compile_config", None)
         if is_graph(layer):
             entry["config"] = _with_policies(layer, policies)
-        elif policies.get(id(layer)) is not None:
+        elif layer is not None and policies.get(id(layer)) is not None:
             _replace_policies(entry["config"], layer.dtype_policy.name, policies[id(layer)])
     return config
 
@@ -132,9 +149,9 @@ def _policy_name(value: Any) -> str | None:
 def _set_late_policies(model: Any, made: Any, policies: dict[int, str | None]) -> None:
     """Sets the policies of layers that a model's own code makes, while they have no variables."""
     for old, new in zip(layers_of(model), layers_of(made), strict=False):
-        wanted = policies[id(old)]
-        if wanted is None or type(old) is not type(new) or not is_plain(new.dtype_policy):
+        if type(old) is not type(new) or not is_plain(new.dtype_policy):
             continue
+        wanted = policies[id(old)] or old.dtype_policy.name
         if new.dtype_policy.name == wanted:
             continue
         if new.weights and not isinstance(new, keras.Model):
@@ -147,7 +164,7 @@ def _set_late_policies(model: Any, made: Any, policies: dict[int, str | None]) -
 
 
 def _build_like(model: Any, made: Any) -> None:
-    if made.built or not model.built:
+    if len(made.weights) == len(model.weights):
         return
     config = model.get_build_config()
     if config is None:
@@ -156,6 +173,7 @@ def _build_like(model: Any, made: Any) -> None:
             "build it with model.build(input_shape)."
         )
     made.build_from_config(config)
+    made.built = True
 
 
 def _copy_weights(model: Any, made: Any, values: Any) -> None:

@@ -86,8 +86,9 @@ def correct_symbolic_dtypes(functional: Any) -> None:
     ]
     with computing_specs_of(functional):
         for _ in range(_MOST_PASSES):
-            # A list, not any(...) of a generator: every node is to be corrected.
-            if not any([_corrected(node) for node in nodes]):
+            # All of them, whatever the first says: every node is to be corrected.
+            changed = [_corrected(node) for node in nodes]
+            if not any(changed):
                 return
 
 

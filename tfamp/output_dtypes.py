@@ -318,10 +318,10 @@ def _retype(layer: Any, record: ManagedLayer, dtype: str) -> None:
             # MultiHeadAttention, for one, returns one output or two.
             if i < len(node.outputs):
                 keras_hooks.set_symbolic_dtype(node.outputs[i], dtype)
-    _retype_followers(layer)
+    retype_followers(layer)
 
 
-def _retype_followers(operation: Any) -> None:
+def retype_followers(operation: Any) -> None:
     """Corrects the symbolic outputs of the ops behind a layer, up to the next layers.
 
     Most layers cast what they get, so theirs stay as they are.
@@ -375,7 +375,7 @@ def _tell_outer(functional: Any) -> None:
         _copy_dtypes(functional.outputs, node.outputs) for node in keras_hooks.inbound_nodes(model)
     ]
     if any(changed):
-        _retype_followers(model)
+        retype_followers(model)
         for outer in graph.output_of.alive():
             _cast_low_outputs(outer)
             _tell_outer(outer)

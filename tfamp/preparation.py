@@ -154,7 +154,7 @@ def prepare(
     given = _optimizer(model, optimizer)
     if wanted.warning is not None:
         warnings.warn(wanted.warning, TfampWarning, stacklevel=2)
-    kept = tuple(select(layers_of(model), wanted.keep_float32, "keep_float32"))
+    kept = tuple(select(layers_of(model)[1:], wanted.keep_float32, "keep_float32"))
     if is_stored_so(model, wanted, kept):
         made = None if given is None else prepared_optimizer(given, wanted)
     elif wanted.low_weights or stores_low(model):
@@ -228,5 +228,3 @@ def _optimizer(model: Any, optimizer: Any) -> Any:
             f"name; got {optimizer!r} of type {type(optimizer).__name__}."
         )
     return optimizer
-
-

@@ -104,9 +104,10 @@ def _start_masters(wrapped: Any, before: Sequence[Any], after: Sequence[Any]) ->
 def _masters(optimizer: Any, variables: Sequence[Any]) -> dict[int, Any]:
     """Returns the master of each variable that has one, by the variable's number."""
     masters = getattr(optimizer, "master_variables", [])
-    low = [each for each in variables if keras.backend.standardize_dtype(each.dtype) in LOW_PRECISION]
-    # Others are the masters of an optimizer that was built for other variables.
-    return {id(a): b for a, b in zip(low, masters, strict=False)} if len(low) == len(masters) else {}
+    low = [v for v in variables if keras.backend.standardize_dtype(v.dtype) in LOW_PRECISION]
+    if len(low) != len(masters):
+        return {}  # those of an optimizer that was built for other variables
+    return {id(variable): master for variable, master in zip(low, masters, strict=True)}
 
 
 def _wanted(optimizer: Any, level: EffectiveLevel) -> tuple[LossScale | None, dict[str, Any]]:
