@@ -89,6 +89,7 @@ LAYERS = (
         "reduced_apply",
         "replica_sum",
         "scale_variables",
+        "symbolic_dtypes",
         "tracing",
         "unscaled_window",
     ),

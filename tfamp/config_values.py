@@ -26,13 +26,7 @@ _DTYPES = {
 # What other systems call the fields: torch's and mmdetection's GradScaler, MindSpore's manager,
 # DeepSpeed's configuration.
 _DYNAMIC_NAMES = {
-    "initial_scale": "initial_scale",
-    "growth_factor": "growth_factor",
-    "backoff_factor": "backoff_factor",
-    "growth_steps": "growth_steps",
-    "hysteresis": "hysteresis",
-    "min_scale": "min_scale",
-    "max_scale": "max_scale",
+    **{name: name for name in DynamicLossScale.__dataclass_fields__},
     "init_scale": "initial_scale",
     "growth_interval": "growth_steps",
     "init_loss_scale": "initial_scale",
@@ -43,8 +37,7 @@ _DYNAMIC_NAMES = {
     "max_loss_scale": "max_scale",
 }
 _FIXED_NAMES = {
-    "scale": "scale",
-    "skip_nonfinite": "skip_nonfinite",
+    **{name: name for name in FixedLossScale.__dataclass_fields__},
     "loss_scale": "scale",
     "drop_overflow_update": "skip_nonfinite",
 }

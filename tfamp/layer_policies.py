@@ -86,9 +86,13 @@ def take_off(model: Any, *, keep_by_hand: bool) -> dict[int, Any]:
         now = layer.dtype_policy
         is_chosen = _is_chosen(layer, default)
         _take_off(layer, default, is_chosen)
-        if is_chosen and (keep_by_hand or layers_before.get(layer) is None):
+        before = layers_before.get(layer)
+        if is_chosen and (keep_by_hand or before is None):
             layer.dtype_policy = now
             chosen[id(layer)] = now
+            if before is not None:
+                set_by_hand.set(layer, True)
+                continue  # for the way back, what it was at first
         else:
             set_by_hand.discard(layer)
         layers_before.discard(layer)

@@ -16,7 +16,7 @@ from tfamp import keras_hooks
 from tfamp.config_values import nearest
 from tfamp.dtypes import FLOAT_DTYPES
 from tfamp.model_calls import computing_specs_of
-from tfamp.output_dtypes import respecify
+from tfamp.symbolic_dtypes import respecify
 
 # Symbolic dtypes are corrected in passes until none changes. A layer called several times may need
 # as many passes; more than this is a layer that changes its mind.

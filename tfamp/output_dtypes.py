@@ -33,6 +33,7 @@ from tfamp.layer_roles import (
     is_built_in,
     managed_layers,
 )
+from tfamp.symbolic_dtypes import copy_dtypes, respecify, spec_now
 
 # Models are built by many threads, and a layer may be part of models of several.
 lock = threading.RLock()
@@ -196,7 +197,7 @@ def _raise(layer: Any, record: ManagedLayer) -> None:
         part.dtype_policy = "float32"
     if not is_built_in(layer):
         # The user's code may hold on to the low dtype: ask it.
-        dtypes = _dtypes_now(layer, nodes[-1])
+        dtypes = _dtypes_now(nodes[-1])
         if dtypes is None:
             _restore_policies(record)
             return
@@ -230,22 +231,14 @@ def _carrying(layer: Any, policy_name: str) -> Iterator[Any]:
         yield from _carrying(sub, policy_name)
 
 
-def _dtypes_now(layer: Any, node: Any) -> list[str] | None:
+def _dtypes_now(node: Any) -> list[str] | None:
     """The dtypes a layer of the user's own would return now, None if it then fails."""
     import tensorflow as tf
 
-    def as_called(value: Any) -> Any:
-        castable = isinstance(value, keras.KerasTensor) and value.dtype in FLOAT_DTYPES
-        if not castable or not layer.autocast:
-            return value
-        return keras.KerasTensor(value.shape, dtype=layer.input_dtype, sparse=value.sparse)
-
-    args, kwargs = keras.tree.map_structure(as_called, (node.arguments.args, node.arguments.kwargs))
     try:
-        spec = layer.compute_output_spec(*args, **kwargs)
+        return [tensor.dtype for tensor in spec_now(node)]
     except (TypeError, ValueError, tf.errors.OpError):
         return None
-    return [tensor.dtype for tensor in keras.tree.flatten(spec)]
 
 
 def _makers(tensors: list[Any]) -> list[Any]:
@@ -340,27 +333,11 @@ def retype_followers(operation: Any) -> None:
                     _cast_and_tell(record)
 
 
-def respecify(node: Any) -> bool:
-    """Corrects what the outputs of one symbolic call say; returns whether they said otherwise."""
-    arguments = node.arguments
-    spec = node.operation.compute_output_spec(*arguments.args, **arguments.kwargs)
-    return _copy_dtypes(keras.tree.flatten(spec), node.outputs)
-
-
 def _cast_and_tell(record: ManagedLayer) -> None:
     """Appends casts to the models that a layer has made low outputs of."""
     for functional in record.output_of.alive():
         _cast_low_outputs(functional)
         _tell_outer(functional)
-
-
-def _copy_dtypes(sources: list[Any], targets: list[Any]) -> bool:
-    changed = False
-    for source, target in zip(sources, targets, strict=True):
-        if source.dtype != target.dtype:
-            keras_hooks.set_symbolic_dtype(target, source.dtype)
-            changed = True
-    return changed
 
 
 def _tell_outer(functional: Any) -> None:
@@ -372,7 +349,7 @@ def _tell_outer(functional: Any) -> None:
     model = functional if owner is None else owner
     # A list, not any(...) of a generator: every call is to be corrected.
     changed = [
-        _copy_dtypes(functional.outputs, node.outputs) for node in keras_hooks.inbound_nodes(model)
+        copy_dtypes(functional.outputs, node.outputs) for node in keras_hooks.inbound_nodes(model)
     ]
     if any(changed):
         retype_followers(model)

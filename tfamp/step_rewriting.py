@@ -8,7 +8,6 @@ run the model silently computes in float32.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,6 +23,11 @@ from tfamp.function import rewrite_step
 from tfamp.fused_tracing import traces_for_a_rewrite
 from tfamp.methods import wrap_method
 from tfamp.model_structure import layers_of
+
+# Nodes of kept layers, and of their gradients, are under this scope. The scopes that Keras gives
+# layers would not do: the second trace of a layer called dense is under dense_1.
+_KEPT_SCOPE = "tfamp_keep_float32"
+_KEPT_NODES = rf"(^|/){_KEPT_SCOPE}(_\d+)?/"
 
 STEPS = ("train_step", "test_step", "predict_step")
 
@@ -50,8 +54,8 @@ class GraphRewrite:
 
 
 def node_patterns(kept: Iterable[Any]) -> tuple[str, ...]:
-    """Returns regular expressions for the graph nodes of layers, by the scopes Keras gives them."""
-    return tuple(dict.fromkeys(f"(^|/){re.escape(layer.name)}/" for layer in kept))
+    """Returns the regular expressions for the nodes of layers that stay float32."""
+    return (_KEPT_NODES,) if list(kept) else ()
 
 
 def rewrite_steps_of(model: Any, how: GraphRewrite, kept: Iterable[Any]) -> None:
@@ -112,7 +116,8 @@ def _under_autocast(dtype: str) -> Callable[..., Any]:
 
 def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if traces_for_a_rewrite():
-        return original(*args, **kwargs)
+        with tf.name_scope(_KEPT_SCOPE):
+            return original(*args, **kwargs)
     with autocast(enabled=False):
         args, kwargs = keras.tree.map_structure(_as_float32, (args, kwargs))
         return original(*args, **kwargs)
