@@ -135,7 +135,9 @@ def test_a_json_file_is_read(tmp_path):
 @pytest.mark.parametrize("table", ["", "[tfamp]\n"])
 def test_a_toml_file_is_read(tmp_path, table):
     path = tmp_path / "precision.toml"
-    path.write_text(f'{table}loss_scale = 512.0\ngrad_clip = {{max_norm = 35, norm_type = "inf"}}\n')
+    path.write_text(
+        f'{table}loss_scale = 512.0\ngrad_clip = {{max_norm = 35, norm_type = "inf"}}\n'
+    )
     config = PrecisionConfig.from_file(str(path))
     assert config.loss_scale == 512.0
     assert config.grad_clip == GradClip(35, norm_type=float("inf"))

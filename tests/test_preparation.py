@@ -6,24 +6,21 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.graph_asserts import op_dtypes
-from helpers.level_models import KINDS, Subclassed, computes, data, leaves, trained
-from helpers.tolerances import tolerance
-from helpers.training import assert_identical, snapshot
 from keras import layers
 
 import tfamp
+from helpers.graph_asserts import op_dtypes
+from helpers.level_models import KINDS, Subclassed, compiled, computes, data, leaves
+from helpers.tolerances import tolerance
+from helpers.training import assert_identical, snapshot
 
 X, Y = data()
 DTYPES = ("float16", "bfloat16")
 
 
 def predict(model):
-    return model.predict(X, verbose=0, batch_size=8)
-
-
-def fit(model):
-    return model.fit(X, Y, batch_size=8, verbose=0, shuffle=False).history["loss"][0]
+    """What an eager call returns; that of `model.predict` is in test_preparation_fit."""
+    return np.asarray(model(X))
 
 
 def assert_near(actual, expected, dtype):
@@ -39,27 +36,26 @@ def step_dtypes(model, name="train_step"):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_o1_rewrites_the_graphs_of_fit_evaluate_and_predict(kind, dtype):
-    model = trained(kind)
+def test_o1_rewrites_the_train_step_and_leaves_the_layers(kind, dtype):
+    model = compiled(kind)
     before = predict(model)
     prepared, optimizer = tfamp.prepare(model, level="O1", dtype=dtype)
     assert prepared is model
     assert {layer.compute_dtype for layer in leaves(model)} == {"float32"}
-    for step in ("train_step", "test_step", "predict_step"):
-        assert dtype in step_dtypes(model, step)["MatMul"]
+    found = step_dtypes(model)
+    assert (dtype in found["MatMul"], dtype in found["Conv2D"]) == (True, True)
+    # Eager calls run under autocast.
     after = predict(model)
     assert after.dtype == "float32"
     np.testing.assert_array_equal(after, tf.cast(tf.cast(after, dtype), "float32"))
     assert_near(after, before, dtype)
     assert (type(optimizer) is tfamp.LossScaleOptimizer) == (dtype == "float16")
-    assert np.isfinite(fit(model))
-    assert int(optimizer.iterations) == 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_o2_sets_layer_policies_and_keeps_norms_outputs_and_weights(kind, dtype):
-    model = trained(kind)
+    model = compiled(kind)
     before, weights = predict(model), [w.numpy() for w in model.weights]
     prepared, optimizer = tfamp.prepare(model, level="O2", dtype=dtype)
     assert prepared is model
@@ -75,16 +71,14 @@ def test_o2_sets_layer_policies_and_keeps_norms_outputs_and_weights(kind, dtype)
         assert model.outputs[0].dtype == "float32"
     assert model.compute_output_spec(keras.KerasTensor((8, 6, 6, 1))).dtype == "float32"
     assert model(X[:8]).dtype == "float32"
-    assert dtype in step_dtypes(model)["MatMul"] | step_dtypes(model).get("Conv2D", set())
     assert_near(predict(model), before, dtype)
-    assert np.isfinite(fit(model))
-    assert (int(optimizer.iterations), model.optimizer) == (4, optimizer)
+    assert model.optimizer is optimizer
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_o3_is_a_new_model_that_is_low_all_through(kind, dtype):
-    model = trained(kind)
+    model = compiled(kind)
     state, before = snapshot(model, model.optimizer), predict(model)
     made, optimizer = tfamp.prepare(model, level="O3", dtype=dtype)
     assert made is not model
@@ -93,8 +87,6 @@ def test_o3_is_a_new_model_that_is_low_all_through(kind, dtype):
     assert made(X[:8]).dtype == dtype
     assert_near(predict(made), before, dtype)
     assert type(optimizer) is keras.optimizers.Adam
-    assert int(optimizer.iterations) == 2
-    fit(made)
     # The given model is left as it was, and so is its optimizer.
     assert_identical(snapshot(model, model.optimizer), state)
     assert {layer.compute_dtype for layer in leaves(model)} == {"float32"}
@@ -103,7 +95,7 @@ def test_o3_is_a_new_model_that_is_low_all_through(kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_master_weights_go_with_low_weights_and_start_from_the_float32_ones(kind):
-    model = trained(kind)
+    model = compiled(kind)
     before, weights = predict(model), [w.numpy() for w in model.trainable_weights]
     made, optimizer = tfamp.prepare(model, level="O2", dtype="float16", master_weights=True)
     assert made is not model
@@ -113,11 +105,10 @@ def test_master_weights_go_with_low_weights_and_start_from_the_float32_ones(kind
     assert kernels == ["float16"]
     assert made(X[:8]).dtype == "float32"
     assert_near(predict(made), before, "float16")
-    low = [old for old, w in zip(weights, made.trainable_weights) if w.dtype == "float16"]
+    pairs = zip(weights, made.trainable_weights, strict=True)
+    low = [old for old, weight in pairs if weight.dtype == "float16"]
     for old, master in zip(low, optimizer.master_variables, strict=True):
         np.testing.assert_array_equal(old, master.numpy())
-    assert int(optimizer.iterations) == 2
-    assert np.isfinite(fit(made))
     back, plain = tfamp.prepare(made, level="O0")
     assert {w.dtype for w in back.weights} == {"float32"}
     assert type(plain) is keras.optimizers.Adam
@@ -129,7 +120,7 @@ def test_master_weights_go_with_low_weights_and_start_from_the_float32_ones(kind
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_o0_leads_back_to_the_very_predictions_of_before(kind, level):
-    model = trained(kind)
+    model = compiled(kind)
     before, optimizer = predict(model), model.optimizer
     layer = leaves(model)[0]
     own = {name: vars(layer).get(name) for name in ("call", "build", "compute_output_spec")}
@@ -142,12 +133,11 @@ def test_o0_leads_back_to_the_very_predictions_of_before(kind, level):
     assert {x.dtype_policy.name for x in model._flatten_layers()} == {"float32"}
     assert {name: vars(layer).get(name) for name in own} == own
     np.testing.assert_array_equal(predict(model), before)
-    assert np.isfinite(fit(model))
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_preparing_twice_is_preparing_once(level):
-    model, optimizer = tfamp.prepare(trained("nested"), level=level, dtype="float16")
+    model, optimizer = tfamp.prepare(compiled("nested"), level=level, dtype="float16")
     again, same = tfamp.prepare(model, optimizer, level=level, dtype="float16")
     assert again is model
     assert same is optimizer
@@ -158,7 +148,7 @@ def test_preparing_twice_is_preparing_once(level):
 
 
 def test_levels_follow_each_other_in_any_order():
-    model = trained("functional")
+    model = compiled("functional")
     before = predict(model)
     for level, dtype in [("O2", "float16"), ("O1", "bfloat16"), ("O2", "bfloat16"), ("O0", None)]:
         same, optimizer = tfamp.prepare(model, level=level, dtype=dtype)
@@ -170,7 +160,7 @@ def test_levels_follow_each_other_in_any_order():
 
 
 def test_pure_models_change_over_too():
-    pure, _ = tfamp.prepare(trained("sequential"), level="O3", dtype="float16")
+    pure, _ = tfamp.prepare(compiled("sequential"), level="O3", dtype="float16")
     mixed, _ = tfamp.prepare(pure, level="O2", dtype="bfloat16")
     assert computes(mixed)["Conv2D"] == ["bfloat16"]
     assert computes(mixed)["BatchNormalization"] == ["float32"]
@@ -185,7 +175,6 @@ def test_a_fresh_model_that_is_not_compiled_gets_its_optimizer_later():
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     assert isinstance(model.optimizer, tfamp.LossScaleOptimizer)
     assert float(model.optimizer.loss_scale) == 512.0
-    assert np.isfinite(fit(model))
     plain = keras.optimizers.SGD()
     model.compile(plain, "mse", auto_scale_loss=False)
     assert model.optimizer is plain
@@ -196,7 +185,6 @@ def test_a_model_without_variables_yet_is_prepared_for_when_it_has_some(level):
     model = Subclassed()
     model, optimizer = tfamp.prepare(model, "sgd", level=level, dtype="bfloat16")
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    assert np.isfinite(fit(model))
     assert "bfloat16" in step_dtypes(model)["MatMul"]
     assert {w.dtype for w in model.weights} == {"float32"}
 
@@ -250,7 +238,8 @@ def test_a_model_read_from_a_file_is_taken_over(tmp_path):
 
 
 def test_o1_leaves_no_trace_in_a_file(tmp_path):
-    model, _ = tfamp.prepare(trained("sequential"), level="O1", dtype="bfloat16")
+    model = KINDS["sequential"]()
+    tfamp.prepare(model, level="O1", dtype="bfloat16")
     model.save(tmp_path / "model.keras")
     tfamp.prepare(model, level="O0")
     read = keras.models.load_model(tmp_path / "model.keras")
@@ -331,12 +320,13 @@ def test_keep_float32_takes_names_patterns_classes_and_layers():
 
 def test_a_kept_container_keeps_all_inside():
     model = KINDS["nested"]()
-    tfamp.prepare(model, level="O2", dtype="float16", keep_float32=keras.Sequential)
+    with pytest.warns(tfamp.NothingToLowerWarning):
+        tfamp.prepare(model, level="O2", dtype="float16", keep_float32=keras.Sequential)
     assert {x.compute_dtype for x in leaves(model.layers[1])} == {"float32"}
 
 
 def test_kept_layers_are_float32_in_the_graphs_of_o1():
-    model = trained("sequential")
+    model = compiled("sequential")
     tfamp.prepare(model, level="O1", dtype="bfloat16", keep_float32=[layers.Dense])
     found = step_dtypes(model)
     assert "bfloat16" in found["Conv2D"]
@@ -348,7 +338,7 @@ def test_kept_layers_are_float32_in_the_graphs_of_o1():
 
 def test_kept_layers_are_stored_in_float32_at_o3():
     made, _ = tfamp.prepare(
-        trained("sequential"), level="O3", dtype="float16", keep_float32=[layers.Conv2D]
+        compiled("sequential"), level="O3", dtype="float16", keep_float32=[layers.Conv2D]
     )
     assert computes(made)["Conv2D"] == ["float32"]
     assert made.layers[0].kernel.dtype == "float32"

@@ -96,15 +96,26 @@ def computes(model: keras.Model) -> dict[str, list[str]]:
     return found
 
 
-def trained(kind: str, optimizer: str = "adam", **compiled) -> keras.Model:
-    """A model that was compiled and trained for two steps, the same at every call."""
+def compiled(kind: str, optimizer: str = "adam", **arguments) -> keras.Model:
+    """A built and compiled model, the same at every call, with statistics as after training."""
     keras.utils.set_random_seed(1)
     model = KINDS[kind]()
+    if not model.built:
+        model(data()[0][:1])
+    for layer in leaves(model):
+        if isinstance(layer, layers.BatchNormalization):
+            layer.moving_mean.assign([0.1, -0.2, 0.3, 0.5])
+            layer.moving_variance.assign([0.5, 1.5, 2.0, 1.0])
     model.compile(
         keras.optimizers.get(optimizer),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-        **{"jit_compile": False, **compiled},
+        **{"metrics": ["accuracy"], "jit_compile": False} | arguments,
     )
+    return model
+
+
+def trained(kind: str, **arguments) -> keras.Model:
+    """A model that was compiled and trained for two steps, the same at every call."""
+    model = compiled(kind, **arguments)
     model.fit(*data(), batch_size=8, verbose=0, shuffle=False)
     return model
