@@ -114,6 +114,32 @@ def rewrite(
     return _make(fn, settings, example_args)
 
 
+def rewrite_step(
+    fn: Any, *, dtype: str, keep_float32: Iterable[str], placement: str
+) -> RewrittenFunction:
+    """Returns a rewritten step of a model's, some of whose layers are to stay float32.
+
+    Args:
+        fn: As for `rewrite`.
+        dtype: As for `rewrite`.
+        keep_float32: As for `rewrite`, but a pattern may mean no node: a step need not run every
+            layer of its model.
+        placement: As for `rewrite`.
+    """
+    settings = RewriteSettings(
+        dtype=dtype,
+        op_lists=None,
+        keep_float32=request.tensor_names("keep_float32", keep_float32),
+        force_low=(),
+        calibration=None,
+        placement=placement,
+        profile=None,
+        on_error="raise",
+        patterns_may_miss=True,
+    )
+    return _make(fn, settings, None)
+
+
 def _low_dtype(dtype: str | None) -> str | None:
     """Returns the dtype to lower to; None where float32 is the fastest this machine has."""
     if dtype is not None:

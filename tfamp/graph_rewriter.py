@@ -23,7 +23,10 @@ _ON_ERROR = ("raise", "keep")
 
 @dataclass(frozen=True)
 class RewriteSettings:
-    """How to rewrite a graph; see `rewrite`."""
+    """How to rewrite a graph; see `rewrite`.
+
+    A pattern that matches no node is an error, unless `patterns_may_miss`.
+    """
 
     dtype: str | None
     op_lists: OpLists | None
@@ -34,6 +37,7 @@ class RewriteSettings:
     profile: MachineProfile | str | None
     on_error: str
     cache_weights: bool = False
+    patterns_may_miss: bool = False
 
     def __post_init__(self) -> None:
         request.check_choice("on_error", self.on_error, _ON_ERROR)
@@ -62,18 +66,24 @@ class GraphRewriter:
 
     def __call__(self, graph_def: Any, fetches: Sequence[str], feeds: Sequence[str]) -> Any:
         """Returns a graph rewritten as the settings say; in float32 where they name no dtype."""
-        settings = self.settings
-        if settings.dtype is None:
+        settings, dtype = self.settings, self.settings.dtype
+        if dtype is None:
             return graph_def
+        if settings.patterns_may_miss:
+            settings = dataclasses.replace(
+                settings,
+                keep_float32=request.matching_patterns(graph_def, settings.keep_float32),
+                force_low=request.matching_patterns(graph_def, settings.force_low),
+            )
         calibration, ranges, limits = settings.calibration, None, None
         if calibration is not None and self.measure is not None:
             ranges = self.measure(graph_def, calibration)
-            limits = calibration.limits(settings.dtype)
+            limits = calibration.limits(dtype)
         result = rewrite_graph_def(
             graph_def,
             fetches,
             feeds=feeds,
-            dtype=settings.dtype,
+            dtype=dtype,
             op_lists=settings.op_lists,
             keep_float32=settings.keep_float32,
             force_low=settings.force_low,
@@ -91,11 +101,7 @@ def rewrite_gradient(
     settings: RewriteSettings, graph_def: Any, fetches: Sequence[str], feeds: Sequence[str]
 ) -> Any:
     """Rewrites what a custom gradient does: often nothing, and no pattern need match a node."""
-    own = dataclasses.replace(
-        settings,
-        keep_float32=request.matching_patterns(graph_def, settings.keep_float32),
-        force_low=request.matching_patterns(graph_def, settings.force_low),
-    )
+    own = dataclasses.replace(settings, patterns_may_miss=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NothingToLowerWarning)
         return GraphRewriter(own)(graph_def, fetches, feeds)

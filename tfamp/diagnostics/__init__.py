@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from tfamp.diagnostics.device import device_report as device_report
     from tfamp.diagnostics.expected_gain import ModelReport as ModelReport
     from tfamp.diagnostics.expected_gain import model_report as model_report
+    from tfamp.diagnostics.monitor import NumericsMonitor as NumericsMonitor
     from tfamp.diagnostics.nonfinite import find_nonfinite as find_nonfinite
     from tfamp.diagnostics.nonfinite_report import NonFiniteReport as NonFiniteReport
     from tfamp.diagnostics.nonfinite_report import ValueRange as ValueRange
     from tfamp.diagnostics.operator_stats import OpCounts as OpCounts
     from tfamp.diagnostics.operator_stats import op_counts as op_counts
-    from tfamp.diagnostics.precision_comparison import compare as compare
-    from tfamp.diagnostics.monitor import NumericsMonitor as NumericsMonitor
     from tfamp.diagnostics.plots import plot_compare as plot_compare
     from tfamp.diagnostics.plots import plot_exponents as plot_exponents
     from tfamp.diagnostics.plots import plot_loss_scale as plot_loss_scale
+    from tfamp.diagnostics.precision_comparison import compare as compare
     from tfamp.diagnostics.report import training_report as training_report
 
 # Public name -> module that defines it.
@@ -34,6 +34,7 @@ _HOMES = {
     "DeviceReport": "tfamp.diagnostics.device",
     "ModelReport": "tfamp.diagnostics.expected_gain",
     "NonFiniteReport": "tfamp.diagnostics.nonfinite_report",
+    "NumericsMonitor": "tfamp.diagnostics.monitor",
     "OpCounts": "tfamp.diagnostics.operator_stats",
     "ValueRange": "tfamp.diagnostics.nonfinite_report",
     "compare": "tfamp.diagnostics.precision_comparison",
@@ -41,8 +42,6 @@ _HOMES = {
     "find_nonfinite": "tfamp.diagnostics.nonfinite",
     "model_report": "tfamp.diagnostics.expected_gain",
     "op_counts": "tfamp.diagnostics.operator_stats",
-    "NumericsMonitor": "tfamp.diagnostics.monitor",
-    "device_report": "tfamp.diagnostics.device",
     "plot_compare": "tfamp.diagnostics.plots",
     "plot_exponents": "tfamp.diagnostics.plots",
     "plot_loss_scale": "tfamp.diagnostics.plots",
