@@ -74,6 +74,7 @@ LAYERS = (
         "autocast_state",
         "machine_cache",
         "conditional_apply",
+        "keras_backend",
         "fused_rules",
         "fused_update",
         "gradients",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tfamp.errors import SavedModelError as SavedModelError
     from tfamp.errors import TfampError as TfampError
     from tfamp.errors import TfampWarning as TfampWarning
+    from tfamp.errors import UnsupportedBackendError as UnsupportedBackendError
     from tfamp.errors import UnsupportedVersionError as UnsupportedVersionError
     from tfamp.function import rewrite as rewrite
     from tfamp.grad_scaler import GradScaler as GradScaler
@@ -49,6 +50,7 @@ _HOMES = {
     "SavedModelError": "tfamp.errors",
     "TfampError": "tfamp.errors",
     "TfampWarning": "tfamp.errors",
+    "UnsupportedBackendError": "tfamp.errors",
     "UnsupportedVersionError": "tfamp.errors",
     "diagnostics": "tfamp.diagnostics",
     "global_policy": "tfamp.policy_state",

@@ -13,6 +13,7 @@ from keras import ops
 from tfamp import gradients as gradient_lib
 from tfamp._tf_private import strategy_needs_merge_call
 from tfamp.fused_update import update_variables
+from tfamp.keras_backend import runs_tensorflow
 
 
 def check_in_replica() -> None:
@@ -21,7 +22,7 @@ def check_in_replica() -> None:
     Raises:
         ValueError: Called outside `strategy.run`, in the strategy's scope.
     """
-    if keras.backend.backend() == "tensorflow" and tf.distribute.in_cross_replica_context():
+    if runs_tensorflow() and tf.distribute.in_cross_replica_context():
         raise ValueError(
             "Gradients must be applied inside strategy.run, once on each replica; this call is "
             "in cross-replica context."
@@ -79,9 +80,11 @@ def apply_if_finite(
     """
 
     def finish(finite: Any, update: Callable[[], None]) -> None:
-        if skips:
+        if not skips:
+            update()
+        elif runs_tensorflow():
             ops.cond(finite, update, lambda: None)
-        else:
+        elif finite:  # JAX traces both branches of a cond: what they assign would be tracers.
             update()
         record(finite)
 
@@ -94,7 +97,7 @@ def apply_if_finite(
         # The replicas agreed on it, so any one's answer will do.
         finish(strategy.experimental_local_results(finite)[0], update)
 
-    if keras.backend.backend() == "tensorflow" and strategy_needs_merge_call():
+    if runs_tensorflow() and strategy_needs_merge_call():
         if scale is not None:
             gradients = gradient_lib.unscale_all(gradients, variables, scale)
         tf.distribute.get_replica_context().merge_call(

@@ -29,6 +29,19 @@ class UnsupportedVersionError(TfampError):
     """
 
 
+class UnsupportedBackendError(TfampError, RuntimeError):
+    """Keras runs on a backend other than TensorFlow, and this part of tfamp cannot work there.
+
+    The message names the part, the backend, and what to use instead. Policies and
+    `LossScaleOptimizer` work on every backend.
+
+    Example:
+        >>> import tfamp
+        >>> issubclass(tfamp.UnsupportedBackendError, (tfamp.TfampError, RuntimeError))
+        True
+    """
+
+
 class TfampWarning(UserWarning):
     """Base class of every warning tfamp gives, so that one filter reaches them all.
 
