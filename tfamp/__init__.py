@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tfamp.errors import NothingToLowerWarning as NothingToLowerWarning
     from tfamp.errors import RewriteError as RewriteError
     from tfamp.errors import SavedModelError as SavedModelError
+    from tfamp.errors import TfampDeprecationWarning as TfampDeprecationWarning
     from tfamp.errors import TfampError as TfampError
     from tfamp.errors import TfampWarning as TfampWarning
     from tfamp.errors import UnsupportedBackendError as UnsupportedBackendError
@@ -48,6 +49,7 @@ _HOMES = {
     "Policy": "tfamp.policy",
     "RewriteError": "tfamp.errors",
     "SavedModelError": "tfamp.errors",
+    "TfampDeprecationWarning": "tfamp.errors",
     "TfampError": "tfamp.errors",
     "TfampWarning": "tfamp.errors",
     "UnsupportedBackendError": "tfamp.errors",

@@ -51,6 +51,15 @@ class TfampWarning(UserWarning):
     """
 
 
+class TfampDeprecationWarning(TfampWarning, DeprecationWarning):
+    """A name or an argument of tfamp has a new name; the message says which, and until when.
+
+    Example:
+        >>> import warnings, tfamp
+        >>> warnings.filterwarnings("error", category=tfamp.TfampDeprecationWarning)
+    """
+
+
 class RewriteError(TfampError):
     """A graph cannot be rewritten; the message names the node, its op and the cause.
 
