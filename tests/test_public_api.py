@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
+import difflib
 import doctest
 import importlib
 import importlib.metadata
 import importlib.resources
 import inspect
 import pkgutil
+import re
 import types
+from pathlib import Path
 
 import pytest
 
 import tfamp
+from helpers.public_api import SNAPSHOT, describe, function_of, own_members, public_values
 
-PUBLIC_MODULES = {
-    "tfamp": tfamp.__all__,
-    "tfamp.mixed_precision": (
-        "LossScaleOptimizer",
-        "Policy",
-        "global_policy",
-        "set_global_policy",
-    ),
+PUBLIC_NAMES = dict(public_values())
+PUBLIC_CLASSES = {name: value for name, value in PUBLIC_NAMES.items() if inspect.isclass(value)}
+PUBLIC_CALLABLES = {
+    name: value for name, value in PUBLIC_NAMES.items() if not isinstance(value, types.ModuleType)
 }
-PUBLIC_NAMES = [
-    (module, name)
-    for module, names in PUBLIC_MODULES.items()
-    for name in names
-    if name != "__version__"
-]
+API_PAGES = Path(__file__).resolve().parents[1] / "docs" / "api"
 ALL_MODULES = [
     "tfamp",
     *(
@@ -39,19 +34,86 @@ ALL_MODULES = [
 ]
 
 
-@pytest.mark.parametrize(("module", "name"), PUBLIC_NAMES)
-def test_every_public_name_resolves_and_is_documented(module, name):
-    value = getattr(importlib.import_module(module), name)
-    assert (inspect.getdoc(value) or "").strip(), f"{module}.{name} has no docstring"
+def _summary(value):
+    return (inspect.getdoc(value) or "").strip()
 
 
-@pytest.mark.parametrize(("module", "name"), PUBLIC_NAMES)
-def test_every_public_class_and_function_shows_an_example(module, name):
-    value = getattr(importlib.import_module(module), name)
-    if isinstance(value, types.ModuleType):
-        pytest.skip("a module's names have examples of their own")
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
+def test_every_public_name_is_documented(name):
+    assert _summary(PUBLIC_NAMES[name]), f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", PUBLIC_CALLABLES)
+def test_every_public_class_and_function_shows_an_example(name):
     # A subclass that shows none would otherwise be taken to show its parent's.
-    assert ">>> " in (value.__doc__ or ""), f"{module}.{name} has no >>> example"
+    assert ">>> " in (PUBLIC_CALLABLES[name].__doc__ or ""), f"{name} has no >>> example"
+
+
+@pytest.mark.parametrize("name", PUBLIC_CLASSES)
+def test_every_public_method_is_documented(name):
+    bare = [
+        member
+        for member, value in own_members(PUBLIC_CLASSES[name])
+        if not member.startswith("_") and not _summary(value)
+    ]
+    assert not bare, f"{name} has methods without a docstring"
+
+
+@pytest.mark.parametrize("name", PUBLIC_CALLABLES)
+def test_every_public_argument_and_result_is_typed(name):
+    value = PUBLIC_CALLABLES[name]
+    if inspect.isclass(value) and issubclass(value, BaseException):
+        return
+    functions = {name: value}
+    if inspect.isclass(value):
+        members = {f"{name}.{member}": each for member, each in own_members(value)}
+        functions |= {member: function_of(each) for member, each in members.items()}
+    for where, function in functions.items():
+        signature = inspect.signature(function)
+        arguments = [each for each in signature.parameters.values() if each.name not in _RECEIVERS]
+        untyped = [each.name for each in arguments if each.annotation is each.empty]
+        assert not untyped, f"{where} has arguments without a type"
+        # What a constructor returns needs no saying.
+        assert inspect.isclass(function) or signature.return_annotation is not signature.empty, (
+            f"{where} does not say what it returns"
+        )
+
+
+_RECEIVERS = ("self", "cls")
+
+
+def test_every_public_class_and_function_is_on_an_api_page():
+    if not API_PAGES.is_dir():
+        pytest.skip("the pages are not beside the tests")
+    pages = "\n".join(page.read_text("utf-8") for page in API_PAGES.glob("*.md"))
+    shown = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
+    homes = {name: _names_of(name, value) for name, value in PUBLIC_CALLABLES.items()}
+    missing = [name for name, names in homes.items() if not names & shown]
+    assert not missing, "give them a ::: line in docs/api/"
+
+
+def _names_of(public, value):
+    return {public, f"{value.__module__}.{value.__qualname__}"}
+
+
+def test_public_names_and_signatures_are_those_of_the_snapshot():
+    found, expected = describe(), SNAPSHOT.read_text("utf-8")
+    difference = difflib.unified_diff(
+        expected.splitlines(), found.splitlines(), "snapshot", "code", lineterm="", n=0
+    )
+    assert found == expected, "\n".join(
+        ["The public API changed. If so intended: python tests/helpers/public_api.py", *difference]
+    )
+
+
+def test_the_snapshot_sees_a_new_name_a_new_argument_and_a_new_default(monkeypatch):
+    before = describe()
+    monkeypatch.setattr(tfamp, "__all__", [*tfamp.__all__, "new"])
+    monkeypatch.setattr(tfamp, "new", lambda x=1: x, raising=False)
+    assert "tfamp.new(x=1)" in describe().splitlines()
+    monkeypatch.setattr(tfamp, "new", lambda x=2, *, y: x, raising=False)
+    assert "tfamp.new(x=2, *, y)" in describe().splitlines()
+    assert set(before.splitlines()) < set(describe().splitlines())
 
 
 @pytest.mark.parametrize("module", ALL_MODULES)
@@ -82,7 +144,7 @@ def test_version_is_the_installed_distributions():
     assert tfamp.__version__ == importlib.metadata.version("tfamp")
 
 
-@pytest.mark.parametrize("name", PUBLIC_MODULES["tfamp.mixed_precision"])
+@pytest.mark.parametrize("name", tfamp.mixed_precision.__all__)
 def test_mixed_precision_names_are_the_top_level_ones(name):
     assert getattr(tfamp.mixed_precision, name) is getattr(tfamp, name)
 

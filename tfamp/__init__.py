@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from tfamp.errors import RewriteError as RewriteError
     from tfamp.errors import SavedModelError as SavedModelError
     from tfamp.errors import SkippedStepsError as SkippedStepsError
+    from tfamp.errors import TfampDeprecationWarning as TfampDeprecationWarning
     from tfamp.errors import TfampError as TfampError
     from tfamp.errors import TfampWarning as TfampWarning
+    from tfamp.errors import UnsupportedBackendError as UnsupportedBackendError
     from tfamp.errors import UnsupportedVersionError as UnsupportedVersionError
     from tfamp.function import rewrite as rewrite
     from tfamp.grad_clip import GradClip as GradClip
@@ -57,8 +59,10 @@ _HOMES = {
     "RewriteError": "tfamp.errors",
     "SavedModelError": "tfamp.errors",
     "SkippedStepsError": "tfamp.errors",
+    "TfampDeprecationWarning": "tfamp.errors",
     "TfampError": "tfamp.errors",
     "TfampWarning": "tfamp.errors",
+    "UnsupportedBackendError": "tfamp.errors",
     "UnsupportedVersionError": "tfamp.errors",
     "autocast": "tfamp.autocast_mode",
     "diagnostics": "tfamp.diagnostics",

@@ -19,6 +19,7 @@ from tfamp.autocast_state import Mode, current_modes
 from tfamp.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.errors import TfampWarning
 from tfamp.graph.op_lists import OpLists
+from tfamp.keras_backend import require_tensorflow
 from tfamp.policy import Policy
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
@@ -105,6 +106,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
     Raises:
         ValueError: `dtype` is no low-precision dtype.
         TypeError: `op_lists` is no `OpLists`, or a flag is no bool.
+        UnsupportedBackendError: Keras runs on JAX or PyTorch, whose ops it cannot cast.
 
     Example:
         >>> import tensorflow as tf, tfamp
@@ -132,6 +134,8 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
                 'tfamp.OpLists.default("float16").with_changes(...).'
             )
         low = _low_dtype(dtype, enabled)
+        if enabled:
+            require_tensorflow("tfamp.autocast")
         self._mode: Mode | None = None
         if enabled and low is not None:
             self._mode = Mode.of(low, op_lists or OpLists.default(low), cache_casts)

@@ -13,6 +13,7 @@ from keras import ops
 from tfamp import gradients as gradient_lib
 from tfamp._tf_private import strategy_needs_merge_call
 from tfamp.fused_update import update_variables
+from tfamp.keras_backend import runs_tensorflow
 from tfamp.master_weights import Mastered, follow_model, write_to_model
 from tfamp.reduced_apply import apply_summed
 
@@ -23,7 +24,7 @@ def check_in_replica() -> None:
     Raises:
         ValueError: Called outside `strategy.run`, in the strategy's scope.
     """
-    if keras.backend.backend() == "tensorflow" and tf.distribute.in_cross_replica_context():
+    if runs_tensorflow() and tf.distribute.in_cross_replica_context():
         raise ValueError(
             "Gradients must be applied inside strategy.run, once on each replica; this call is "
             "in cross-replica context."
@@ -91,9 +92,11 @@ def apply_if_finite(
             update()
             write_to_model(masters)
 
-        if skips:
+        if not skips:
+            update_all()
+        elif runs_tensorflow():
             ops.cond(finite, update_all, lambda: None)
-        else:
+        elif finite:  # JAX traces both branches of a cond: what they assign would be tracers.
             update_all()
         record(finite)
 
@@ -113,7 +116,7 @@ def apply_if_finite(
         # The replicas agreed on it, so any one's answer will do.
         finish(strategy.experimental_local_results(finite)[0], update)
 
-    if keras.backend.backend() == "tensorflow" and strategy_needs_merge_call():
+    if runs_tensorflow() and strategy_needs_merge_call():
         tf.distribute.get_replica_context().merge_call(
             finish_on_all_replicas, args=(finite, gradients, scale)
         )

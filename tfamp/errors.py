@@ -29,12 +29,34 @@ class UnsupportedVersionError(TfampError):
     """
 
 
+class UnsupportedBackendError(TfampError, RuntimeError):
+    """Keras runs on a backend other than TensorFlow, and this part of tfamp cannot work there.
+
+    The message names the part, the backend, and what to use instead. Policies and
+    `LossScaleOptimizer` work on every backend.
+
+    Example:
+        >>> import tfamp
+        >>> issubclass(tfamp.UnsupportedBackendError, (tfamp.TfampError, RuntimeError))
+        True
+    """
+
+
 class TfampWarning(UserWarning):
     """Base class of every warning tfamp gives, so that one filter reaches them all.
 
     Example:
         >>> import warnings, tfamp
         >>> warnings.filterwarnings("ignore", category=tfamp.TfampWarning)
+    """
+
+
+class TfampDeprecationWarning(TfampWarning, DeprecationWarning):
+    """A name or an argument of tfamp has a new name; the message says which, and until when.
+
+    Example:
+        >>> import warnings, tfamp
+        >>> warnings.filterwarnings("error", category=tfamp.TfampDeprecationWarning)
     """
 
 

@@ -26,6 +26,7 @@ from tfamp.graph.op_lists import OpLists
 from tfamp.graph.ranges import Ranges
 from tfamp.graph.structures import RewritePlan
 from tfamp.graph_rewriter import GraphRewriter, RewriteSettings, rewrite_gradient
+from tfamp.keras_backend import require_tensorflow
 from tfamp.policy import Policy
 from tfamp.traced_function import TracedFunction
 from tfamp.weight_cache import WeightCache, cacheable_variables, cached_casts
@@ -86,6 +87,7 @@ def rewrite(
     Raises:
         TypeError, ValueError: An argument is wrong; the message names what is allowed.
         RewriteError: At the first call: the graph cannot be rewritten.
+        UnsupportedBackendError: Keras runs on JAX or PyTorch, which make no TensorFlow graph.
 
     Example:
         >>> import tensorflow as tf, tfamp
@@ -98,6 +100,7 @@ def rewrite(
         >>> [(node.op, node.dtype) for node in layer.plan(tf.ones((1, 4))).nodes[-3:]]
         [('MatMul', 'bfloat16'), ('Relu', 'bfloat16'), ('Identity', 'float32')]
     """
+    require_tensorflow("tfamp.rewrite")
     settings = RewriteSettings(
         dtype=_low_dtype(dtype),
         op_lists=op_lists,

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfamp import gradients as gradient_lib
 from tfamp.conditional_apply import apply_if_finite, check_in_replica, outside_the_graph
+from tfamp.keras_backend import require_tensorflow
 from tfamp.scaler_rounds import Rounds, Stage
 from tfamp.scaler_state import ScalerState
 from tfamp.tracing import as_written
@@ -45,6 +46,7 @@ class GradScaler(ScalerState):
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: A number is out of range.
+        UnsupportedBackendError: Keras runs on JAX or PyTorch.
 
     Example:
         >>> import keras, tensorflow as tf, tfamp
@@ -68,6 +70,7 @@ class GradScaler(ScalerState):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
+        require_tensorflow("tfamp.GradScaler", "tfamp.LossScaleOptimizer")
         super().__init__(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._rounds = Rounds()
 

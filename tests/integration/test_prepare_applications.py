@@ -1,4 +1,4 @@
-"""`prepare` on models of keras.applications: weights kept, predictions near, and back bit by bit."""
+"""`prepare` on models of keras.applications: weights kept, predictions near, back exactly."""
 
 from __future__ import annotations
 

@@ -121,13 +121,13 @@ def device_report() -> DeviceReport:
     import tensorflow as tf
 
     from tfamp.diagnostics.surroundings import cuda_versions, read_environment
+    from tfamp.keras_backend import runs_tensorflow
     from tfamp.machine_profile import find_profile
 
     found = hardware.detect()
     profile = find_profile()
     policy, reason = hardware.automatic_policy(found)
-    backend = keras.backend.backend()
-    problems = () if backend == "tensorflow" else (_wrong_backend(backend),)
+    problems = () if runs_tensorflow() else (_wrong_backend(keras.backend.backend()),)
     return DeviceReport(
         versions={
             "tfamp": tfamp.__version__,
@@ -217,9 +217,11 @@ def _work(tf: Any, dtype: str) -> Callable[[], None]:
 
 
 def _wrong_backend(backend: str) -> str:
+    from tfamp.keras_backend import how_to_change
+
     return (
-        f"Keras runs on the {backend} backend; tfamp needs TensorFlow: set "
-        "KERAS_BACKEND=tensorflow before Python starts."
+        f"Keras runs on the {backend} backend, where policies and LossScaleOptimizer work, and "
+        f"autocast, rewrite and GradScaler do not. {how_to_change()}"
     )
 
 

@@ -7,11 +7,12 @@ integers: positions in the tuples of its `GraphIndex`. Dtypes are names, such as
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tfamp.graph.plan_page import render_page
+from tfamp.graph.plan_text import plan_json, plan_text
 from tfamp.graph.reason import Reason as Reason
 
 T = TypeVar("T")
@@ -281,6 +282,17 @@ class RewritePlan:
         casts: Every Cast to insert.
         scopes: The changes, scope by scope.
         summary: Totals.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from tfamp.graph import rewrite_graph_def
+        >>> spec = tf.TensorSpec((64, 64))
+        >>> graph = tf.function(lambda x: x @ x).get_concrete_function(spec).graph
+        >>> plan = rewrite_graph_def(
+        ...     graph.as_graph_def(), ["Identity:0"], dtype="bfloat16", placement="lists"
+        ... ).plan
+        >>> [(node.op, node.dtype) for node in plan.nodes], len(plan.casts)
+        ([('Placeholder', 'float32'), ('MatMul', 'bfloat16'), ('Identity', 'float32')], 2)
     """
 
     dtype: str
@@ -291,27 +303,11 @@ class RewritePlan:
 
     def to_text(self) -> str:
         """Returns the plan as a table for people: nodes, Casts, totals."""
-        rows = [("node", "op", "dtype", "reason")]
-        rows += [(_place(n.scope, n.name), n.op, n.dtype, n.reason.text) for n in self.nodes]
-        lines = _aligned(rows)
-        if self.casts:
-            casts = [("cast of", "from", "to", "bytes")]
-            casts += [
-                (_place(c.scope, c.tensor), c.source, c.target, _known(c.bytes)) for c in self.casts
-            ]
-            lines += ["", *_aligned(casts)]
-        totals = self.summary
-        lines += [
-            "",
-            f"{totals.low_nodes} of {totals.nodes} float nodes in {self.dtype}; "
-            f"{totals.casts} Casts inserted, {totals.cast_bytes} bytes"
-            f" and {totals.casts_of_unknown_size} of unknown size",
-        ]
-        return "\n".join(lines) + "\n"
+        return plan_text(self)
 
     def to_json(self) -> str:
         """Returns the plan as JSON: an object with dtype, nodes, casts and summary."""
-        return json.dumps(_plan_json(self), indent=1)
+        return json.dumps(plan_json(self), indent=1)
 
     def to_html(self) -> str:
         """Returns the plan as a page to look at: one HTML document that opens without a network.
@@ -332,7 +328,7 @@ class RewritePlan:
             >>> result.plan.to_html().startswith("<!doctype html>")
             True
         """
-        return render_page(_plan_json(self))
+        return render_page(plan_json(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,59 +338,16 @@ class RewriteResult:
     Attributes:
         graph_def: The rewritten graph, a new `tf.compat.v1.GraphDef`.
         plan: Every decision that led to it.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from tfamp.graph import rewrite_graph_def
+        >>> spec = tf.TensorSpec((64, 64))
+        >>> graph = tf.function(lambda x: x @ x).get_concrete_function(spec).graph
+        >>> result = rewrite_graph_def(graph.as_graph_def(), ["Identity:0"], dtype="bfloat16")
+        >>> type(result.graph_def).__name__, result.plan.dtype
+        ('GraphDef', 'bfloat16')
     """
 
     graph_def: Any
     plan: RewritePlan
-
-
-def _plan_json(plan: RewritePlan) -> dict[str, Any]:
-    summary = plan.summary
-    return {
-        "dtype": plan.dtype,
-        "nodes": [_node_json(node) for node in plan.nodes],
-        "casts": [_cast_json(cast) for cast in plan.casts],
-        "summary": {name: getattr(summary, name) for name in RewriteSummary.__slots__},
-    }
-
-
-def _node_json(node: NodePlan) -> dict[str, Any]:
-    return {
-        "scope": node.scope,
-        "name": node.name,
-        "op": node.op,
-        "dtype": node.dtype,
-        "rule": node.reason.rule,
-        "reason": node.reason.text,
-        "cost": node.cost,
-        "inputs": list(node.inputs),
-    }
-
-
-def _cast_json(cast: CastSite) -> dict[str, Any]:
-    return {
-        "scope": cast.scope,
-        "tensor": cast.tensor,
-        "from": cast.source,
-        "to": cast.target,
-        "bytes": cast.bytes,
-        "name": cast.name,
-        "producer": cast.producer,
-        "consumers": [list(consumer) for consumer in cast.consumers],
-    }
-
-
-def _known(count: int | None) -> str:
-    return "unknown" if count is None else str(count)
-
-
-def _place(scope: str, name: str) -> str:
-    return f"{scope}: {name}" if scope else name
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

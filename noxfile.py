@@ -1,0 +1,67 @@
+"""Runs the tests that depend on other people's releases, one environment per row of the matrix.
+
+    nox                         every row
+    nox -s "compat(oldest)"     one row
+    nox -l                      the rows
+
+Each row is an environment of its own under `.nox/`, with tfamp installed as a wheel is. A row whose
+Python is not installed is skipped. docs/compatibility.md says what came out.
+"""
+
+from __future__ import annotations
+
+import nox
+
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_venv = "yes"
+
+# Name -> Python, and what pip is asked for. "oldest" holds the floors of pyproject.toml; a test
+# compares the two, and docs/compatibility.md with this table.
+ROWS = {
+    "oldest": ("3.10", ["tensorflow==2.19.*", "keras==3.12.*", "numpy==1.26.*"]),
+    "middle": ("3.11", ["tensorflow==2.20.*", "keras==3.13.*"]),
+    "keras314": ("3.12", ["tensorflow==2.20.*", "keras==3.14.*"]),
+    "newest": ("3.13", ["tensorflow==2.21.*", "keras==3.15.*"]),
+    "jax": ("3.11", ["tensorflow==2.21.*", "keras==3.15.*", "jax"]),
+    "torch": ("3.11", ["tensorflow==2.21.*", "keras==3.15.*", "torch"]),
+}
+# What a release of Python, TensorFlow, Keras or NumPy can break; the rest is tfamp's own.
+TESTS = [
+    "tests/test_public_api.py",
+    "tests/test_policy.py",
+    "tests/test_policy_state.py",
+    "tests/test_loss_scale.py",
+    "tests/test_optimizer.py",
+    "tests/test_optimizer_saving.py",
+    "tests/test_grad_scaler.py",
+    "tests/test_autocast.py",
+    "tests/test_keras_hooks.py",
+    "tests/test_tf_private.py",
+    "tests/test_tf_functions.py",
+    "tests/test_function.py",
+    "tests/graph/test_op_lists.py",
+    "tests/graph/test_rewrite.py",
+]
+BACKEND_TESTS = ["tests/test_keras_backend.py"]
+
+
+@nox.session
+@nox.parametrize(
+    "python,row", [nox.param(python, name, id=name) for name, (python, _) in ROWS.items()]
+)
+def compat(session: nox.Session, row: str) -> None:
+    """The quick tests on one row; arguments after `--` go to pytest."""
+    _, packages = ROWS[row]
+    # One resolution for all of it: a second pip call could move what the first one chose.
+    session.install(*packages, ".", "pytest>=8.2", "pytest-xdist>=3.6", "hypothesis>=6.100")
+    session.run("python", "-m", "pip", "list", "--format=freeze", silent=False)
+    tests = BACKEND_TESTS if row in ("jax", "torch") else TESTS
+    session.run(
+        "python",
+        "-m",
+        "pytest",
+        "-q",
+        *(session.posargs or ["-n", "2"]),
+        *tests,
+        env={"TF_CPP_MIN_LOG_LEVEL": "3"},
+    )

@@ -1,0 +1,150 @@
+"""Keras on JAX and PyTorch, with TensorFlow installed beside: what works there and what says no."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import tfamp
+from tfamp.keras_backend import require_tensorflow
+
+# One fresh process per backend, as Keras picks its backend when it is imported.
+_PROGRAM = """
+import json
+import keras, numpy as np, tfamp
+
+found = {}
+
+def model():
+    with tfamp.policy_scope("mixed_float16"):
+        return keras.Sequential([
+            keras.Input((8,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1)
+        ])
+
+net = model()
+found["policies"] = [layer.dtype_policy.name for layer in net.layers]
+found["compute"] = keras.backend.standardize_dtype(net.layers[0](np.ones((2, 8))).dtype)
+found["returns"] = keras.backend.standardize_dtype(net(np.ones((2, 8))).dtype)
+
+optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0**10)
+net.compile(optimizer, "mse")
+x, y = np.random.default_rng(0).random((64, 8)).astype("float32"), np.ones((64, 1), "float32")
+losses = net.fit(x, y, batch_size=16, epochs=4, verbose=0, shuffle=False).history["loss"]
+found["falls"] = losses[-1] < 0.5 * losses[0]
+found["steps"] = int(optimizer.iterations)
+before = [np.array(w) for w in net.get_weights()]
+net.fit(np.full((16, 8), np.inf, "float32"), y[:16], batch_size=16, verbose=0)
+found["unchanged"] = all(map(np.array_equal, before, net.get_weights()))
+found["skipped"] = int(optimizer.skipped_steps)
+found["scale"] = float(optimizer.get_scale())
+
+def value(number):
+    return keras.ops.convert_to_tensor(np.float32(number))
+
+def numbers(values):
+    return [float(keras.ops.convert_to_numpy(v)) for v in values]
+
+stateless = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4.0)
+weight = keras.Variable(1.0)
+stateless.build([weight])
+scale_at = [v.path for v in stateless.variables].index(stateless.dynamic_scale.path)
+state = [v.value for v in stateless.variables]
+weights, state = stateless.stateless_apply(state, [value(4.0)], [weight.value])
+found["stateless"] = numbers(weights)
+weights, state = stateless.stateless_apply(state, [value(np.inf)], weights)
+found["stateless_overflow"] = numbers(weights) + [numbers(state)[scale_at]]
+
+custom = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4.0)
+weight = keras.Variable(1.0)
+for gradient in (1.0, np.inf):
+    scaled = custom.get_scaled_loss(value(gradient))
+    custom.apply_gradients(zip(custom.get_unscaled_gradients([scaled]), [weight]))
+found["custom"] = numbers([weight.value, custom.get_scale()])
+
+for name, call in {
+    "autocast": lambda: tfamp.autocast("bfloat16"),
+    "rewrite": lambda: tfamp.rewrite(net, dtype="bfloat16"),
+    "GradScaler": lambda: tfamp.GradScaler(),
+}.items():
+    try:
+        call()
+    except tfamp.UnsupportedBackendError as error:
+        found[name] = str(error)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module", params=["jax", "torch"])
+def backend(request):
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def found(backend):
+    result = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        env={**os.environ, "KERAS_BACKEND": backend},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_layers_compute_low_and_the_output_layer_in_float32(found):
+    assert found["policies"] == ["mixed_float16", "float32"]
+    assert found["compute"] == "float16"
+    assert found["returns"] == "float32"
+
+
+def test_fit_trains_and_skips_a_step_that_is_not_finite(found):
+    assert found["steps"] == 16
+    assert found["falls"]
+    assert found["unchanged"]
+    assert (found["skipped"], found["scale"]) == (1, 2.0**9)
+
+
+def test_stateless_apply_unscales_updates_and_skips(found):
+    assert found["stateless"] == [0.5]
+    assert found["stateless_overflow"] == [0.5, 2.0]
+
+
+def test_a_custom_loop_outside_a_trace_works_as_on_tensorflow(found):
+    assert found["custom"] == [0.5, 2.0]
+
+
+@pytest.mark.parametrize("name", ["autocast", "rewrite", "GradScaler"])
+def test_what_needs_tensorflow_says_so(found, backend, name):
+    assert found[name].startswith(f"tfamp.{name} works on TensorFlow's ops")
+    assert f"Keras runs on the {backend} backend" in found[name]
+    assert "KERAS_BACKEND=tensorflow" in found[name]
+
+
+def test_the_error_names_the_backend_and_the_way_out(monkeypatch):
+    monkeypatch.setattr("keras.backend.backend", lambda: "jax")
+    with pytest.raises(
+        tfamp.UnsupportedBackendError,
+        match=r"a\.b works .* runs on the jax backend\. Set KERAS_BACKEND=tensorflow .* use c, ",
+    ):
+        require_tensorflow("a.b", "c")
+
+
+def test_without_jax_installed_autocast_and_rewrite_still_refuse_its_backend(monkeypatch):
+    monkeypatch.setattr("keras.backend.backend", lambda: "jax")
+    for call in (lambda: tfamp.autocast("bfloat16"), lambda: tfamp.rewrite(abs, dtype="bfloat16")):
+        with pytest.raises(RuntimeError, match="jax backend"):
+            call()
+    with tfamp.autocast(enabled=False):
+        pass
+
+
+def test_on_tensorflow_nothing_is_refused():
+    require_tensorflow("a.b")
