@@ -14,14 +14,14 @@ from rich.table import Table
 from benchmarks.interleaved import Measured, measure
 
 WORKLOADS = ("mlp", "transformer", "resnet50")
-SYSTEMS = (
-    "float32",
-    "Keras policy",
-    "TensorFlow auto_mixed_precision",
-    "tfamp policy",
-    "tfamp.rewrite, lists",
-    "tfamp.rewrite, min_cut",
-)
+SYSTEMS = {
+    "float32": "float32",
+    "keras_policy": "Keras policy",
+    "tensorflow_amp": "TensorFlow auto_mixed_precision",
+    "tfamp_policy": "tfamp policy",
+    "rewrite_lists": "tfamp.rewrite, lists",
+    "rewrite": "tfamp.rewrite, min_cut",
+}
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
             task = progress.add_task(workload, total=args.rounds * len(SYSTEMS))
             found = measure(
                 workload,
-                SYSTEMS,
+                tuple(SYSTEMS),
                 dtype=args.dtype,
                 rounds=args.rounds,
                 small=args.small,
@@ -54,7 +54,7 @@ def table(workload: str, dtype: str, found: dict[str, Measured]) -> Table:
     base = found["float32"].median
     for name, each in found.items():
         result.add_row(
-            name,
+            SYSTEMS[name],
             f"{base / each.median:.2f}",
             f"{1e3 * each.median:.1f}",
             f"{each.first_step:.1f}",

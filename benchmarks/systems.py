@@ -15,7 +15,7 @@ from benchmarks import models
 from benchmarks.workloads import Workload
 
 Step = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
-_GRAPPLER = {
+GRAPPLER = {
     "float16": "auto_mixed_precision",
     "bfloat16": "auto_mixed_precision_onednn_bfloat16",
 }
@@ -31,7 +31,7 @@ def keras_policy(workload: Workload, dtype: str) -> Step:
 
 
 def tensorflow_amp(workload: Workload, dtype: str) -> Step:
-    tf.config.optimizer.set_experimental_options({_GRAPPLER[dtype]: True})
+    tf.config.optimizer.set_experimental_options({GRAPPLER[dtype]: True})
     return _step(workload)
 
 
@@ -40,22 +40,41 @@ def tfamp_policy(workload: Workload, dtype: str) -> Step:
     return _step(workload)
 
 
-def tfamp_lists(workload: Workload, dtype: str) -> Step:
+def rewrite_lists(workload: Workload, dtype: str) -> Step:
     return tfamp.rewrite(_step(workload), dtype=dtype, placement="lists")
 
 
-def tfamp_min_cut(workload: Workload, dtype: str) -> Step:
+def rewrite(workload: Workload, dtype: str) -> Step:
     return tfamp.rewrite(_step(workload), dtype=dtype, placement="min_cut")
 
 
 SYSTEMS = {
     "float32": float32,
-    "Keras policy": keras_policy,
-    "TensorFlow auto_mixed_precision": tensorflow_amp,
-    "tfamp policy": tfamp_policy,
-    "tfamp.rewrite, lists": tfamp_lists,
-    "tfamp.rewrite, min_cut": tfamp_min_cut,
+    "keras_policy": keras_policy,
+    "tensorflow_amp": tensorflow_amp,
+    "tfamp_policy": tfamp_policy,
+    "rewrite_lists": rewrite_lists,
+    "rewrite": rewrite,
 }
+TITLES = {
+    "float32": "float32",
+    "keras_policy": "Keras's policy",
+    "tensorflow_amp": "TensorFlow's auto_mixed_precision",
+    "tfamp_policy": "tfamp policy",
+    "rewrite_lists": "tfamp.rewrite, lists",
+    "rewrite": "tfamp.rewrite, min_cut",
+}
+
+
+def rewriter_options(system: str, dtype: str) -> dict[str, bool]:
+    """The optimizers of TensorFlow's that a system switches on, for a session of its graph."""
+    return {GRAPPLER[dtype]: True} if system == "tensorflow_amp" else {}
+
+
+def concrete(step: Step, workload: Workload) -> object:
+    """The concrete function that a call of a step runs."""
+    get = step.concrete if hasattr(step, "concrete") else step.get_concrete_function
+    return get(workload.x, workload.y)
 
 
 def _step(workload: Workload) -> Step:
