@@ -22,10 +22,14 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from benchmarks.roofline import compute_dtype, work
 from benchmarks.step_graph import Trace, trace
+from benchmarks.systems import BASE, SYSTEMS, grappler_options
+from benchmarks.tables import Table, show, to_markdown
+from benchmarks.workloads import WORKLOADS
 from tfamp.graph.machine import MachineProfile
 
 # Below this a ratio to the roofline tells only what starting an op takes.
 _NOTICEABLE = 1e-5
+_SYSTEMS = tuple(name for name, each in SYSTEMS.items() if not each.torch)
 HEADERS = ("op", "dtype", "count", "ms", "share", "roofline ms", "times roofline")
 KINDS = {
     "matmul": "matrix products",
@@ -136,70 +140,44 @@ def rows(lines: Sequence[Line], total: float, most: int) -> list[tuple[str, ...]
     ]
 
 
-def text_table(cells: Sequence[Sequence[str]]) -> str:
-    """A table for a terminal, its first two columns to the left."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for row in cells:
-        parts = [
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(parts).rstrip())
-    return "\n".join(lines)
-
-
-def markdown_table(cells: Sequence[Sequence[str]]) -> str:
-    """The same in Markdown."""
-    head, *body = ["| " + " | ".join(row) + " |" for row in cells]
-    rule = "|" + "".join("---|" if column < 2 else "---:|" for column in range(len(cells[0])))
-    return "\n".join([head, rule, *body])
-
-
-def report(title: str, found: StepProfile, machine: str, *, most: int, markdown: bool) -> str:
-    """The profile as text or Markdown."""
-    table = markdown_table if markdown else text_table
-    by_kind = [HEADERS, *rows(found.kinds, found.total, len(found.kinds))]
-    by_kind = [(row[0], *row[2:]) for row in by_kind]
-    parts = [
-        f"### {title}" if markdown else title,
+def to_tables(title: str, found: StepProfile, machine: str, most: int) -> list[Table]:
+    """The profile by kind of op, and by op type and dtype."""
+    about = (
         f"A step takes {1e3 * found.step:.1f} ms, traced {1e3 * found.traced:.1f} ms; its ops add "
-        f"up to {1e3 * found.total:.1f} ms. Roofline: {machine}.",
-        table([("kind", *by_kind[0][1:]), *by_kind[1:]]),
-        table([HEADERS, *rows(found.ops, found.total, most)]),
+        f"up to {1e3 * found.total:.1f} ms. Roofline: {machine}."
+    )
+    kinds = tuple((row[0], *row[2:]) for row in rows(found.kinds, found.total, len(found.kinds)))
+    return [
+        Table(f"{title}: kinds of ops", ("kind", *HEADERS[2:]), kinds, notes=(about,)),
+        Table(f"{title}: ops", HEADERS, tuple(rows(found.ops, found.total, most)), left=2),
     ]
-    return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
     args = _arguments()
-    from benchmarks.systems import SYSTEMS, TITLES, concrete, rewriter_options
-    from benchmarks.workloads import WORKLOADS
+    from benchmarks.keras_side import Trainer
     from tfamp.machine_profile import find_profile
 
-    workload = WORKLOADS[args.workload](args.small)
-    step = SYSTEMS[args.system](workload, args.dtype)
-    found = trace(
-        concrete(step, workload),
-        (workload.x, workload.y),
-        runs=args.runs,
-        rewriter_options=rewriter_options(args.system, args.dtype),
-    )
-    machine = find_profile()
-    profile = profile_step(found, machine.profile)
-    dtype = "" if args.system == "float32" else f", {args.dtype}"
-    title = f"{args.workload}, {TITLES[args.system]}{dtype}"
-    print(report(title, profile, machine.source, most=args.rows, markdown=False))
+    workload = WORKLOADS[args.workload]
+    size = workload.sizes["small" if args.small else "full"]
+    trainer = Trainer(args.system, args.dtype)
+    batch = trainer.put(workload.batch(size, 0))
+    trainer.build(workload, size)
+    options = grappler_options(args.system, args.dtype)
+    found = trace(trainer.concrete(batch), batch, runs=args.runs, rewriter_options=options)
+    machine = find_profile().profile
+    dtype = "" if args.system == BASE else f", {args.dtype}"
+    title = f"{args.workload}, {SYSTEMS[args.system].title}{dtype}"
+    shown = to_tables(title, profile_step(found, machine), machine.name, args.rows)
+    show(shown)
     if args.markdown:
-        name = machine.profile.name
-        text = report(title, profile, name, most=args.rows, markdown=True)
-        args.markdown.write_text(text, encoding="utf-8")
+        args.markdown.write_text("\n".join(map(to_markdown, shown)), encoding="utf-8")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--workload", default="transformer", help="see python -m benchmarks --help")
-    parser.add_argument("--system", default="rewrite", help="the same; float32 is one")
+    parser.add_argument("--workload", choices=tuple(WORKLOADS), default="transformer")
+    parser.add_argument("--system", choices=_SYSTEMS, default="rewrite")
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
     parser.add_argument("--runs", type=int, default=10, help="steps to trace; medians are shown")
     parser.add_argument("--rows", type=int, default=25, help="how many op types to list")

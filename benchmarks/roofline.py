@@ -10,11 +10,10 @@ import math
 from dataclasses import dataclass
 
 from benchmarks.step_graph import Node, Tensor
+from benchmarks.widths import WIDTHS, is_float
 from tfamp.graph.flops import FLOP_RULES, FREE_OPS, MOVING_OPS, SPECIAL_OPS
 from tfamp.graph.machine import DTYPES, MachineProfile
 
-_WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "bool": 1}
-_WIDTHS |= {"int8": 1, "uint8": 1, "int16": 2, "resource": 0, "variant": 0, "string": 0}
 # Ops that update a variable in place: how many tensors of the update's size they read and write.
 _UPDATES = {
     "AssignAddVariableOp": 3,
@@ -72,7 +71,7 @@ def compute_dtype(node: Node) -> str:
     if node.op == "Cast" and inputs and outputs:
         return f"{inputs[0]} to {outputs[0]}"
     dtypes = [dtype for dtype in (*inputs, *outputs) if dtype not in ("resource", "variant")]
-    floats = [dtype for dtype in dtypes if "float" in dtype]
+    floats = [dtype for dtype in dtypes if is_float(dtype)]
     return (floats or dtypes or ["none"])[0]
 
 
@@ -87,7 +86,7 @@ def tensor_bytes(node: Node) -> int:
 
 
 def _size(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else math.prod(tensor.shape) * _WIDTHS.get(tensor.dtype, 4)
+    return 0 if tensor is None else math.prod(tensor.shape) * WIDTHS.get(tensor.dtype, 4)
 
 
 def _arithmetic(node: Node) -> tuple[str, float]:
