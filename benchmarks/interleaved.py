@@ -58,10 +58,8 @@ class WorkerProcess:
     def __init__(self, system: str, options: Options) -> None:
         python = options.torch_python if SYSTEMS[system].torch else sys.executable
         paths = (str(_ROOT), os.environ.get("PYTHONPATH", ""))
-        self._open = ExitStack()
-        self._errors = self._open.enter_context(
-            tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
-        )
+        # Open as long as the process is; `close` closes it.
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [python, "-m", "benchmarks.worker", system, options.dtype],
             stdin=subprocess.PIPE,
@@ -95,8 +93,7 @@ class WorkerProcess:
         """Ends the process."""
         self._process.kill()
         self._process.wait()
-        self._open.close()
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
             # What was not taken any more cannot be flushed into it either.
             with suppress(BrokenPipeError):
                 pipe.close()

@@ -66,7 +66,8 @@ def figure(run: Run) -> Any:
     axes.set_ylabel("times as fast as float32")
     axes.margins(y=0.12)
     axes.spines[["top", "right"]].set_visible(False)
-    picture.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    columns = 2 if len(run.workloads) < 4 else 4
+    picture.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     facts = run.machine
     where = facts["GPU"] if facts.get("GPU", "none") != "none" else facts.get("CPU", "")
     axes.set_title(
