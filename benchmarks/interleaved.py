@@ -120,6 +120,9 @@ class Group:
     def __init__(self, systems: Iterable[str], options: Options) -> None:
         self.workers = {name: WorkerProcess(name, options) for name in systems}
         self.failed: dict[str, str] = {}
+
+    def wait(self) -> None:
+        """Waits until all have imported what they need."""
         self._each(tuple(self.workers), WorkerProcess.read)
 
     def close(self) -> None:
@@ -165,6 +168,7 @@ def workers(systems: Iterable[str], options: Options) -> Iterator[Group]:
     with ExitStack() as stack:
         group = Group(systems, options)
         stack.callback(group.close)
+        group.wait()
         yield group
 
 

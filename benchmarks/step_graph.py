@@ -7,6 +7,7 @@ with the values of the function's, so that the function's stay as they are.
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 import time
@@ -182,8 +183,8 @@ def _nodes(steps: Sequence[Any]) -> tuple[Node, ...]:
                 node.seconds.append(0.0)
             node.seconds[-1] += seconds
             node.count += number == 0
-            if stats.output:
-                tensors[name] = _outputs(stats)
+            # A Switch has one of its outputs at a time.
+            tensors[name] = _merged(tensors.get(name, ()), _outputs(stats))
     for name, node in nodes.items():
         definition = definitions[name]
         node.outputs = tensors.get(name, ())
@@ -214,13 +215,20 @@ def _executions(stats: Any) -> list[tuple[str, Any, float]]:
 
 
 def _outputs(stats: Any) -> tuple[Tensor | None, ...]:
-    outputs: list[Tensor | None] = [None] * (1 + max(each.slot for each in stats.output))
+    count = 1 + max((each.slot for each in stats.output), default=-1)
+    outputs: list[Tensor | None] = [None] * count
     for each in stats.output:
         about = each.tensor_description
         if about.dtype and not about.shape.unknown_rank:
             dtype = tf.as_dtype(about.dtype).base_dtype.name
             outputs[each.slot] = Tensor(dtype, tuple(dim.size for dim in about.shape.dim))
     return tuple(outputs)
+
+
+def _merged(
+    known: tuple[Tensor | None, ...], new: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    return tuple(now or before for before, now in itertools.zip_longest(known, new))
 
 
 def _input(name: str, tensors: Mapping[str, tuple[Tensor | None, ...]]) -> Tensor | None:
