@@ -60,11 +60,12 @@ def figure(run: Run) -> Any:
                 va="bottom",
                 fontsize=6.5,
                 rotation=90,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
             )
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(run.workloads)), [each.workload for each in run.workloads])
     axes.set_ylabel("times as fast as float32")
-    axes.margins(y=0.12)
+    axes.margins(x=0.01, y=0.12)
     axes.spines[["top", "right"]].set_visible(False)
     columns = 2 if len(run.workloads) < 4 else 4
     picture.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False)

@@ -60,13 +60,18 @@ def steps(run: WorkloadRun, dtype: str) -> Table:
             )
         )
     about = WORKLOADS[run.workload].about
-    notes = [f"Not measured: {SYSTEMS[name].title}: {why}." for name, why in run.skipped.items()]
+    notes = [_why_not(run, name) for name in run.skipped]
     return Table(
         f"{run.workload}, {dtype}",
         _STEP_HEADERS,
         tuple(rows),
         notes=(f"{_sizes(run.size)}: {about}.", *notes),
     )
+
+
+def _why_not(run: WorkloadRun, system: str) -> str:
+    what = "Not measured completely" if system in run.systems else "Not measured"
+    return f"{what}: {SYSTEMS[system].title}: {run.skipped[system].rstrip('.')}."
 
 
 def losses(run: Run) -> Table:

@@ -17,6 +17,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfamp._tf_private import private_symbol
+
 v1 = tf.compat.v1
 # oneDNN's kernels stand in for ops under names of their own.
 _STAND_IN = re.compile(r"^_Mkl(?:Native)?(?=[A-Z])")
@@ -128,9 +130,8 @@ def _timed(step: Any, values: list[Any]) -> float:
 
 def _copy(concrete: Any, args: Sequence[tf.Tensor]) -> tuple[Any, ...]:
     """The graph of a function with variables of its own, and what sets them."""
-    variables = {id(each.handle): each for each in concrete.graph.variables}
     own = len(concrete.inputs) - len(concrete.captured_inputs)
-    captured = [_captured(each, variables) for each in concrete.captured_inputs]
+    captured = [_captured(each) for each in concrete.captured_inputs]
     graph_def = concrete.graph.as_graph_def()
     graph, feeds, initial, inputs = tf.Graph(), {}, [], {}
     with graph.as_default():
@@ -159,15 +160,19 @@ def _copy(concrete: Any, args: Sequence[tf.Tensor]) -> tuple[Any, ...]:
     return graph, fetches, initial, feeds
 
 
-def _captured(tensor: Any, variables: Mapping[int, Any]) -> tuple[bool, Any]:
+def _captured(tensor: Any) -> tuple[bool, Any]:
+    """Whether a tensor that a function captured is a variable, and its value."""
     if tensor.dtype != tf.resource:
         return False, tensor.numpy()
-    if id(tensor) not in variables:
+    # A function's list of variables leaves out those it only reads by their handle.
+    about = private_symbol(tensor, "_handle_data")
+    if about is None or not about.is_set:
         raise ValueError(
             "The step reads a resource that is no variable, such as a table; such steps cannot be "
             "traced."
         )
-    return True, variables[id(tensor)].numpy()
+    dtype = tf.as_dtype(about.shape_and_type[0].dtype)
+    return True, tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype).numpy()
 
 
 def _nodes(steps: Sequence[Any]) -> tuple[Node, ...]:

@@ -99,7 +99,7 @@ def _lstm() -> Workload:
         "lstm",
         "LSTM layers; the data: the next character of Python's library",
         {
-            "full": {"layers": 2, "width": 512, "tokens": 64, "batch": 64},
+            "full": {"layers": 2, "width": 512, "tokens": 32, "batch": 64},
             "reduced": {"layers": 2, "width": 128, "tokens": 32, "batch": 32},
             "small": {"layers": 1, "width": 32, "tokens": 8, "batch": 8},
         },
