@@ -27,7 +27,7 @@ from benchmarks.results import Run
 from benchmarks.scaling import measure_scaling, sizes
 from benchmarks.systems import BASE, SYSTEMS, torch_version
 from benchmarks.tables import show
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import DEFAULT, WORKLOADS, Workload
 
 _LOSS_STEPS, _SMALL_LOSS_STEPS = 200, 20
 _ROUNDS, _SMALL_ROUNDS = 20, 3
@@ -107,10 +107,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__.partition("\n")[0]
     )
+    names = f"some of {', '.join(WORKLOADS)}; default all but mobilenet_v2"
     add = parser.add_argument
     add("what", nargs="?", choices=("steps", "scaling", "all"), default="steps")
-    add("--workload", nargs="+", choices=tuple(WORKLOADS), default=tuple(WORKLOADS), metavar="W")
-    add("--system", nargs="+", choices=tuple(SYSTEMS), default=tuple(SYSTEMS), metavar="S")
+    add("--workload", nargs="+", choices=tuple(WORKLOADS), default=DEFAULT, metavar="W", help=names)
+    add(
+        "--system",
+        nargs="+",
+        choices=tuple(SYSTEMS),
+        default=tuple(SYSTEMS),
+        metavar="S",
+        help=", ".join(SYSTEMS),
+    )
     add("--dtype", choices=("float16", "bfloat16"), help="default: what this machine has")
     add("--rounds", type=_at_least(1), help=f"steps to time of each; default {_ROUNDS}")
     add(

@@ -19,6 +19,7 @@ Batch = tuple[np.ndarray, np.ndarray]
 CHARACTERS = 128
 CLASSES_OF_CHARACTERS = 10
 INK_LEVELS = 4
+DIGITS = 10
 _TEXT_BYTES = 3_000_000
 _NOISE = 0.5
 

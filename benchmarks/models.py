@@ -56,6 +56,19 @@ def _application(make: Callable[..., keras.Model], size: Sizes) -> keras.Model:
     )
 
 
+def convnext(size: Sizes) -> keras.Model:
+    """Three stages of ConvNeXt's blocks, behind a convolution of patches."""
+    x = inputs = keras.Input((size["pixels"], size["pixels"], 3))
+    for stage in range(3):
+        channels, patch = size["channels"] << stage, 4 if stage == 0 else 2
+        x = layers.Conv2D(channels, patch, patch)(x)
+        for _ in range(size["blocks"]):
+            normed = layers.LayerNormalization()(layers.DepthwiseConv2D(7, padding="same")(x))
+            x = x + layers.Dense(channels)(layers.Dense(4 * channels, activation="gelu")(normed))
+    x = layers.LayerNormalization()(layers.GlobalAveragePooling2D()(x))
+    return keras.Model(inputs, layers.Dense(data.DIGITS)(x))
+
+
 def unet(size: Sizes) -> keras.Model:
     """Convolutions with BatchNormalization down and, transposed, up again; skips between."""
     inputs = keras.Input((size["pixels"], size["pixels"], 1))
@@ -93,6 +106,7 @@ MODELS = {
     "transformer": transformer,
     "resnet50": resnet50,
     "mobilenet_v2": mobilenet_v2,
+    "convnext": convnext,
     "unet": unet,
     "lstm": lstm,
 }

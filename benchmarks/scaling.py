@@ -20,7 +20,7 @@ def sizes(workload: Workload, *, small: bool) -> list[Sizes]:
     start = base if small else workload.smallest
     batches, widths = (BATCHES[:2], WIDTHS[:1]) if small else (BATCHES, WIDTHS)
     return [
-        {**base, "width": width * start["width"], "batch": batch * start["batch"]}
+        {**base, **start, "width": width * start["width"], "batch": batch * start["batch"]}
         for width in widths
         for batch in batches
     ]

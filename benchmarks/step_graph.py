@@ -82,7 +82,7 @@ def trace(
     concrete: Any,
     args: Sequence[tf.Tensor],
     *,
-    runs: int = 1,
+    runs: int = 0,
     rewriter_options: Mapping[str, bool] | None = None,
 ) -> Trace:
     """Runs a step's graph in a session, first as it is, then traced.
@@ -90,7 +90,7 @@ def trace(
     Args:
         concrete: The concrete function of a step.
         args: The tensors it is called with.
-        runs: How many steps to take of each kind.
+        runs: How many steps to time of each kind; with 0 one is traced, for what runs in it.
         rewriter_options: Names of TensorFlow's graph optimizers to switch on, such as
             "auto_mixed_precision"; the others are as TensorFlow has them.
 
@@ -107,19 +107,20 @@ def trace(
             session.run(op, {value: numbers})
         step = session.make_callable(fetches, list(feeds))
         values = list(feeds.values())
-        for _ in range(2):
+        for _ in range(2 if runs else 0):
             step(*values)
         walls = tuple(_timed(step, values) for _ in range(runs))
         options = v1.RunOptions(trace_level=v1.RunOptions.FULL_TRACE, output_partition_graphs=True)
         steps, traced_walls = [], []
-        for _ in range(runs + 1):
+        # The first run that is traced makes new executors: it tells what ran, not for how long.
+        for _ in range(1 + runs):
             found = v1.RunMetadata()
             start = time.perf_counter()
             session.run(fetches, dict(feeds), options=options, run_metadata=found)
             traced_walls.append(time.perf_counter() - start)
             steps.append(found)
-    # The first run with other options makes new executors.
-    return Trace(_nodes(steps[1:]), walls, tuple(traced_walls[1:]))
+    first = 1 if runs else 0
+    return Trace(_nodes(steps[first:]), walls, tuple(traced_walls[first:]))
 
 
 def _timed(step: Any, values: list[Any]) -> float:
