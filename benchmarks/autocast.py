@@ -176,20 +176,21 @@ def print_steps(rounds: int, *, small: bool) -> None:
 def training_steps(*, small: bool) -> dict[str, Callable[[], None]]:
     """Name -> one step, which returns when it is done."""
     import keras
+    import tensorflow as tf
 
     import tfamp
     from benchmarks import models
+    from benchmarks.workloads import WORKLOADS
 
-    size = {"layers": 2, "width": 128, "heads": 4, "tokens": 32, "vocabulary": 500}
-    shape = size if small else {}
-    batch = {key: shape[key] for key in ("tokens", "vocabulary") if key in shape}
-    x, y = models.token_batch(batch=8 if small else 16, **batch)
+    workload = WORKLOADS["transformer"]
+    size = workload.sizes["small" if small else "full"]
+    x, y = map(tf.constant, workload.batch(size, 0))
 
     def make(policy: str) -> Callable[[], None]:
         keras.utils.set_random_seed(0)
         keras.config.set_dtype_policy(policy)
         try:
-            model = models.transformer(**shape)
+            model = models.transformer(size)
         finally:
             keras.config.set_dtype_policy("float32")
         step = models.train_step(model, keras.optimizers.SGD(0.01, momentum=0.9))

@@ -3,86 +3,237 @@
 from __future__ import annotations
 
 import json
-import statistics
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import Measured, WorkloadRun
+from benchmarks.systems import BASE, SYSTEMS, why_not
+from benchmarks.worker import WARM_UP_STEPS
+from benchmarks.workloads import Workload
+
+_ROOT = Path(__file__).parents[1]
+Progress = Callable[[str], None]
 
 
-@dataclass
-class Measured:
-    """What was measured of a system on a workload.
+@dataclass(frozen=True)
+class Options:
+    """How to measure.
 
     Attributes:
-        first_step: Seconds of the first step, tracing included.
-        seconds: Seconds of each step after the warm-up.
-        losses: Loss of each of these.
-        peak_kib: Largest resident size of the process, in KiB.
+        dtype: The low dtype.
+        rounds: How many steps of each system are timed.
+        size: Which size of the workloads is timed.
+        loss_steps: How many steps the losses are looked at after; 0 leaves them out.
+        loss_size: Which size these are of.
+        torch_python: The interpreter that has PyTorch.
     """
 
-    first_step: float
-    seconds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    peak_kib: int = 0
+    dtype: str
+    rounds: int
+    size: str = "full"
+    loss_steps: int = 0
+    loss_size: str = "reduced"
+    torch_python: str = sys.executable
 
-    @property
-    def median(self) -> float:
-        """Median of the step times, in seconds."""
-        return statistics.median(self.seconds)
+
+class WorkerError(RuntimeError):
+    """A worker ended before it answered; the message is the last thing it wrote."""
+
+
+class WorkerProcess:
+    """A process that runs `benchmarks.worker`.
+
+    Args:
+        system: The system it trains with.
+        options: How.
+    """
+
+    def __init__(self, system: str, options: Options) -> None:
+        python = options.torch_python if SYSTEMS[system].torch else sys.executable
+        paths = (str(_ROOT), os.environ.get("PYTHONPATH", ""))
+        # Open as long as the process is; `close` closes it.
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [python, "-m", "benchmarks.worker", system, options.dtype],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        )
+
+    def send(self, do: str, **arguments: Any) -> None:
+        """Asks for something; `read` gives the answer."""
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise WorkerError(self._last_words()) from error
+
+    def read(self) -> dict[str, Any]:
+        """Waits for the next answer."""
+        line = self._process.stdout.readline()
+        if not line:
+            raise WorkerError(self._last_words())
+        return json.loads(line)
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Asks for something and waits for it."""
+        self.send(do, **arguments)
+        return self.read()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            # What was not taken any more cannot be flushed into it either.
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+    def _last_words(self) -> str:
+        self._process.wait()
+        self._errors.seek(0)
+        lines = [line.strip() for line in self._errors.read().splitlines() if line.strip()]
+        return lines[-1] if lines else f"it ended with code {self._process.returncode}"
+
+
+class Group:
+    """The workers of several systems; one that fails is closed and its reason kept.
+
+    Args:
+        systems: Their names.
+        options: How they train.
+
+    Attributes:
+        workers: Those that are left, by system.
+        failed: Why the others ended.
+    """
+
+    def __init__(self, systems: Iterable[str], options: Options) -> None:
+        self.workers = {name: WorkerProcess(name, options) for name in systems}
+        self.failed: dict[str, str] = {}
+
+    def wait(self) -> None:
+        """Waits until all have imported what they need."""
+        self._each(tuple(self.workers), WorkerProcess.read)
+
+    def close(self) -> None:
+        """Ends all."""
+        for worker in self.workers.values():
+            worker.close()
+
+    def in_turn(self, do: str, *, first: int = 0, **arguments: Any) -> Iterator[tuple[str, Any]]:
+        """Asks one after the other, beginning with the one at `first`; names and answers."""
+        names = tuple(self.workers)
+        first %= max(1, len(names))
+        yield from self._each(
+            names[first:] + names[:first], lambda worker: worker.ask(do, **arguments)
+        ).items()
+
+    def together(self, do: str, **arguments: Any) -> Iterator[tuple[str, Any]]:
+        """Asks as many at once as there are cores: for what is not timed."""
+        names, at_once = tuple(self.workers), os.cpu_count() or 1
+        for start in range(0, len(names), at_once):
+            chunk = names[start : start + at_once]
+            self._each(chunk, lambda worker: worker.send(do, **arguments))
+            left = [name for name in chunk if name in self.workers]
+            yield from self._each(left, WorkerProcess.read).items()
+
+    def _each(self, names: Sequence[str], action: Callable[[WorkerProcess], Any]) -> dict[str, Any]:
+        answers = {}
+        for name in names:
+            try:
+                answers[name] = action(self.workers[name])
+            except WorkerError as error:
+                if name == BASE:
+                    raise WorkerError(
+                        f"{BASE}, which all are compared with, failed: {error}"
+                    ) from error
+                self.failed[name] = f"failed: {error}"
+                self.workers.pop(name).close()
+        return answers
+
+
+@contextmanager
+def workers(systems: Iterable[str], options: Options) -> Iterator[Group]:
+    """A group that is closed in the end."""
+    with ExitStack() as stack:
+        group = Group(systems, options)
+        stack.callback(group.close)
+        group.wait()
+        yield group
 
 
 def measure(
-    workload: str,
-    systems: Sequence[str],
-    *,
-    dtype: str,
-    rounds: int,
-    small: bool,
-    progress: Callable[[], None] = lambda: None,
-) -> dict[str, Measured]:
-    """Takes `rounds` steps of each system, by turns."""
-    with ExitStack() as stack:
-        workers = {
-            name: stack.enter_context(_Worker(name, workload, dtype, small)) for name in systems
-        }
-        found = {name: Measured(worker.read()["first_step"]) for name, worker in workers.items()}
-        for _ in range(rounds):
-            for name, worker in workers.items():
-                result = worker.step()
-                found[name].seconds.append(result["seconds"])
-                found[name].losses.append(result["loss"])
-                found[name].peak_kib = result["peak_kib"]
-                progress()
-    return found
+    workload: Workload, systems: Sequence[str], options: Options, progress: Progress
+) -> WorkloadRun:
+    """Measures all systems on a workload.
+
+    Args:
+        workload: The workload.
+        systems: Names of systems, float32 among them.
+        options: How to measure.
+        progress: Is told what is done, in a few words, at each of `stages` stages.
+
+    Returns:
+        What was found; what cannot run here is in `skipped`, with the reason.
+    """
+    skipped = {
+        name: reason
+        for name in systems
+        if (reason := why_not(name, workload.name, options.torch_python))
+    }
+    run = WorkloadRun(workload.name, dict(workload.sizes[options.size]), skipped=skipped)
+    with workers([name for name in systems if name not in skipped], options) as group:
+        _first_calls(group, run, progress)
+        _rounds(group, run.systems, options.rounds, progress)
+        progress("Casts")
+        for name, found in group.together("casts"):
+            run.systems[name].casts, run.systems[name].cast_bytes = found["casts"], found["bytes"]
+        if options.loss_steps:
+            run.loss_size = dict(workload.sizes[options.loss_size])
+            progress(f"losses of {options.loss_steps} steps")
+            _losses(group, run, options.loss_steps)
+    run.skipped |= group.failed
+    # What fails after the rounds, such as counting Casts, takes nothing from the times.
+    run.systems = {
+        name: each for name, each in run.systems.items() if len(each.seconds) == options.rounds
+    }
+    return run
 
 
-class _Worker:
-    def __init__(self, system: str, workload: str, dtype: str, small: bool) -> None:
-        command = [sys.executable, "-m", "benchmarks.worker", system, workload, dtype]
-        self._process = subprocess.Popen(
-            command + ["--small"] * small,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+def stages(options: Options) -> int:
+    """How often `measure` tells its progress."""
+    return 1 + options.rounds + 1 + bool(options.loss_steps)
 
-    def __enter__(self) -> _Worker:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
+def _first_calls(group: Group, run: WorkloadRun, progress: Progress) -> None:
+    progress("first calls")
+    for name, found in group.in_turn("start", workload=run.workload, size=run.size):
+        parts = {key: found[key] for key in ("build", "first_call", "rewrite")}
+        run.systems[name] = Measured(**parts)
 
-    def step(self) -> dict[str, float]:
-        self._process.stdin.write("step\n")
-        self._process.stdin.flush()
-        return self.read()
 
-    def read(self) -> dict[str, float]:
-        while line := self._process.stdout.readline():
-            if line.startswith("{"):
-                return json.loads(line)
-        raise RuntimeError(f"{self._process.args} ended early; run it by hand to see why.")
+def _rounds(group: Group, systems: Mapping[str, Measured], rounds: int, progress: Progress) -> None:
+    for number in range(rounds):
+        progress(f"round {number + 1}")
+        # Whoever follows the slowest finds the caches as that leaves them: each does in its turn.
+        for name, found in group.in_turn("step", first=number):
+            systems[name].seconds.append(found["seconds"])
+            systems[name].memory = max(systems[name].memory, found["memory"])
+
+
+def _losses(group: Group, run: WorkloadRun, count: int) -> None:
+    for name, found in group.together("start", workload=run.workload, size=run.loss_size):
+        run.systems[name].losses = found["losses"][:count]
+    if count > WARM_UP_STEPS:
+        for name, found in group.together("steps", count=count - WARM_UP_STEPS):
+            run.systems[name].losses += found["losses"]

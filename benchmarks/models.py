@@ -1,44 +1,124 @@
-"""The models the benchmarks train, and their training steps."""
+"""The Keras models of the benchmarks, made under the policy of the moment, and a training step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
+from keras import layers
+
+from benchmarks import data
+from benchmarks.workloads import Sizes
+
+IMAGE_CLASSES = 1000
 
 
-def transformer(
-    layers: int = 4, width: int = 512, heads: int = 8, tokens: int = 128, vocabulary: int = 8000
-) -> keras.Model:
+def mlp(size: Sizes) -> keras.Model:
+    """Dense layers of one width."""
+    hidden = [layers.Dense(size["width"], activation="relu") for _ in range(size["layers"])]
+    output = layers.Dense(data.CLASSES_OF_CHARACTERS)
+    return keras.Sequential([keras.Input((size["width"],)), *hidden, output])
+
+
+def transformer(size: Sizes) -> keras.Model:
     """A language model: pre-norm blocks of causal attention and a feed-forward part."""
-    inputs = keras.Input((tokens,), dtype="int32")
-    x = keras.layers.Embedding(vocabulary, width)(inputs)
-    for _ in range(layers):
-        attention = keras.layers.MultiHeadAttention(heads, width // heads)
-        normed = keras.layers.LayerNormalization()(x)
+    width, heads = size["width"], size["heads"]
+    inputs = keras.Input((size["tokens"],), dtype="int32")
+    x = layers.Embedding(size["vocabulary"], width)(inputs)
+    for _ in range(size["layers"]):
+        attention = layers.MultiHeadAttention(heads, width // heads)
+        normed = layers.LayerNormalization()(x)
         x = x + attention(normed, normed, use_causal_mask=True)
-        hidden = keras.layers.Dense(4 * width, activation="relu")(
-            keras.layers.LayerNormalization()(x)
-        )
-        x = x + keras.layers.Dense(width)(hidden)
-    outputs = keras.layers.Dense(vocabulary)(keras.layers.LayerNormalization()(x))
+        hidden = layers.Dense(4 * width, activation="relu")(layers.LayerNormalization()(x))
+        x = x + layers.Dense(width)(hidden)
+    outputs = layers.Dense(size["vocabulary"])(layers.LayerNormalization()(x))
     return keras.Model(inputs, outputs)
 
 
-def token_batch(
-    batch: int = 16, tokens: int = 128, vocabulary: int = 8000
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Random tokens and the tokens after them."""
-    drawn = np.random.default_rng(0).integers(0, vocabulary, (batch, tokens + 1))
-    return tf.constant(drawn[:, :-1], tf.int32), tf.constant(drawn[:, 1:], tf.int32)
+def resnet50(size: Sizes) -> keras.Model:
+    """That of keras.applications, with all its classes."""
+    return _application(keras.applications.ResNet50, size)
+
+
+def mobilenet_v2(size: Sizes) -> keras.Model:
+    """That of keras.applications: depthwise convolutions."""
+    return _application(keras.applications.MobileNetV2, size)
+
+
+def _application(make: Callable[..., keras.Model], size: Sizes) -> keras.Model:
+    return make(
+        weights=None,
+        input_shape=(size["pixels"], size["pixels"], 3),
+        classes=IMAGE_CLASSES,
+        classifier_activation=None,
+    )
+
+
+def convnext(size: Sizes) -> keras.Model:
+    """Three stages of ConvNeXt's blocks, behind a convolution of patches."""
+    x = inputs = keras.Input((size["pixels"], size["pixels"], 3))
+    for stage in range(3):
+        channels, patch = size["channels"] << stage, 4 if stage == 0 else 2
+        x = layers.Conv2D(channels, patch, patch)(x)
+        for _ in range(size["blocks"]):
+            normed = layers.LayerNormalization()(layers.DepthwiseConv2D(7, padding="same")(x))
+            x = x + layers.Dense(channels)(layers.Dense(4 * channels, activation="gelu")(normed))
+    x = layers.LayerNormalization()(layers.GlobalAveragePooling2D()(x))
+    return keras.Model(inputs, layers.Dense(data.DIGITS)(x))
+
+
+def unet(size: Sizes) -> keras.Model:
+    """Convolutions with BatchNormalization down and, transposed, up again; skips between."""
+    inputs = keras.Input((size["pixels"], size["pixels"], 1))
+    x, skips = inputs, []
+    for level in range(size["levels"]):
+        if level:
+            x = layers.MaxPooling2D()(x)
+        x = _two_convolutions(x, size["channels"] << level)
+        skips.append(x)
+    for level in reversed(range(size["levels"] - 1)):
+        x = layers.Conv2DTranspose(size["channels"] << level, 2, 2, padding="same")(x)
+        x = layers.Concatenate()([x, skips[level]])
+        x = _two_convolutions(x, size["channels"] << level)
+    return keras.Model(inputs, layers.Conv2D(data.INK_LEVELS, 1)(x))
+
+
+def _two_convolutions(x: Any, channels: int) -> Any:
+    for _ in range(2):
+        x = layers.Conv2D(channels, 3, padding="same", use_bias=False)(x)
+        x = layers.ReLU()(layers.BatchNormalization()(x))
+    return x
+
+
+def lstm(size: Sizes) -> keras.Model:
+    """A language model of characters."""
+    inputs = keras.Input((size["tokens"],), dtype="int32")
+    x = layers.Embedding(data.CHARACTERS, size["width"])(inputs)
+    for _ in range(size["layers"]):
+        x = layers.LSTM(size["width"], return_sequences=True)(x)
+    return keras.Model(inputs, layers.Dense(data.CHARACTERS)(x))
+
+
+MODELS = {
+    "mlp": mlp,
+    "transformer": transformer,
+    "resnet50": resnet50,
+    "mobilenet_v2": mobilenet_v2,
+    "convnext": convnext,
+    "unet": unet,
+    "lstm": lstm,
+}
 
 
 def train_step(
     model: keras.Model, optimizer: keras.optimizers.Optimizer
 ) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
-    """One traced step: forward, backward, update; returns the loss."""
+    """One traced step: forward, backward, update; returns the loss.
+
+    The loss is scaled where the optimizer does that, else `scale_loss` returns it as it is.
+    """
     loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     variables = [v.value for v in model.trainable_variables]
 
@@ -46,7 +126,8 @@ def train_step(
     def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             loss = loss_fn(y, model(x, training=True))
-        gradients = tape.gradient(loss, variables)
+            scaled = optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 

@@ -1,64 +1,90 @@
-"""The systems the benchmarks compare: each makes one training step of a workload.
+"""The systems that the benchmarks compare, as values. No framework is imported.
 
-A system belongs in a process of its own: TensorFlow's graph rewrite is switched on per process.
+What they do is in `benchmarks.keras_side` and `benchmarks.torch_side`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import keras
-import tensorflow as tf
+BASE = "float32"
+TORCH_WORKLOADS = ("mlp", "transformer", "resnet50")
 
-import tfamp
-from benchmarks import models
-from benchmarks.workloads import Workload
 
-Step = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
-_GRAPPLER = {
+@dataclass(frozen=True)
+class System:
+    """A way to train.
+
+    Attributes:
+        name: What it is called on the command line and in JSON.
+        title: What it is called in tables.
+        base: The system in float32 that its loss is compared with.
+        torch: Whether it is PyTorch's.
+    """
+
+    name: str
+    title: str
+    base: str = BASE
+    torch: bool = False
+
+
+_ALL = (
+    System("float32", "float32"),
+    System("keras_policy", "Keras's policy"),
+    System("tensorflow_amp", "TensorFlow's auto_mixed_precision"),
+    System("tfamp_policy", "tfamp policy"),
+    System("rewrite_lists", "tfamp.rewrite, lists"),
+    System("rewrite", "tfamp.rewrite, min_cut"),
+    System("torch_float32", "PyTorch, float32", "torch_float32", torch=True),
+    System("torch_autocast", "PyTorch, autocast", "torch_float32", torch=True),
+)
+SYSTEMS = {each.name: each for each in _ALL}
+# TensorFlow's own optimizer of graphs, by dtype.
+GRAPPLER = {
     "float16": "auto_mixed_precision",
     "bfloat16": "auto_mixed_precision_onednn_bfloat16",
 }
 
 
-def float32(workload: Workload, dtype: str) -> Step:
-    return _step(workload)
+def grappler_options(system: str, dtype: str) -> dict[str, bool]:
+    """The optimizers of TensorFlow's that a system switches on."""
+    return {GRAPPLER[dtype]: True} if system == "tensorflow_amp" else {}
 
 
-def keras_policy(workload: Workload, dtype: str) -> Step:
-    keras.config.set_dtype_policy(f"mixed_{dtype}")
-    return _step(workload)
+def why_not(system: str, workload: str, torch_python: str) -> str | None:
+    """Why a system cannot train a workload here; None if it can."""
+    if not SYSTEMS[system].torch:
+        return None
+    if workload not in TORCH_WORKLOADS:
+        return f"the benchmarks have no PyTorch model of {workload}"
+    if torch_version(torch_python) is None:
+        return f"PyTorch is not installed ({_program(torch_python)}); see --torch-python"
+    return None
 
 
-def tensorflow_amp(workload: Workload, dtype: str) -> Step:
-    tf.config.optimizer.set_experimental_options({_GRAPPLER[dtype]: True})
-    return _step(workload)
+_versions: dict[str, str | None] = {}
 
 
-def tfamp_policy(workload: Workload, dtype: str) -> Step:
-    tfamp.set_global_policy(f"mixed_{dtype}")
-    return _step(workload)
+def torch_version(python: str) -> str | None:
+    """The version of PyTorch that a Python interpreter has, or None."""
+    if python not in _versions:
+        if python == sys.executable and importlib.util.find_spec("torch") is None:
+            _versions[python] = None
+        else:
+            code = "import json, torch; print(json.dumps(torch.__version__))"
+            _versions[python] = _json_of([python, "-c", code])
+    return _versions[python]
 
 
-def tfamp_lists(workload: Workload, dtype: str) -> Step:
-    return tfamp.rewrite(_step(workload), dtype=dtype, placement="lists")
+def _json_of(command: Sequence[str]) -> str | None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 
-def tfamp_min_cut(workload: Workload, dtype: str) -> Step:
-    return tfamp.rewrite(_step(workload), dtype=dtype, placement="min_cut")
-
-
-SYSTEMS = {
-    "float32": float32,
-    "Keras policy": keras_policy,
-    "TensorFlow auto_mixed_precision": tensorflow_amp,
-    "tfamp policy": tfamp_policy,
-    "tfamp.rewrite, lists": tfamp_lists,
-    "tfamp.rewrite, min_cut": tfamp_min_cut,
-}
-
-
-def _step(workload: Workload) -> Step:
-    keras.utils.set_random_seed(0)
-    optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
-    return models.train_step(workload.build(), optimizer)
+def _program(python: str) -> str:
+    return "in this environment" if python == sys.executable else f"for {python}"

@@ -1,53 +1,105 @@
-"""One system on one workload in this process: takes a step for each line it is sent.
+"""One system in this process: does what each line on stdin asks, and answers with a line of JSON.
 
-    python -m benchmarks.worker SYSTEM WORKLOAD DTYPE [--small]
+    python -m benchmarks.worker SYSTEM DTYPE
 
-Answers each line on stdin with a line of JSON. The first answer, to no line, is what it took to
-get ready.
+The first answer, to no line, says that everything is imported. A request is a JSON object with the
+name of what to do under "do" and its arguments beside it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import resource
 import sys
 import time
+from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+from benchmarks import memory
+from benchmarks.systems import SYSTEMS
+from benchmarks.workloads import WORKLOADS
+
 WARM_UP_STEPS = 2
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("system")
-    parser.add_argument("workload")
-    parser.add_argument("dtype")
-    parser.add_argument("--small", action="store_true")
-    args = parser.parse_args()
+class Worker:
+    """Answers requests."""
 
-    from benchmarks.systems import SYSTEMS
-    from benchmarks.workloads import WORKLOADS
+    def __init__(self, system: str, dtype: str) -> None:
+        if SYSTEMS[system].torch:
+            from benchmarks import torch_side as side
+        else:
+            from benchmarks import keras_side as side
+        self._side = side
+        self._trainer = side.Trainer(system, dtype)
+        self._steps = 0
 
-    workload = WORKLOADS[args.workload](args.small)
-    step = SYSTEMS[args.system](workload, args.dtype)
-    start = time.perf_counter()
-    losses = [float(step(workload.x, workload.y))]
-    first = time.perf_counter() - start
-    losses += [float(step(workload.x, workload.y)) for _ in range(WARM_UP_STEPS - 1)]
-    answer(first_step=first, loss=losses[0])
-    for _ in sys.stdin:
+    def start(self, workload: str, size: dict[str, int]) -> dict[str, Any]:
+        """Builds a model anew, and takes the first steps."""
+        self._workload, self._size, self._steps = WORKLOADS[workload], size, 0
+        self._note_memory()
+        batch = self._batch()
         start = time.perf_counter()
-        loss = float(step(workload.x, workload.y))
-        seconds = time.perf_counter() - start
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        answer(seconds=seconds, loss=loss, peak_kib=peak)
+        self._trainer.build(self._workload, size)
+        built = time.perf_counter()
+        losses = [self._trainer.first_step(batch)]
+        first = time.perf_counter() - built
+        losses += [self._take()[0] for _ in range(WARM_UP_STEPS - 1)]
+        return {
+            "build": built - start,
+            "first_call": first,
+            "rewrite": self._trainer.rewrite_seconds or None,
+            "losses": losses,
+        }
+
+    def step(self) -> dict[str, Any]:
+        """Takes one step."""
+        loss, seconds = self._take()
+        return {"seconds": seconds, "loss": loss, "memory": self._more_memory()}
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """Takes as many steps, for their losses."""
+        return {"losses": [self._take()[0] for _ in range(count)]}
+
+    def casts(self) -> dict[str, Any]:
+        """Counts Casts; this runs a copy of the step."""
+        found = self._trainer.casts(self._batch())
+        return {"casts": None if found is None else found.count, "bytes": found and found.bytes}
+
+    def _take(self) -> tuple[float, float]:
+        batch = self._batch()
+        start = time.perf_counter()
+        loss = self._trainer.step(batch)
+        return loss, time.perf_counter() - start
+
+    def _batch(self) -> Any:
+        batch = self._trainer.put(self._workload.batch(self._size, self._steps))
+        self._steps += 1
+        return batch
+
+    def _note_memory(self) -> None:
+        self._workload.batch(self._size, 0)  # Reads the data, which is kept.
+        memory.reset_peak()
+        self._side.reset_device_peak()
+        on_device = self._side.device_bytes()
+        self._before = memory.resident() if on_device is None else on_device["current"]
+
+    def _more_memory(self) -> int:
+        on_device = self._side.device_bytes()
+        most = memory.peak() if on_device is None else on_device["peak"]
+        return most - self._before
 
 
-def answer(**values: float) -> None:
-    print(json.dumps(values), flush=True)
+def main() -> None:
+    worker = Worker(*sys.argv[1:])
+    answers, sys.stdout = sys.stdout, sys.stderr  # Nothing else may come between the answers.
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        found = getattr(worker, request.pop("do"))(**request)
+        print(json.dumps(found), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,69 +1,139 @@
-"""What the benchmarks train: the workloads of the tables, each at two sizes."""
+"""What the benchmarks train, as values: sizes, data and learning rates. No framework is imported.
+
+The models are in `benchmarks.models`, those of them that PyTorch is compared on in
+`benchmarks.torch_models`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import keras
-import numpy as np
-import tensorflow as tf
+from benchmarks import data
 
-from benchmarks import models
+Sizes = Mapping[str, int]
+SIZES = ("full", "reduced", "small")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and a batch.
+    """A model to train.
 
     Attributes:
-        build: Returns a new model, under the policy of the moment.
-        x: Inputs.
-        y: Class numbers.
+        name: What it is called on the command line.
+        about: What it is, for people.
+        sizes: Its dimensions, "batch" among them: "full" is timed, "reduced" is what several
+            hundred steps are taken of, "small" is for tests.
+        batch: Makes the batch of a number in these dimensions.
+        learning_rate: That of SGD with momentum 0.9; it trains without diverging.
+        smallest: Where the scaling table starts, in the dimensions it scales; others are the same
+            in the whole table.
     """
 
-    build: Callable[[], keras.Model]
-    x: tf.Tensor
-    y: tf.Tensor
+    name: str
+    about: str
+    sizes: Mapping[str, Sizes]
+    batch: Callable[[Sizes, int], data.Batch]
+    learning_rate: float
+    smallest: Sizes | None = None
 
 
-def mlp(small: bool) -> Workload:
-    width, batch = (256, 32) if small else (2048, 256)
-
-    def build() -> keras.Model:
-        layers = [keras.layers.Dense(width, activation="relu") for _ in range(6)]
-        return keras.Sequential([keras.Input((width,)), *layers, keras.layers.Dense(10)])
-
-    return Workload(build, _normal(batch, width), _classes(batch, 10))
-
-
-def transformer(small: bool) -> Workload:
-    size = {"tokens": 32, "vocabulary": 500} if small else {"tokens": 128, "vocabulary": 8000}
-    shape = {"layers": 2, "width": 128, "heads": 4} if small else {}
-    x, y = models.token_batch(batch=8 if small else 16, **size)
-    return Workload(lambda: models.transformer(**shape, **size), x, y)
+def _mlp() -> Workload:
+    return Workload(
+        "mlp",
+        "Dense layers; the data: which kind of character follows others",
+        {
+            "full": {"layers": 6, "width": 2048, "batch": 256},
+            "reduced": {"layers": 6, "width": 1024, "batch": 128},
+            "small": {"layers": 6, "width": 256, "batch": 32},
+        },
+        lambda size, number: data.characters_and_class(size["batch"], size["width"], number),
+        0.01,
+        {"width": 512, "batch": 32},
+    )
 
 
-def resnet50(small: bool) -> Workload:
-    pixels, batch = (32, 2) if small else (128, 16)
-
-    def build() -> keras.Model:
-        return keras.applications.ResNet50(
-            weights=None,
-            input_shape=(pixels, pixels, 3),
-            classes=1000,
-            classifier_activation=None,
-        )
-
-    return Workload(build, _normal(batch, pixels, pixels, 3), _classes(batch, 1000))
-
-
-WORKLOADS = {"mlp": mlp, "transformer": transformer, "resnet50": resnet50}
+def _transformer() -> Workload:
+    full = {"layers": 4, "width": 512, "heads": 8, "tokens": 128, "vocabulary": 8000, "batch": 16}
+    reduced = {"layers": 2, "width": 256, "heads": 4, "tokens": 64, "vocabulary": 2000, "batch": 8}
+    small = {"layers": 2, "width": 128, "heads": 4, "tokens": 32, "vocabulary": 500, "batch": 8}
+    return Workload(
+        "transformer",
+        "pre-norm blocks with causal attention; the data: the next word of Python's library",
+        {"full": full, "reduced": reduced, "small": small},
+        lambda size, number: data.words(size["batch"], size["tokens"], size["vocabulary"], number),
+        0.03,
+        {"width": 128, "batch": 2, "layers": 2},
+    )
 
 
-def _normal(*shape: int) -> tf.Tensor:
-    return tf.constant(np.random.default_rng(0).standard_normal(shape).astype("float32"))
+def _images(name: str, about: str, learning_rate: float) -> Workload:
+    return Workload(
+        name,
+        about,
+        {
+            "full": {"pixels": 128, "batch": 16},
+            "reduced": {"pixels": 32, "batch": 16},
+            "small": {"pixels": 32, "batch": 2},
+        },
+        lambda size, number: data.digit_images(size["batch"], size["pixels"], number),
+        learning_rate,
+    )
 
 
-def _classes(batch: int, number: int) -> tf.Tensor:
-    return tf.constant(np.random.default_rng(1).integers(0, number, batch), tf.int32)
+def _convnext() -> Workload:
+    return Workload(
+        "convnext",
+        "ConvNeXt blocks: depthwise convolutions, LayerNormalization, GELU; the data: as resnet50",
+        {
+            "full": {"blocks": 2, "channels": 96, "pixels": 96, "batch": 16},
+            "reduced": {"blocks": 1, "channels": 32, "pixels": 48, "batch": 16},
+            "small": {"blocks": 1, "channels": 8, "pixels": 32, "batch": 2},
+        },
+        lambda size, number: data.digit_images(size["batch"], size["pixels"], number),
+        0.01,
+    )
+
+
+def _unet() -> Workload:
+    return Workload(
+        "unet",
+        "a U-Net with BatchNormalization; the data: how much ink is where in noisy digits",
+        {
+            "full": {"levels": 4, "channels": 32, "pixels": 64, "batch": 16},
+            "reduced": {"levels": 3, "channels": 16, "pixels": 32, "batch": 16},
+            "small": {"levels": 2, "channels": 8, "pixels": 16, "batch": 2},
+        },
+        lambda size, number: data.digit_masks(size["batch"], size["pixels"], number),
+        0.01,
+    )
+
+
+def _lstm() -> Workload:
+    return Workload(
+        "lstm",
+        "LSTM layers; the data: the next character of Python's library",
+        {
+            "full": {"layers": 2, "width": 512, "tokens": 32, "batch": 32},
+            "reduced": {"layers": 2, "width": 128, "tokens": 32, "batch": 32},
+            "small": {"layers": 1, "width": 32, "tokens": 8, "batch": 8},
+        },
+        lambda size, number: data.characters(size["batch"], size["tokens"], number),
+        0.1,
+    )
+
+
+_ALL = (
+    _mlp(),
+    _transformer(),
+    _images(
+        "resnet50", "that of keras.applications, 1000 classes; the data: enlarged digits", 0.005
+    ),
+    _convnext(),
+    _unet(),
+    _lstm(),
+    _images("mobilenet_v2", "that of keras.applications, on the same data", 0.005),
+)
+WORKLOADS = {each.name: each for each in _ALL}
+# MobileNetV2 takes long to trace and is measured where it is asked for.
+DEFAULT = tuple(name for name in WORKLOADS if name != "mobilenet_v2")

@@ -1,0 +1,128 @@
+"""Training steps of the systems on TensorFlow; each belongs in a process of its own.
+
+Policies and TensorFlow's graph rewrite are switched on for the whole process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import tfamp
+import tfamp.function
+from benchmarks import models
+from benchmarks.casts import CastTotals, count_casts
+from benchmarks.data import Batch
+from benchmarks.step_graph import trace
+from benchmarks.systems import grappler_options
+from benchmarks.workloads import Sizes, Workload
+from tfamp.machine_profile import find_profile
+
+Step = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+_MOMENTUM = 0.9
+
+
+class Trainer:
+    """Trains models with one system.
+
+    Args:
+        system: Its name.
+        dtype: The low dtype.
+    """
+
+    def __init__(self, system: str, dtype: str) -> None:
+        self._system, self._dtype = system, dtype
+        self._step: Step | None = None
+        self.rewrite_seconds = 0.0
+        tf.ones(1).numpy()  # Starts TensorFlow, whose memory is no part of a model's.
+        if system == "keras_policy":
+            keras.config.set_dtype_policy(f"mixed_{dtype}")
+        elif system == "tensorflow_amp":
+            tf.config.optimizer.set_experimental_options(grappler_options(system, dtype))
+        elif system == "tfamp_policy":
+            tfamp.set_global_policy(f"mixed_{dtype}")
+        elif system.startswith("rewrite"):
+            find_profile()  # Measured once per machine, not once per function.
+
+    def build(self, workload: Workload, size: Sizes) -> None:
+        """Makes the model and its step; nothing is traced yet."""
+        keras.utils.set_random_seed(0)
+        optimizer = keras.optimizers.SGD(workload.learning_rate, momentum=_MOMENTUM)
+        model = models.MODELS[workload.name](size)
+        step = models.train_step(model, self._with_loss_scale(optimizer))
+        placement = {"rewrite": "min_cut", "rewrite_lists": "lists"}.get(self._system)
+        if placement is not None:
+            step = tfamp.rewrite(step, dtype=self._dtype, placement=placement)
+        self._step = step
+
+    def first_step(self, batch: Any) -> float:
+        """Takes the first step, which traces; sets `rewrite_seconds`."""
+        with _timed_rewrite() as seconds:
+            loss = self.step(batch)
+        self.rewrite_seconds = sum(seconds)
+        return loss
+
+    def put(self, batch: Batch) -> Any:
+        """Brings a batch to the device."""
+        return tuple(map(tf.constant, batch))
+
+    def step(self, batch: Any) -> float:
+        """Takes a step and waits until it is done; returns the loss."""
+        loss = self._step(*batch)
+        tf.test.experimental.sync_devices()
+        return float(loss)
+
+    def concrete(self, batch: Any) -> Any:
+        """The concrete function that a step on such a batch runs."""
+        step = self._step
+        get = step.concrete if hasattr(step, "concrete") else step.get_concrete_function
+        return get(*batch)
+
+    def casts(self, batch: Any) -> CastTotals:
+        """Counts the Casts between float dtypes that run in a step."""
+        options = grappler_options(self._system, self._dtype)
+        return count_casts(trace(self.concrete(batch), batch, rewriter_options=options).nodes)
+
+    def _with_loss_scale(self, optimizer: Any) -> Any:
+        if self._dtype != "float16" or self._system == "float32":
+            return optimizer
+        if self._system in ("keras_policy", "tensorflow_amp"):
+            return keras.optimizers.LossScaleOptimizer(optimizer)
+        return tfamp.LossScaleOptimizer(optimizer)
+
+
+@contextmanager
+def _timed_rewrite() -> Iterator[list[float]]:
+    """Collects how long each rewrite of a graph takes, apart from the tracing around it."""
+    seconds: list[float] = []
+    rewrite = tfamp.function.rewrite_graph_def
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return rewrite(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    tfamp.function.rewrite_graph_def = timed
+    try:
+        yield seconds
+    finally:
+        tfamp.function.rewrite_graph_def = rewrite
+
+
+def device_bytes() -> dict[str, int] | None:
+    """What the allocator of the first GPU holds: "current" and "peak" bytes; None without one."""
+    if not tf.config.list_physical_devices("GPU"):
+        return None
+    return tf.config.experimental.get_memory_info("GPU:0")
+
+
+def reset_device_peak() -> None:
+    if tf.config.list_physical_devices("GPU"):
+        tf.config.experimental.reset_memory_stats("GPU:0")

@@ -1,0 +1,183 @@
+"""What was measured, what follows from it, and both as JSON. No framework is imported."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.systems import BASE, SYSTEMS
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass
+class Measured:
+    """What was measured of a system on a workload; times in seconds, memory in bytes.
+
+    Attributes:
+        seconds: Each step after the warm-up, in the order of the rounds.
+        build: Making the model and its variables.
+        first_call: The first step: tracing, rewriting, compiling, running.
+        rewrite: The part of it in which tfamp rewrote the graph; None for others.
+        memory: The most that was held beyond what was before the model.
+        casts: Casts between float dtypes in a step; None where there is no graph.
+        cast_bytes: Bytes these read and write.
+        losses: Of each step of the long run.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    build: float = 0.0
+    first_call: float = 0.0
+    rewrite: float | None = None
+    memory: int = 0
+    casts: int | None = None
+    cast_bytes: int | None = None
+    losses: list[float] = field(default_factory=list)
+
+
+@dataclass
+class WorkloadRun:
+    """All systems on one workload.
+
+    Attributes:
+        workload: Its name.
+        size: Its dimensions.
+        loss_size: Those that the losses are of.
+        systems: What was measured, by system.
+        skipped: Why others were not measured, by system.
+    """
+
+    workload: str
+    size: dict[str, int]
+    loss_size: dict[str, int] = field(default_factory=dict)
+    systems: dict[str, Measured] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Cell:
+    """One size of a scaling table: the seconds of each step, by system."""
+
+    width: int
+    batch: int
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass
+class ScalingRun:
+    """A workload at several sizes."""
+
+    workload: str
+    cells: list[Cell] = field(default_factory=list)
+
+
+@dataclass
+class Run:
+    """Everything that one command measured.
+
+    Attributes:
+        machine: Facts about the machine, by name.
+        dtype: The low dtype.
+        rounds: Steps of each system on a workload.
+        loss_steps: Steps of each long run.
+        workloads: One for each workload.
+        scaling: One for each scaling table.
+    """
+
+    machine: dict[str, str]
+    dtype: str
+    rounds: int
+    loss_steps: int = 0
+    workloads: list[WorkloadRun] = field(default_factory=list)
+    scaling: list[ScalingRun] = field(default_factory=list)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """The median of values, and their first and third quartile."""
+    if not values:
+        raise ValueError("A spread needs at least one value; got none.")
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median, low, high)
+
+
+def ratio(base: Sequence[float], own: Sequence[float]) -> Spread:
+    """How many times as fast as `base`: of each round the ratio, of these median and quartiles.
+
+    Both took their steps by turns, so what slows the machine for a while is in both.
+    """
+    return spread([before / after for before, after in zip(base, own, strict=True)])
+
+
+def final_loss(losses: Sequence[float]) -> float:
+    """The mean of the last tenth: single batches differ by more than systems do."""
+    if not losses:
+        raise ValueError("A final loss needs at least one step; got none.")
+    return statistics.fmean(losses[-max(1, len(losses) // 10) :])
+
+
+def loss_difference(run: WorkloadRun, system: str) -> float | None:
+    """The final loss relative to that of the system's float32, less 1; None without either."""
+    base = run.systems.get(SYSTEMS[system].base)
+    own = run.systems[system]
+    if base is None or not base.losses or not own.losses:
+        return None
+    return final_loss(own.losses) / final_loss(base.losses) - 1
+
+
+def speed(run: WorkloadRun, system: str) -> Spread:
+    """How many times as fast as float32 a system is."""
+    return ratio(run.systems[BASE].seconds, run.systems[system].seconds)
+
+
+def to_json(run: Run) -> dict[str, Any]:
+    """The run as JSON holds it, with what follows from it beside."""
+    found: dict[str, Any] = {"schema": SCHEMA, **asdict(run)}
+    for workload, values in zip(run.workloads, found["workloads"], strict=True):
+        for system, fields in values["systems"].items():
+            fields["step"] = asdict(spread(fields["seconds"]))
+            fields["speed"] = asdict(speed(workload, system))
+            fields["loss_difference"] = loss_difference(workload, system)
+    return found
+
+
+def from_json(found: Mapping[str, Any]) -> Run:
+    """The run that `to_json` gave.
+
+    Raises:
+        ValueError: It was written in another form.
+    """
+    if found.get("schema") != SCHEMA:
+        raise ValueError(
+            f"The results must be of schema {SCHEMA}; got {found.get('schema')!r}. Measure again."
+        )
+    names = ("machine", "dtype", "rounds", "loss_steps")
+    workloads = [
+        WorkloadRun(
+            **{key: each[key] for key in ("workload", "size", "loss_size", "skipped")},
+            systems={name: _measured(values) for name, values in each["systems"].items()},
+        )
+        for each in found["workloads"]
+    ]
+    scaling = [
+        ScalingRun(each["workload"], [Cell(**cell) for cell in each["cells"]])
+        for each in found["scaling"]
+    ]
+    return Run(**{name: found[name] for name in names}, workloads=workloads, scaling=scaling)
+
+
+def _measured(values: Mapping[str, Any]) -> Measured:
+    names = Measured.__dataclass_fields__
+    return Measured(**{name: value for name, value in values.items() if name in names})

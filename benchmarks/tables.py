@@ -1,0 +1,77 @@
+"""Tables: for a terminal, as plain text, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells with a title.
+
+    Attributes:
+        title: What it shows.
+        headers: Names of the columns.
+        rows: The cells.
+        left: How many columns, from the first, are words.
+        notes: Sentences below it.
+    """
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: int = 1
+    notes: tuple[str, ...] = ()
+
+
+def to_text(table: Table) -> str:
+    """The table in columns of spaces, readable in a file."""
+    cells = (table.headers, *table.rows)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        parts = [
+            cell.ljust(width) if column < table.left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(parts).rstrip())
+    body = "\n".join([table.title, "", *lines, *(f"- {note}" for note in table.notes)])
+    return f"{body}\n"
+
+
+def to_markdown(table: Table, *, level: int = 3) -> str:
+    """The table in Markdown, below a heading of that level."""
+    head, *body = ["| " + " | ".join(row) + " |" for row in (table.headers, *table.rows)]
+    sides = ["---|" if column < table.left else "---:|" for column in range(len(table.headers))]
+    parts = [f"{'#' * level} {table.title}", "\n".join([head, "|" + "".join(sides), *body])]
+    if table.notes:
+        parts.append("\n".join(f"- {note}" for note in table.notes))
+    return "\n\n".join(parts) + "\n"
+
+
+def to_rich(table: Table) -> Any:
+    """The table for a terminal."""
+    from rich.markup import escape
+    from rich.table import Table as RichTable
+
+    notes = "\n".join(table.notes)
+    result = RichTable(title=escape(table.title), caption=escape(notes) or None)
+    for column, header in enumerate(table.headers):
+        result.add_column(header, justify="left" if column < table.left else "right")
+    for row in table.rows:
+        result.add_row(*map(escape, row))
+    return result
+
+
+def show(tables: Sequence[Table]) -> None:
+    """Prints tables: coloured in a terminal, plain text elsewhere."""
+    from rich.console import Console
+
+    console = Console()
+    for table in tables:
+        if console.is_terminal:
+            console.print(to_rich(table))
+        else:
+            print(to_text(table))

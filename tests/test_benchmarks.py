@@ -1,0 +1,418 @@
+"""The benchmarks: what they compute from times, how they show it, and one tiny run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+pytest.importorskip("rich")
+pytest.importorskip("sklearn")
+sys.path.append(str(Path(__file__).parents[1]))
+pytest.importorskip("benchmarks", reason="the benchmarks are no part of the package")
+
+import tfamp
+from benchmarks import data, plot, report, results, scaling, tables
+from benchmarks.__main__ import main
+from benchmarks.casts import count_casts
+from benchmarks.interleaved import Options, WorkerError, workers
+from benchmarks.profile import profile_step, rows
+from benchmarks.results import Cell, Measured, Run, ScalingRun, WorkloadRun
+from benchmarks.roofline import compute_dtype, work
+from benchmarks.step_graph import Node, Tensor, plain_op, trace
+from benchmarks.systems import SYSTEMS, grappler_options, why_not
+from benchmarks.workloads import SIZES, WORKLOADS
+from tfamp import hardware
+from tfamp.graph.machine import builtin_profile
+
+ROOT = Path(__file__).parents[1]
+MACHINE = builtin_profile("cpu")
+
+
+def a_run():
+    """Results made up: the rewrite is twice as fast as float32 in each round, Keras's as fast."""
+    float32 = Measured([4.0, 8.0, 4.0], 0.1, 5.0, None, 10**6, 0, 0, [3.0, 2.0])
+    keras = Measured([4.0, 8.0, 4.0], 0.1, 6.0, None, 2 * 10**6, 7, 3 * 10**6, [3.0, 2.1])
+    rewrite = Measured([2.0, 4.0, 2.0], 0.1, 7.0, 0.25, 10**6, 5, 2 * 10**6, [3.0, 1.99])
+    systems = {"float32": float32, "keras_policy": keras, "rewrite": rewrite}
+    skipped = {"torch_autocast": "PyTorch is not installed"}
+    size, loss_size = {"layers": 6, "width": 2048, "batch": 256}, {"width": 8, "batch": 4}
+    seconds = {"float32": [2.0, 2.0], "tfamp_policy": [4.0, 4.0], "rewrite": [1.0, 1.0]}
+    cells = [Cell(512, 32, seconds), Cell(512, 64, seconds), Cell(1024, 32, seconds)]
+    return Run(
+        machine={"CPU": "a CPU", "cores": "2", "GPU": "none", "TensorFlow": "2.21"},
+        dtype="bfloat16",
+        rounds=3,
+        loss_steps=2,
+        workloads=[WorkloadRun("mlp", size, loss_size, systems, skipped)],
+        scaling=[ScalingRun("mlp", cells)],
+    )
+
+
+# What follows from times
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([3.0], (3, 3, 3)),
+        ([1.0, 3.0], (2, 1.5, 2.5)),
+        ([5.0, 1.0, 2.0, 4.0, 3.0], (3, 2, 4)),
+    ],
+)
+def test_a_spread_is_the_median_and_the_quartiles(values, expected):
+    assert dataclasses.astuple(results.spread(values)) == expected
+
+
+def test_a_ratio_compares_each_round_with_itself():
+    # The machine is ten times as slow from the third round on; the ratio of a round is 2 always.
+    found = results.ratio([2.0, 2.0, 20.0, 20.0], [1.0, 1.0, 10.0, 10.0])
+    assert dataclasses.astuple(found) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(("count", "mean"), [(1, 0), (9, 8), (20, 18.5), (200, 189.5)])
+def test_a_final_loss_is_the_mean_of_the_last_tenth(count, mean):
+    assert results.final_loss([float(i) for i in range(count)]) == mean
+
+
+def test_losses_are_compared_with_float32_of_the_same_framework():
+    run = a_run().workloads[0]
+    assert results.loss_difference(run, "rewrite") == pytest.approx(-0.005)
+    assert results.loss_difference(run, "keras_policy") == pytest.approx(0.05)
+    run.systems["torch_autocast"] = Measured([1.0] * 3, losses=[3.0, 2.0])
+    assert results.loss_difference(run, "torch_autocast") is None
+    run.systems["torch_float32"] = Measured([1.0] * 3, losses=[3.0, 4.0])
+    assert results.loss_difference(run, "torch_autocast") == pytest.approx(-0.5)
+
+
+def test_what_nothing_was_measured_of_has_no_spread():
+    with pytest.raises(ValueError, match="at least one value"):
+        results.spread([])
+    with pytest.raises(ValueError, match="at least one step"):
+        results.final_loss([])
+
+
+# Tables, JSON, pages
+
+
+def test_json_gives_the_run_back():
+    run = a_run()
+    text = json.dumps(results.to_json(run))
+    assert results.from_json(json.loads(text)) == run
+
+
+def test_json_has_what_follows_from_the_times():
+    found = results.to_json(a_run())
+    assert found["schema"] == results.SCHEMA
+    system = found["workloads"][0]["systems"]["rewrite"]
+    assert system["speed"] == {"median": 2, "low": 2, "high": 2}
+    assert system["step"]["median"] == 2
+    assert system["loss_difference"] == pytest.approx(-0.005)
+
+
+def test_json_of_another_schema_is_refused():
+    with pytest.raises(ValueError, match="must be of schema 1; got 0"):
+        results.from_json(results.to_json(a_run()) | {"schema": 0})
+
+
+def test_tables_have_the_ratios_first():
+    first, mlp, losses, grown, machine = report.all_tables(a_run())
+    assert first.headers == ("times as fast as float32", "mlp")
+    assert first.rows == (
+        ("float32", "1.00"),
+        ("Keras's policy", "1.00"),
+        ("tfamp.rewrite, min_cut", "2.00"),
+    )
+    by_header = dict(zip(mlp.headers, mlp.rows[2], strict=True))
+    assert by_header["x float32"] == "2.00"
+    assert by_header["step, ms"] == "2000.0"
+    assert by_header["rewrite, s"] == "0.25"
+    assert (by_header["Casts"], by_header["Cast MB"]) == ("5", "2.0")
+    assert "Not measured: PyTorch, autocast: PyTorch is not installed." in mlp.notes
+    assert losses.rows[2] == ("mlp", "tfamp.rewrite, min_cut", "3.0000", "1.9900", "-0.50%")
+    assert grown.rows == (
+        ("width 512", "0.50 / 2.00", "0.50 / 2.00"),
+        ("width 1024", "0.50 / 2.00", "-"),
+    )
+    assert ("CPU", "a CPU") in machine.rows
+
+
+def test_tables_are_aligned_text_and_valid_markdown():
+    table = tables.Table("numbers", ("what", "how many"), (("a", "1"), ("bc", "20")), notes=("x.",))
+    assert (
+        tables.to_text(table) == "numbers\n\nwhat  how many\na            1\nbc          20\n- x.\n"
+    )
+    assert tables.to_markdown(table) == (
+        "### numbers\n\n| what | how many |\n|---|---:|\n| a | 1 |\n| bc | 20 |\n\n- x.\n"
+    )
+
+
+def test_a_page_keeps_what_is_outside_its_marks(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", encoding="utf-8")
+    report.put_section(page, report.section(a_run(), "assets/bars.png"))
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("before\n")
+    assert text.endswith(f"{report.END}\nafter\n")
+    assert "old" not in text
+    assert "| tfamp.rewrite, min_cut | 2.00 |" in text
+    assert "](assets/bars.png)" in text
+
+
+def test_a_page_without_marks_is_left_as_it_is(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("no marks", encoding="utf-8")
+    with pytest.raises(ValueError, match="each once"):
+        report.put_section(page, "text")
+    assert page.read_text(encoding="utf-8") == "no marks"
+
+
+def test_the_documented_page_has_the_marks():
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert text.count(report.BEGIN) == text.count(report.END) == 1
+
+
+def test_a_run_is_shown_and_written_again_without_measuring(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    given, again, picture = (tmp_path / name for name in ("run.json", "again.json", "bars.png"))
+    given.write_text(json.dumps(results.to_json(a_run())), encoding="utf-8")
+    assert main(["--read", str(given), "--json", str(again), "--plot", str(picture)]) == 0
+    assert json.loads(again.read_text()) == json.loads(given.read_text())
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert re.search(r"^tfamp.rewrite, min_cut +2.00$", capsys.readouterr().out, re.M)
+
+
+def test_the_picture_has_a_bar_for_each_ratio():
+    pytest.importorskip("matplotlib")
+    axes = plot.figure(a_run()).axes[0]
+    assert [bar.get_height() for bar in axes.patches] == [1, 2]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["mlp"]
+
+
+# Workloads and systems
+
+
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+@pytest.mark.parametrize("name", SIZES)
+def test_batches_follow_from_their_number(workload, name):
+    size = workload.sizes[name]
+    (x, y), (again, _), (other, _) = (workload.batch(size, number) for number in (3, 3, 4))
+    assert len(x) == len(y) == size["batch"]
+    assert x.dtype in (np.float32, np.int32)
+    assert y.dtype == np.int32
+    np.testing.assert_array_equal(x, again)
+    assert not np.array_equal(x, other)
+
+
+def test_the_designed_workloads_have_the_designed_sizes():
+    full = {name: WORKLOADS[name].sizes["full"] for name in ("mlp", "transformer", "resnet50")}
+    assert full["mlp"] == {"layers": 6, "width": 2048, "batch": 256}
+    assert full["resnet50"] == {"pixels": 128, "batch": 16}
+    assert full["transformer"] == {
+        "layers": 4,
+        "width": 512,
+        "heads": 8,
+        "tokens": 128,
+        "vocabulary": 8000,
+        "batch": 16,
+    }
+
+
+def test_data_is_in_the_range_of_the_classes():
+    _, kinds = data.characters_and_class(64, 256, 0)
+    assert 0 <= kinds.min() < kinds.max() < data.CLASSES_OF_CHARACTERS
+    x, y = data.words(8, 16, 100, 0)
+    assert 0 <= min(x.min(), y.min()) <= max(x.max(), y.max()) < 100
+    np.testing.assert_array_equal(x[:, 1:], y[:, :-1])
+    _, ink = data.digit_masks(4, 32, 0)
+    assert set(np.unique(ink)) <= set(range(data.INK_LEVELS))
+    assert len(np.unique(ink)) > 1
+
+
+def test_scaling_ends_at_the_size_that_is_timed():
+    for name in ("mlp", "transformer"):
+        grid = scaling.sizes(WORKLOADS[name], small=False)
+        assert len(grid) == 12
+        full = WORKLOADS[name].sizes["full"]
+        assert (grid[-1]["width"], grid[-1]["batch"]) == (full["width"], full["batch"])
+        assert all(size["width"] % size.get("heads", 1) == 0 for size in grid)
+    with pytest.raises(ValueError, match="no width to scale"):
+        scaling.sizes(WORKLOADS["resnet50"], small=False)
+
+
+def test_pytorch_is_left_out_with_a_reason():
+    assert why_not("rewrite", "lstm", sys.executable) is None
+    assert "no PyTorch model of lstm" in why_not("torch_autocast", "lstm", sys.executable)
+    no_torch = str(ROOT / "no" / "python")
+    with pytest.raises(FileNotFoundError):
+        why_not("torch_autocast", "mlp", no_torch)
+
+
+# Graphs of steps
+
+
+def low_product(x, w):
+    low = tf.cast(x, tf.bfloat16) @ tf.cast(w, tf.bfloat16)
+    return tf.reduce_sum(tf.cast(low, tf.float32)) + tf.cast(tf.shape(x)[0], tf.float32)
+
+
+def traced(fn, *args, runs=0):
+    concrete = tf.function(fn).get_concrete_function(*args)
+    return trace(concrete, args, runs=runs)
+
+
+def test_casts_of_a_known_graph_are_counted_with_their_bytes():
+    w = tf.Variable(tf.ones((8, 2)))
+    found = count_casts(traced(lambda x: low_product(x, w), tf.ones((4, 8))).nodes)
+    assert found.count == 3
+    assert found.bytes == (4 * 8 + 8 * 2 + 4 * 2) * (4 + 2)
+
+
+@pytest.mark.skipif(not hardware.detect().cpu_bfloat16, reason="the pass asks for bfloat16")
+def test_casts_that_tensorflow_inserts_are_counted():
+    w, x = tf.Variable(tf.ones((64, 64))), tf.ones((32, 64))
+    concrete = tf.function(lambda x: tf.nn.relu(x @ w) @ w).get_concrete_function(x)
+    assert count_casts(trace(concrete, (x,)).nodes).count == 0
+    options = grappler_options("tensorflow_amp", "bfloat16")
+    assert count_casts(trace(concrete, (x,), rewriter_options=options).nodes).count > 0
+
+
+def test_casts_in_a_loop_are_counted_each_time():
+    def loop(x):
+        for _ in tf.range(5):
+            x = tf.cast(tf.cast(x, tf.bfloat16) @ tf.ones((4, 4), tf.bfloat16), tf.float32)
+        return x
+
+    found = count_casts(traced(loop, tf.ones((4, 4))).nodes)
+    assert found.count == 10
+    assert found.bytes == 10 * 16 * 6
+
+
+def test_a_traced_step_leaves_the_variables_as_they_are():
+    v = tf.Variable([1.0, 2.0])
+
+    def step(x):
+        v.assign_add(x)
+        return tf.reduce_sum(v)
+
+    found = traced(step, tf.ones(2), runs=3)
+    np.testing.assert_array_equal(v, [1, 2])
+    assert len(found.walls) == 3
+    assert {"AssignAddVariableOp", "Sum"} <= {node.op for node in found.nodes}
+    assert all(len(node.seconds) == 3 for node in found.nodes)
+
+
+def test_a_rewritten_step_shows_its_casts_as_the_plan_does():
+    w = tf.Variable(tf.ones((64, 64)))
+    step = tfamp.rewrite(lambda x: tf.nn.relu(x @ w) @ w, dtype="bfloat16", placement="lists")
+    x = tf.ones((32, 64))
+    found = count_casts(trace(step.concrete(x), (x,)).nodes)
+    summary = step.plan(x).summary
+    assert summary.casts == found.count > 0
+    assert summary.cast_bytes == found.bytes
+
+
+@pytest.mark.parametrize(
+    ("op", "plain"),
+    [
+        ("MatMul", "MatMul"),
+        ("_MklMatMul", "MatMul"),
+        ("_MklNativeFusedMatMul", "_FusedMatMul"),
+        ("_MklBatchMatMulV2", "BatchMatMulV2"),
+        ("_MklNativeFusedBatchNormV3", "FusedBatchNormV3"),
+        ("_MklNativeConv2DBackpropFilterWithBias", "Conv2DBackpropFilter"),
+    ],
+)
+def test_kernels_of_onednn_count_as_what_they_stand_in_for(op, plain):
+    assert plain_op(op) == plain
+
+
+def test_the_roofline_is_the_longer_of_arithmetic_and_memory():
+    a, b, c = (Tensor("bfloat16", shape) for shape in ((512, 1024), (1024, 256), (512, 256)))
+    product = work(Node("p", "MatMul", (a, b), (c,)), MACHINE)
+    assert product.kind == "matmul"
+    assert product.flops == 2 * 512 * 1024 * 256
+    assert product.seconds == product.flops / MACHINE.peaks["matmul"]["bfloat16"]
+    cast = work(Node("c", "Cast", (Tensor("float32", (8,)),), (Tensor("bfloat16", (8,)),)), MACHINE)
+    assert (cast.kind, cast.bytes) == ("cast", 8 * 6)
+    assert cast.seconds == 48 / MACHINE.cast_bandwidth
+    update = work(Node("u", "AssignAddVariableOp", (None, a)), MACHINE)
+    assert update.bytes == 3 * 512 * 1024 * 2
+    assert work(Node("r", "Reshape", (a,), (a,)), MACHINE).seconds == 0
+
+
+def test_an_op_computes_in_the_dtype_of_its_floats():
+    low, number = Tensor("bfloat16", (4,)), Tensor("int32", (4,))
+    assert compute_dtype(Node("g", "GatherV2", (low, number), (low,))) == "bfloat16"
+    assert compute_dtype(Node("s", "Shape", (number,), (number,))) == "int32"
+    assert compute_dtype(Node("c", "Cast", (number,), (low,))) == "int32 to bfloat16"
+
+
+def test_a_profile_adds_up_to_what_the_ops_took():
+    w = tf.Variable(tf.ones((8, 2)))
+    step = traced(lambda x: low_product(x, w), tf.ones((4, 8)), runs=1)
+    found = profile_step(step, MACHINE)
+    by_op = {(line.op, line.dtype): line.count for line in found.ops}
+    assert by_op["MatMul", "bfloat16"] == 1
+    assert by_op["Cast", "float32 to bfloat16"] == 2
+    assert sum(line.seconds for line in found.ops) == pytest.approx(found.total)
+    assert sum(line.count for line in found.kinds) == sum(by_op.values())
+    *shown, other, everything = rows(found.ops, found.total, 2)
+    assert len(shown) == 2
+    assert other[0] == f"other {len(found.ops) - 2}"
+    assert everything[2] == str(sum(by_op.values()))
+
+
+# Runs
+
+
+def test_a_worker_that_fails_says_why_and_ends_only_itself():
+    options = Options("bfloat16", 1, torch_python=shutil.which("false"))
+    with workers(["torch_autocast"], options) as group:
+        assert not group.workers
+        assert not list(group.in_turn("step"))
+        assert group.failed == {"torch_autocast": "failed: it ended with code 1"}
+
+
+def test_nothing_is_compared_with_a_float32_that_fails(monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with (
+        pytest.raises(WorkerError, match="float32, which all are compared with, failed"),
+        workers(["float32"], Options("bfloat16", 1)),
+    ):
+        pass
+
+
+def test_a_tiny_run_from_the_command_line(tmp_path):
+    pytest.importorskip("matplotlib")
+    written = {name: tmp_path / f"run.{name}" for name in ("json", "png")}
+    command = [sys.executable, "-m", "benchmarks", "--small", "--workload", "mlp"]
+    command += ["--system", "rewrite", "--dtype", "bfloat16"]
+    command += ["--rounds", "2", "--loss-steps", "10"]
+    command += ["--json", str(written["json"]), "--plot", str(written["png"])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    run = results.from_json(json.loads(written["json"].read_text(encoding="utf-8")))
+    (mlp,) = run.workloads
+    assert run.machine["TensorFlow"] == tf.__version__
+    assert list(mlp.systems) == ["float32", "rewrite"]
+    for name in mlp.systems:
+        each = mlp.systems[name]
+        assert len(each.seconds) == 2
+        assert len(each.losses) == 10
+        assert each.losses[-1] < each.losses[0]
+        assert (each.casts > 0) == (each.cast_bytes > 0) == (name != "float32")
+        assert each.first_call > 0
+        assert (each.rewrite is not None) == (name == "rewrite")
+    assert abs(results.loss_difference(mlp, "rewrite")) < 0.05
+    assert written["png"].read_bytes().startswith(b"\x89PNG")
+    assert SYSTEMS["rewrite"].title in done.stdout
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", done.stdout)
