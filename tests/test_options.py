@@ -23,6 +23,7 @@ def test_dynamic_defaults_are_those_of_the_contract():
         "hysteresis": 1,
         "min_scale": 2.0**-32,
         "max_scale": 2.0**32,
+        "consecutive_hysteresis": True,
     }
 
 

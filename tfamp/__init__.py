@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from tfamp.errors import TfampWarning as TfampWarning
     from tfamp.errors import UnsupportedVersionError as UnsupportedVersionError
     from tfamp.function import rewrite as rewrite
+    from tfamp.grad_clip import GradClip as GradClip
     from tfamp.grad_scaler import GradScaler as GradScaler
+    from tfamp.gradient_accumulator import GradientAccumulator as GradientAccumulator
     from tfamp.graph.op_lists import OpLists as OpLists
     from tfamp.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from tfamp.options import DynamicLossScale as DynamicLossScale
@@ -40,7 +42,9 @@ _HOMES = {
     "autocast": "tfamp.autocast_mode",
     "DynamicLossScale": "tfamp.options",
     "FixedLossScale": "tfamp.options",
+    "GradClip": "tfamp.grad_clip",
     "GradScaler": "tfamp.grad_scaler",
+    "GradientAccumulator": "tfamp.gradient_accumulator",
     "LossScaleOptimizer": "tfamp.optimizer",
     "NothingToLowerWarning": "tfamp.errors",
     "OpLists": "tfamp.graph.op_lists",

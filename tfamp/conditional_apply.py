@@ -13,6 +13,8 @@ from keras import ops
 from tfamp import gradients as gradient_lib
 from tfamp._tf_private import strategy_needs_merge_call
 from tfamp.fused_update import update_variables
+from tfamp.master_weights import Mastered, follow_model, write_to_model
+from tfamp.reduced_apply import apply_summed
 
 
 def check_in_replica() -> None:
@@ -65,6 +67,8 @@ def apply_if_finite(
     *,
     skips: bool = True,
     record: Callable[[Any], None] = lambda finite: None,
+    summed: bool = False,
+    masters: Sequence[Mastered] = (),
 ) -> None:
     """Applies gradients where they are finite, and otherwise changes nothing.
 
@@ -72,33 +76,46 @@ def apply_if_finite(
         finite: Scalar bool tensor, the same on all replicas.
         optimizer: The bare Keras optimizer, built.
         gradients: Float tensors, `tf.IndexedSlices` or None.
-        variables: The variables they belong to, in the same order.
+        variables: The variables they belong to, in the same order; where a variable has a float32
+            copy, the copy.
         scale: Scalar float32 the gradients are still to be divided by; None: they have been.
         skips: False applies the gradients in any case.
         record: Called with `finite` after the update, once for all replicas.
+        summed: Whether the gradients are sums over all replicas already.
+        masters: The float32 copies, with the variables they are written to.
     """
 
     def finish(finite: Any, update: Callable[[], None]) -> None:
-        if skips:
-            ops.cond(finite, update, lambda: None)
-        else:
+        def update_all() -> None:
+            follow_model(masters)
             update()
+            write_to_model(masters)
+
+        if skips:
+            ops.cond(finite, update_all, lambda: None)
+        else:
+            update_all()
         record(finite)
 
+    def apply(gradients: Sequence[Any], scale: Any) -> None:
+        if summed:
+            gradients = gradient_lib.unscale_all(gradients, variables, scale)
+            apply_summed(optimizer, gradients, variables)
+        else:
+            update_variables(optimizer, gradients, variables, scale)
+
     def finish_on_all_replicas(
-        strategy: tf.distribute.Strategy, finite: Any, gradients: Sequence[Any]
+        strategy: tf.distribute.Strategy, finite: Any, gradients: Sequence[Any], scale: Any
     ) -> None:
         def update() -> None:
-            strategy.extended.call_for_each_replica(optimizer.apply, args=(gradients, variables))
+            strategy.extended.call_for_each_replica(apply, args=(gradients, scale))
 
         # The replicas agreed on it, so any one's answer will do.
         finish(strategy.experimental_local_results(finite)[0], update)
 
     if keras.backend.backend() == "tensorflow" and strategy_needs_merge_call():
-        if scale is not None:
-            gradients = gradient_lib.unscale_all(gradients, variables, scale)
         tf.distribute.get_replica_context().merge_call(
-            finish_on_all_replicas, args=(finite, gradients)
+            finish_on_all_replicas, args=(finite, gradients, scale)
         )
     else:
-        finish(finite, lambda: update_variables(optimizer, gradients, variables, scale))
+        finish(finite, lambda: apply(gradients, scale))

@@ -86,11 +86,13 @@ def unscale_all(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) 
         variables: The variables they belong to. Those that are overwritten with their "gradient"
             keep it: it is their next value (float8 training), not a derivative. Where there is
             another number of variables than of gradients, all gradients are divided.
-        scale: Scalar float32.
+        scale: Scalar float32. None: they have been.
 
     Returns:
         The unscaled gradients, in the same order.
     """
+    if scale is None:
+        return list(gradients)
     if len(variables) != len(gradients):
         return [unscale(gradient, scale) for gradient in gradients]
     return [

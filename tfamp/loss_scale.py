@@ -5,8 +5,8 @@ plain numbers: the caller says which array library does the arithmetic. Nothing 
 Python on a tensor, so a step never waits for the device.
 
     finite step    good_steps + 1; at growth_steps: scale * growth_factor (at most max_scale), 0
-    overflow       good_steps 0; from the hysteresis-th in a row: scale * backoff_factor (at
-                   least min_scale)
+    overflow       good_steps 0; from the hysteresis-th in a row, or without consecutive_hysteresis
+                   since the last growth: scale * backoff_factor (at least min_scale)
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ class DynamicRule(Protocol):
 
     @property
     def hysteresis(self) -> Any:
-        """It backs off from this overflow in a row on."""
+        """It backs off from this overflow on."""
+
+    @property
+    def consecutive_hysteresis(self) -> bool:
+        """Whether a finite step starts the count of overflows again, or only growth does."""
 
     @property
     def min_scale(self) -> Any:
@@ -68,12 +72,15 @@ class LossScaleState(NamedTuple):
         good_steps: Finite steps since the scale last changed or a step overflowed, integer.
         skipped_steps: Steps skipped so far, integer.
         consecutive_skipped_steps: Steps skipped since the last finite one, integer.
+        overflows: Overflows since the scale last grew, integer; counted by rules without
+            consecutive hysteresis only.
     """
 
     scale: Any
     good_steps: Any
     skipped_steps: Any
     consecutive_skipped_steps: Any
+    overflows: Any = 0
 
 
 def initial_state(rule: LossScale) -> LossScaleState:
@@ -121,6 +128,7 @@ def next_state(
         good_steps=state.good_steps,
         skipped_steps=xp.where(finite, state.skipped_steps, state.skipped_steps + 1),
         consecutive_skipped_steps=xp.where(finite, 0, state.consecutive_skipped_steps + 1),
+        overflows=state.overflows,
     )
     return counted if isinstance(rule, FixedLossScale) else _rescaled(rule, counted, finite, xp)
 
@@ -131,8 +139,15 @@ def _rescaled(
     good_steps = xp.where(finite, state.good_steps + 1, 0)
     # ">=", not "==": a growth interval made shorter than the count still takes effect.
     grows = good_steps >= rule.growth_steps
-    backs_off = state.consecutive_skipped_steps >= rule.hysteresis
+    overflows = state.overflows
+    if not rule.consecutive_hysteresis:
+        overflows = xp.where(finite, xp.where(grows, 0, overflows), overflows + 1)
+    in_a_row = state.consecutive_skipped_steps
+    counted = in_a_row if rule.consecutive_hysteresis else xp.where(finite, 0, overflows)
+    backs_off = counted >= rule.hysteresis
     factor = xp.where(grows, rule.growth_factor, xp.where(backs_off, rule.backoff_factor, 1.0))
     # Both bounds on every step: a scale restored from elsewhere is brought back into range too.
     scale = xp.maximum(xp.minimum(state.scale * factor, rule.max_scale), rule.min_scale)
-    return state._replace(scale=scale, good_steps=xp.where(grows, 0, good_steps))
+    return state._replace(
+        scale=scale, good_steps=xp.where(grows, 0, good_steps), overflows=overflows
+    )

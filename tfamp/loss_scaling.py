@@ -96,7 +96,8 @@ class LossScaling(ScaleVariables):
         window = self._windows.current()
         window.check_not_unscaled(grads)
         unscaled = gradient_lib.unscale_all(grads, self._trainable_variables, self.get_scale())
-        finite = gradient_lib.on_every_replica(gradient_lib.all_finite(unscaled))
+        # The replicas agree on it when they apply: nothing is sent here.
+        finite = gradient_lib.all_finite(unscaled)
         self._unscaled_finite.assign(ops.logical_and(self._unscaled_finite, finite))
         self._unscaled_pending.assign(True)
         window.remember(grads, unscaled)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,13 +14,27 @@ from tfamp import gradients as gradient_lib
 from tfamp.conditional_apply import apply_if_finite, check_in_replica, outside_the_graph
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import TfampWarning
-from tfamp.loss_scaling import LossScaling
-from tfamp.options import DynamicLossScale, FixedLossScale, LossScale, resolve_loss_scale
+from tfamp.grad_clip import GradClip, resolve_grad_clip
+from tfamp.gradient_norm import clipped_scale, gradient_norm
+from tfamp.inner_settings import InnerSettings
+from tfamp.master_keeping import MasterKeeping
+from tfamp.optimizer_config import (
+    check_features,
+    check_inner,
+    rule_from_config,
+    scale_config,
+)
+from tfamp.options import DynamicLossScale, LossScale, resolve_loss_scale
+from tfamp.replica_sum import several_replicas, summed, summed_in_float16
+from tfamp.scale_variables import as_tensor
+from tfamp.stateless_apply import StatelessApply
 from tfamp.tracing import as_written
 
 
 @keras.saving.register_keras_serializable(package="tfamp")
-class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
+class LossScaleOptimizer(
+    InnerSettings, MasterKeeping, StatelessApply, keras.optimizers.LossScaleOptimizer
+):
     """Wraps a Keras optimizer with loss scaling, so that float16 gradients do not underflow.
 
     The loss is multiplied by a scale before the gradients are taken and the gradients are divided
@@ -49,6 +63,14 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
         hysteresis: The scale backs off from this overflow in a row on.
         min_scale: Smallest scale.
         max_scale: Largest scale.
+        consecutive_hysteresis: Whether any finite step starts the count of `hysteresis` again, or
+            only a growth of the scale.
+        aggregate_in_float16: Sums the gradients of several replicas as float16 at the current
+            scale, which sends half the bytes; unscales the sum in float32, then checks it.
+        master_weights: Updates float16 and bfloat16 variables through float32 copies, kept and
+            saved with the optimizer.
+        grad_clip: A `GradClip`, a dict of its fields or a number for the Euclidean norm: clips the
+            unscaled gradients, summed over the replicas, all together.
         name: Name of the optimizer.
 
     Raises:
@@ -79,9 +101,20 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
         hysteresis: int = DynamicLossScale.hysteresis,
         min_scale: float = DynamicLossScale.min_scale,
         max_scale: float = DynamicLossScale.max_scale,
+        consecutive_hysteresis: bool = DynamicLossScale.consecutive_hysteresis,
+        aggregate_in_float16: bool = False,
+        master_weights: bool = False,
+        grad_clip: GradClip | Mapping[str, Any] | float | None = None,
         name: str | None = None,
     ) -> None:
-        _check_inner(inner_optimizer)
+        check_inner(inner_optimizer)
+        clip = resolve_grad_clip(grad_clip)
+        check_features(
+            inner_optimizer,
+            clip,
+            aggregate_in_float16=aggregate_in_float16,
+            master_weights=master_weights,
+        )
         rule = resolve_loss_scale(
             loss_scale,
             dynamic,
@@ -93,12 +126,17 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
                 hysteresis=hysteresis,
                 min_scale=min_scale,
                 max_scale=max_scale,
+                consecutive_hysteresis=consecutive_hysteresis,
             ),
         )
         # Not Keras's LossScaleOptimizer.__init__: it would clear the inner optimizer's settings.
         keras.optimizers.Optimizer.__init__(self, learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
+        self._aggregates_in_float16 = aggregate_in_float16
+        self._start_masters(master_weights)
         self._start_scaling(rule)
+        self._grad_clip = clip
+        self._norm = None if clip is None else self._scalar("last_gradient_norm", "float32", 0.0)
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Creates the inner optimizer's variables.
@@ -111,10 +149,10 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
         # for no variables, the optimizer would refuse the model's ever after.
         if not var_list:
             return
+        targets = self._create_masters(var_list)
         if not self.inner_optimizer.built:
-            self.inner_optimizer.build(var_list)
-        # Past Keras's LossScaleOptimizer.build, which would make a second set of state variables.
-        keras.optimizers.Optimizer.build(self, var_list)
+            self.inner_optimizer.build(targets)
+        self._register(list(var_list))
 
     def exclude_from_weight_decay(
         self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
@@ -207,18 +245,61 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
         if not self.built:
             outside_the_graph(lambda: self.build(variables))
         self._check_known(variables)
-        unchecked = self._unchecked(grads, variables)
+        targets = [self._target(variable) for variable in variables]
+        sums_itself = several_replicas() and (
+            self._aggregates_in_float16 or self._grad_clip is not None
+        )
+        unchecked = self._unchecked(grads, targets)
         scale = self._still_scaled_by(unscaled)
-        finite = gradient_lib.on_every_replica(gradient_lib.all_finite(*unchecked, scale))
+        if sums_itself:
+            grads, scale = self._summed(grads, targets, scale)
+            # The sum can overflow where no replica's gradient has.
+            unchecked = (grads, targets)
+        finite = ops.logical_and(gradient_lib.all_finite(*unchecked, scale), self._unscaled_finite)
         apply_if_finite(
-            ops.logical_and(finite, self._unscaled_finite),
+            gradient_lib.on_every_replica(finite),
             self.inner_optimizer,
             grads,
-            variables,
-            scale,
+            targets,
+            self._clipped(grads, targets, scale),
             skips=self._rule.skip_nonfinite,
             record=self._record_step,
+            summed=sums_itself,
+            masters=self._masters.pairs(),
         )
+
+    def _summed(self, grads: list[Any], targets: list[Any], scale: Any) -> tuple[list[Any], Any]:
+        """Sums the gradients over the replicas; returns what the sums are to be divided by."""
+        if self._aggregates_in_float16:
+            return summed_in_float16(grads, targets, scale, self.get_scale())
+        return summed(grads, targets, scale), None
+
+    def _clipped(self, grads: list[Any], targets: list[Any], scale: Any) -> Any:
+        """Returns what the gradients are to be divided by, clipping included."""
+        if self._grad_clip is None or self._norm is None:
+            return scale
+        norm = gradient_norm(grads, targets, scale, self._grad_clip.norm_type)
+        self._norm.assign(norm)
+        return clipped_scale(self._grad_clip, norm, scale)
+
+    @property
+    def grad_clip(self) -> GradClip | None:
+        """How gradients are clipped, if they are."""
+        return self._grad_clip
+
+    @property
+    def aggregate_in_float16(self) -> bool:
+        """Whether the gradients of several replicas are sent as float16."""
+        return self._aggregates_in_float16
+
+    @property
+    def last_gradient_norm(self) -> Any:
+        """Norm of the last step's gradients before clipping, of the type of `grad_clip`.
+
+        A scalar float32 tensor: unscaled, of the sum over the replicas, and not finite where the
+        step was skipped. None without `grad_clip`.
+        """
+        return None if self._norm is None else as_tensor(self._norm)
 
     def _check_known(self, variables: list[Any]) -> None:
         # Keras checks it too, but some releases fail there while they put the message together.
@@ -263,74 +344,17 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
         # Gradients unscaled in another tf.function, or in eager mode, only show at run time.
         return ops.where(self._unscaled_pending, 1.0, self.get_scale())
 
-    def stateless_apply(
-        self,
-        optimizer_variables: Sequence[Any],
-        grads: Sequence[Any],
-        trainable_variables: Sequence[Any],
-    ) -> tuple[list[Any], list[Any]]:
-        """Returns what `apply` would assign, without assigning it; for Keras's JAX backend.
-
-        Args:
-            optimizer_variables: Values of `variables`, in that order.
-            grads: Gradients of the scaled loss.
-            trainable_variables: Values of the variables the optimizer was built with.
-
-        Returns:
-            The new values of the trainable variables and of `variables`.
-
-        Raises:
-            ValueError: The optimizer is not built, or the backend is TensorFlow, where Keras's
-                optimizers do not support it.
-        """
-        if not self.built:
-            raise ValueError(
-                f"{self.name} must be built before stateless_apply: call "
-                "optimizer.build(model.trainable_variables)."
-            )
-        mapping = list(zip(self.variables, optimizer_variables, strict=True))
-        inner_values = list(optimizer_variables[len(self._variables) :])
-        with keras.StatelessScope(state_mapping=mapping) as scope:
-            scale = self.dynamic_scale.value
-            grads = gradient_lib.unscale_all(grads, self._trainable_variables, scale)
-            finite = gradient_lib.all_finite(grads, self._trainable_variables)
-            self._record_step(finite)
-        own_values = [scope.get_current_value(variable) for variable in self._variables]
-
-        def update() -> tuple[list[Any], list[Any]]:
-            values: tuple[list[Any], list[Any]] = self.inner_optimizer.stateless_apply(
-                inner_values, grads, trainable_variables
-            )
-            return values
-
-        skips = self._rule.skip_nonfinite
-        new_trainable, new_inner = (
-            ops.cond(finite, update, lambda: (list(trainable_variables), inner_values))
-            if skips
-            else update()
-        )
-        return new_trainable, own_values + list(new_inner)
-
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, serializable."""
-        config: dict[str, Any] = {
+        clip = self._grad_clip
+        return {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            **scale_config(self._rule),
+            "aggregate_in_float16": self._aggregates_in_float16,
+            "master_weights": self._has_masters,
+            "grad_clip": None if clip is None else clip.to_dict(),
         }
-        rule = self._rule
-        if isinstance(rule, FixedLossScale):
-            config["loss_scale"] = {"scale": rule.scale, "skip_nonfinite": rule.skip_nonfinite}
-        else:
-            config |= {
-                "initial_scale": rule.initial_scale,
-                "dynamic_growth_steps": rule.growth_steps,
-                "growth_factor": rule.growth_factor,
-                "backoff_factor": rule.backoff_factor,
-                "hysteresis": rule.hysteresis,
-                "min_scale": rule.min_scale,
-                "max_scale": rule.max_scale,
-            }
-        return config
 
     @classmethod
     def from_config(
@@ -349,25 +373,5 @@ class LossScaleOptimizer(LossScaling, keras.optimizers.LossScaleOptimizer):
         inner = keras.saving.deserialize_keras_object(
             arguments.pop("inner_optimizer"), custom_objects=custom_objects
         )
-        fixed = arguments.pop("loss_scale", None)
-        rule = FixedLossScale(**fixed) if fixed else None
+        rule = rule_from_config(arguments.pop("loss_scale", None))
         return cls(inner, loss_scale=rule, **arguments)
-
-
-def _check_inner(inner: Any) -> None:
-    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
-        raise ValueError(
-            f"{inner.name} is a LossScaleOptimizer already; wrapping it again would scale twice. "
-            "Pass its inner_optimizer instead."
-        )
-    if not isinstance(inner, keras.optimizers.Optimizer):
-        raise TypeError(
-            "inner_optimizer must be a keras.optimizers.Optimizer, e.g. keras.optimizers.Adam(); "
-            f"got {inner!r} of type {type(inner).__name__}."
-        )
-    if inner.loss_scale_factor is not None:
-        raise ValueError(
-            f"{inner.name} has loss_scale_factor={inner.loss_scale_factor}, so it scales losses "
-            "itself. Create it without, and pass LossScaleOptimizer(..., "
-            f"loss_scale={inner.loss_scale_factor}) for a fixed scale."
-        )

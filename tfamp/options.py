@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from tfamp.dtypes import float_format
@@ -120,6 +120,11 @@ class DynamicLossScale:
             before only skip their step. A finite step starts the count again.
         min_scale: The scale never falls below this.
         max_scale: The scale never rises above this.
+        consecutive_hysteresis: False counts overflows for `hysteresis` since the scale last grew,
+            finite steps between them or not: Megatron's rule, and DeepSpeed's with its option of
+            this name off.
+        min: The same as `min_scale`.
+        max: The same as `max_scale`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -138,8 +143,19 @@ class DynamicLossScale:
     hysteresis: int = 1
     min_scale: float = 2.0**-32
     max_scale: float = 2.0**32
+    consecutive_hysteresis: bool = True
+    min: InitVar[float | None] = field(default=None, kw_only=True)
+    max: InitVar[float | None] = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, min: float | None, max: float | None) -> None:
+        for name, value in (("min_scale", min), ("max_scale", max)):
+            if value is not None:
+                object.__setattr__(self, name, value)
+        if not isinstance(self.consecutive_hysteresis, bool):
+            raise TypeError(
+                "consecutive_hysteresis must be True or False; got "
+                f"{self.consecutive_hysteresis!r}."
+            )
         low = checked_number("min_scale", self.min_scale, low=_FLOAT32.tiny, high=_FLOAT32.max)
         high = checked_number("max_scale", self.max_scale, low=_FLOAT32.tiny, high=_FLOAT32.max)
         if low > high:

@@ -20,6 +20,8 @@ else:
 class ScaleVariables(_Base):
     """Adds the scale, its counters and their read-only properties to an optimizer."""
 
+    inner_optimizer: keras.optimizers.Optimizer
+
     def _create_scale_variables(self, rule: LossScale) -> None:
         self._rule = rule
         self._scale_was_used = False
@@ -31,6 +33,11 @@ class ScaleVariables(_Base):
         self._skipped = self._scalar("skipped_steps", "int", start.skipped_steps)
         self._consecutive = self._scalar(
             "consecutive_skipped_steps", "int", start.consecutive_skipped_steps
+        )
+        self._overflows = (
+            self._scalar("overflows", "int", start.overflows)
+            if isinstance(rule, DynamicLossScale) and not rule.consecutive_hysteresis
+            else None
         )
         self._last_finite = self._scalar("last_step_finite", "bool", True)
         # What get_unscaled_gradients leaves for an apply in another function.
@@ -49,10 +56,13 @@ class ScaleVariables(_Base):
 
     def _record_step(self, finite: Any) -> None:
         """Moves the state on by one step, whose gradients were all finite or not."""
-        variables = (self.dynamic_scale, self.step_counter, self._skipped, self._consecutive)
-        before = LossScaleState(*map(_tensor, variables))
+        variables = [self.dynamic_scale, self.step_counter, self._skipped, self._consecutive]
+        if self._overflows is not None:
+            variables.append(self._overflows)
+        before = LossScaleState(*map(as_tensor, variables))
         after = next_state(self._rule, before, finite, ops)
-        for variable, old, new in zip(variables, before, after, strict=True):
+        # The last field has a variable only where the rule looks at it.
+        for variable, old, new in zip(variables, before, after, strict=False):
             if new is not old:
                 variable.assign(ops.cast(new, variable.dtype))
         self._last_finite.assign(finite)
@@ -62,7 +72,7 @@ class ScaleVariables(_Base):
     def get_scale(self) -> Any:
         """The current loss scale, a scalar float32 tensor."""
         self._scale_was_used = True
-        return _tensor(self.dynamic_scale)
+        return as_tensor(self.dynamic_scale)
 
     @property
     def loss_scale(self) -> Any:
@@ -87,25 +97,35 @@ class ScaleVariables(_Base):
     @property
     def dynamic_counter(self) -> Any:
         """Finite steps since the scale last changed, a scalar integer tensor."""
-        return _tensor(self.step_counter)
+        return as_tensor(self.step_counter)
+
+    @property
+    def iterations(self) -> Any:
+        """Steps applied so far, the inner optimizer's variable; on several replicas a tensor."""
+        count = self.inner_optimizer.iterations
+        value = getattr(count, "value", None)
+        # A variable with a value per replica cannot be made a number.
+        distributed = isinstance(value, tf.distribute.DistributedValues)
+        return as_tensor(count) if distributed else count
 
     @property
     def skipped_steps(self) -> Any:
         """Steps skipped so far because a gradient was not finite, a scalar integer tensor."""
-        return _tensor(self._skipped)
+        return as_tensor(self._skipped)
 
     @property
     def consecutive_skipped_steps(self) -> Any:
         """Steps skipped since the last finite one, a scalar integer tensor."""
-        return _tensor(self._consecutive)
+        return as_tensor(self._consecutive)
 
     @property
     def last_step_finite(self) -> Any:
         """Whether every gradient of the last step was finite, a scalar bool tensor."""
-        return _tensor(self._last_finite)
+        return as_tensor(self._last_finite)
 
 
-def _tensor(variable: keras.Variable) -> Any:
+def as_tensor(variable: keras.Variable) -> Any:
+    """The value of a variable as a tensor; on several replicas this one's, or the first one's."""
     # Keras takes its own variable for a tensor, so ops.convert_to_tensor would hand it out.
     value = variable.value
     return tf.convert_to_tensor(value) if keras.backend.backend() == "tensorflow" else value

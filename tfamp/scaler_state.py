@@ -25,6 +25,7 @@ class _Rule(NamedTuple):
     max_scale: Any
     min_scale: float = _FLOAT32.tiny
     hysteresis: int = 1
+    consecutive_hysteresis: bool = True
 
 
 class ScalerState(tf.Module):

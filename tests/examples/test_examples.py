@@ -94,6 +94,18 @@ def test_scaling_keeps_the_gradients_that_float16_flushes(run):
     assert flushed[2] < 5
 
 
+def test_masters_learn_what_pure_float16_loses(run):
+    code, printed = run("master_weights", "--small")
+    assert code == 0
+    rows = [line.split("│")[1:6] for line in printed.splitlines() if line.startswith("│")]
+    names, _, losses, moved, sizes = zip(*rows, strict=True)
+    assert [name.strip() for name in names] == ["float32", "float16", "float16, masters"]
+    wide, low, masters = (float(loss) for loss in losses)
+    assert masters < wide + 0.01 < low, "of one seed, and far apart"
+    assert [int(share.strip().rstrip("%")) > 60 for share in moved] == [True, False, True]
+    assert len(set(sizes[1:])) == 1, "the masters are not the model's"
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_torch_style_loop_draws_digits_and_scales_only_float16(run, dtype):
     code, printed = run("torch_style_loop", "--small", "--epochs", "2", "--dtype", dtype)
