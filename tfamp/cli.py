@@ -141,8 +141,8 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
             metavar="REGEX",
             action="append",
             default=[],
-            help=f"nodes with a name in which REGEX is found {what}; may be repeated; a search that "
-            f"takes more than {_SEARCH_SECONDS:g} s in one name is refused",
+            help=f"nodes with a name in which REGEX is found {what}; may be repeated; one that "
+            f"takes more than {_SEARCH_SECONDS:g} s to search for in a name is refused",
         )
     for color, what in _COLORS.items():
         parser.add_argument(

@@ -149,7 +149,7 @@ def _with_constants(graph: Any, values: Mapping[str, Any], keep: Iterable[str]) 
             frozen = tf.compat.v1.graph_util.convert_variables_to_constants(
                 _Values(values), graph, outputs, variable_names_whitelist=list(values)
             )
-        except Exception as error:  # noqa: BLE001 - what it raises for broken graphs is anything
+        except Exception as error:  # What it raises for broken graphs is anything.
             raise SavedModelError(
                 f"TensorFlow cannot freeze the graph: {type(error).__name__}: {error}. Convert "
                 "without freezing, which says what is wrong with a graph that is."

@@ -72,7 +72,7 @@ def _loaded(src: Path, meta_graph: Any) -> Any:
     """The loaded SavedModel, whose variables live as long as it does."""
     try:
         loaded = tf.saved_model.load(str(src), tags=list(meta_graph.meta_info_def.tags))
-    except Exception as error:  # noqa: BLE001 - what the loader raises for broken objects is anything
+    except Exception as error:  # What the loader raises for broken objects is anything.
         raise SavedModelError(
             f"TensorFlow cannot load the SavedModel {src}, which freezing needs: "
             f"{type(error).__name__}: {first_line(error)}"
