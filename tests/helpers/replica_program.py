@@ -1,8 +1,8 @@
-"""A training under `tf.distribute` with random faults, which tells after every step what it holds.
+"""A training under `tf.distribute` with random faults that tells after every step what it holds.
 
-Run as a program, in a process of its own: TensorFlow aborts when a second MirroredStrategy over CPUs
-is used eagerly in a process, and a worker has to start its servers before anything else. Prints
-one line of JSON.
+Run as a program, in a process of its own: TensorFlow aborts when a second MirroredStrategy over
+CPUs is used eagerly in a process, and a worker has to start its servers before anything else.
+Prints one line of JSON.
 """
 
 from __future__ import annotations
