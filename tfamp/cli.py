@@ -24,6 +24,7 @@ import tfamp
 from tfamp.diagnostics import device
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import TfampError, TfampWarning
+from tfamp.graph.name_search import limited
 
 if TYPE_CHECKING:
     from tfamp.graph.structures import RewritePlan
@@ -35,6 +36,8 @@ _COLORS = {
     "clear": "is lowered between lowered ops",
 }
 # Ending of a report's name -> what makes it.
+# How long an expression may be searched for in one name: a millionth of it is usual.
+_SEARCH_SECONDS = 2.0
 _REPORTS = {".html": "to_html", ".json": "to_json", ".txt": "to_text"}
 
 
@@ -164,7 +167,8 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
             metavar="REGEX",
             action="append",
             default=[],
-            help=f"nodes with a name in which REGEX is found {what}; may be repeated",
+            help=f"nodes with a name in which REGEX is found {what}; may be repeated; one that "
+            f"takes more than {_SEARCH_SECONDS:g} s to search for in a name is refused",
         )
     for color, what in _COLORS.items():
         parser.add_argument(
@@ -220,7 +224,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _rewrite(args: argparse.Namespace) -> int:
-    with _prepared() as saved_model:
+    with _prepared() as saved_model, limited(_SEARCH_SECONDS):
         plan = saved_model.rewrite_saved_model(
             args.src, args.dst, overwrite=args.overwrite, **_choices(args, saved_model)
         )
@@ -233,7 +237,7 @@ def _rewrite(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    with _prepared() as saved_model:
+    with _prepared() as saved_model, limited(_SEARCH_SECONDS):
         plan = saved_model.inspect_saved_model(args.src, **_choices(args, saved_model))
     print(plan.to_json() if args.json else plan.to_text().rstrip("\n"))
     return 0

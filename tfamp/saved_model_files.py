@@ -13,7 +13,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp import _tf_private
+from tfamp.directory_exchange import exchange
 from tfamp.errors import SavedModelError
+from tfamp.saved_model_references import broken_reference
 
 GRAPH_FILE = "saved_model.pb"
 FINGERPRINT_FILE = "fingerprint.pb"
@@ -87,6 +89,9 @@ def read_saved_model(src: Path) -> Any:
         raise SavedModelError(f"{path} is broken and cannot be read: {error}") from error
     if not model.meta_graphs:
         raise SavedModelError(f"{path} is broken: it holds no graph.")
+    for graph in model.meta_graphs:
+        if wrong := broken_reference(graph):
+            raise SavedModelError(f"{path} is broken: {wrong}.")
     if any(_has_variables(graph) for graph in model.meta_graphs):
         _check_variables(src)
     return model
@@ -174,6 +179,11 @@ def _put_in_place(work: Path, dst: Path) -> None:
     if not os.path.lexists(dst):
         work.rename(dst)
         return
+    if dst.is_dir() and exchange(work, dst):
+        shutil.rmtree(work, ignore_errors=True)
+        return
+    # Two steps, where one is not to be had: a process killed between them leaves the old directory
+    # under another name.
     old = work.with_name(f"{work.name}.old")
     dst.rename(old)
     try:

@@ -145,9 +145,15 @@ def _with_constants(graph: Any, values: Mapping[str, Any], keep: Iterable[str]) 
     """Returns the graph with constants in the place of variables."""
     outputs = sorted({node_name(name) for name in keep})
     with _without_notes_of_tensorflow():
-        frozen = tf.compat.v1.graph_util.convert_variables_to_constants(
-            _Values(values), graph, outputs, variable_names_whitelist=list(values)
-        )
+        try:
+            frozen = tf.compat.v1.graph_util.convert_variables_to_constants(
+                _Values(values), graph, outputs, variable_names_whitelist=list(values)
+            )
+        except Exception as error:  # What it raises for broken graphs is anything.
+            raise SavedModelError(
+                f"TensorFlow cannot freeze the graph: {type(error).__name__}: {error}. Convert "
+                "without freezing, which says what is wrong with a graph that is."
+            ) from error
     for node in (*frozen.node, *(n for f in frozen.library.function for n in f.node_def)):
         if "_output_shapes" in node.attr and any(
             each in node.attr for each in ("f", "body", "cond")

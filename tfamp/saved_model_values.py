@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def _of_objects(src: Path, meta_graph: Any) -> dict[str, Any]:
     Not by restoring the graph in a session: what `tf.saved_model.save` makes of a Keras 3 model
     restores other variables than its signatures use.
     """
-    loaded = tf.saved_model.load(str(src), tags=list(meta_graph.meta_info_def.tags))
+    loaded = _loaded(src, meta_graph)
     nodes = {node.name: node for node in meta_graph.graph_def.node}
     values: dict[str, Any] = {}
     for key, signature in sorted(meta_graph.signature_def.items()):
@@ -66,6 +66,29 @@ def _of_objects(src: Path, meta_graph: Any) -> dict[str, Any]:
             if found and name not in values:
                 values[name] = found[0].numpy()
     return values
+
+
+def _loaded(src: Path, meta_graph: Any) -> Any:
+    """The loaded SavedModel, whose variables live as long as it does."""
+    try:
+        loaded = tf.saved_model.load(str(src), tags=list(meta_graph.meta_info_def.tags))
+    except Exception as error:  # What the loader raises for broken objects is anything.
+        raise SavedModelError(
+            f"TensorFlow cannot load the SavedModel {src}, which freezing needs: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
+    for key in meta_graph.signature_def:
+        if key not in NO_SIGNATURES and not hasattr(_signature(loaded, key), "captured_inputs"):
+            raise SavedModelError(
+                f"The SavedModel {src} is broken: its objects have no signature {key!r}, and its "
+                "graph has."
+            )
+    return loaded
+
+
+def _signature(loaded: Any, key: str) -> Any:
+    signatures = getattr(loaded, "signatures", None)
+    return signatures.get(key) if isinstance(signatures, Mapping) else None
 
 
 def _of_graph(src: Path, meta_graph: Any, names: Sequence[str]) -> dict[str, Any]:

@@ -47,6 +47,8 @@ from tfamp.graph.structures import (
 _Place: TypeAlias = tuple[str, int | None, str]
 _Shape: TypeAlias = tuple[int | None, ...]
 
+# More tensors than a node has anywhere: a broken count must not fill the memory.
+_MOST_TENSORS = 2**20
 _DEVICE_KIND = re.compile(r"(?:^|[/:])(cpu|gpu|tpu)(?=:|$)", re.IGNORECASE)
 
 
@@ -192,12 +194,17 @@ class _Indexer:
             if value is None:
                 raise self.error(node.name, node.op, f"the attribute {attr} is missing")
             types[attr] = value if isinstance(value, tuple) else (value,)
+            right = isinstance(value, tuple if attr in own.lists else str)
+            if not right or not all(isinstance(each, str) for each in types[attr]):
+                raise self.error(node.name, node.op, f"the attribute {attr} holds no dtype")
         return types
 
     def _count(self, node: Any, own: OpSignature, attr: str) -> int:
         value = node.attr[attr].i if attr in node.attr else own.defaults.get(attr)
         if value is None:
             raise self.error(node.name, node.op, f"the attribute {attr} is missing")
+        if not 0 <= int(value) <= _MOST_TENSORS:
+            raise self.error(node.name, node.op, f"the attribute {attr} is {value}, a wrong count")
         return int(value)
 
     def _can_be_low(
@@ -290,10 +297,11 @@ class _Indexer:
         if producer is None:
             raise self._wrong(consumer, f"its input {tensor!r} is no node's output")
         output, _, number = rest.rpartition(":")
-        port = int(number or 0)
+        outputs = len(self.outputs[producer])
+        port = int(number or 0) if (number or "0").isdecimal() else outputs
         if output:
-            port += self.first_ports[producer].get(output, len(self.outputs[producer]))
-        if port >= len(self.outputs[producer]):
+            port += self.first_ports[producer].get(output, outputs)
+        if port >= outputs:
             raise self._wrong(consumer, f"its input {tensor!r} is no output of {name!r}")
         return producer, port
 

@@ -20,6 +20,10 @@ from tfamp.graph.op_signatures import OpSignature, first_ports, registered_signa
 INLINED_INTO = "_tfamp_inlined_into"
 GRADIENT = "_gradient_op_type"
 
+# Functions that call one another twice double at every level: a small graph could fill the memory.
+# A call that would add nodes beyond this stays a call. Large models have some ten thousand.
+MOST_NEW_NODES = 100_000
+
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _OPAQUE = ("_noinline", "_XlaMustCompile", "_XlaCompile", "_tpu_replicate")
 # Loops and conditionals of TensorFlow 1: a node is in one by what its inputs come from, so that a
@@ -32,7 +36,8 @@ def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
 
     The nodes of function `f` called by node "c" are named "c/...". What must wait for the call
     waits for "c", a NoOp then. A call stays where inlining would change what it means: it is
-    recursive, compiled by XLA, marked `_noinline`, or between loops of TensorFlow 1.
+    recursive, compiled by XLA, marked `_noinline`, between loops of TensorFlow 1, or one of so many
+    that the graph would grow by more than 100,000 nodes.
 
     Args:
         graph_def: A `tf.compat.v1.GraphDef`; it is not modified.
@@ -40,6 +45,10 @@ def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
 
     Returns:
         A new `tf.compat.v1.GraphDef`. Functions no longer called are still in its library.
+
+    Raises:
+        RewriteError: A call does not fit its function, or functions call one another without end or
+            hundreds deep.
 
     Example:
         >>> import tensorflow as tf
@@ -68,10 +77,17 @@ class _Bodies:
         self._functions = {function.signature.name: function for function in library.function}
         self._expanded: set[str] = set()
         self._active: set[str] = set()
+        self._room = MOST_NEW_NODES
 
     def expand_all(self) -> None:
-        for name in self._functions:
-            self._expand(name)
+        try:
+            for name in self._functions:
+                self._expand(name)
+        except RecursionError:
+            raise RewriteError(
+                "The functions of the graph call one another hundreds deep, which is deeper than "
+                "Python can follow."
+            ) from None
 
     def called_by(self, node: Any) -> Any | None:
         """The expanded function to put in the place of a node; None if the node must stay."""
@@ -87,6 +103,9 @@ class _Bodies:
         if any(each.op in _OLD_CONTROL_FLOW for each in function.node_def):
             return None
         self._expand(name)
+        if len(function.node_def) > self._room:
+            return None
+        self._room -= len(function.node_def)
         return function
 
     def signature(self, op: str) -> OpSignature:
@@ -160,8 +179,11 @@ class _Scope:
 
     def resolve(self, tensor: str) -> str:
         """The tensor that has the value of an output of a call that is no longer there."""
+        start, steps = tensor, 0
         while (moved := self._moved.get(tensor)) is not None:
-            tensor = moved
+            tensor, steps = moved, steps + 1
+            if steps > len(self._moved):
+                raise RewriteError(f"The value of {start!r} is computed from nothing but itself.")
         return tensor
 
     def _inlined(self, call: Any, function: Any) -> Iterator[Any]:
@@ -223,6 +245,11 @@ class _Inner:
         self._nodes = {node.name: node for node in function.node_def}
         data = [name for name in call.input if not name.startswith("^")]
         names = [arg.name for arg in function.signature.input_arg]
+        if len(names) != len(data):
+            raise RewriteError(
+                f"Node {call.name!r} ({call.op}): it has {len(data)} inputs, and the function "
+                f"{function.signature.name!r} takes {len(names)}."
+            )
         self._given = dict(zip(names, data, strict=True))
         self._ports: dict[str, Mapping[str, int]] = {}
 
@@ -264,7 +291,13 @@ class _Inner:
         if not self._flat:
             return f"{self._prefix}{name}"
         output, _, number = rest.rpartition(":")
-        port = self._first_ports(node)[output] + int(number)
+        ports = self._first_ports(node) if node in self._nodes else {}
+        if output not in ports or not number.isdecimal():
+            raise RewriteError(
+                f"Function {self._function.signature.name!r}: {name!r} is used, and is no output "
+                "of its nodes."
+            )
+        port = ports[output] + int(number)
         return f"{self._prefix}{node}:{port}" if port else f"{self._prefix}{node}"
 
     def control(self, name: str) -> str:

@@ -13,6 +13,7 @@ from tfamp import hardware
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.graph.coloring import Updates
 from tfamp.graph.machine import MachineProfile, builtin_profile
+from tfamp.graph.name_search import is_found
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
 from tfamp.graph.ranges import Limits, Ranges
@@ -152,7 +153,9 @@ def matching_patterns(graph_def: Any, patterns: Iterable[str]) -> tuple[str, ...
     """Returns those patterns that are found in the name of a node of the graph or its functions."""
     names = [node.name for node in graph_def.node]
     names += [node.name for each in graph_def.library.function for node in each.node_def]
-    return tuple(each for each in patterns if any(re.search(each, name) for name in names))
+    return tuple(
+        each for each in patterns if any(is_found(re.compile(each), name) for name in names)
+    )
 
 
 class NodeChoices:
@@ -200,7 +203,7 @@ class NodeChoices:
         everywhere = [node for index in indexes for node in _real_nodes(index)]
         for argument, patterns in (("keep_float32", self._keep), ("force_low", self._force)):
             for pattern in patterns:
-                if not any(pattern.search(node.name) for node in everywhere):
+                if not any(is_found(pattern, node.name) for node in everywhere):
                     raise ValueError(
                         f"{argument}: no node's name matches {pattern.pattern!r}. The pattern is "
                         "searched for in names such as "
@@ -237,7 +240,7 @@ class NodeChoices:
 
 
 def _match(patterns: Sequence[re.Pattern[str]], node: IndexedNode) -> str | None:
-    return next((each.pattern for each in patterns if each.search(node.name)), None)
+    return next((each.pattern for each in patterns if is_found(each, node.name)), None)
 
 
 def _node_name(tensor: str) -> str:

@@ -1,0 +1,116 @@
+"""Graphs that are not valid: an error that says where, in bounded time and memory."""
+
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp.graph import inline
+from tfamp.graph.rewrite import rewrite_graph_def
+
+FLOAT = tf.float32.as_datatype_enum
+
+
+def add_function(graph, name, calls=None, times=1):
+    """A function of one tensor: exp, or another function called `times` times."""
+    function = graph.library.function.add()
+    function.signature.name = name
+    function.signature.input_arg.add(name="x", type=FLOAT)
+    function.signature.output_arg.add(name="y", type=FLOAT)
+    last = "x"
+    for number in range(times):
+        node = function.node_def.add(name=f"n{number}", input=[last])
+        if calls is None:
+            node.op, last = "Exp", f"n{number}:y:0"
+            node.attr["T"].type = FLOAT
+        else:
+            last = f"n{number}:output:0"
+            make_call(node, calls)
+    function.ret["y"] = last
+    return function
+
+
+def make_call(node, name):
+    node.op = "PartitionedCall"
+    node.attr["f"].func.name = name
+    node.attr["Tin"].list.type.append(FLOAT)
+    node.attr["Tout"].list.type.append(FLOAT)
+
+
+def chain(levels, times=1):
+    """A call of a function that calls a function ..., `times` times at each level."""
+    graph = tf.compat.v1.GraphDef()
+    graph.node.add(name="x", op="Placeholder").attr["dtype"].type = FLOAT
+    make_call(graph.node.add(name="c", input=["x"]), f"f{levels - 1}")
+    for level in reversed(range(levels)):
+        add_function(graph, f"f{level}", f"f{level - 1}" if level else None, times)
+    return graph
+
+
+def rewrite(graph):
+    return rewrite_graph_def(graph, ["c:0"], dtype="bfloat16", device="cpu").graph_def
+
+
+def refused(graph, message):
+    before = graph.SerializeToString(deterministic=True)
+    with pytest.raises(tfamp.RewriteError, match=message):
+        rewrite(graph)
+    assert graph.SerializeToString(deterministic=True) == before
+
+
+def test_a_call_with_too_many_arguments():
+    graph = chain(1)
+    graph.node[1].input.append("x")
+    refused(graph, "Node 'c' .*it has 2 inputs, and the function 'f0' takes 1")
+
+
+@pytest.mark.parametrize("tensor", ["nowhere:y:0", "n0:other:0", "n0:y:first", ""])
+def test_a_function_that_uses_what_no_node_gives(tensor):
+    graph = chain(1)
+    graph.library.function[0].ret["y"] = tensor
+    refused(graph, "Function 'f0': .* is no output of its nodes")
+
+
+def test_a_call_that_is_its_own_argument():
+    graph = chain(1)
+    graph.library.function[0].ret["y"] = "x"
+    graph.node[1].input[0] = "c"
+    refused(graph, "computed from nothing but itself")
+
+
+def test_functions_that_call_one_another_too_deep():
+    refused(chain(2000), "hundreds deep")
+
+
+@pytest.mark.filterwarnings("ignore::tfamp.NothingToLowerWarning")
+def test_functions_that_double_at_every_level_stay_small(monkeypatch):
+    monkeypatch.setattr(inline, "MOST_NEW_NODES", 100)
+    graph = rewrite(chain(60, times=2))
+    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+    assert len(nodes) < 500
+    assert {"PartitionedCall", "Exp"} <= {node.op for node in nodes}
+
+
+@pytest.mark.parametrize("count", [-1, 2**62])
+def test_a_count_that_would_fill_the_memory(count):
+    graph = chain(1)
+    node = graph.node.add(name="many", op="AddN", input=["x"])
+    node.attr["T"].type, node.attr["N"].i = FLOAT, count
+    refused(graph, rf"Node 'many' \(AddN\): the attribute N is {count}, a wrong count")
+
+
+@pytest.mark.parametrize("kind", ["number", "list", "empty"])
+def test_a_type_attribute_that_holds_none(kind):
+    graph = chain(1)
+    node = graph.node.add(name="e", op="Exp", input=["x"])
+    if kind == "number":
+        node.attr["T"].i = 7
+    else:
+        node.attr["T"].list.type.extend([FLOAT] if kind == "list" else [])
+    refused(graph, r"Node 'e' \(Exp\): the attribute T holds no dtype|the attribute T is missing")
+
+
+def test_an_output_with_a_number_that_is_none():
+    graph = chain(1)
+    node = graph.node.add(name="e", op="Exp", input=["x:first"])
+    node.attr["T"].type = FLOAT
+    refused(graph, "its input 'x:first' is no output")

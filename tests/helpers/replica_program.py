@@ -1,0 +1,269 @@
+"""A training under `tf.distribute` with random faults that tells after every step what it holds.
+
+Run as a program, in a process of its own: TensorFlow aborts when a second MirroredStrategy over
+CPUs is used eagerly in a process, and a worker has to start its servers before anything else.
+Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+
+os.environ["TFAMP_PROFILE"] = "builtin"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+DTYPE = {"float16": tf.float16, "bfloat16": tf.bfloat16}
+
+
+def make_strategy(kind: str) -> tf.distribute.Strategy:
+    """Returns a strategy by name: "mirrored4", "central2", "one" or "workers"."""
+    if kind == "workers":
+        return tf.distribute.MultiWorkerMirroredStrategy()
+    count = int(kind[-1]) if kind[-1].isdecimal() else 1
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * count
+    )
+    devices = [f"CPU:{number}" for number in range(count)]
+    if kind.startswith("mirrored"):
+        return tf.distribute.MirroredStrategy(devices)
+    if kind.startswith("central"):
+        return tf.distribute.experimental.CentralStorageStrategy(devices, "CPU:0")
+    return tf.distribute.OneDeviceStrategy("CPU:0")
+
+
+def make_model(dtype: str | None = None) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, activation="relu", dtype=dtype),
+            layers.Dense(1, dtype=dtype),
+        ]
+    )
+
+
+class Training:
+    """What the ways of training have in common; `variables` are all that must stay equal."""
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        import tfamp
+
+        self.tfamp, self.strategy = tfamp, strategy
+        self.seen: set[str] = set()
+        with strategy.scope():
+            self.make()
+
+    def make(self) -> None:
+        raise NotImplementedError
+
+    def optimizer(self, **options):
+        return self.tfamp.LossScaleOptimizer(
+            keras.optimizers.SGD(0.05, momentum=0.9),
+            initial_scale=2.0**10,
+            dynamic_growth_steps=7,
+            **options,
+        )
+
+    def train_step(self, x, y):
+        with tf.GradientTape() as tape:
+            scaled = self.scaled(self.loss(x, y))
+        self.apply(tape.gradient(scaled, [v.value for v in self.model.trainable_variables]))
+
+    def loss(self, x, y):
+        return tf.reduce_mean(tf.square(tf.cast(self.model(x, training=True), tf.float32) - y))
+
+    def scaled(self, loss):
+        return self.opt.get_scaled_loss(loss)
+
+    def apply(self, gradients):
+        gradients = self.opt.get_unscaled_gradients(gradients)
+        self.opt.apply_gradients(zip(gradients, self.model.trainable_variables, strict=True))
+
+    def note(self, tensor):
+        self.seen.add(tensor.dtype.name)
+        return tensor
+
+    def state(self):
+        return [*self.model.variables, *self.opt.variables]
+
+    def counts(self):
+        return int(self.opt.iterations), int(self.opt.skipped_steps), float(self.opt.loss_scale)
+
+
+class Policy(Training):
+    def make(self):
+        with self.tfamp.policy_scope("mixed_float16"):
+            self.model = make_model()
+        self.seen.add(self.model.layers[0].compute_dtype)
+        self.opt = self.optimizer()
+        self.opt.build(self.model.trainable_variables)
+
+
+class Float16Reduce(Policy):
+    def optimizer(self, **options):
+        return super().optimizer(aggregate_in_float16=True, **options)
+
+
+class Masters(Training):
+    def make(self):
+        self.model = make_model("float16")
+        self.seen.add(self.model.trainable_variables[0].dtype)
+        self.opt = self.optimizer(master_weights=True)
+        self.opt.build(self.model.trainable_variables)
+
+
+class Autocast(Training):
+    def make(self):
+        self.model = make_model()
+        self.opt = self.optimizer()
+        self.opt.build(self.model.trainable_variables)
+
+    def loss(self, x, y):
+        with self.tfamp.autocast("float16"):
+            hidden = self.note(self.model.layers[0](x))
+            return tf.reduce_mean(tf.square(tf.cast(self.model.layers[1](hidden), tf.float32) - y))
+
+
+class Rewrite(Autocast):
+    """The loss is rewritten; the optimizer is outside, where it may speak to the other replicas."""
+
+    def make(self):
+        super().make()
+        plain = super(Autocast, self).loss
+        self.fast = self.tfamp.rewrite(plain, dtype="float16", placement="lists")
+
+    def loss(self, x, y):
+        concrete = self.fast.concrete(x, y)
+        ops = [op for op in concrete.graph.get_operations() if op.type == "MatMul"]
+        self.seen.update(op.outputs[0].dtype.name for op in ops)
+        return self.fast(x, y)
+
+
+class Scaler(Policy):
+    def make(self):
+        super().make()
+        self.scaler = self.tfamp.GradScaler(init_scale=2.0**10, growth_interval=7)
+        self.bare = keras.optimizers.SGD(0.05, momentum=0.9)
+        self.bare.build(self.model.trainable_variables)
+
+    def scaled(self, loss):
+        return self.scaler.scale(loss)
+
+    def apply(self, gradients):
+        gradients = self.scaler.unscale(self.bare, gradients)
+        self.scaler.step(
+            self.bare, list(zip(gradients, self.model.trainable_variables, strict=True))
+        )
+        self.scaler.update()
+
+    def state(self):
+        return [*self.model.variables, *self.bare.variables, self.scaler._scale]
+
+    def counts(self):
+        iterations = local_copies(self.strategy, self.bare.iterations)[0]
+        return int(iterations), None, float(self.scaler.get_scale())
+
+
+WAYS = {
+    "policy": Policy,
+    "float16_reduce": Float16Reduce,
+    "masters": Masters,
+    "autocast": Autocast,
+    "rewrite": Rewrite,
+    "scaler": Scaler,
+}
+
+
+def local_copies(strategy, variable) -> list[np.ndarray]:
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    return [each.numpy() for each in strategy.experimental_local_results(value)]
+
+
+def spread(strategy, rows):
+    """One row for each replica; a worker has one replica and is given its own row."""
+    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return tf.constant(rows[strategy.cluster_resolver.task_id])
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(rows[context.replica_id_in_sync_group])
+    )
+
+
+def train(strategy, way: str, steps: int) -> dict:
+    """Trains; returns digests of all state after each step, and the counts."""
+    training = WAYS[way](strategy)
+    replicas = strategy.num_replicas_in_sync
+    random, digests, good = np.random.default_rng(5), [], 0
+    run = tf.function(lambda x, y: strategy.run(training.train_step, args=(x, y)))
+    for _ in range(steps):
+        # The same numbers in every process: each takes its own rows.
+        x = random.standard_normal((replicas, 4, 6)).astype("float32")
+        y = x.sum(-1, keepdims=True)
+        faults = random.random(replicas) < 0.15 / replicas
+        x[faults, 0, 0] = random.choice([np.inf, -np.inf, np.nan])
+        good += not faults.any()
+        run(spread(strategy, x), spread(strategy, y))
+        digest = hashlib.sha256()
+        for variable in training.state():
+            copies = local_copies(strategy, variable)
+            for copy in copies:
+                np.testing.assert_array_equal(copy, copies[0])
+                assert np.isfinite(copy.astype("float64")).all()
+            digest.update(copies[0].tobytes())
+        digests.append(digest.hexdigest())
+        assert training.counts()[0] == good, (training.counts(), good)
+    applied, skipped, scale = training.counts()
+    return {
+        "digests": digests,
+        "good": good,
+        "applied": applied,
+        "skipped": steps - applied if skipped is None else skipped,
+        "scale": scale,
+        "seen": sorted(training.seen),
+        "replicas": replicas,
+        "traces": run.experimental_get_tracing_count(),
+    }
+
+
+def fit(strategy) -> dict:
+    """Trains with `fit`: an epoch of good batches, then one with a bad row for the last replica."""
+    import tfamp
+
+    replicas = strategy.num_replicas_in_sync
+    x = np.random.default_rng(0).standard_normal((4 * 4 * replicas, 6)).astype("float32")
+    y = x.sum(-1, keepdims=True)
+    with strategy.scope(), tfamp.policy_scope("mixed_float16"):
+        model = make_model()
+        inner = keras.optimizers.Adam(0.01)
+        model.compile(
+            tfamp.LossScaleOptimizer(inner, initial_scale=2.0**10), "mse", jit_compile=False
+        )
+    options = {"batch_size": 4 * replicas, "shuffle": False, "verbose": 0}
+    model.fit(x, y, **options)
+    before = model.get_weights()
+    x[4 * replicas - 1 :: 4 * replicas] = np.inf
+    model.fit(x, y, **options)
+    same = all(
+        np.array_equal(old, new) for old, new in zip(before, model.get_weights(), strict=True)
+    )
+    return {"same": same, "scale": float(model.optimizer.loss_scale), "replicas": replicas}
+
+
+def main(kind: str, ways: str, steps: str) -> None:
+    strategy = make_strategy(kind)
+    results = {
+        way: fit(strategy) if way == "fit" else train(strategy, way, int(steps))
+        for way in ways.split(",")
+    }
+    print("RESULT", json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
