@@ -82,12 +82,13 @@ def build_model(depth: int, width: int = 128, heads: int = 4) -> keras.Model:
     return keras.Model(inputs, layers.Dense(len(ALPHABET))(layers.LayerNormalization()(x)))
 
 
-# What `prepare` is told; masters are level O2 with its weights stored low.
+# What `prepare` is told. Pure low precision, O3 without masters, is nothing for AdamW.
 LEVELS: dict[str, dict[str, Any]] = {
     "O0": {"level": "O0"},
     "O1": {"level": "O1"},
     "O2": {"level": "O2"},
     "O2+masters": {"level": "O2", "master_weights": True},
+    "O3+masters": {"level": "O3", "master_weights": True, "loss_scale": "dynamic"},
     "O3": {"level": "O3"},
 }
 
