@@ -113,7 +113,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains at every level and prints the comparison."""
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.epochs < 1:
+        parser.error(f"--epochs must be at least 1; got {args.epochs}")
     dtypes = ("float16", "bfloat16") if args.dtype == "both" else (args.dtype,)
     epochs = args.epochs
     if args.small:

@@ -118,7 +118,14 @@ LAYERS = (
         "saved_model_freeze",
         "saved_model_calibration",
     ),
-    ("autocast_mode", "grad_scaler", "function", "saved_model", "diagnostics"),
+    (
+        "autocast_mode",
+        "grad_scaler",
+        "gradient_accumulator",
+        "function",
+        "saved_model",
+        "diagnostics",
+    ),
     ("mixed_precision",),
     (
         "model_structure",

@@ -108,6 +108,17 @@ def test_fifty_steps_equal_the_inner_optimizers(name):
     assert_same(optimizer, ours, bare, theirs)
 
 
+@pytest.mark.parametrize("name", ["momentum", "adam", "adamw"])
+@pytest.mark.parametrize("arguments", [{"grad_clip": 0.5}, {"master_weights": True}])
+def test_clipping_and_masters_keep_the_update_one_pass(name, arguments):
+    low = "master_weights" in arguments
+    weights = [keras.Variable(v, dtype="float16" if low else "float32") for v in variables()]
+    optimizer = tfamp.LossScaleOptimizer(OPTIMIZERS[name](), **arguments)
+    optimizer.build(weights)
+    optimizer.get_scale()
+    assert one_pass_updates(stepper(optimizer, weights, 1.0)) == len(SHAPES)
+
+
 @pytest.mark.skipif(
     platform.machine().lower() not in {"x86_64", "amd64"} or tf.config.list_physical_devices("GPU"),
     reason="compilers for other processors contract a * b + c into one rounding",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tfamp.function import rewrite as rewrite
     from tfamp.grad_clip import GradClip as GradClip
     from tfamp.grad_scaler import GradScaler as GradScaler
+    from tfamp.gradient_accumulator import GradientAccumulator as GradientAccumulator
     from tfamp.graph.op_lists import OpLists as OpLists
     from tfamp.manual import set_layer_dtype as set_layer_dtype
     from tfamp.optimizer import LossScaleOptimizer as LossScaleOptimizer
@@ -47,6 +48,7 @@ _HOMES = {
     "FixedLossScale": "tfamp.options",
     "GradClip": "tfamp.grad_clip",
     "GradScaler": "tfamp.grad_scaler",
+    "GradientAccumulator": "tfamp.gradient_accumulator",
     "LossScaleOptimizer": "tfamp.optimizer",
     "NothingToLowerWarning": "tfamp.errors",
     "OpLists": "tfamp.graph.op_lists",

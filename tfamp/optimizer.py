@@ -76,7 +76,8 @@ class LossScaleOptimizer(
     Raises:
         TypeError: `inner_optimizer` is no Keras optimizer, or an argument has the wrong type.
         ValueError: `inner_optimizer` scales losses itself, or a number is out of range, or
-            `loss_scale` is given together with the arguments it replaces.
+            `loss_scale` is given together with the arguments it replaces, or `grad_clip` or
+            `aggregate_in_float16` with an inner optimizer that accumulates gradients.
 
     Example:
         >>> import keras, numpy, tfamp

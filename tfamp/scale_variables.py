@@ -20,6 +20,8 @@ else:
 class ScaleVariables(_Base):
     """Adds the scale, its counters and their read-only properties to an optimizer."""
 
+    inner_optimizer: keras.optimizers.Optimizer
+
     def _create_scale_variables(self, rule: LossScale) -> None:
         self._rule = rule
         self._scale_was_used = False
@@ -101,6 +103,15 @@ class ScaleVariables(_Base):
     def dynamic_counter(self) -> Any:
         """Finite steps since the scale last changed, a scalar integer tensor."""
         return as_tensor(self.step_counter)
+
+    @property
+    def iterations(self) -> Any:
+        """Steps applied so far, the inner optimizer's variable; on several replicas a tensor."""
+        count = self.inner_optimizer.iterations
+        value = getattr(count, "value", None)
+        # A variable with a value per replica cannot be made a number.
+        distributed = isinstance(value, tf.distribute.DistributedValues)
+        return as_tensor(count) if distributed else count
 
     @property
     def skipped_steps(self) -> Any:

@@ -53,7 +53,7 @@ def scaled_gradients(
 ) -> list[tf.Tensor]:
     """Gradients of the scaled mean squared error."""
     with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+        loss = tf.reduce_mean(tf.square(tf.cast(model(x, training=True), tf.float32) - y))
         scaled = optimizer.get_scaled_loss(loss)
     return tape.gradient(scaled, [v.value for v in model.trainable_variables])
 

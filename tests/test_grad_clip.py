@@ -1,0 +1,220 @@
+"""Clipping by `grad_clip`: what is accepted, and that all gradients are clipped together."""
+
+import dataclasses
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.tolerances import assert_close
+from helpers.training import (
+    assert_identical,
+    data,
+    scaled_gradients,
+    small_model,
+    snapshot,
+    train_step,
+)
+
+NORMS = [1, 2, math.inf]
+
+
+def test_fields_and_defaults():
+    clip = tfamp.GradClip(35)
+    assert dataclasses.asdict(clip) == {"max_norm": 35.0, "norm_type": 2}
+    assert clip == tfamp.GradClip(35.0, 2.0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        clip.max_norm = 1.0
+
+
+@pytest.mark.parametrize("norm_type", [1, 2, 2.0, math.inf, "inf"])
+def test_dict_round_trip(norm_type):
+    clip = tfamp.GradClip.from_dict({"max_norm": 0.5, "norm_type": norm_type})
+    assert clip.norm_type == float(norm_type)
+    assert tfamp.GradClip.from_dict(clip.to_dict()) == clip
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"max_norm": 1.0, "normtype": 2}, ValueError, "no key 'normtype'.*nearest is 'norm_type'"),
+        ({"norm_type": 2}, ValueError, "needs the key 'max_norm'"),
+        ({"max_norm": "1"}, TypeError, "max_norm must be a number; got '1'"),
+        ({"max_norm": 0.0}, ValueError, "max_norm must be a number in"),
+        ({"max_norm": math.nan}, ValueError, "max_norm"),
+        ({"max_norm": 1.0, "norm_type": 3}, ValueError, "norm_type must be 1, 2 or inf; got 3"),
+        ({"max_norm": 1.0, "norm_type": True}, TypeError, "norm_type must be 1, 2 or inf"),
+        ([1.0], TypeError, "must be a dict such as"),
+    ],
+)
+def test_wrong_values_say_what_is_wrong(values, error, message):
+    with pytest.raises(error, match=message):
+        tfamp.GradClip.from_dict(values)
+
+
+def make(grad_clip, inner=keras.optimizers.SGD, **arguments):
+    return tfamp.LossScaleOptimizer(
+        inner(1.0), grad_clip=grad_clip, initial_scale=2.0**10, **arguments
+    )
+
+
+@pytest.mark.parametrize("given", [tfamp.GradClip(2.0), {"max_norm": 2.0}, 2.0, 2])
+def test_optimizer_takes_and_saves_every_form(given):
+    optimizer = make(given)
+    assert optimizer.grad_clip == tfamp.GradClip(2.0)
+    again = tfamp.LossScaleOptimizer.from_config(optimizer.get_config())
+    assert again.grad_clip == tfamp.GradClip(2.0)
+
+
+def test_optimizer_refuses_something_else_and_a_second_accumulation():
+    with pytest.raises(TypeError, match="grad_clip must be a GradClip"):
+        make("2")
+    accumulating = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match=r"every micro-batch.*GradientAccumulator"):
+        tfamp.LossScaleOptimizer(accumulating, grad_clip=1.0)
+
+
+def apply(optimizer, gradients, traced, unscale=False):
+    weights = [keras.Variable(np.zeros(np.shape(g), "float32")) for g in gradients]
+    optimizer.build(weights)
+
+    def step():
+        grads = [optimizer.get_scaled_loss(tf.constant(g)) for g in gradients]
+        if unscale:
+            grads = optimizer.get_unscaled_gradients(grads)
+        optimizer.apply_gradients(zip(grads, weights, strict=True))
+
+    (tf.function(step) if traced else step)()
+    return [weight.numpy() for weight in weights]
+
+
+GRADIENTS = [np.float32([[3.0, -1.0], [0.0, 2.0]]), np.float32([-4.0])]
+
+
+@pytest.mark.parametrize(
+    ("traced", "unscale"), [(True, False), (False, True)], ids=["function", "eager"]
+)
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("max_norm", [1.5, 100.0])
+def test_all_gradients_are_clipped_by_one_factor(norm_type, max_norm, unscale, traced):
+    optimizer = make({"max_norm": max_norm, "norm_type": norm_type})
+    weights = apply(optimizer, GRADIENTS, traced, unscale)
+    flat = np.concatenate([g.ravel() for g in GRADIENTS])
+    norm = np.linalg.norm(flat, norm_type)
+    assert_close(optimizer.last_gradient_norm, norm, "float32", depth=2)
+    for weight, gradient in zip(weights, GRADIENTS, strict=True):
+        assert_close(weight, -gradient * min(1.0, max_norm / norm), "float32", depth=2)
+
+
+def test_gradients_within_the_norm_are_not_touched():
+    clipped = apply(make(100.0, keras.optimizers.Adam), GRADIENTS, traced=True)
+    plain = apply(make(None, keras.optimizers.Adam), GRADIENTS, traced=True)
+    for actual, expected in zip(clipped, plain, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("inner", [keras.optimizers.Adam, keras.optimizers.Adadelta])
+def test_clipped_training_is_that_of_tensorflows_clipping(inner):
+    x, y = data(2)
+    results = []
+    for clip in (0.5, None):
+        model = small_model()
+        optimizer = tfamp.LossScaleOptimizer(inner(0.1), grad_clip=clip)
+
+        @tf.function
+        def step(x, y, model=model, optimizer=optimizer, clip=clip):
+            grads = optimizer.get_unscaled_gradients(scaled_gradients(model, optimizer, x, y))
+            if clip is None:
+                grads, _ = tf.clip_by_global_norm(grads, 0.5)
+            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+        for _ in range(5):
+            step(x, y)
+        results.append(snapshot(model))
+    for actual, expected in zip(results[0].values(), results[1].values(), strict=True):
+        assert_close(actual, expected, "float32", depth=64)
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_nonfinite_gradient_is_skipped_not_clipped(norm_type, bad):
+    model, optimizer = small_model(), make({"max_norm": 1.0, "norm_type": norm_type})
+    step = tf.function(train_step(model, optimizer, unscale=False))
+    x, y = data(1)
+    step(x, y)
+    before = snapshot(model, optimizer.inner_optimizer)
+    step(np.where(np.arange(8)[:, None] == 3, np.float32(bad), x), y)
+    assert_identical(snapshot(model, optimizer.inner_optimizer), before)
+    assert int(optimizer.skipped_steps) == 1
+    assert not np.isfinite(optimizer.last_gradient_norm)
+
+
+# Squares of both are out of float32's range, the norms are not.
+@pytest.mark.parametrize("size", [1e25, 1e-25])
+@pytest.mark.parametrize("traced", [True, False], ids=["function", "eager"])
+def test_norm_of_very_large_and_very_small_gradients(size, traced):
+    optimizer = make(1e-30)
+    apply(optimizer, [np.float32([3 * size]), np.float32([-4 * size])], traced)
+    assert_close(optimizer.last_gradient_norm, 5 * size, "float32", depth=2)
+
+
+def test_rows_of_a_sparse_gradient_with_one_index_count_as_their_sum():
+    table = keras.Variable(np.zeros((5, 2), "float32"))
+    optimizer = make(1.0)
+    optimizer.build([table])
+
+    @tf.function
+    def step():
+        values = optimizer.get_scaled_loss(tf.constant([[1.0, 0.0], [2.0, 0.0], [0.0, 4.0]]))
+        slices = tf.IndexedSlices(values, tf.constant([1, 1, 3]), tf.constant([5, 2]))
+        optimizer.apply_gradients([(slices, table)])
+
+    step()
+    assert float(optimizer.last_gradient_norm) == 5.0
+    expected = np.zeros((5, 2))
+    expected[1, 0], expected[3, 1] = -0.6, -0.8
+    assert_close(table.numpy(), expected, "float32", depth=2)
+
+
+def test_norm_is_none_without_clipping():
+    assert make(None).last_gradient_norm is None
+
+
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_fit(jit_compile):
+    x, y = data()
+    model = small_model()
+    model.compile(make(0.1), "mse", jit_compile=jit_compile)
+    start = snapshot(model)
+    model.fit(x, y, batch_size=32, verbose=0)
+    moved = [a - b for a, b in zip(snapshot(model).values(), start.values(), strict=True)]
+    assert float(model.optimizer.last_gradient_norm) > 0.1
+    assert_close(
+        np.linalg.norm(np.concatenate([m.ravel() for m in moved])), 0.1, "float32", depth=9
+    )
+
+
+def test_saved_and_loaded(tmp_path):
+    x, y = data()
+    model = small_model()
+    model.compile(make({"max_norm": 0.1, "norm_type": "inf"}), "mse", jit_compile=False)
+    model.fit(x, y, verbose=0)
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras").optimizer
+    assert again.grad_clip == tfamp.GradClip(0.1, math.inf)
+    assert float(again.last_gradient_norm) == float(model.optimizer.last_gradient_norm) > 0
+
+
+def test_settings_of_the_inner_optimizer_show_on_the_wrapper():
+    inner = keras.optimizers.AdamW(1e-3, weight_decay=0.25, clipnorm=2.0, use_ema=True)
+    optimizer = tfamp.LossScaleOptimizer(inner)
+    assert (optimizer.weight_decay, optimizer.clipnorm, optimizer.use_ema) == (0.25, 2.0, True)
+    model = small_model()
+    optimizer.build(model.trainable_variables)
+    averages = [v for v in optimizer.variables if "average" in v.name]
+    assert len(averages) == len(model.trainable_variables), "not a second set on the wrapper"
+    optimizer.weight_decay = 0.5
+    assert inner.weight_decay == 0.5

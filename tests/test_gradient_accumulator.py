@@ -1,0 +1,306 @@
+"""`GradientAccumulator`: an exact mean, one step per window, nothing sent before its end."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.collectives import bytes_sent
+from helpers.tolerances import assert_close
+from helpers.training import assert_identical, data, scaled_gradients, small_model, snapshot
+
+WINDOW = 4
+
+
+def momentum():
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+def make(inner=momentum, steps=WINDOW, **arguments):
+    arguments.setdefault("initial_scale", 2.0**10)
+    optimizer = tfamp.LossScaleOptimizer(inner(), **arguments)
+    return optimizer, tfamp.GradientAccumulator(optimizer, steps)
+
+
+def make_step(model, optimizer, accumulator, unscale=False):
+    def step(x, y):
+        gradients = scaled_gradients(model, optimizer, x, y)
+        if unscale:
+            gradients = optimizer.get_unscaled_gradients(gradients)
+        pairs = zip(gradients, model.trainable_variables, strict=True)
+        return accumulator.apply_gradients(pairs)
+
+    return step
+
+
+def batches(count):
+    x, y = data(count)
+    return list(zip(np.split(x, count), np.split(y, count), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("inner", "unscale", "traced"),
+    [
+        (momentum, False, True),
+        (momentum, True, False),
+        (lambda: keras.optimizers.Adam(0.01), True, True),
+    ],
+)
+def test_a_window_is_a_step_with_the_mean_of_its_batches(inner, unscale, traced):
+    model, reference, bare = small_model(), small_model(), inner()
+    optimizer, accumulator = make(inner)
+    step = make_step(model, optimizer, accumulator, unscale)
+    step = tf.function(step) if traced else step
+    ended = [bool(step(tf.constant(x), tf.constant(y))) for x, y in batches(2 * WINDOW)]
+    assert ended == [False] * 3 + [True] + [False] * 3 + [True]
+    assert int(optimizer.iterations) == 2
+    x, y = data(2 * WINDOW)
+    variables = reference.trainable_variables
+    for half in (slice(0, 32), slice(32, 64)):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(reference(x[half]) - y[half]))
+        grads = tape.gradient(loss, [v.value for v in variables])
+        bare.apply_gradients(zip(grads, variables, strict=True))
+    for actual, expected in zip(model.variables, reference.variables, strict=True):
+        assert_close(actual.numpy(), expected.numpy(), "float32", depth=64)
+
+
+def test_the_mean_is_exact():
+    weight = keras.Variable(np.zeros(1), dtype="float16")
+    optimizer, accumulator = make(lambda: keras.optimizers.SGD(1.0), master_weights=True)
+    # 2048 and 1 add up to 2048 in float16.
+    for gradient in (2048.0, 1.0, 1.0, 2.0):
+        optimizer.get_scaled_loss(0.0)
+        pairs = [(tf.constant([gradient], tf.float16), weight)]
+        accumulator.apply_gradients(pairs)
+    expected = -(2052 / 4) / 2.0**10
+    np.testing.assert_array_equal(optimizer.master_variables[0].numpy(), [expected])
+
+
+@pytest.mark.parametrize(("bad", "unscale"), [(0, False), (2, True), (3, False)])
+def test_a_bad_batch_drops_the_window_and_no_other(bad, unscale):
+    model = small_model()
+    optimizer, accumulator = make(dynamic_growth_steps=2)
+    step = tf.function(make_step(model, optimizer, accumulator, unscale))
+    scales = []
+    for i, (x, y) in enumerate(batches(3 * WINDOW)):
+        if i == WINDOW:
+            before = snapshot(model, optimizer.inner_optimizer)
+        step(np.full_like(x, np.nan) if i == WINDOW + bad else x, y)
+        scales.append(float(optimizer.loss_scale))
+        if i == 2 * WINDOW - 1:
+            assert_identical(snapshot(model, optimizer.inner_optimizer), before)
+    assert int(optimizer.iterations) == 2
+    assert int(optimizer.skipped_steps) == 1
+    # The scale changes where a window ends and nowhere else.
+    assert scales == [2.0**10] * 7 + [2.0**9] * 5
+
+
+def test_grows_by_windows_and_never_within_one():
+    model = small_model()
+    optimizer, accumulator = make(dynamic_growth_steps=1)
+    step = tf.function(make_step(model, optimizer, accumulator))
+    scales = [step(x, y) is None or float(optimizer.loss_scale) for x, y in batches(2 * WINDOW)]
+    assert scales == [2.0**10] * 3 + [2.0**11] * 4 + [2.0**12]
+
+
+def test_traced_once():
+    model = small_model()
+    optimizer, accumulator = make()
+    optimizer.build(model.trainable_variables)
+    step = tf.function(make_step(model, optimizer, accumulator))
+    (x, y), *rest = batches(9)
+    step(x, y)
+    before = step.experimental_get_tracing_count()
+    for x, y in rest:
+        step(x, y)
+    assert step.experimental_get_tracing_count() == before
+
+
+@pytest.mark.parametrize("traced", [True, False], ids=["function", "eager"])
+def test_flush_ends_a_window_early(traced):
+    weight = keras.Variable(0.0)
+    optimizer, accumulator = make(lambda: keras.optimizers.SGD(1.0))
+    flush = tf.function(accumulator.flush) if traced else accumulator.flush
+
+    def step(gradient):
+        return accumulator.apply_gradients([(optimizer.get_scaled_loss(gradient), weight)])
+
+    assert not accumulator.flush(), "nothing to apply"
+    for gradient in (1.0, 3.0):
+        assert not step(gradient)
+    assert flush()
+    assert float(weight) == -2.0
+    assert int(accumulator.count) == 0
+    assert not flush()
+    assert int(optimizer.iterations) == 1
+
+
+def test_reset_drops_a_window():
+    weight = keras.Variable(0.0)
+    optimizer, accumulator = make(lambda: keras.optimizers.SGD(1.0), steps=2)
+
+    def step(gradient):
+        accumulator.apply_gradients([(optimizer.get_scaled_loss(gradient), weight)])
+
+    step(100.0)
+    accumulator.reset()
+    step(1.0)
+    assert float(weight) == 0.0
+    step(3.0)
+    assert float(weight) == -2.0
+
+
+def test_sparse_and_missing_gradients():
+    table, unused = keras.Variable(np.zeros((4, 2), "float32")), keras.Variable([1.0])
+    optimizer, accumulator = make(lambda: keras.optimizers.SGD(1.0), steps=2)
+
+    @tf.function
+    def step(row):
+        values = optimizer.get_scaled_loss(tf.ones((2, 2)))
+        slices = tf.IndexedSlices(values, tf.stack([1, row]), tf.constant([4, 2]))
+        accumulator.apply_gradients([(slices, table), (None, unused)])
+
+    step(1)
+    step(3)
+    np.testing.assert_array_equal(table.numpy()[:, 0], [0.0, -1.5, 0.0, -0.5])
+    np.testing.assert_array_equal(unused.numpy(), [1.0])
+
+
+def test_clipping_is_of_the_mean():
+    weight = keras.Variable(0.0)
+    optimizer, accumulator = make(lambda: keras.optimizers.SGD(1.0), steps=2, grad_clip=3.0)
+    for gradient in (2.0, 6.0):
+        accumulator.apply_gradients([(optimizer.get_scaled_loss(gradient), weight)])
+    assert float(optimizer.last_gradient_norm) == 4.0
+    assert float(weight) == -3.0
+
+
+@pytest.mark.parametrize("done", [WINDOW, WINDOW + 2], ids=["between_windows", "within_a_window"])
+def test_checkpoint_resumes_bit_identically(tmp_path, done):
+    def start():
+        model = small_model()
+        optimizer, accumulator = make(lambda: keras.optimizers.Adam(0.01))
+        step = tf.function(make_step(model, optimizer, accumulator))
+        saved = tf.train.Checkpoint(model=model, optimizer=optimizer, accumulator=accumulator)
+        return model, optimizer, step, saved
+
+    model, optimizer, step, checkpoint = start()
+    given = batches(4 * WINDOW)
+    for x, y in given[:done]:
+        step(x, y)
+    path = checkpoint.save(tmp_path / "checkpoint")
+    other, resumed, other_step, checkpoint = start()
+    checkpoint.restore(path)
+    for x, y in given[done:]:
+        step(x, y)
+        other_step(x, y)
+    assert int(resumed.iterations) == 4
+    for actual, expected in zip(
+        snapshot(other, resumed).values(), snapshot(model, optimizer).values(), strict=True
+    ):
+        np.testing.assert_array_equal(actual, expected)
+
+
+# ---- Replicas ----------------------------------------------------------------------------------
+
+
+def halves(strategy, value):
+    parts = np.split(value, 2)
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(parts[context.replica_id_in_sync_group])
+    )
+
+
+def spread(strategy, **arguments):
+    with strategy.scope():
+        model = small_model()
+        optimizer, accumulator = make(**arguments)
+        optimizer.build(model.trainable_variables)
+    step = make_step(model, optimizer, accumulator)
+    return model, optimizer, accumulator, lambda x, y: strategy.run(step, args=(x, y))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"aggregate_in_float16": True, "grad_clip": 1.0}])
+def test_nothing_is_sent_before_the_window_ends(two_replicas, arguments):
+    *_, run = spread(two_replicas, **arguments)
+    concrete = tf.function(run).get_concrete_function(tf.zeros((4, 4)), tf.zeros((4, 1)))
+    assert bytes_sent(concrete, branches=False) == {}
+    assert sum(bytes_sent(concrete).values()) > 90, "in the branch that ends it"
+
+
+def test_nothing_is_sent_before_the_window_ends_in_eager_mode(two_replicas, monkeypatch):
+    sent = []
+    original = tf.distribute.ReplicaContext.all_reduce
+
+    def counted(*args, **kwargs):
+        sent.append(True)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(tf.distribute.ReplicaContext, "all_reduce", counted)
+    *_, run = spread(two_replicas)
+    counts = []
+    for x, y in batches(WINDOW):
+        run(halves(two_replicas, x), halves(two_replicas, y))
+        counts.append(len(sent))
+    assert counts[: WINDOW - 1] == [0] * (WINDOW - 1)
+    assert counts[-1] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "traced"), [({}, True), ({}, False), ({"aggregate_in_float16": True}, True)]
+)
+def test_replicas_take_the_steps_of_one(two_replicas, arguments, traced):
+    model, optimizer, accumulator, run = spread(two_replicas, **arguments)
+    run = tf.function(run) if traced else run
+    reference = small_model()
+    one, alone = make()
+    for i, (x, y) in enumerate(batches(3 * WINDOW)):
+        if WINDOW <= i < 2 * WINDOW:  # The second replica's half of one batch is bad.
+            x = np.concatenate([x[:4], x[4:] * np.float32(np.inf if i == 6 else 1)])
+        run(halves(two_replicas, x), halves(two_replicas, y))
+        # The replicas' mean losses are added up: twice the loss of the whole batch.
+        gradients = [2 * g for g in scaled_gradients(reference, one, x, y)]
+        alone.apply_gradients(zip(gradients, reference.trainable_variables, strict=True))
+        assert int(accumulator.count) == int(alone.count) == (i + 1) % WINDOW
+    assert int(optimizer.iterations) == 2
+    assert int(optimizer.skipped_steps) == 1
+    dtype = "float16" if arguments else "float32"
+    for actual in model.variables:
+        first, second = actual.value.values
+        np.testing.assert_array_equal(first.numpy(), second.numpy())
+    flat = [np.concatenate([w.ravel() for w in m.get_weights()]) for m in (model, reference)]
+    assert_close(*flat, dtype, depth=64)
+
+
+# ---- What is refused ---------------------------------------------------------------------------
+
+
+def test_wrong_arguments():
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD())
+    with pytest.raises(TypeError, match=r"takes a tfamp\.LossScaleOptimizer; got SGD"):
+        tfamp.GradientAccumulator(keras.optimizers.SGD(), 2)
+    with pytest.raises(ValueError, match="steps must be at least 1; got 0"):
+        tfamp.GradientAccumulator(optimizer, 0)
+    with pytest.raises(TypeError, match="steps must be a whole number"):
+        tfamp.GradientAccumulator(optimizer, 2.0)
+    accumulating = keras.optimizers.SGD(gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match="accumulates itself"):
+        tfamp.GradientAccumulator(tfamp.LossScaleOptimizer(accumulating), 2)
+
+
+def test_other_variables_are_refused():
+    first, second = keras.Variable(0.0), keras.Variable(0.0)
+    optimizer, accumulator = make()
+    optimizer.build([first, second])
+    accumulator.apply_gradients([(tf.constant(1.0), first)])
+    with pytest.raises(ValueError, match="Give the same variables"):
+        accumulator.apply_gradients([(tf.constant(1.0), second)])
+
+
+def test_outside_a_replica_is_an_error(two_replicas):
+    model, _, accumulator, _ = spread(two_replicas)
+    pairs = [(tf.zeros(v.shape), v) for v in model.trainable_variables]
+    with two_replicas.scope(), pytest.raises(ValueError, match=r"inside strategy\.run"):
+        accumulator.apply_gradients(pairs)

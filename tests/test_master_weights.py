@@ -1,0 +1,362 @@
+"""float32 masters of low-precision variables: updated instead of them, saved, and kept in step."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.tolerances import assert_close
+from helpers.training import (
+    assert_identical,
+    data,
+    scaled_gradients,
+    small_model,
+    snapshot,
+    train_step,
+)
+
+LOW = ["float16", "bfloat16"]
+
+
+def low_model(dtype="float16"):
+    """Variables and arithmetic in the low dtype."""
+    with tfamp.policy_scope(dtype):
+        return small_model()
+
+
+def make(inner=None, **arguments):
+    arguments.setdefault("initial_scale", 2.0**10)
+    return tfamp.LossScaleOptimizer(
+        inner or keras.optimizers.Adam(0.01), master_weights=True, **arguments
+    )
+
+
+def dtypes(variables):
+    names = {keras.backend.standardize_dtype(variable.dtype) for variable in variables}
+    return {name for name in names if "float" in name}
+
+
+def assert_rounded(variables, masters):
+    assert len(variables) == len(masters)
+    for variable, master in zip(variables, masters, strict=True):
+        rounded = tf.cast(tf.convert_to_tensor(master.value), variable.dtype)
+        assert tf.reduce_all(rounded == variable.value), variable.path
+
+
+def constant_steps(weight, optimizer, count, size=1e-4):
+    @tf.function
+    def step():
+        for _ in tf.range(count):
+            gradient = optimizer.get_scaled_loss(tf.fill(weight.shape, size))
+            optimizer.apply_gradients([(gradient, weight)])
+
+    optimizer.build([weight])
+    step()
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("masters", [True, False])
+def test_updates_below_half_a_spacing_add_up(dtype, masters):
+    weight = keras.Variable(np.ones(3), dtype=dtype)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), master_weights=masters)
+    constant_steps(weight, optimizer, 1000)
+    moved = 0.1 if masters else 0.0
+    assert_close(np.float32(weight.numpy()), np.full(3, 1 - moved), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+        lambda: keras.optimizers.AdamW(0.01),
+        lambda: keras.optimizers.RMSprop(0.01),
+        lambda: keras.optimizers.SGD(0.05, use_ema=True, ema_overwrite_frequency=3),
+        lambda: keras.optimizers.SGD(0.05, gradient_accumulation_steps=2),
+    ],
+    ids=["SGD", "AdamW", "RMSprop", "moving_average", "accumulation"],
+)
+def test_masters_go_as_the_bare_optimizer_on_float32_variables(dtype, inner):
+    model, optimizer = low_model(dtype), make(inner())
+    optimizer.build(model.trainable_variables)
+    masters = optimizer.master_variables
+    assert dtypes(masters) == {"float32"}
+    assert dtypes(optimizer.inner_optimizer.variables) == {"float32"}, "slots too"
+    reference = [keras.Variable(m.numpy()) for m in masters]
+    bare = inner()
+    x, y = data(6)
+    for i in range(6):
+        grads = scaled_gradients(model, optimizer, *(v[8 * i : 8 * i + 8] for v in (x, y)))
+        assert dtypes(grads) == {dtype}
+        unscaled = [tf.cast(g, tf.float32) / optimizer.loss_scale for g in grads]
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        bare.apply_gradients(zip(unscaled, reference, strict=True))
+    for master, expected in zip(masters, reference, strict=True):
+        assert_close(master.numpy(), expected.numpy(), "float32", depth=36)
+    assert dtypes(model.trainable_variables) == {dtype}
+    assert_rounded(model.trainable_variables, masters)
+
+
+def test_float32_variables_need_no_master():
+    weights = [
+        keras.Variable(np.ones(2), dtype="float16", name="low"),
+        keras.Variable(np.ones(2), dtype="float32", name="wide"),
+    ]
+    optimizer = make(keras.optimizers.SGD(0.5))
+    optimizer.apply([tf.constant([1.0, 1.0])] * 2, weights, unscaled=True)
+    (master,) = optimizer.master_variables
+    assert master.name == "low"
+    for weight in weights:
+        np.testing.assert_array_equal(weight.numpy(), [0.5, 0.5])
+
+
+def test_without_low_precision_variables_nothing_is_kept():
+    model, optimizer = small_model(), make()
+    optimizer.build(model.trainable_variables)
+    assert optimizer.master_weights
+    assert optimizer.master_variables == []
+
+
+def test_tf_variables():
+    weight = tf.Variable(np.ones(2), dtype=tf.float16, name="outer/weight")
+    optimizer = make(keras.optimizers.SGD(1e-4))
+    optimizer.apply([tf.constant([1.0, 2.0])], [weight], unscaled=True)
+    assert_close(optimizer.master_variables[0].numpy(), [0.9999, 0.9998], "float32")
+
+
+def test_gradients_are_unscaled_in_float32():
+    weight = keras.Variable(np.zeros(2), dtype="float16")
+    optimizer = make(keras.optimizers.SGD(1.0), initial_scale=2.0**15)
+    optimizer.build([weight])
+    # 2**-10 over the scale is 2**-25: zero in float16.
+    optimizer.get_scaled_loss(1.0)
+    optimizer.apply([tf.constant([2.0**-10, 0.0], tf.float16)], [weight])
+    np.testing.assert_array_equal(optimizer.master_variables[0].numpy(), [-(2.0**-25), 0.0])
+
+
+@pytest.mark.parametrize("traced", [True, False], ids=["function", "eager"])
+def test_a_nonfinite_step_changes_nothing(traced):
+    model, optimizer = low_model(), make()
+    step = train_step(model, optimizer)
+    step = tf.function(step) if traced else step
+    x, y = data(1)
+    step(x, y)
+    before = snapshot(model, optimizer.inner_optimizer)
+    masters = [m.numpy() for m in optimizer.master_variables]
+    step(np.full_like(x, np.inf), y)
+    assert_identical(snapshot(model, optimizer.inner_optimizer), before)
+    for master, expected in zip(optimizer.master_variables, masters, strict=True):
+        np.testing.assert_array_equal(master.numpy(), expected)
+    assert int(optimizer.skipped_steps) == 1
+
+
+@pytest.mark.parametrize("traced", [True, False], ids=["function", "eager"])
+def test_training_goes_on_from_weights_that_were_assigned(traced):
+    weight = keras.Variable(np.ones(4), dtype="float16")
+    optimizer = make(keras.optimizers.SGD(1.0))
+
+    def step():
+        gradient = optimizer.get_scaled_loss(tf.fill([4], 1e-4))
+        optimizer.apply_gradients([(gradient, weight)])
+
+    run = tf.function(step) if traced else step
+    run()
+    np.testing.assert_array_equal(weight.numpy(), np.ones(4), "too small to show")
+    weight.assign([1.0, 2.0, -3.0, 0.0])
+    run()
+    # The first element was assigned what it was: nothing of it is lost.
+    expected = np.float32([1 - 2e-4, 2 - 1e-4, -3 - 1e-4, -1e-4])
+    assert_close(optimizer.master_variables[0].numpy(), expected, "float32")
+
+
+def test_loaded_weights_hold(tmp_path):
+    x, y = data(2)
+    model, optimizer = low_model(), make(keras.optimizers.SGD(1e-9))
+    step = tf.function(train_step(model, optimizer))
+    model.save_weights(tmp_path / "start.weights.h5")
+    start = snapshot(model)
+    for layer in model.layers:
+        layer.set_weights([w + 1 for w in layer.get_weights()])
+    step(x, y)
+    model.load_weights(tmp_path / "start.weights.h5")
+    step(x, y)
+    for actual, expected in zip(snapshot(model).values(), start.values(), strict=True):
+        assert_close(actual, expected, "float16", depth=2)
+
+
+def test_names_and_paths_are_those_of_the_variables():
+    model, optimizer = low_model(), make(keras.optimizers.AdamW(0.5, weight_decay=0.5))
+    kernel = model.layers[0].kernel
+    optimizer.exclude_from_weight_decay(var_list=[kernel], var_names=["bias"])
+    optimizer.build(model.trainable_variables)
+    assert [m.path for m in optimizer.master_variables] == [
+        v.path for v in model.trainable_variables
+    ]
+    before = snapshot(model)
+    zeros = [tf.zeros(v.shape) for v in model.trainable_variables]
+    optimizer.apply(zeros, unscaled=True)
+    changed = [
+        not np.array_equal(a, b)
+        for a, b in zip(snapshot(model).values(), before.values(), strict=True)
+    ]
+    assert changed == [False, False, True, False], "only the second kernel decays"
+
+
+def test_constraints_hold_on_the_master():
+    weight = keras.Variable(np.ones(3), dtype="float16")
+    weight.constraint = keras.constraints.NonNeg()
+    optimizer = make(keras.optimizers.SGD(1.0))
+    optimizer.apply([tf.constant([0.5, 2.0, 1.0])], [weight], unscaled=True)
+    np.testing.assert_array_equal(optimizer.master_variables[0].numpy(), [0.5, 0.0, 0.0])
+    np.testing.assert_array_equal(weight.numpy(), [0.5, 0.0, 0.0])
+
+
+def test_moving_average_ends_up_in_the_weights():
+    model, optimizer = low_model(), make(keras.optimizers.SGD(0.05, use_ema=True))
+    step = tf.function(train_step(model, optimizer))
+    x, y = data(1)
+    for _ in range(3):
+        step(x, y)
+    averages = optimizer.inner_optimizer._model_variables_moving_average
+    expected = [average.numpy() for average in averages]
+    optimizer.finalize_variable_values(model.trainable_variables)
+    for master, average in zip(optimizer.master_variables, expected, strict=True):
+        np.testing.assert_array_equal(master.numpy(), average)
+    assert_rounded(model.trainable_variables, optimizer.master_variables)
+
+
+def test_an_inner_optimizer_built_for_low_precision_is_refused():
+    model, inner = low_model(), keras.optimizers.Adam()
+    inner.build(model.trainable_variables)
+    with pytest.raises(ValueError, match=r"built for 4 low-precision variables.*new inner"):
+        make(inner).build(model.trainable_variables)
+
+
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_master_weights_is_a_flag(value):
+    with pytest.raises(TypeError, match="master_weights must be True or False"):
+        tfamp.LossScaleOptimizer(keras.optimizers.SGD(), master_weights=value)
+
+
+# ---- Saving ------------------------------------------------------------------------------------
+
+
+def steps(count, seed):
+    x, y = data()
+    random = np.random.default_rng(seed)
+    for _ in range(count):
+        rows = random.integers(0, len(x), 8)
+        bad = np.float32(np.nan if random.random() < 0.1 else 1.0)
+        yield tf.constant(x[rows] * bad), tf.constant(y[rows])
+
+
+def train(model, optimizer, batches):
+    step = tf.function(train_step(model, optimizer))
+    for x, y in batches:
+        step(x, y)
+
+
+def assert_same_values(actual, expected):
+    for value, wanted in zip(actual.values(), expected.values(), strict=True):
+        np.testing.assert_array_equal(value, wanted)
+
+
+@pytest.mark.parametrize(("dtype", "built"), [("float16", False), ("bfloat16", True)])
+def test_checkpoint_resumes_bit_identically(tmp_path, dtype, built):
+    model, optimizer = low_model(dtype), make()
+    train(model, optimizer, steps(30, seed=1))
+    path = tf.train.Checkpoint(model=model, optimizer=optimizer).save(tmp_path / "checkpoint")
+    lost = [m.numpy() - np.float32(v.numpy()) for v, m in optimizer._masters.pairs()]
+    assert any(np.any(rest) for rest in lost), "masters hold what the weights do not"
+    other, resumed = low_model(dtype), make()
+    if built:
+        resumed.build(other.trainable_variables)
+    status = tf.train.Checkpoint(model=other, optimizer=resumed).restore(path)
+    if built:
+        status.assert_consumed()
+    train(model, optimizer, steps(100, seed=2))
+    train(other, resumed, steps(100, seed=2))
+    assert_same_values(snapshot(other, resumed), snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_keras_file_resumes_bit_identically(tmp_path, dtype):
+    x, y = data()
+    model = low_model(dtype)
+    model.compile(make(), "mse", jit_compile=False)
+    fit = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    model.fit(x, y, **fit)
+    model.save(tmp_path / "model.keras")
+    other = keras.models.load_model(tmp_path / "model.keras")
+    assert other.optimizer.master_weights
+    assert dtypes(other.trainable_variables) == {dtype}
+    assert dtypes(other.optimizer.master_variables) == {"float32"}
+    assert_same_values(snapshot(other, other.optimizer), snapshot(model, model.optimizer))
+    other.compile(other.optimizer, "mse", jit_compile=False)
+    for each in (model, other):
+        each.fit(np.tile(x, (25, 1)), np.tile(y, (25, 1)), **fit)
+    assert int(model.optimizer.iterations) == 104
+    assert_same_values(snapshot(other, other.optimizer), snapshot(model, model.optimizer))
+
+
+def test_config_round_trip():
+    again = tfamp.LossScaleOptimizer.from_config(make().get_config())
+    assert again.master_weights
+    assert not tfamp.LossScaleOptimizer(keras.optimizers.SGD()).get_config()["master_weights"]
+
+
+# ---- fit, replicas -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"jit_compile": True}, pytest.param({"run_eagerly": True}, marks=pytest.mark.slow)],
+)
+def test_fit(arguments):
+    x, y = data(30)
+    model = low_model()
+    optimizer = make(keras.optimizers.Adam(0.03))
+    model.compile(optimizer, "mse", **{"jit_compile": False, **arguments})
+    first = model.evaluate(x, y, verbose=0)
+    model.fit(x, y, batch_size=8, verbose=0)
+    assert model.evaluate(x, y, verbose=0) < first / 2
+    assert dtypes(model.trainable_variables) == {"float16"}
+    assert_rounded(model.trainable_variables, model.optimizer.master_variables)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"aggregate_in_float16": True, "grad_clip": 1e6}])
+def test_replicas_update_their_masters_alike(two_replicas, arguments):
+    x, y = data(2)
+    model, optimizer = low_model("bfloat16"), make(keras.optimizers.SGD(0.01), **arguments)
+    train(model, optimizer, [(x, y)] * 3)
+    with two_replicas.scope():
+        other, spread = low_model("bfloat16"), make(keras.optimizers.SGD(0.01), **arguments)
+
+    def half(value):
+        return two_replicas.experimental_distribute_values_from_function(
+            lambda context: tf.constant(np.split(value, 2)[context.replica_id_in_sync_group])
+        )
+
+    def replica_step(x, y):
+        grads = scaled_gradients(other, spread, x, y)
+        grads = [g / 2 for g in grads]  # The mean over both halves is half the sum of the means.
+        spread.apply_gradients(zip(grads, other.trainable_variables, strict=True))
+
+    step = tf.function(lambda x, y: two_replicas.run(replica_step, args=(x, y)))
+    for _ in range(3):
+        step(half(x), half(y))
+    for variable in other.trainable_variables + spread.master_variables:
+        first, second = variable.value.values
+        np.testing.assert_array_equal(first.numpy(), second.numpy())
+    assert int(spread.iterations) == 3
+    for actual, expected in zip(spread.master_variables, optimizer.master_variables, strict=True):
+        assert_close(actual.numpy(), expected.numpy(), "bfloat16", depth=48)
+    for variable, master in spread._masters.pairs():
+        rounded = tf.cast(master.value.values[0], variable.dtype)
+        assert tf.reduce_all(rounded == variable.value.values[0])
+    for variable in other.trainable_variables:
+        variable.assign(tf.zeros(variable.shape, variable.dtype))
+    step(half(x), half(y))
+    kernel = spread.master_variables[0].numpy()
+    assert np.all(np.abs(kernel) < 0.5), "assigned weights hold"

@@ -1,0 +1,235 @@
+"""`GradientAccumulator`: one update for several micro-batches, in a custom training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfamp import gradients as gradient_lib
+from tfamp._tf_private import strategy_needs_merge_call
+from tfamp.conditional_apply import check_in_replica, outside_the_graph
+from tfamp.optimizer import LossScaleOptimizer
+from tfamp.options import checked_count
+from tfamp.tracing import as_written
+
+
+@dataclass(slots=True)
+class _Window:
+    """What is known of the variables; not a list of a tf.Module, which would save them.
+
+    Attributes:
+        variables: The variables, in the order of the first call.
+        had_gradient: Whether a gradient has been given for each of them, in any graph.
+    """
+
+    variables: list[Any] = field(default_factory=list)
+    had_gradient: list[bool] = field(default_factory=list)
+
+
+class GradientAccumulator(tf.Module):
+    """Adds up the gradients of micro-batches and applies their mean, once for each window.
+
+    A window is `steps` calls of `apply_gradients`; the last of them updates the weights. The mean
+    is that of the gradients, in float32. One optimizer step is one window: the loss scale stays
+    what it is until the window ends, a micro-batch with an inf or NaN, on any replica, drops the
+    whole window, and on several replicas nothing is sent until then.
+
+    The `gradient_accumulation_steps` of Keras's optimizers serve `model.fit` and are the simpler
+    choice there. They do not keep the above: every micro-batch is a step of the loss scale, which
+    may change in the middle of a window; a bad micro-batch is left out and the others still divided
+    by their full number; and they fail under `MirroredStrategy`.
+
+    Works in eager mode, in a `tf.function`, traced once, and in `strategy.run`; create it under
+    `strategy.scope()`. `tf.train.Checkpoint` saves it, an unfinished window too. The sums take the
+    memory of the gradients in float32; a sparse gradient is added to the rows it has, of a dense
+    sum.
+
+    Source: what `no_sync` and a division by the number of micro-batches do in PyTorch.
+
+    Args:
+        optimizer: A `tfamp.LossScaleOptimizer`. Where no loss scale is wanted, one with
+            `loss_scale=1.0`.
+        steps: Number of micro-batches in a window.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: `steps` is less than 1, or the inner optimizer accumulates as well.
+
+    Example:
+        >>> import keras, tensorflow as tf, tfamp
+        >>> weight = keras.Variable(1.0)
+        >>> optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+        >>> accumulator = tfamp.GradientAccumulator(optimizer, steps=2)
+        >>> for target in (0.0, 0.5):
+        ...     with tf.GradientTape() as tape:
+        ...         scaled = optimizer.get_scaled_loss(0.5 * tf.square(weight - target))
+        ...     gradients = tape.gradient(scaled, [weight])
+        ...     applied = accumulator.apply_gradients(zip(gradients, [weight]))
+        ...     print(bool(applied), float(weight))
+        False 1.0
+        True 0.25
+    """
+
+    def __init__(self, optimizer: LossScaleOptimizer, steps: int) -> None:
+        super().__init__(name="gradient_accumulator")
+        if not isinstance(optimizer, LossScaleOptimizer):
+            raise TypeError(
+                "GradientAccumulator takes a tfamp.LossScaleOptimizer; got "
+                f"{type(optimizer).__name__}. Wrap it, with loss_scale=1.0 where no loss scale is "
+                "wanted."
+            )
+        if optimizer.gradient_accumulation_steps:
+            raise ValueError(
+                f"{optimizer.inner_optimizer.name} has gradient_accumulation_steps="
+                f"{optimizer.gradient_accumulation_steps} and accumulates itself. Create it "
+                "without."
+            )
+        self._optimizer = optimizer
+        self._steps = checked_count("steps", steps)
+        # Every replica counts for itself, and all count the same.
+        self._count = tf.Variable(0, dtype=tf.int64, trainable=False, name="count")
+        # Appended to, not replaced: so a checkpoint restored before finds them.
+        self._sums: list[tf.Variable] = []
+        self._window = _Window()
+
+    @property
+    def steps(self) -> int:
+        """Number of micro-batches in a window."""
+        return self._steps
+
+    @property
+    def count(self) -> Any:
+        """Micro-batches added since the last window ended, a scalar int64 tensor."""
+        return tf.convert_to_tensor(self._count)
+
+    @as_written
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
+        """Adds the gradients of a micro-batch, and applies the mean if it ends the window.
+
+        Args:
+            grads_and_vars: Pairs of gradient and variable, the same variables in each call. The
+                gradients are those of the scaled loss, or what `get_unscaled_gradients` made of
+                them.
+
+        Returns:
+            Whether the window ended, a scalar bool tensor. Whether its gradients were finite is
+            the optimizer's `last_step_finite`.
+
+        Raises:
+            ValueError: As `LossScaleOptimizer.apply_gradients`, or the variables are others.
+            TypeError: As `LossScaleOptimizer.apply_gradients`.
+        """
+        grads, variables = gradient_lib.split_pairs(grads_and_vars, "apply_gradients")
+        gradient_lib.check_gradients(grads, variables)
+        check_in_replica()
+        if not self._sums:
+            outside_the_graph(lambda: self._build(variables))
+        self._check_variables(variables)
+        self._add(grads)
+        return self._end_window_if(tf.equal(self._count.assign_add(1), self._steps))
+
+    @as_written
+    def flush(self) -> Any:
+        """Ends the window now, with the mean of the micro-batches it has: for an epoch's last ones.
+
+        Returns:
+            Whether there were any, a scalar bool tensor.
+
+        Raises:
+            ValueError: Called outside a replica.
+        """
+        check_in_replica()
+        if not self._sums:
+            return tf.constant(False)
+        return self._end_window_if(self._count > 0)
+
+    @as_written
+    def reset(self) -> None:
+        """Drops what has been added since the last window ended."""
+        for total in self._sums:
+            total.assign(tf.zeros_like(total))
+        self._count.assign(0)
+
+    def _build(self, variables: list[Any]) -> None:
+        if not self._optimizer.built:
+            self._optimizer.build(variables)
+        self._window.variables += variables
+        self._window.had_gradient += [False] * len(variables)
+        for variable in variables:
+            self._sums.append(_zeros_like(variable))
+
+    def _check_variables(self, variables: list[Any]) -> None:
+        key = self._optimizer._var_key
+        known = self._window.variables
+        if [key(v) for v in variables] != [key(v) for v in known]:
+            raise ValueError(
+                f"The first call of a GradientAccumulator was for {len(known)} variables, this one "
+                f"is for {len(variables)} or for others. Give the same variables, in the same "
+                "order, for every micro-batch, with None for those without a gradient."
+            )
+
+    def _add(self, grads: list[Any]) -> None:
+        for i, (gradient, total) in enumerate(zip(grads, self._sums, strict=True)):
+            if gradient is None:
+                continue
+            self._window.had_gradient[i] = True
+            if isinstance(gradient, tf.IndexedSlices):
+                # Not total.scatter_add, which variables with a value per replica do not have.
+                tf.raw_ops.ResourceScatterAdd(
+                    resource=total.handle,
+                    indices=gradient.indices,
+                    updates=tf.cast(gradient.values, total.dtype),
+                )
+            else:
+                total.assign_add(tf.cast(gradient, total.dtype))
+
+    def _end_window_if(self, ends: Any) -> Any:
+        # Of the graph being traced: in the branch that applies it would not be known.
+        unscaled = self._optimizer._windows.current().close()
+
+        def end_window() -> None:
+            self._apply_mean(unscaled)
+
+        def on_all_replicas(strategy: tf.distribute.Strategy, ends: Any) -> None:
+            _if(
+                strategy.experimental_local_results(ends)[0],
+                lambda: strategy.extended.call_for_each_replica(end_window),
+            )
+
+        if strategy_needs_merge_call():
+            tf.distribute.get_replica_context().merge_call(on_all_replicas, args=(ends,))
+        else:
+            _if(ends, end_window)
+        return ends
+
+    def _apply_mean(self, unscaled: bool) -> None:
+        added = tf.convert_to_tensor(self._count)
+        means = [
+            tf.convert_to_tensor(total) / tf.cast(added, total.dtype) if had_gradient else None
+            for total, had_gradient in zip(self._sums, self._window.had_gradient, strict=True)
+        ]
+        self._optimizer.apply(means, self._window.variables, unscaled=unscaled)
+        self.reset()
+
+
+def _zeros_like(variable: Any) -> tf.Variable:
+    wide = "float64" if gradient_lib.dtype_name(variable) == "float64" else "float32"
+    return tf.Variable(
+        tf.zeros(variable.shape, wide),
+        trainable=False,
+        # One sum for each replica; saved as the sum of them all.
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.SUM,
+        name=f"{gradient_lib.variable_name(variable).partition(':')[0]}_sum",
+    )
+
+
+def _if(condition: Any, function: Callable[[], Any]) -> None:
+    def call() -> None:
+        function()
+
+    keras.ops.cond(condition, call, lambda: None)
