@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -57,6 +59,17 @@ def test_training_goes_on_where_it_was(level, dtype, going_on):
     assert int(optimizer.iterations) == 4
     names = made.evaluate(X, Y, batch_size=8, verbose=0, return_dict=True)
     assert set(names) == {"loss", "accuracy"}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_o3_says_what_adam_makes_of_a_low_dtype(dtype):
+    for optimizer, masters in (("sgd", None), ("adam", True)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", tfamp.TfampWarning)
+            model = compiled("sequential", optimizer)
+            tfamp.prepare(model, level="O3", dtype=dtype, master_weights=masters)
+    with pytest.warns(tfamp.TfampWarning, match="master_weights=True, or use SGD"):
+        tfamp.prepare(compiled("sequential"), level="O3", dtype=dtype)
 
 
 def test_slots_are_carried_to_new_variables():

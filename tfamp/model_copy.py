@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 
+from tfamp import keras_hooks
 from tfamp.dtypes import float_format
 from tfamp.model_structure import is_graph, is_plain, layers_of, path_of
 from tfamp.policy_state import policy_scope
@@ -39,6 +41,9 @@ def copy_model(
     made = _from_config(model, policies)
     _set_late_policies(model, made, policies)
     _build_like(model, made)
+    for old, new in same_layers(model, made):
+        if new.trainable != old.trainable:
+            new.trainable = old.trainable
     _copy_weights(model, made, values)
     return made
 
@@ -63,7 +68,6 @@ def _from_config(model: Any, policies: dict[int, str | None]) -> Any:
             f"{_first_cause(error)} Give its classes get_config and from_config, or take level "
             "'O2' without master_weights, which needs no new weights."
         ) from error
-    made.trainable = model.trainable
     return made
 
 
@@ -74,15 +78,34 @@ def _first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _arguments(model: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out what a model's own constructor does not take but Keras puts into all configs."""
-    if is_graph(model) or "from_config" in vars(type(model)):
+def _entries(model: Any, entries: list[Any]) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Returns each layer's entry in a configuration with the layer, None for one appended to it."""
+    if isinstance(model, keras.Sequential):
+        yield from itertools.zip_longest(entries, keras_hooks.sublayers(model))
+        return
+    by_name = {operation.name: operation for operation in model.operations}
+    for entry in entries:
+        yield entry, by_name.get(entry["name"])
+
+
+def _arguments(layer: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out what a user's own constructor does not take but Keras puts into all configs."""
+    own_code = any("from_config" in vars(each) for each in _own_classes(layer))
+    if not _own_classes(layer) or is_graph(layer) or own_code:
         return config
-    parameters = inspect.signature(type(model).__init__).parameters
+    parameters = inspect.signature(type(layer).__init__).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return config
     general = {"name", "trainable", "dtype"} - set(parameters)
     return {name: value for name, value in config.items() if name not in general}
+
+
+def _own_classes(layer: Any) -> list[type]:
+    return [
+        each
+        for each in type(layer).__mro__
+        if issubclass(each, keras.Layer) and each.__module__.partition(".")[0] != "keras"
+    ]
 
 
 def same_layers(model: Any, made: Any) -> list[tuple[Any, Any]]:
@@ -107,15 +130,14 @@ def _with_policies(model: Any, policies: dict[int, str | None]) -> dict[str, Any
     config = copy.deepcopy(model.get_config())
     if not is_graph(model):
         return config
-    members = model.layers if isinstance(model, keras.Sequential) else model.operations
-    by_name = {member.name: member for member in members}
-    for entry in config.get("layers", ()):
-        layer = by_name.get(entry["config"].get("name"))
+    for entry, layer in _entries(model, config.get("layers", [])):
         entry.pop("compile_config", None)
         if is_graph(layer):
             entry["config"] = _with_policies(layer, policies)
-        elif layer is not None and policies.get(id(layer)) is not None:
-            _replace_policies(entry["config"], layer.dtype_policy.name, policies[id(layer)])
+        elif layer is not None:
+            if policies.get(id(layer)) is not None:
+                _replace_policies(entry["config"], layer.dtype_policy.name, policies[id(layer)])
+            entry["config"] = _arguments(layer, entry["config"])
     return config
 
 

@@ -25,7 +25,7 @@ from tfamp.levels import effective_level
 from tfamp.model_structure import layers_of, select
 from tfamp.options import LossScale
 from tfamp.precision_config import PrecisionConfig
-from tfamp.prepared_optimizer import prepared_optimizer
+from tfamp.prepared_optimizer import prepared_optimizer, trouble_in_pure
 
 
 class _NotGiven(str):
@@ -127,7 +127,9 @@ def prepare(
             dtype. Model, weights and optimizer are as they were then.
 
     Warns:
-        TfampWarning: No low precision is fast on this machine, and one was asked for.
+        TfampWarning: No low precision is fast on this machine, and one was asked for; or the
+            optimizer is one that a low dtype does not serve, at level O3.
+        NothingToLowerWarning: No layer computes in the low dtype.
 
     Example:
         >>> import keras, tfamp
@@ -161,6 +163,9 @@ def prepare(
         model, made = level_on_copy(model, given, wanted, kept)
     else:
         made = level_in_place(model, given, wanted, kept)
+    trouble = None if made is None else trouble_in_pure(made, wanted)
+    if trouble is not None:
+        warnings.warn(trouble, TfampWarning, stacklevel=2)
     if model.compiled and made is not None:
         give_optimizer(model, made)
     return Prepared(model, made, precision_settings(model))

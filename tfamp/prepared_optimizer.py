@@ -81,6 +81,27 @@ def optimizer_for_copy(
     return wrapped
 
 
+def trouble_in_pure(optimizer: Any, level: EffectiveLevel) -> str | None:
+    """Returns what is wrong with an optimizer whose variables are all low, None if nothing is.
+
+    Args:
+        optimizer: The optimizer.
+        level: Its level.
+    """
+    inner = innermost(optimizer)
+    average = next((name for name in ("beta_2", "rho") if hasattr(inner, name)), None)
+    if level.level != "O3" or level.master_weights or average is None:
+        return None
+    if level.dtype == "float16":
+        what = "squares of gradients under 2.4e-4 are zero in float16"
+    else:
+        what = f"{average}={getattr(inner, average):g} is 1 or nearly so in bfloat16"
+    return (
+        f"{inner.name} keeps running averages of squared gradients, at level O3 in {level.dtype}: "
+        f"{what}, so it may learn nothing or diverge. Give master_weights=True, or use SGD."
+    )
+
+
 def exact_values(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
     """Returns the values of trainable variables as float32, of masters where there are any.
 

@@ -80,6 +80,36 @@ def test_the_transformer_learns_and_writes(run):
     assert "\ndef " in printed
 
 
+def test_lenet_trains_at_every_level(run):
+    code, printed = run("lenet_levels", "--small", "--dtype", "bfloat16", "--settings")
+    assert code == 0
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines()]
+    found = {row[0]: float(row[2].rstrip("%")) for row in rows if len(row) == 6}
+    assert list(found) == ["O0", "O1", "O2", "O2 + masters", "O3"]
+    assert min(found.values()) > 60  # of ten digits, after two epochs
+    assert "O1 (graph rewrite in graph mode, autocast when eager)" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_lenet_is_within_a_point_of_float32_at_every_level(run, dtype):
+    code, printed = run("lenet_levels", "--dtype", dtype)
+    assert code == 0
+    differences = [float(x) for x in re.findall(r"([+-]\d+\.\d+) points", printed)]
+    assert len(differences) == 5
+    assert all(abs(difference) <= 1 for difference in differences)
+
+
+@pytest.mark.slow
+def test_the_transformer_trains_at_every_level(run):
+    code, printed = run("char_transformer", "--small", "--levels", "--dtype", "bfloat16")
+    assert code == 0
+    found = dict(re.findall(r"^(O\S+) .*?([+-]\d+\.\d+)%", printed, re.M))
+    assert {name for name, value in found.items() if abs(float(value)) <= 1} == {
+        "O0", "O1", "O2", "O2+masters", "O3+masters"
+    }  # fmt: skip
+
+
 def test_scaling_keeps_the_gradients_that_float16_flushes(run):
     code, printed = run("underflow_demo", "--small")
     assert code == 0

@@ -1,13 +1,13 @@
-"""`prepare` on models of keras.applications: weights kept, predictions near, back exactly."""
+"""`prepare` on keras.applications: weights kept, predictions near, and back bit by bit."""
 
 from __future__ import annotations
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfamp
-from tfamp.dtypes import float_format
 
 SIDE = 64
 # One of each kind of architecture. The first three always run; the others are slow.
@@ -41,25 +41,40 @@ def as_after_training(name):
     return model, x
 
 
+def error_of(model, x, expected):
+    return np.abs(model(x).numpy() - expected).max() / np.abs(expected).max()
+
+
+def error_of_rounded_weights(model, x, expected, dtype):
+    """What float32 itself makes of kernels that are rounded to a dtype, and nothing else."""
+    kernels = [w for w in model.trainable_weights if len(w.shape) > 1]
+    values = [w.numpy() for w in kernels]
+    for kernel in kernels:
+        kernel.assign(tf.cast(tf.cast(kernel.value, dtype), "float32"))
+    error = error_of(model, x, expected)
+    for kernel, value in zip(kernels, values, strict=True):
+        kernel.assign(value)
+    return error
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_predictions_stay_near_and_come_back_bit_by_bit(name):
     model, x = as_after_training(name)
     weights = [w.numpy() for w in model.weights]
     expected = model(x).numpy()
-    scale = np.abs(expected).max()
     for dtype in ("float16", "bfloat16"):
+        # A deep network that was never trained multiplies every rounding error: measure by how
+        # much. Activations are rounded as often as weights; of eleven models the worst is 3.4.
+        allowed = 5 * error_of_rounded_weights(model, x, expected, dtype)
         same, _ = tfamp.prepare(model, level="O2", dtype=dtype)
         assert same is model
         convolutions = [y for y in model._flatten_layers() if isinstance(y, keras.layers.Conv2D)]
         assert {y.compute_dtype for y in convolutions} == {dtype}
         assert (model.outputs[0].dtype, model(x).dtype) == ("float32", "float32")
-        error = np.abs(model(x).numpy() - expected).max() / scale
-        # Rounding errors of the layers are independent: they grow like the square root.
-        depth = len([y for y in model._flatten_layers() if y.weights])
-        assert 0 < error <= 2 * float_format(dtype).eps * np.sqrt(depth)
+        assert 0 < error_of(model, x, expected) <= allowed
         for old, new in zip(weights, model.weights, strict=True):
             np.testing.assert_array_equal(old, new.numpy())
-    back, _ = tfamp.prepare(model, level="O0")
-    assert back is model
-    assert {y.dtype_policy.name for y in model._flatten_layers()} == {"float32"}
-    np.testing.assert_array_equal(model(x).numpy(), expected)
+        back, _ = tfamp.prepare(model, level="O0")
+        assert back is model
+        assert {y.dtype_policy.name for y in model._flatten_layers()} == {"float32"}
+        np.testing.assert_array_equal(model(x).numpy(), expected)

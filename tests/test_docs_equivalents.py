@@ -1,0 +1,36 @@
+"""Every test that the table of equivalents names exists, and every row names one."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "equivalents.md"
+if not PAGE.exists():
+    pytest.skip("the documentation is not here", allow_module_level=True)
+ROWS = [
+    line
+    for line in PAGE.read_text(encoding="utf-8").splitlines()
+    if line.startswith("|") and not re.match(r"\|[-| ]+\||\| Theirs ", line)
+]
+_TEST = re.compile(r"\| `(tests/[\w/]+\.py)::(\w+)` \|$")
+
+
+def test_there_are_rows_for_every_system():
+    headings = re.findall(r"^## (.+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings == ["MindSpore", "PyTorch", "Paddle", "TensorFlow", "mmdetection"]
+    assert len(ROWS) > 25
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_test_of_a_row_exists(row):
+    found = _TEST.search(row)
+    assert found, f"no test at the end of: {row}"
+    file, name = found.groups()
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert name in functions, f"{file} has no {name}"
