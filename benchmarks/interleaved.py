@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Measured, WorkloadRun
-from benchmarks.systems import BASE, SYSTEMS, why_not
+from benchmarks.systems import BASE, CONTROL, SYSTEMS, why_not
 from benchmarks.worker import WARM_UP_STEPS
 from benchmarks.workloads import Workload
 
@@ -43,6 +43,10 @@ class Options:
     torch_python: str = sys.executable
 
 
+def _is_torch(system: str) -> bool:
+    return system in SYSTEMS and SYSTEMS[system].torch
+
+
 class WorkerError(RuntimeError):
     """A worker ended before it answered; the message is the last thing it wrote."""
 
@@ -56,7 +60,7 @@ class WorkerProcess:
     """
 
     def __init__(self, system: str, options: Options) -> None:
-        python = options.torch_python if SYSTEMS[system].torch else sys.executable
+        python = options.torch_python if _is_torch(system) else sys.executable
         paths = (str(_ROOT), os.environ.get("PYTHONPATH", ""))
         # Open as long as the process is; `close` closes it.
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
@@ -192,6 +196,8 @@ def measure(
         if (reason := why_not(name, workload.name, options.torch_python))
     }
     run = WorkloadRun(workload.name, dict(workload.sizes[options.size]), skipped=skipped)
+    if options.loss_steps:
+        run.loss_size = dict(workload.sizes[options.loss_size])
     with workers([name for name in systems if name not in skipped], options) as group:
         _first_calls(group, run, progress)
         _rounds(group, run.systems, options.rounds, progress)
@@ -199,9 +205,14 @@ def measure(
         for name, found in group.together("casts"):
             run.systems[name].casts, run.systems[name].cast_bytes = found["casts"], found["bytes"]
         if options.loss_steps:
-            run.loss_size = dict(workload.sizes[options.loss_size])
             progress(f"losses of {options.loss_steps} steps")
-            _losses(group, run, options.loss_steps)
+            for name, found in _losses(group, run, options.loss_steps).items():
+                run.systems[name].losses = found
+    if options.loss_steps:
+        with workers([CONTROL.name], options) as group:
+            progress(f"losses of {CONTROL.title}")
+            run.control = _losses(group, run, options.loss_steps).get(CONTROL.name, [])
+        run.skipped |= group.failed
     run.skipped |= group.failed
     # What fails after the rounds, such as counting Casts, takes nothing from the times.
     run.systems = {
@@ -212,7 +223,7 @@ def measure(
 
 def stages(options: Options) -> int:
     """How often `measure` tells its progress."""
-    return 1 + options.rounds + 1 + bool(options.loss_steps)
+    return 1 + options.rounds + 1 + 2 * bool(options.loss_steps)
 
 
 def _first_calls(group: Group, run: WorkloadRun, progress: Progress) -> None:
@@ -231,9 +242,10 @@ def _rounds(group: Group, systems: Mapping[str, Measured], rounds: int, progress
             systems[name].memory = max(systems[name].memory, found["memory"])
 
 
-def _losses(group: Group, run: WorkloadRun, count: int) -> None:
-    for name, found in group.together("start", workload=run.workload, size=run.loss_size):
-        run.systems[name].losses = found["losses"][:count]
+def _losses(group: Group, run: WorkloadRun, count: int) -> dict[str, list[float]]:
+    start = group.together("start", workload=run.workload, size=run.loss_size)
+    losses = {name: found["losses"][:count] for name, found in start}
     if count > WARM_UP_STEPS:
         for name, found in group.together("steps", count=count - WARM_UP_STEPS):
-            run.systems[name].losses += found["losses"]
+            losses[name] += found["losses"]
+    return {name: losses[name] for name in group.workers}

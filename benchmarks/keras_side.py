@@ -19,7 +19,7 @@ from benchmarks import models
 from benchmarks.casts import CastTotals, count_casts
 from benchmarks.data import Batch
 from benchmarks.step_graph import trace
-from benchmarks.systems import grappler_options
+from benchmarks.systems import BASE, CONTROL, grappler_options
 from benchmarks.workloads import Sizes, Workload
 from tfamp.machine_profile import find_profile
 
@@ -54,6 +54,9 @@ class Trainer:
         keras.utils.set_random_seed(0)
         optimizer = keras.optimizers.SGD(workload.learning_rate, momentum=_MOMENTUM)
         model = models.MODELS[workload.name](size)
+        if self._system == CONTROL.name:
+            for each in model.trainable_variables:
+                each.assign(tf.cast(tf.cast(each.value, self._dtype), each.dtype))
         step = models.train_step(model, self._with_loss_scale(optimizer))
         placement = {"rewrite": "min_cut", "rewrite_lists": "lists"}.get(self._system)
         if placement is not None:
@@ -89,7 +92,7 @@ class Trainer:
         return count_casts(trace(self.concrete(batch), batch, rewriter_options=options).nodes)
 
     def _with_loss_scale(self, optimizer: Any) -> Any:
-        if self._dtype != "float16" or self._system == "float32":
+        if self._dtype != "float16" or self._system in (BASE, CONTROL.name):
             return optimizer
         if self._system in ("keras_policy", "tensorflow_amp"):
             return keras.optimizers.LossScaleOptimizer(optimizer)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks import results, tables
 from benchmarks.results import Cell, Run, ScalingRun, Spread, WorkloadRun
-from benchmarks.systems import BASE, SYSTEMS
+from benchmarks.systems import BASE, CONTROL, SYSTEMS
 from benchmarks.tables import Table
 from benchmarks.workloads import WORKLOADS
 
@@ -71,7 +71,8 @@ def steps(run: WorkloadRun, dtype: str) -> Table:
 
 def _why_not(run: WorkloadRun, system: str) -> str:
     what = "Not measured completely" if system in run.systems else "Not measured"
-    return f"{what}: {SYSTEMS[system].title}: {run.skipped[system].rstrip('.')}."
+    title = CONTROL.title if system == CONTROL.name else SYSTEMS[system].title
+    return f"{what}: {title}: {run.skipped[system].rstrip('.')}."
 
 
 def losses(run: Run) -> Table:
@@ -79,19 +80,15 @@ def losses(run: Run) -> Table:
     rows = []
     for each in run.workloads:
         for name, measured in each.systems.items():
-            if not measured.losses:
-                continue
-            difference = results.loss_difference(each, name)
-            is_base = SYSTEMS[name].base == name
-            rows.append(
-                (
-                    each.workload,
-                    SYSTEMS[name].title,
-                    f"{measured.losses[0]:.4f}",
-                    f"{results.final_loss(measured.losses):.4f}",
-                    "-" if is_base or difference is None else f"{difference:+.2%}",
+            if measured.losses:
+                is_base = SYSTEMS[name].base == name
+                difference = None if is_base else results.loss_difference(each, name)
+                rows.append(
+                    _loss_row(each, SYSTEMS[name].title, measured.losses, difference),
                 )
-            )
+            if name == BASE and each.control:
+                difference = results.control_difference(each)
+                rows.append(_loss_row(each, CONTROL.title, each.control, difference))
     sizes = {each.workload: _sizes(each.loss_size) for each in run.workloads if each.loss_size}
     return Table(
         f"Loss after {run.loss_steps} steps, {run.dtype}",
@@ -100,6 +97,14 @@ def losses(run: Run) -> Table:
         left=2,
         notes=tuple(f"{name}: {size}." for name, size in sizes.items()),
     )
+
+
+def _loss_row(
+    run: WorkloadRun, title: str, found: list[float], difference: float | None
+) -> tuple[str, ...]:
+    last = f"{results.final_loss(found):.4f}"
+    moved = "-" if difference is None else f"{difference:+.2%}"
+    return run.workload, title, f"{found[0]:.4f}", last, moved
 
 
 def scaling(run: ScalingRun, dtype: str) -> Table:

@@ -56,6 +56,7 @@ class WorkloadRun:
         loss_size: Those that the losses are of.
         systems: What was measured, by system.
         skipped: Why others were not measured, by system.
+        control: Losses in float32 from initial weights rounded to the low dtype.
     """
 
     workload: str
@@ -63,6 +64,7 @@ class WorkloadRun:
     loss_size: dict[str, int] = field(default_factory=dict)
     systems: dict[str, Measured] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    control: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -137,6 +139,14 @@ def loss_difference(run: WorkloadRun, system: str) -> float | None:
     return final_loss(own.losses) / final_loss(base.losses) - 1
 
 
+def control_difference(run: WorkloadRun) -> float | None:
+    """How far rounding the initial weights alone takes float32's final loss; None if not known."""
+    base = run.systems[BASE].losses
+    if not base or not run.control:
+        return None
+    return final_loss(run.control) / final_loss(base) - 1
+
+
 def speed(run: WorkloadRun, system: str) -> Spread:
     """How many times as fast as float32 a system is."""
     return ratio(run.systems[BASE].seconds, run.systems[system].seconds)
@@ -166,7 +176,7 @@ def from_json(found: Mapping[str, Any]) -> Run:
     names = ("machine", "dtype", "rounds", "loss_steps")
     workloads = [
         WorkloadRun(
-            **{key: each[key] for key in ("workload", "size", "loss_size", "skipped")},
+            **{key: each[key] for key in ("workload", "size", "loss_size", "skipped", "control")},
             systems={name: _measured(values) for name, values in each["systems"].items()},
         )
         for each in found["workloads"]

@@ -44,6 +44,8 @@ _ALL = (
     System("torch_autocast", "PyTorch, autocast", "torch_float32", torch=True),
 )
 SYSTEMS = {each.name: each for each in _ALL}
+# float32 again, from initial weights rounded to the low dtype: how far that alone takes the loss.
+CONTROL = System("float32_rounded", "float32, initial weights rounded")
 # TensorFlow's own optimizer of graphs, by dtype.
 GRAPPLER = {
     "float16": "auto_mixed_precision",

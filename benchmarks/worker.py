@@ -28,7 +28,7 @@ class Worker:
     """Answers requests."""
 
     def __init__(self, system: str, dtype: str) -> None:
-        if SYSTEMS[system].torch:
+        if system in SYSTEMS and SYSTEMS[system].torch:
             from benchmarks import torch_side as side
         else:
             from benchmarks import keras_side as side

@@ -45,7 +45,7 @@ def _mlp() -> Workload:
         {
             "full": {"layers": 6, "width": 2048, "batch": 256},
             "reduced": {"layers": 6, "width": 1024, "batch": 128},
-            "small": {"layers": 6, "width": 256, "batch": 32},
+            "small": {"layers": 2, "width": 256, "batch": 32},
         },
         lambda size, number: data.characters_and_class(size["batch"], size["width"], number),
         0.01,
@@ -132,7 +132,7 @@ _ALL = (
     _convnext(),
     _unet(),
     _lstm(),
-    _images("mobilenet_v2", "that of keras.applications, on the same data", 0.005),
+    _images("mobilenet_v2", "that of keras.applications, on the same data", 2e-4),
 )
 WORKLOADS = {each.name: each for each in _ALL}
 # MobileNetV2 takes long to trace and is measured where it is asked for.

@@ -52,7 +52,7 @@ def a_run():
         dtype="bfloat16",
         rounds=3,
         loss_steps=2,
-        workloads=[WorkloadRun("mlp", size, loss_size, systems, skipped)],
+        workloads=[WorkloadRun("mlp", size, loss_size, systems, skipped, [3.0, 2.02])],
         scaling=[ScalingRun("mlp", cells)],
     )
 
@@ -137,7 +137,14 @@ def test_tables_have_the_ratios_first():
     assert by_header["rewrite, s"] == "0.25"
     assert (by_header["Casts"], by_header["Cast MB"]) == ("5", "2.0")
     assert "Not measured: PyTorch, autocast: PyTorch is not installed." in mlp.notes
-    assert losses.rows[2] == ("mlp", "tfamp.rewrite, min_cut", "3.0000", "1.9900", "-0.50%")
+    assert losses.rows[1] == (
+        "mlp",
+        "float32, initial weights rounded",
+        "3.0000",
+        "2.0200",
+        "+1.00%",
+    )
+    assert losses.rows[3] == ("mlp", "tfamp.rewrite, min_cut", "3.0000", "1.9900", "-0.50%")
     assert grown.rows == (
         ("width 512", "0.50 / 2.00", "0.50 / 2.00"),
         ("width 1024", "0.50 / 2.00", "-"),
@@ -412,7 +419,10 @@ def test_a_tiny_run_from_the_command_line(tmp_path):
         assert (each.casts > 0) == (each.cast_bytes > 0) == (name != "float32")
         assert each.first_call > 0
         assert (each.rewrite is not None) == (name == "rewrite")
+    assert len(mlp.control) == 10
+    assert mlp.control != mlp.systems["float32"].losses
     assert abs(results.loss_difference(mlp, "rewrite")) < 0.05
+    assert abs(results.control_difference(mlp)) < 0.05
     assert written["png"].read_bytes().startswith(b"\x89PNG")
     assert SYSTEMS["rewrite"].title in done.stdout
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", done.stdout)
