@@ -1,9 +1,13 @@
-"""Checks that a wheel holds the package with its types and licence, and nothing else."""
+"""Checks that a wheel is small and holds the package, its types and licence, and nothing else."""
 
 import sys
 import zipfile
+from pathlib import Path
 
-names = zipfile.ZipFile(sys.argv[1]).namelist()
+LARGEST = 300_000  # bytes
+
+wheel = Path(sys.argv[1])
+names = zipfile.ZipFile(wheel).namelist()
 strays = [name for name in names if not name.startswith(("tfamp/", "tfamp-"))]
 missing = [
     ending
@@ -11,5 +15,10 @@ missing = [
     if not any(name.endswith(ending) for name in names)
 ]
 if strays or missing:
-    sys.exit(f"{sys.argv[1]}: strays {strays}, missing {missing}")
-print(f"{sys.argv[1].rpartition('/')[2]}: {len(names)} files")
+    sys.exit(f"{wheel}: strays {strays}, missing {missing}")
+size = wheel.stat().st_size
+if size >= LARGEST:
+    sys.exit(
+        f"{wheel}: {size} bytes; expected less than {LARGEST}. What is not code goes elsewhere."
+    )
+print(f"{wheel.name}: {len(names)} files, {size / 1000:.0f} kB")

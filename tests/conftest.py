@@ -12,11 +12,16 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # Nothing is measured, and the user's cache stays as it is. Processes that tests start inherit it.
 os.environ["TFAMP_PROFILE"] = "builtin"
 
+import hypothesis
 import keras
 import pytest
 import tensorflow as tf
 
 import tfamp
+
+# How long an example takes says nothing on a machine that others use too.
+hypothesis.settings.register_profile("tfamp", deadline=None)
+hypothesis.settings.load_profile("tfamp")
 
 
 def _configure_tensorflow() -> None:

@@ -6,6 +6,7 @@ import ast
 import graphlib
 import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -304,6 +305,15 @@ def test_a_module_imports_only_from_its_own_layer_and_below(module):
     assert not above, f"{module} (row {_row(module)}) imports {sorted(above)} from a higher row"
 
 
+def test_the_picture_of_the_layers_is_that_of_the_table():
+    script = Path(__file__).resolve().parents[1] / "docs" / "draw_layers.py"
+    if not script.is_file():
+        pytest.skip("the documentation is not beside the tests")
+    drawn = runpy.run_path(str(script))
+    expected = drawn["picture"](LAYERS, FRAMEWORK_FREE)
+    assert drawn["PICTURE"].read_text("utf-8") == expected, "run: python docs/draw_layers.py"
+
+
 def test_no_import_cycles():
     graph = {module: _tfamp_imports(module) for module in MODULES}
     try:
@@ -360,9 +370,9 @@ def test_functions_are_short(module):
     assert not {name: n for name, n in long.items() if name not in UNLIMITED_FUNCTIONS}
 
 
-def _run_python(code: str) -> None:
+def _run_python(code: str, warnings: str = "error") -> None:
     result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+        [sys.executable, "-W", warnings, "-c", code], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
 
@@ -378,6 +388,22 @@ def test_importing_tfamp_loads_no_framework_and_changes_nothing():
         "assert dict(os.environ) == environment\n"
         "assert list(logging.getLogger().handlers) == handlers\n"
         "assert not logging.getLogger('tfamp').handlers\n"
+    )
+
+
+def test_importing_tfamp_beside_tensorflow_loads_one_module_and_its_names_only_tfamps():
+    # What an import costs, without a clock: `python -m benchmarks.import_time` has one.
+    _run_python(
+        "import sys, keras, tensorflow\n"
+        "keras.layers, tensorflow.function\n"
+        "before = set(sys.modules)\n"
+        "import tfamp\n"
+        "assert set(sys.modules) - before == {'tfamp'}\n"
+        "for name in tfamp.__all__: getattr(tfamp, name)\n"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "others = new - set(sys.stdlib_module_names) - {'tfamp', 'platformdirs'}\n"
+        "assert not others, f'the names of tfamp loaded {others}'\n",
+        warnings="ignore",
     )
 
 
