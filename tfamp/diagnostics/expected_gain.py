@@ -73,6 +73,13 @@ class ModelReport:
         float32_ops: What stays float32 and takes time, the most expensive first.
         misfits: Matmuls and convolutions with sizes that are no multiples of 8, as `Misfit`.
         findings: The answer in sentences, the most important first.
+
+    Example:
+        >>> import keras
+        >>> model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, name="odd")])
+        >>> report = model_report(model, dtype="bfloat16", batch_size=8, profile="builtin")
+        >>> report.batch_size, report.low_nodes <= report.nodes
+        (8, True)
     """
 
     source: str
