@@ -29,6 +29,7 @@ LAYERS = (
         "graph.control_flow",
         "graph.grappler_lists",
         "graph.kernel_limits",
+        "graph.tensor_names",
     ),
     (
         "deprecation",
@@ -133,6 +134,7 @@ FRAMEWORK_FREE = {
     "graph.control_flow",
     "graph.grappler_lists",
     "graph.kernel_limits",
+    "graph.tensor_names",
     "graph.op_lists",
     "graph.maxflow",
     "graph.machine",
