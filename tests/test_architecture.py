@@ -33,6 +33,7 @@ LAYERS = (
         "graph.name_search",
         "directory_exchange",
         "saved_model_references",
+        "graph.tensor_names",
     ),
     (
         "deprecation",
@@ -204,6 +205,7 @@ FRAMEWORK_FREE = {
     "graph.name_search",
     "directory_exchange",
     "saved_model_references",
+    "graph.tensor_names",
     "graph.op_lists",
     "graph.maxflow",
     "graph.machine",

@@ -12,7 +12,8 @@ from tfamp.errors import SavedModelError
 from tfamp.graph.calibration import measure
 from tfamp.graph.calibration_data import Calibration
 from tfamp.graph.ranges import Ranges
-from tfamp.saved_model_graph import CALLS, NO_SIGNATURES, Roles, ancestors, model_graph, node_name
+from tfamp.graph.tensor_names import node_name
+from tfamp.saved_model_graph import CALLS, NO_SIGNATURES, Roles, ancestors, model_graph
 
 _VARIABLES = frozenset({"VarHandleOp", "Variable", "VariableV2"})
 _CALL = "signature"

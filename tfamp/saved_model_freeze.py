@@ -21,11 +21,11 @@ from tfamp.graph.index import build_indexes
 from tfamp.graph.inline import inline_calls
 from tfamp.graph.loop_constants import cast_before_loops
 from tfamp.graph.structures import CastSite, RewritePlan
+from tfamp.graph.tensor_names import node_name
 from tfamp.saved_model_graph import (
     Roles,
     add_op_definitions,
     ancestors,
-    node_name,
 )
 from tfamp.saved_model_values import variable_values
 

@@ -19,6 +19,7 @@ from tfamp.graph.function_names import called_functions, reached_functions
 from tfamp.graph.inline import inline_calls
 from tfamp.graph.rewrite import rewrite_graph_def
 from tfamp.graph.structures import RewritePlan
+from tfamp.graph.tensor_names import node_name
 
 # Entries of the table of signatures that are none.
 NO_SIGNATURES = ("__saved_model_init_op", "__saved_model_train_op")
@@ -149,11 +150,6 @@ def ancestors(nodes: Mapping[str, Any], names: Iterable[str]) -> set[str]:
             found.add(name)
             pending += [node_name(each) for each in nodes[name].input]
     return found
-
-
-def node_name(tensor: str) -> str:
-    """Returns the name of the node of a tensor ("x:0") or of a control input ("^x")."""
-    return tensor.removeprefix("^").partition(":")[0]
 
 
 def _tensors(infos: Mapping[str, Any]) -> Iterator[str]:

@@ -9,8 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.errors import SavedModelError
+from tfamp.graph.tensor_names import node_name
 from tfamp.saved_model_files import VARIABLES_PREFIX, first_line
-from tfamp.saved_model_graph import NO_SIGNATURES, node_name
+from tfamp.saved_model_graph import NO_SIGNATURES
 
 
 def variable_values(src: Path, meta_graph: Any, names: Sequence[str]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.graph.pruning import PLACEHOLDERS, node_name
+from tfamp.graph.pruning import PLACEHOLDERS
+from tfamp.graph.tensor_names import node_name
 
 
 class Feeds:

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.graph.structures import MAIN_GRAPH
+from tfamp.graph.tensor_names import node_name
 
 PLACEHOLDERS = ("Placeholder", "PlaceholderV2", "PlaceholderWithDefault")
 _MUST_BE_FED = PLACEHOLDERS[:2]
@@ -69,11 +70,6 @@ def called_scopes(graph_def: Any, calls: Collection[str]) -> set[str]:
             yield from (name for name in names if name in functions)
 
     return _reached([MAIN_GRAPH], called)
-
-
-def node_name(tensor: str) -> str:
-    """Returns the name of the node that makes a tensor, or is a control input."""
-    return tensor.removeprefix("^").partition(":")[0]
 
 
 def _sources(nodes: Any, fed: Collection[str]) -> Any:

@@ -18,6 +18,7 @@ from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
 from tfamp.graph.ranges import Limits, Ranges
 from tfamp.graph.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, IndexedNode, Reason
+from tfamp.graph.tensor_names import node_name
 
 PLACEMENTS = ("min_cut", "lists")
 
@@ -196,8 +197,8 @@ class NodeChoices:
         nodes = {node.name for node in indexes[0].nodes}
         for argument, names in self._used.items():
             for name in names:
-                if _node_name(name) not in nodes:
-                    near = difflib.get_close_matches(_node_name(name), sorted(nodes))
+                if node_name(name) not in nodes:
+                    near = difflib.get_close_matches(node_name(name), sorted(nodes))
                     hint = f" The nearest names are {near}." if near else ""
                     raise ValueError(f"{argument}: the graph has no node {name!r}.{hint}")
         everywhere = [node for index in indexes for node in _real_nodes(index)]
@@ -222,7 +223,7 @@ class NodeChoices:
             words = {"fetches": "its result is fetched", "feeds": "its value is fed"}
             for argument, names in self._used.items():
                 reason = Reason(argument, words[argument])
-                chosen.update((_node_name(name), reason) for name in names)
+                chosen.update((node_name(name), reason) for name in names)
         return chosen
 
     def forced(self, index: GraphIndex) -> frozenset[int]:
@@ -241,10 +242,6 @@ class NodeChoices:
 
 def _match(patterns: Sequence[re.Pattern[str]], node: IndexedNode) -> str | None:
     return next((each.pattern for each in patterns if is_found(each, node.name)), None)
-
-
-def _node_name(tensor: str) -> str:
-    return tensor.removeprefix("^").partition(":")[0]
 
 
 def _real_nodes(index: GraphIndex) -> list[IndexedNode]:
