@@ -15,10 +15,11 @@ from tfamp.diagnostics.step_graph import LayerFinder, StepGraph
 from tfamp.dtypes import FLOAT_DTYPES, float_format
 from tfamp.graph.first_nonfinite import Place, Scopes, find_first
 from tfamp.graph.function_names import called_functions
-from tfamp.graph.pruning import drop_unused_nodes, node_name
+from tfamp.graph.pruning import drop_unused_nodes
 from tfamp.graph.ranges import TensorKey
 from tfamp.graph.retype import low_dtypes, retyped
 from tfamp.graph.structures import MAIN_GRAPH
+from tfamp.graph.tensor_names import node_name
 from tfamp.graph.tensor_stats import Run
 from tfamp.graph.value_probes import Observer, measured_scopes
 

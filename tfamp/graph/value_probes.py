@@ -20,10 +20,11 @@ from tfamp.graph import instrument
 from tfamp.graph.feeding import Feeds
 from tfamp.graph.function_names import new_suffix, rename_functions
 from tfamp.graph.index import build_indexes
-from tfamp.graph.pruning import PLACEHOLDERS, called_scopes, node_name
+from tfamp.graph.pruning import PLACEHOLDERS, called_scopes
 from tfamp.graph.ranges import TensorKey
 from tfamp.graph.running import restored_handles, runnable
 from tfamp.graph.structures import MAIN_GRAPH, RESULT, GraphIndex
+from tfamp.graph.tensor_names import node_name
 from tfamp.graph.tensor_stats import Run, Seen, stats_of
 
 # Tensors handed to Python at once, which stay in memory until all are computed.
