@@ -4,7 +4,9 @@ The text is the standard library this very Python runs on, so nothing is downloa
 bits per character on files the model has not seen, for float32 and mixed precision, and a sample
 of what the mixed model writes.
 
-    python examples/char_transformer.py [--dtype float16|bfloat16] [--epochs 2] [--small]
+With --levels it is trained at every level of `tfamp.prepare` instead, and compared with O0.
+
+    python examples/char_transformer.py [--dtype float16|bfloat16] [--epochs 2] [--small] [--levels]
 """
 
 from __future__ import annotations
@@ -80,20 +82,37 @@ def build_model(depth: int, width: int = 128, heads: int = 4) -> keras.Model:
     return keras.Model(inputs, layers.Dense(len(ALPHABET))(layers.LayerNormalization()(x)))
 
 
-def train(policy: str, text: np.ndarray, args: Any, display: Progress) -> keras.Model:
-    """Returns a model built under `policy` and trained on `text`."""
+# What `prepare` is told; masters are level O2 with its weights stored low.
+LEVELS: dict[str, dict[str, Any]] = {
+    "O0": {"level": "O0"},
+    "O1": {"level": "O1"},
+    "O2": {"level": "O2"},
+    "O2+masters": {"level": "O2", "master_weights": True},
+    "O3": {"level": "O3"},
+}
+
+
+def prepared(name: str, args: Any, optimizer: Any) -> tuple[keras.Model, Any]:
+    """Returns a new model and its optimizer: of a level, or built under a policy."""
+    depth = 1 if args.small else 2
+    if name in LEVELS:
+        return tfamp.prepare(build_model(depth), optimizer, dtype=args.dtype, **LEVELS[name])
+    with tfamp.policy_scope(name):
+        model = build_model(depth)
+    return model, tfamp.LossScaleOptimizer(optimizer) if name == "mixed_float16" else optimizer
+
+
+def train(name: str, text: np.ndarray, args: Any, display: Progress) -> keras.Model:
+    """Returns a model of a level or policy, trained on `text`."""
     keras.utils.set_random_seed(args.seed)
-    with tfamp.policy_scope(policy):
-        model = build_model(depth=1 if args.small else 2)
     batches = windows(text)
     steps = args.epochs * int(batches.cardinality())
     optimizer = keras.optimizers.AdamW(keras.optimizers.schedules.CosineDecay(3e-3, steps))
-    if policy == "mixed_float16":
-        optimizer = tfamp.LossScaleOptimizer(optimizer)
+    model, optimizer = prepared(name, args, optimizer)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     # On CPUs XLA's float16 is the faster one, once the run is worth the time it takes to compile.
     model.compile(optimizer, loss, jit_compile=not args.small)
-    bar = ProgressBar(display, policy)
+    bar = ProgressBar(display, name)
     model.fit(batches, epochs=args.epochs, shuffle=False, verbose=0, callbacks=[bar])
     return model
 
@@ -114,23 +133,30 @@ def write(model: keras.Model, beginning: str, count: int, seed: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains once per policy, prints bits per character and a sample."""
-    args = parse(make_parser(__doc__, epochs=2, small_epochs=1), argv)
+    parser = make_parser(__doc__, epochs=2, small_epochs=1)
+    parser.add_argument("--levels", action="store_true", help="every level of tfamp.prepare")
+    args = parse(parser, argv)
     text = standard_library(40_000 if args.small else 1_000_000)
     held_out = len(text) // 10
     console = Console(highlight=False)
-    results = []
+    results: list[str] = []
+    reference = None
     with progress(console) as display:
-        for policy in policies(args.dtype):
+        for name in LEVELS if args.levels else policies(args.dtype):
             start = time.perf_counter()
-            model = train(policy, text[:-held_out], args, display)
+            model = train(name, text[:-held_out], args, display)
             bits = model.evaluate(windows(text[-held_out:]), verbose=0) / math.log(2)
+            reference = bits if reference is None else reference
             seconds = time.perf_counter() - start
-            results.append(f"{policy:<15} {bits:.3f} bits per character  {seconds:.0f} s")
+            results.append(
+                f"{name:<15} {bits:.3f} bits per character  {bits / reference - 1:+.2%}"
+                f"  {seconds:.0f} s"
+            )
     for line in results:
         console.print(line)
     sample = write(model, "def ", 20 if args.small else 300, args.seed)
     console.print(
-        f"\nA sample of the {policy} model:", sample, sep="\n", markup=False, soft_wrap=True
+        f"\nA sample of the {name} model:", sample, sep="\n", markup=False, soft_wrap=True
     )
     return 0
 

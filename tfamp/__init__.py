@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tfamp.grad_scaler import GradScaler as GradScaler
     from tfamp.gradient_accumulator import GradientAccumulator as GradientAccumulator
     from tfamp.graph.op_lists import OpLists as OpLists
+    from tfamp.manual import set_layer_dtype as set_layer_dtype
     from tfamp.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from tfamp.options import DynamicLossScale as DynamicLossScale
     from tfamp.options import FixedLossScale as FixedLossScale
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from tfamp.policy_state import global_policy as global_policy
     from tfamp.policy_state import policy_scope as policy_scope
     from tfamp.policy_state import set_global_policy as set_global_policy
+    from tfamp.precision_config import PrecisionConfig as PrecisionConfig
+    from tfamp.preparation import precision_settings as precision_settings
+    from tfamp.preparation import prepare as prepare
     from tfamp.saved_model import rewrite_saved_model as rewrite_saved_model
 
 __version__ = "0.1.0"
@@ -54,13 +58,17 @@ _HOMES = {
     "TfampError": "tfamp.errors",
     "TfampWarning": "tfamp.errors",
     "UnsupportedVersionError": "tfamp.errors",
+    "PrecisionConfig": "tfamp.precision_config",
     "diagnostics": "tfamp.diagnostics",
     "global_policy": "tfamp.policy_state",
     "graph": "tfamp.graph",
     "mixed_precision": "tfamp.mixed_precision",
     "policy_scope": "tfamp.policy_state",
+    "precision_settings": "tfamp.preparation",
+    "prepare": "tfamp.preparation",
     "rewrite": "tfamp.function",
     "rewrite_saved_model": "tfamp.saved_model",
+    "set_layer_dtype": "tfamp.manual",
     "set_global_policy": "tfamp.policy_state",
 }
 

@@ -109,6 +109,32 @@ def rewrite(
     return _make(fn, settings, example_args)
 
 
+def rewrite_step(
+    fn: Any, *, dtype: str, keep_float32: Iterable[str], placement: str
+) -> RewrittenFunction:
+    """Returns a rewritten step of a model's, some of whose layers are to stay float32.
+
+    Args:
+        fn: As for `rewrite`.
+        dtype: As for `rewrite`.
+        keep_float32: As for `rewrite`, but a pattern may mean no node: a step need not run every
+            layer of its model.
+        placement: As for `rewrite`.
+    """
+    settings = _Settings(
+        dtype=dtype,
+        op_lists=None,
+        keep_float32=request.tensor_names("keep_float32", keep_float32),
+        force_low=(),
+        calibration=None,
+        placement=placement,
+        profile=None,
+        on_error="raise",
+        patterns_may_miss=True,
+    )
+    return _make(fn, settings, None)
+
+
 def _low_dtype(dtype: str | None) -> str | None:
     """Returns the dtype to lower to; None where float32 is the fastest this machine has."""
     if dtype is not None:
@@ -277,6 +303,7 @@ class _Settings:
     placement: str
     profile: MachineProfile | str | None
     on_error: str
+    patterns_may_miss: bool = False
 
     def __post_init__(self) -> None:
         request.check_choice("on_error", self.on_error, _ON_ERROR)
@@ -296,18 +323,24 @@ class _Rewriter:
     plans: list[RewritePlan] = field(default_factory=list)
 
     def __call__(self, graph_def: Any, fetches: Sequence[str], feeds: Sequence[str]) -> Any:
-        settings = self.settings
-        if settings.dtype is None:
+        settings, dtype = self.settings, self.settings.dtype
+        if dtype is None:
             return graph_def
+        if settings.patterns_may_miss:
+            settings = dataclasses.replace(
+                settings,
+                keep_float32=request.matching_patterns(graph_def, settings.keep_float32),
+                force_low=request.matching_patterns(graph_def, settings.force_low),
+            )
         calibration, ranges, limits = settings.calibration, None, None
         if calibration is not None and self.measure is not None:
             ranges = self.measure(graph_def, calibration)
-            limits = calibration.limits(settings.dtype)
+            limits = calibration.limits(dtype)
         result = rewrite_graph_def(
             graph_def,
             fetches,
             feeds=feeds,
-            dtype=settings.dtype,
+            dtype=dtype,
             op_lists=settings.op_lists,
             keep_float32=settings.keep_float32,
             force_low=settings.force_low,
@@ -337,11 +370,7 @@ def _rewritten_gradient(
     settings: _Settings, graph_def: Any, fetches: Sequence[str], feeds: Sequence[str]
 ) -> Any:
     """Rewrites what a custom gradient does: often nothing, and no pattern need match a node."""
-    own = dataclasses.replace(
-        settings,
-        keep_float32=request.matching_patterns(graph_def, settings.keep_float32),
-        force_low=request.matching_patterns(graph_def, settings.force_low),
-    )
+    own = dataclasses.replace(settings, patterns_may_miss=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NothingToLowerWarning)
         return _Rewriter(own)(graph_def, fetches, feeds)

@@ -24,6 +24,9 @@ class _Hook:
         self._restore: Callable[[], None] = lambda: None
         self._thread = threading.local()
 
+    def depth(self) -> int:
+        return int(getattr(self._thread, "depth", 0))
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         from tfamp.keras_intercept import intercept_batch_normalization
@@ -32,7 +35,7 @@ class _Hook:
             if not self._users:
                 self._restore = intercept_batch_normalization(self._call)
             self._users += 1
-        depth = getattr(self._thread, "depth", 0)
+        depth = self.depth()
         self._thread.depth = depth + 1
         try:
             yield
@@ -47,7 +50,7 @@ class _Hook:
         self, layer: Any, original: Callable[..., Any], inputs: Any, training: Any, mask: Any
     ) -> Any:
         if (
-            getattr(self._thread, "depth", 0)
+            self.depth()
             and mask is None
             and getattr(inputs, "dtype", None) == layer.compute_dtype == "float32"
             and can_fuse(type(layer))
@@ -58,6 +61,11 @@ class _Hook:
 
 
 _hook = _Hook()
+
+
+def traces_for_a_rewrite() -> bool:
+    """Whether this thread is tracing a function whose graph will be rewritten."""
+    return _hook.depth() > 0
 
 
 def fused_batch_normalization() -> contextlib.AbstractContextManager[None]:

@@ -278,6 +278,24 @@ def _holds(layers: Sequence[Any], layer: Any) -> bool:
     return any(layer is other for other in layers)
 
 
+def compile_arguments(model: Any) -> dict[str, Any]:
+    """The arguments that a model was compiled with. Symbol: `Trainer._compile_config`.
+
+    Public is only their serialized form, which not every loss has.
+    """
+    return dict(keras_symbol(keras_symbol(model, "_compile_config"), "config"))
+
+
+def set_compiled_optimizer(model: Any, optimizer: Any) -> None:
+    """Gives a compiled model another optimizer, also in what is saved of it.
+
+    Symbol: `Trainer._compile_config`. To compile again would forget the metrics' values.
+    """
+    keras_symbol(keras_symbol(model, "_compile_config"), "config")["optimizer"] = optimizer
+    # Around Layer.__setattr__, as in `compile`: an optimizer is no part of the model's state.
+    object.__setattr__(model, "optimizer", optimizer)
+
+
 def copy_mask(source: Any, target: Any) -> None:
     """Gives a tensor the Keras mask of another.
 

@@ -8,10 +8,11 @@ not on its class: they go on working after the policy has changed, and touch no 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -60,6 +61,41 @@ def layer_created(layer: Any, policy: Policy) -> None:
             _cast_outermost(layer, lambda: True)
 
 
+def layer_adopted(layer: Any, policy: Policy) -> None:
+    """Takes a layer into management that exists already, and may be built.
+
+    Args:
+        layer: A layer that has the policy's dtype already, or float32 where the policy keeps it.
+        policy: A mixed policy.
+    """
+    if isinstance(layer, keras.Sequential):
+        _SequentialWatch(layer).take_over()
+    else:
+        layer_created(layer, policy)
+
+
+def functional_adopted(functional: Any, owner: Any) -> None:
+    """Gives the layers of a Functional that exists already the dtypes of their roles.
+
+    Args:
+        functional: The Functional; its layers are adopted, and its symbolic tensors say so.
+        owner: The Sequential it is the inside of; None if it is none's.
+    """
+    functional_created(functional)
+    if owner is not None:
+        output_dtypes.own(functional, owner)
+
+
+@contextlib.contextmanager
+def computing_specs_of(model: Any) -> Iterator[None]:
+    """A context in which the specs of a model's parts are computed, of which none is outermost."""
+    _running.specs.append(model)
+    try:
+        yield
+    finally:
+        _running.specs.pop()
+
+
 def functional_created(functional: Any) -> None:
     """Gives the layers of a new Functional their dtypes, and watches who calls it.
 
@@ -83,11 +119,8 @@ def _watch_functional(functional: Any) -> None:
 
 
 def _spec_of(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    _running.specs.append(model)
-    try:
+    with computing_specs_of(model):
         return original(*args, **kwargs)
-    finally:
-        _running.specs.pop()
 
 
 def _inside_another(model: Any) -> bool:
@@ -123,6 +156,11 @@ class _SequentialWatch:
         for name in ("build", "pop", "call", "get_config"):
             wrap_method(model, name, getattr(self, name))
         _cast_outermost(model, self._returns_low)
+
+    def take_over(self) -> None:
+        """Starts with the Functional that the model has built, if it has."""
+        functional = self._functional()
+        self._built = None if functional is None else weakref.ref(functional)
 
     def build(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._functional() is None:

@@ -33,6 +33,7 @@ from tfamp.layer_roles import (
     is_built_in,
     managed_layers,
 )
+from tfamp.symbolic_dtypes import copy_dtypes, respecify, spec_now
 
 # Models are built by many threads, and a layer may be part of models of several.
 lock = threading.RLock()
@@ -53,7 +54,7 @@ def settle(functional: Any) -> bool:
             return False
         graphs.set(functional, ModelGraph())
         for layer in layers:
-            _models_below_become_parts(layer)
+            models_below_become_parts(layer)
         makers = _output_makers(functional)
         for layer in layers:
             if not any(layer is maker for maker in makers):
@@ -124,12 +125,26 @@ def wants_float32(layer: Any) -> bool:
     return bool(record.raised) or layer.dtype_policy.name == record.policy_name
 
 
-def _models_below_become_parts(layer: Any) -> None:
+def dissolve(functional: Any) -> None:
+    """Takes a Functional out of the books for good, and the casts appended to it away.
+
+    Its layers and their dtypes are left as they are.
+    """
+    with lock:
+        graph = graphs.get(functional)
+        if graph is None:
+            return
+        if graph.casts:
+            keras_hooks.set_outputs(functional, _uncast_outputs(functional))
+        graphs.discard(functional)
+
+
+def models_below_become_parts(layer: Any) -> None:
     """Makes models that a layer holds (TimeDistributed(model)) parts, before it is ever called."""
     if graph_of(layer) is None:
         for sub in keras_hooks.sublayers(layer):
             become_part(sub)
-            _models_below_become_parts(sub)
+            models_below_become_parts(sub)
 
 
 def _becomes_interior(layer: Any, functional: Any) -> None:
@@ -182,7 +197,7 @@ def _raise(layer: Any, record: ManagedLayer) -> None:
         part.dtype_policy = "float32"
     if not is_built_in(layer):
         # The user's code may hold on to the low dtype: ask it.
-        dtypes = _dtypes_now(layer, nodes[-1])
+        dtypes = _dtypes_now(nodes[-1])
         if dtypes is None:
             _restore_policies(record)
             return
@@ -216,22 +231,14 @@ def _carrying(layer: Any, policy_name: str) -> Iterator[Any]:
         yield from _carrying(sub, policy_name)
 
 
-def _dtypes_now(layer: Any, node: Any) -> list[str] | None:
+def _dtypes_now(node: Any) -> list[str] | None:
     """The dtypes a layer of the user's own would return now, None if it then fails."""
     import tensorflow as tf
 
-    def as_called(value: Any) -> Any:
-        castable = isinstance(value, keras.KerasTensor) and value.dtype in FLOAT_DTYPES
-        if not castable or not layer.autocast:
-            return value
-        return keras.KerasTensor(value.shape, dtype=layer.input_dtype, sparse=value.sparse)
-
-    args, kwargs = keras.tree.map_structure(as_called, (node.arguments.args, node.arguments.kwargs))
     try:
-        spec = layer.compute_output_spec(*args, **kwargs)
+        return [tensor.dtype for tensor in spec_now(node)]
     except (TypeError, ValueError, tf.errors.OpError):
         return None
-    return [tensor.dtype for tensor in keras.tree.flatten(spec)]
 
 
 def _makers(tensors: list[Any]) -> list[Any]:
@@ -298,16 +305,16 @@ def _retype(layer: Any, record: ManagedLayer, dtype: str) -> None:
     """Corrects what the symbolic outputs of a layer say, in every model it is part of."""
     for node in keras_hooks.inbound_nodes(layer):
         if record.follows_input:
-            _respecify(node)
+            respecify(node)
             continue
         for i in record.low_outputs:
             # MultiHeadAttention, for one, returns one output or two.
             if i < len(node.outputs):
                 keras_hooks.set_symbolic_dtype(node.outputs[i], dtype)
-    _retype_followers(layer)
+    retype_followers(layer)
 
 
-def _retype_followers(operation: Any) -> None:
+def retype_followers(operation: Any) -> None:
     """Corrects the symbolic outputs of the ops behind a layer, up to the next layers.
 
     Most layers cast what they get, so theirs stay as they are.
@@ -320,17 +327,10 @@ def _retype_followers(operation: Any) -> None:
             follows = record is not None and record.follows_input
             if isinstance(follower, keras.Layer) and not follows:
                 continue
-            if _respecify(node):
+            if respecify(node):
                 pending.append(follower)
                 if record is not None:
                     _cast_and_tell(record)
-
-
-def _respecify(node: Any) -> bool:
-    """Corrects what the outputs of one symbolic call say; returns whether they said otherwise."""
-    arguments = node.arguments
-    spec = node.operation.compute_output_spec(*arguments.args, **arguments.kwargs)
-    return _copy_dtypes(keras.tree.flatten(spec), node.outputs)
 
 
 def _cast_and_tell(record: ManagedLayer) -> None:
@@ -338,15 +338,6 @@ def _cast_and_tell(record: ManagedLayer) -> None:
     for functional in record.output_of.alive():
         _cast_low_outputs(functional)
         _tell_outer(functional)
-
-
-def _copy_dtypes(sources: list[Any], targets: list[Any]) -> bool:
-    changed = False
-    for source, target in zip(sources, targets, strict=True):
-        if source.dtype != target.dtype:
-            keras_hooks.set_symbolic_dtype(target, source.dtype)
-            changed = True
-    return changed
 
 
 def _tell_outer(functional: Any) -> None:
@@ -358,10 +349,10 @@ def _tell_outer(functional: Any) -> None:
     model = functional if owner is None else owner
     # A list, not any(...) of a generator: every call is to be corrected.
     changed = [
-        _copy_dtypes(functional.outputs, node.outputs) for node in keras_hooks.inbound_nodes(model)
+        copy_dtypes(functional.outputs, node.outputs) for node in keras_hooks.inbound_nodes(model)
     ]
     if any(changed):
-        _retype_followers(model)
+        retype_followers(model)
         for outer in graph.output_of.alive():
             _cast_low_outputs(outer)
             _tell_outer(outer)

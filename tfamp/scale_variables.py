@@ -80,6 +80,11 @@ class ScaleVariables(_Base):
         return self.get_scale()
 
     @property
+    def rule(self) -> LossScale:
+        """How the scale moves: a `FixedLossScale` or a `DynamicLossScale`."""
+        return self._rule
+
+    @property
     def dynamic(self) -> bool:
         """Whether the scale adapts."""
         return isinstance(self._rule, DynamicLossScale)

@@ -1,0 +1,173 @@
+"""Dtypes set by hand: one layer, a pattern, inside containers, on models built and prepared."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfamp
+from helpers.graph_asserts import op_dtypes
+from helpers.level_models import KINDS, Subclassed, compiled, computes, data, leaves
+from helpers.tolerances import tolerance
+
+X, Y = data()
+
+
+def dense_model():
+    model = keras.Sequential([keras.Input((8,))])
+    for name in ("one", "two_a", "two_b", "last"):
+        model.add(layers.Dense(8, name=name))
+    return model
+
+
+def dtypes(model):
+    return {layer.name: layer.compute_dtype for layer in leaves(model)}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", tf.float16, np.float16])
+def test_one_layer_of_a_float32_model_computes_low(dtype):
+    model = dense_model()
+    x = np.linspace(-1, 1, 16, dtype="float32").reshape(2, 8)
+    before = model(x).numpy()
+    name = tf.as_dtype(dtype).name
+    assert tfamp.set_layer_dtype(model, dtype, pattern="one") == (f"{model.name}/one",)
+    assert dtypes(model) == {"one": name, "two_a": "float32", "two_b": "float32", "last": "float32"}
+    assert model.layers[0].kernel.dtype == "float32"
+    assert op_dtypes(model, tf.constant(x))["MatMul"] == {name, "float32"}
+    after = model(x)
+    assert (after.dtype, model.outputs[0].dtype) == ("float32", "float32")
+    np.testing.assert_allclose(after, before, atol=tolerance(name, depth=8) * np.abs(before).max())
+    assert (after.numpy() != before).any()
+    tfamp.set_layer_dtype(model.layers[0], "float32")
+    np.testing.assert_array_equal(model(x), before)
+
+
+def test_a_pattern_means_names_first_and_paths_then():
+    model = dense_model()
+    assert len(tfamp.set_layer_dtype(model, "float16", pattern="two_")) == 2
+    assert dtypes(model) == {
+        "one": "float32", "two_a": "float16", "two_b": "float16", "last": "float32"
+    }  # fmt: skip
+    assert tfamp.set_layer_dtype(model, "float16", pattern=r"/(one|last)$")[1].endswith("last")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_inside_containers_are_set(kind):
+    model = compiled(kind)
+    tfamp.set_layer_dtype(model, "bfloat16", pattern="conv")
+    assert computes(model)["Conv2D"] == ["bfloat16"]
+    assert set(computes(model)["Dense"]) == {"float32"}
+    assert model(X).dtype == "float32"
+    assert np.isfinite(model.fit(X, Y, batch_size=8, verbose=0).history["loss"]).all()
+
+
+def test_sublayers_are_set_with_their_layer():
+    model = keras.Sequential([keras.Input((4, 6)), layers.LSTM(4), layers.Dense(2)])
+    tfamp.set_layer_dtype(model, "float16", pattern="lstm")
+    assert model.layers[0].cell.compute_dtype == "float16"
+    assert model(np.ones((1, 4, 6), "float32")).dtype == "float32"
+
+
+def test_an_output_layer_set_by_hand_says_so_everywhere():
+    inner = dense_model()
+    outer = keras.Sequential([keras.Input((8,)), inner])
+    tfamp.set_layer_dtype(outer, "float16", pattern="last")
+    assert inner.outputs[0].dtype == "float16"
+    assert outer.outputs[0].dtype == "float16"
+    assert outer.compute_output_spec(keras.KerasTensor((2, 8))).dtype == "float16"
+    assert outer(np.ones((2, 8), "float32")).dtype == "float16"
+
+
+def test_compiled_functions_are_traced_anew():
+    model = dense_model()
+    model.compile("sgd", "mse", jit_compile=False)
+    x = np.linspace(-1, 1, 16, dtype="float32").reshape(2, 8)
+    before = model.predict(x, verbose=0)
+    tfamp.set_layer_dtype(model, "bfloat16", pattern="two_a")
+    assert (model.predict(x, verbose=0) != before).any()
+
+
+def test_it_goes_with_a_level_and_stays_when_the_level_changes():
+    model = dense_model()
+    tfamp.prepare(model, level="O2", dtype="float16")
+    tfamp.set_layer_dtype(model, "float32", pattern="two_a")
+    expected = {"one": "float16", "two_a": "float32", "two_b": "float16", "last": "float32"}
+    assert dtypes(model) == expected
+    rows = {row.path: row.why for row in tfamp.precision_settings(model).layers}
+    assert rows[f"{model.name}/two_a"] == "set by hand"
+    tfamp.prepare(model, level="O2", dtype="bfloat16")
+    assert dtypes(model)["two_a"] == "float32"
+    assert dtypes(model)["two_b"] == "bfloat16"
+    tfamp.prepare(model, level="O0")
+    assert set(dtypes(model).values()) == {"float32"}
+    tfamp.prepare(model, level="O2", dtype="float16")
+    assert dtypes(model)["two_a"] == "float16"
+
+
+def test_batch_normalization_set_by_hand_is_keras_own_in_that_dtype():
+    model = compiled("sequential")
+    tfamp.prepare(model, level="O2", dtype="float16")
+    for dtype in ("float32", "float16"):
+        tfamp.set_layer_dtype(model, dtype, pattern="batch_norm")
+        assert computes(model)["BatchNormalization"] == [dtype]
+        norm = model.layers[1]
+        assert norm(tf.ones((2, 4, 4, 4), tf.float16)).dtype == dtype
+        assert np.isfinite(model(X)).all()
+
+
+def test_a_model_without_variables_yet():
+    model = Subclassed()
+    tfamp.set_layer_dtype(model.hidden, "float16")
+    model(X)
+    assert (model.hidden.compute_dtype, model.hidden.kernel.dtype) == ("float16", "float32")
+
+
+def test_a_saved_model_keeps_it(tmp_path):
+    model = dense_model()
+    tfamp.set_layer_dtype(model, "bfloat16", pattern="two_a")
+    model.save(tmp_path / "m.keras")
+    read = keras.models.load_model(tmp_path / "m.keras")
+    assert dtypes(read) == dtypes(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((3, "float16"), TypeError, r"keras\.Model or keras\.Layer"),
+        (("model", "int8"), ValueError, "dtype must be"),
+        (("model", None), ValueError, "dtype must be"),
+        (("model", "float16", "twwo_a"), ValueError, "nearest name is 'two_a'"),
+        (("model", "float16", "("), ValueError, "no regular expression"),
+        (("model", "float16", 3), TypeError, "pattern must be a string"),
+    ],
+)
+def test_mistakes_change_nothing(arguments, error, message):
+    model = dense_model()
+    first, dtype, *pattern = arguments
+    with pytest.raises(error, match=message):
+        tfamp.set_layer_dtype(
+            model if first == "model" else first, dtype, pattern=pattern[0] if pattern else None
+        )
+    assert set(dtypes(model).values()) == {"float32"}
+
+
+def test_a_layer_that_stores_low_weights_cannot_compute_in_float32():
+    pure, _ = tfamp.prepare(compiled("sequential"), level="O3", dtype="float16")
+    with pytest.raises(ValueError, match="stores its weights in float16"):
+        tfamp.set_layer_dtype(pure, "float32", pattern="dense")
+    assert set(computes(pure)["Dense"]) == {"float16"}
+
+
+def test_a_layer_that_fails_in_the_dtype_leaves_all_as_it_was():
+    class Stubborn(layers.Layer):
+        def call(self, x):
+            return tf.add(tf.convert_to_tensor(x), tf.ones((1, 8), tf.float32))
+
+    inputs = keras.Input((8,))
+    model = keras.Model(inputs, layers.Dense(2)(Stubborn(name="stubborn")(inputs)))
+    with pytest.raises(ValueError, match="stubborn"):
+        tfamp.set_layer_dtype(model, "float16", pattern="stubborn")
+    assert set(dtypes(model).values()) == {"float32"}

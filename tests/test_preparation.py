@@ -1,0 +1,525 @@
+"""`prepare`: what each level makes of a model, and that every way leads back to float32."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfamp
+from helpers.graph_asserts import op_dtypes
+from helpers.level_models import KINDS, Subclassed, compiled, computes, data, leaves
+from helpers.tolerances import tolerance
+from helpers.training import assert_identical, snapshot
+
+X, Y = data()
+DTYPES = ("float16", "bfloat16")
+
+
+def predict(model):
+    """What an eager call returns; that of `model.predict` is in test_preparation_fit."""
+    return np.asarray(model(X))
+
+
+def assert_near(actual, expected, dtype):
+    bound = tolerance(dtype, depth=64) * np.abs(expected).max()
+    assert np.abs(np.asarray(actual, "float32") - expected).max() <= bound
+
+
+def step_dtypes(model, name="train_step"):
+    """The dtypes of the ops in the graph that Keras traces of a step."""
+    batch = (tf.constant(X[:8]), tf.constant(Y[:8]))
+    return op_dtypes(lambda: getattr(model, name)(batch))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_o1_rewrites_the_train_step_and_leaves_the_layers(kind, dtype):
+    model = compiled(kind)
+    before = predict(model)
+    prepared, optimizer = tfamp.prepare(model, level="O1", dtype=dtype)
+    assert prepared is model
+    assert {layer.compute_dtype for layer in leaves(model)} == {"float32"}
+    found = step_dtypes(model)
+    assert (dtype in found["MatMul"], dtype in found["Conv2D"]) == (True, True)
+    # Eager calls run under autocast.
+    after = predict(model)
+    assert after.dtype == "float32"
+    np.testing.assert_array_equal(after, tf.cast(tf.cast(after, dtype), "float32"))
+    assert_near(after, before, dtype)
+    assert (type(optimizer) is tfamp.LossScaleOptimizer) == (dtype == "float16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_o2_sets_layer_policies_and_keeps_norms_outputs_and_weights(kind, dtype):
+    model = compiled(kind)
+    before, weights = predict(model), [w.numpy() for w in model.weights]
+    prepared, optimizer = tfamp.prepare(model, level="O2", dtype=dtype)
+    assert prepared is model
+    found = computes(model)
+    assert found["Conv2D"] == [dtype]
+    assert found["BatchNormalization"] == ["float32"]
+    # A subclassed model does not say which of its layers is the last: its outermost call casts.
+    assert found["Dense"] == [dtype, dtype if kind == "subclassed" else "float32"]
+    assert {w.dtype for w in model.weights} == {"float32"}
+    for old, new in zip(weights, model.weights, strict=True):
+        np.testing.assert_array_equal(old, new.numpy())
+    if kind != "subclassed":
+        assert model.outputs[0].dtype == "float32"
+    assert model.compute_output_spec(keras.KerasTensor((8, 6, 6, 1))).dtype == "float32"
+    assert model(X[:8]).dtype == "float32"
+    assert_near(predict(model), before, dtype)
+    assert model.optimizer is optimizer
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_o3_is_a_new_model_that_is_low_all_through(kind, dtype):
+    model = compiled(kind)
+    state, before = snapshot(model, model.optimizer), predict(model)
+    made, optimizer = tfamp.prepare(model, level="O3", dtype=dtype)
+    assert made is not model
+    assert {layer.compute_dtype for layer in leaves(made)} == {dtype}
+    assert {w.dtype for w in made.weights} == {dtype}
+    assert made(X[:8]).dtype == dtype
+    assert_near(predict(made), before, dtype)
+    assert type(optimizer) is keras.optimizers.Adam
+    # The given model is left as it was, and so is its optimizer.
+    assert_identical(snapshot(model, model.optimizer), state)
+    assert {layer.compute_dtype for layer in leaves(model)} == {"float32"}
+    np.testing.assert_array_equal(predict(model), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_master_weights_go_with_low_weights_and_start_from_the_float32_ones(kind):
+    model = compiled(kind)
+    before, weights = predict(model), [w.numpy() for w in model.trainable_weights]
+    made, optimizer = tfamp.prepare(model, level="O2", dtype="float16", master_weights=True)
+    assert made is not model
+    norms = [layer for layer in leaves(made) if isinstance(layer, layers.BatchNormalization)]
+    kernels = [x.kernel.dtype for x in leaves(made) if isinstance(x, layers.Conv2D)]
+    assert {w.dtype for norm in norms for w in norm.weights} == {"float32"}
+    assert kernels == ["float16"]
+    assert made(X[:8]).dtype == "float32"
+    assert_near(predict(made), before, "float16")
+    pairs = zip(weights, made.trainable_weights, strict=True)
+    low = [old for old, weight in pairs if weight.dtype == "float16"]
+    for old, master in zip(low, optimizer.master_variables, strict=True):
+        np.testing.assert_array_equal(old, master.numpy())
+    back, plain = tfamp.prepare(made, level="O0")
+    assert {w.dtype for w in back.weights} == {"float32"}
+    assert type(plain) is keras.optimizers.Adam
+    # The weights of the way back are the masters: float32, not rounded.
+    kernel = next(x for x in leaves(back) if isinstance(x, layers.Conv2D)).kernel.numpy()
+    assert (kernel != kernel.astype("float16")).any()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_o0_leads_back_to_the_very_predictions_of_before(kind, level):
+    model = compiled(kind)
+    before, optimizer = predict(model), model.optimizer
+    layer = leaves(model)[0]
+    own = {name: vars(layer).get(name) for name in ("call", "build", "compute_output_spec")}
+    tfamp.prepare(model, level=level, dtype="float16")
+    assert (predict(model) != before).any()
+    back, unwrapped = tfamp.prepare(model, level="O0")
+    assert back is model
+    assert unwrapped is optimizer
+    assert model.optimizer is optimizer
+    assert {x.dtype_policy.name for x in model._flatten_layers()} == {"float32"}
+    assert {name: vars(layer).get(name) for name in own} == own
+    np.testing.assert_array_equal(predict(model), before)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_preparing_twice_is_preparing_once(level):
+    model, optimizer = tfamp.prepare(compiled("nested"), level=level, dtype="float16")
+    again, same = tfamp.prepare(model, optimizer, level=level, dtype="float16")
+    assert again is model
+    assert same is optimizer
+    assert getattr(same, "inner_optimizer", None) is getattr(optimizer, "inner_optimizer", None)
+    assert [x.dtype_policy.name for x in model._flatten_layers()] == [
+        x.dtype_policy.name for x in again._flatten_layers()
+    ]
+
+
+def test_levels_follow_each_other_in_any_order():
+    model = compiled("functional")
+    before = predict(model)
+    for level, dtype in [("O2", "float16"), ("O1", "bfloat16"), ("O2", "bfloat16"), ("O0", None)]:
+        same, optimizer = tfamp.prepare(model, level=level, dtype=dtype)
+        assert same is model
+        expected = {"O2": dtype}.get(level, "float32")
+        assert computes(model)["Conv2D"] == [expected]
+        assert isinstance(optimizer, tfamp.LossScaleOptimizer) == (dtype == "float16")
+    np.testing.assert_array_equal(predict(model), before)
+
+
+def test_pure_models_change_over_too():
+    pure, _ = tfamp.prepare(compiled("sequential"), level="O3", dtype="float16")
+    mixed, _ = tfamp.prepare(pure, level="O2", dtype="bfloat16")
+    assert computes(mixed)["Conv2D"] == ["bfloat16"]
+    assert computes(mixed)["BatchNormalization"] == ["float32"]
+    assert {w.dtype for w in mixed.weights} == {"float32"}
+    assert_near(predict(mixed), predict(pure).astype("float32"), "bfloat16")
+
+
+def test_a_fresh_model_that_is_not_compiled_gets_its_optimizer_later():
+    model = KINDS["sequential"]()
+    model, none = tfamp.prepare(model, level="O2", dtype="float16", loss_scale=512.0)
+    assert none is None
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    assert isinstance(model.optimizer, tfamp.LossScaleOptimizer)
+    assert float(model.optimizer.loss_scale) == 512.0
+    plain = keras.optimizers.SGD()
+    model.compile(plain, "mse", auto_scale_loss=False)
+    assert model.optimizer is plain
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_model_without_variables_yet_is_prepared_for_when_it_has_some(level):
+    model = Subclassed()
+    model, optimizer = tfamp.prepare(model, "sgd", level=level, dtype="bfloat16")
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    assert "bfloat16" in step_dtypes(model)["MatMul"]
+    assert {w.dtype for w in model.weights} == {"float32"}
+
+
+class Lazy(keras.Model):
+    """Makes its layers when it is built."""
+
+    def build(self, shape):
+        self.hidden = layers.Dense(4)
+        self.norm = layers.BatchNormalization()
+        self.head = layers.Dense(2)
+
+    def call(self, x):
+        return self.head(self.norm(self.hidden(x)))
+
+
+def test_layers_made_in_build_get_the_policy_of_the_level():
+    model, _ = tfamp.prepare(Lazy(), level="O2", dtype="float16")
+    assert model(X.reshape(-1, 36)).dtype == "float32"
+    assert computes(model) == {"Dense": ["float16"] * 2, "BatchNormalization": ["float32"]}
+    assert keras.config.dtype_policy().name == "float32"
+    tfamp.prepare(model, level="O0")
+    assert {x.compute_dtype for x in leaves(model)} == {"float32"}
+
+
+def test_o3_of_a_model_without_variables_says_to_build_it():
+    with pytest.raises(ValueError, match=r"model\.build\(input_shape\)"):
+        tfamp.prepare(Subclassed(), level="O3", dtype="float16")
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_model_made_under_a_policy_is_taken_over(level):
+    with tfamp.policy_scope("mixed_float16"):
+        model = KINDS["functional"]()
+    tfamp.prepare(model, level=level, dtype="bfloat16")
+    low = "bfloat16" if level == "O2" else "float32"
+    assert computes(model)["Conv2D"] == [low]
+    assert model.outputs[0].dtype == "float32"
+    assert model(X).dtype == "float32"
+
+
+def test_a_model_read_from_a_file_is_taken_over(tmp_path):
+    model, _ = tfamp.prepare(KINDS["nested"](), level="O2", dtype="float16")
+    before = predict(model)
+    model.save(tmp_path / "model.keras")
+    read = keras.models.load_model(tmp_path / "model.keras")
+    assert computes(read)["Conv2D"] == ["float16"]
+    np.testing.assert_allclose(predict(read), before, atol=tolerance("float16", depth=64))
+    tfamp.prepare(read, level="O0")
+    assert {x.compute_dtype for x in leaves(read)} == {"float32"}
+
+
+def test_o1_leaves_no_trace_in_a_file(tmp_path):
+    model = KINDS["sequential"]()
+    tfamp.prepare(model, level="O1", dtype="bfloat16")
+    model.save(tmp_path / "model.keras")
+    tfamp.prepare(model, level="O0")
+    read = keras.models.load_model(tmp_path / "model.keras")
+    assert {x.dtype_policy.name for x in read._flatten_layers()} == {"float32"}
+    np.testing.assert_array_equal(predict(read), predict(model))
+
+
+def test_a_dtype_of_the_users_own_wins():
+    inputs = keras.Input((4,))
+    x = layers.Dense(4, dtype="mixed_bfloat16", name="own")(inputs)
+    model = keras.Model(inputs, layers.Dense(2)(layers.Dense(4)(layers.Dense(4)(x))))
+    for level, other in (("O2", "float16"), ("O0", "float32")):
+        tfamp.prepare(model, level=level, dtype="float16")
+        assert [x.compute_dtype for x in model.layers[1:4]] == ["bfloat16", other, other]
+
+
+def test_a_float32_layer_of_a_mixed_model_is_its_users_own():
+    with tfamp.policy_scope("mixed_float16"):
+        inputs = keras.Input((4,))
+        x = layers.Dense(4, dtype="float32")(layers.Dense(4)(inputs))
+        model = keras.Model(inputs, layers.Dense(2)(layers.Dense(4)(x)))
+    tfamp.prepare(model, level="O2", dtype="bfloat16")
+    expected = ["bfloat16", "float32", "bfloat16", "float32"]
+    assert [x.compute_dtype for x in model.layers[1:]] == expected
+
+
+def test_a_policy_set_by_hand_since_is_kept_but_by_o0():
+    model, _ = tfamp.prepare(KINDS["sequential"](), level="O2", dtype="float16")
+    model.layers[0].dtype_policy = "float32"
+    model.layers[-1].dtype_policy = "mixed_float16"
+    assert tfamp.prepare(model, level="O2", dtype="float16")[0] is model
+    assert model.layers[0].compute_dtype == "float32"
+    # The symbolic output is corrected with it.
+    assert model.outputs[0].dtype == "float16"
+    assert model(X).dtype == "float16"
+    tfamp.prepare(model, level="O0")
+    assert {x.compute_dtype for x in leaves(model)} == {"float32"}
+    assert model.outputs[0].dtype == "float32"
+    tfamp.prepare(model, level="O2", dtype="float16")
+    assert model.layers[0].compute_dtype == "float16"
+
+
+def test_layers_that_prepare_data_stay_float32():
+    model = keras.Sequential(
+        [keras.Input((2,)), layers.Normalization(mean=7e4, variance=1.0), layers.Dense(3)]
+    )
+    model.add(layers.Dense(2))
+    tfamp.prepare(model, level="O2", dtype="float16")
+    assert [x.compute_dtype for x in model.layers] == ["float32", "float16", "float32"]
+    assert np.isfinite(model(np.full((1, 2), 70001.0, "float32"))).all()
+
+
+def test_a_float64_model_is_not_lowered():
+    model = keras.Sequential([keras.Input((4,), dtype="float64")])
+    for units in (4, 4, 2):
+        model.add(layers.Dense(units, dtype="float64"))
+    with pytest.warns(tfamp.NothingToLowerWarning, match="no layer of it computes in float16"):
+        tfamp.prepare(model, level="O2", dtype="float16")
+    assert {x.compute_dtype for x in leaves(model)} == {"float64"}
+
+
+def test_keep_float32_takes_names_patterns_classes_and_layers():
+    model = keras.Sequential([keras.Input((4,))])
+    for name in ("one", "two_a", "two_b", "three", "four", "last"):
+        model.add(layers.Dense(4, name=name))
+    model.add(layers.LayerNormalization(name="norm"))
+    model.add(layers.Dense(4))
+    kept = ["one", "^two_", layers.LayerNormalization, model.get_layer("four")]
+    settings = tfamp.prepare(model, level="O2", dtype="bfloat16", keep_float32=kept).settings
+    low = [x.name for x in model.layers if x.compute_dtype == "bfloat16"]
+    assert low == ["three", "last"]
+    assert settings.keep_float32 == tuple(
+        f"{model.name}/{name}" for name in ("one", "two_a", "two_b", "four", "norm")
+    )
+    tfamp.prepare(model, level="O2", dtype="bfloat16", keep_float32="one")
+    assert [x.name for x in model.layers if x.compute_dtype == "float32"][:1] == ["one"]
+
+
+def test_a_kept_container_keeps_all_inside():
+    model = KINDS["nested"]()
+    with pytest.warns(tfamp.NothingToLowerWarning):
+        tfamp.prepare(model, level="O2", dtype="float16", keep_float32=keras.Sequential)
+    assert {x.compute_dtype for x in leaves(model.layers[1])} == {"float32"}
+
+
+def test_kept_layers_are_float32_in_the_graphs_of_o1():
+    model = compiled("sequential")
+    tfamp.prepare(model, level="O1", dtype="bfloat16", keep_float32=[layers.Dense])
+    found = step_dtypes(model)
+    assert "bfloat16" in found["Conv2D"]
+    assert found["MatMul"] == {"float32"}
+    # And where autocast takes the place of the rewrite.
+    found = op_dtypes(tf.function(model), tf.constant(X))
+    assert (found["Conv2D"], found["MatMul"]) == ({"bfloat16"}, {"float32"})
+
+
+def test_kept_layers_are_stored_in_float32_at_o3():
+    made, _ = tfamp.prepare(
+        compiled("sequential"), level="O3", dtype="float16", keep_float32=[layers.Conv2D]
+    )
+    assert computes(made)["Conv2D"] == ["float32"]
+    assert made.layers[0].kernel.dtype == "float32"
+    assert {w.dtype for x in made.layers[1:] for w in x.weights} == {"float16"}
+
+
+def test_settings_print_as_a_table():
+    prepared = tfamp.prepare(
+        KINDS["functional"](),
+        keras.optimizers.SGD(),
+        level="O2",
+        dtype="float16",
+        grad_clip={"max_norm": 35, "norm_type": 2},
+    )
+    model, optimizer = prepared
+    assert (prepared.model, prepared.optimizer) == (model, optimizer)
+    text = str(prepared.settings)
+    assert "O2 (layer policies)" in text
+    assert "clipped to norm 35 of type 2" in text
+    rows = {row.kind: row for row in prepared.settings.layers}
+    assert (rows["Conv2D"].compute_dtype, rows["Conv2D"].why) == ("float16", "level O2")
+    assert (rows["BatchNormalization"].compute_dtype, rows["Dense"].why) == ("float32", "output")
+    assert all(row.path in text for row in prepared.settings.layers)
+    assert str(tfamp.precision_settings(model)) == text
+
+
+def test_settings_of_a_model_that_was_not_prepared_are_an_error():
+    with pytest.raises(ValueError, match="was not prepared"):
+        tfamp.precision_settings(KINDS["sequential"]())
+
+
+def test_a_configuration_is_taken_as_object_dict_or_file(tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text('{"dtype": "float16", "loss_scale": 512.0}')
+    values = {"dtype": "float16", "loss_scale": 512.0}
+    for config in (values, tfamp.PrecisionConfig.from_dict(values), path, str(path)):
+        _, optimizer = tfamp.prepare(KINDS["sequential"](), "sgd", config=config)
+        assert float(optimizer.loss_scale) == 512.0
+    # What is given to the call wins.
+    _, optimizer = tfamp.prepare(KINDS["sequential"](), "sgd", config=values, loss_scale=8)
+    assert float(optimizer.loss_scale) == 8.0
+    prepared = tfamp.prepare(KINDS["sequential"](), config={"level": "O1"}, dtype="bfloat16")
+    assert prepared.settings.level == "O1"
+    prepared = tfamp.prepare(
+        KINDS["sequential"](), config={"level": "O1"}, level="O2", dtype="bfloat16"
+    )
+    assert prepared.settings.level == "O2"
+
+
+def test_the_environment_counts_where_there_is_no_configuration(monkeypatch):
+    monkeypatch.setenv("TFAMP_LEVEL", "O0")
+    assert tfamp.prepare(KINDS["sequential"]()).settings.level == "O0"
+    assert tfamp.prepare(KINDS["sequential"](), config={"level": "O1"}).settings.level == "O1"
+    explicit = tfamp.prepare(KINDS["sequential"](), level="O2", dtype="float16")
+    assert explicit.settings.level == "O2"
+
+
+def test_a_wrapped_optimizer_is_not_wrapped_again():
+    inner = keras.optimizers.SGD()
+    given = tfamp.LossScaleOptimizer(inner, initial_scale=64.0)
+    for level in ("O2", "O1"):
+        _, same = tfamp.prepare(KINDS["sequential"](), given, level=level, dtype="float16")
+        assert same is given
+    _, changed = tfamp.prepare(KINDS["sequential"](), given, level="O2", loss_scale=8.0)
+    assert changed is not given
+    assert changed.inner_optimizer is inner
+    assert tfamp.prepare(KINDS["sequential"](), given, level="O0")[1] is inner
+
+
+def test_keras_own_wrapper_is_replaced_and_its_scale_goes_on():
+    inner = keras.optimizers.SGD()
+    given = keras.optimizers.LossScaleOptimizer(inner, initial_scale=64.0, dynamic_growth_steps=7)
+    _, optimizer = tfamp.prepare(KINDS["sequential"](), given, level="O2", dtype="float16")
+    assert type(optimizer) is tfamp.LossScaleOptimizer
+    assert optimizer.inner_optimizer is inner
+    assert (float(optimizer.loss_scale), optimizer.dynamic_growth_steps) == (64.0, 7)
+
+
+def test_bfloat16_gets_no_loss_scale_but_clipping():
+    inner = keras.optimizers.SGD()
+    assert tfamp.prepare(KINDS["sequential"](), inner, level="O2", dtype="bfloat16")[1] is inner
+    _, clipped = tfamp.prepare(
+        KINDS["sequential"](), inner, level="O2", dtype="bfloat16", grad_clip=1.0
+    )
+    assert (float(clipped.loss_scale), clipped.grad_clip.max_norm) == (1.0, 1.0)
+
+
+class Stubborn(layers.Layer):
+    """Adds in float32 what is float32, as code does that never heard of mixed precision."""
+
+    def call(self, x):
+        return tf.add(tf.convert_to_tensor(x), tf.ones((1, 8), tf.float32))
+
+
+class FailsOnSave(keras.Model):
+    def __init__(self, inner, head):
+        super().__init__()
+        self.inner, self.head = inner, head
+
+    def call(self, x):
+        return self.head(self.inner(x))
+
+    def get_config(self):
+        raise NotImplementedError("no configuration")
+
+
+def _stubborn():
+    inputs = keras.Input((8,))
+    x = Stubborn(name="stubborn")(layers.Dense(8)(inputs))
+    return keras.Model(inputs, layers.Dense(3)(layers.Dense(4)(x)))
+
+
+def _overflowing():
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(8), layers.Dense(3)])
+    model.layers[0].kernel.assign(tf.fill((8, 8), 1e5))
+    return model
+
+
+def _without_config():
+    model = FailsOnSave(keras.Sequential([keras.Input((8,)), layers.Dense(8)]), layers.Dense(3))
+    model.build((None, 8))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "error", "message"),
+    [
+        (_stubborn, {"level": "O2"}, ValueError, r"keep_float32=\['stubborn'\]"),
+        (_overflowing, {"level": "O3"}, ValueError, "holds 100000, and float16 holds up to 65504"),
+        (_without_config, {"level": "O3"}, ValueError, "no configuration"),
+        (_stubborn, {"level": "O2", "keep_float32": ["stuborn"]}, ValueError, "'stubborn'"),
+        (_stubborn, {"level": "O2", "keep_float32": layers.Conv2D}, ValueError, "no layer"),
+        (_stubborn, {"level": "O9"}, ValueError, "level must be one of"),
+        (_stubborn, {"level": "O2", "loss_scale": -1}, ValueError, "scale must be"),
+        (_stubborn, {"config": {"levl": "O1"}}, ValueError, "did you mean 'level'"),
+        (_stubborn, {"config": 3}, TypeError, "config must be"),
+        (_stubborn, {"optimizer": 3}, TypeError, "optimizer must be"),
+    ],
+)
+def test_where_it_raises_nothing_has_changed(make, arguments, error, message):
+    model = make()
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(optimizer, "mse", jit_compile=False)
+    x, y = np.ones((4, 8), "float32"), np.zeros((4, 3), "float32")
+    if make is not _overflowing:
+        model.fit(x, y, verbose=0)
+    before, state = model.predict(x, verbose=0), snapshot(model, optimizer)
+    function = model.predict_function
+    with pytest.raises(error, match=message):
+        tfamp.prepare(model, **{"dtype": "float16", "optimizer": optimizer} | arguments)
+    assert model.optimizer is optimizer
+    assert model.predict_function is function
+    assert {x.dtype_policy.name for x in model._flatten_layers()} == {"float32"}
+    if getattr(model, "outputs", None):
+        assert model.outputs[0].dtype == "float32"
+    assert_identical(snapshot(model, optimizer), state)
+    np.testing.assert_array_equal(model.predict(x, verbose=0), before)
+
+
+def test_a_failure_leaves_a_prepared_model_at_its_level():
+    model, _ = tfamp.prepare(_stubborn(), level="O2", dtype="float16", keep_float32="stubborn")
+    before = [x.dtype_policy.name for x in model.layers]
+    with pytest.raises(ValueError, match="stubborn"):
+        tfamp.prepare(model, level="O2", dtype="bfloat16")
+    assert [x.dtype_policy.name for x in model.layers] == before
+    assert model.outputs[0].dtype == "float32"
+    assert model(np.ones((1, 8), "float32")).dtype == "float32"
+    assert tfamp.precision_settings(model).dtype == "float16"
+
+
+def test_only_models_are_prepared():
+    with pytest.raises(TypeError, match=r"prepare takes a keras\.Model"):
+        tfamp.prepare(lambda x: x)
+
+
+def test_the_signature_is_the_one_that_is_documented():
+    import inspect
+
+    parameters = inspect.signature(tfamp.prepare).parameters
+    assert list(parameters) == [
+        "model", "optimizer", "level", "dtype", "loss_scale", "grad_clip", "keep_float32",
+        "master_weights", "config",
+    ]  # fmt: skip
+    assert parameters["level"].default == "O2"

@@ -1,0 +1,194 @@
+"""Prepared models in `fit`, `predict` and custom loops: state kept, graphs rewritten."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.graph_asserts import op_dtypes
+from helpers.level_models import compiled, data, leaves, trained
+from helpers.tolerances import tolerance
+from helpers.training import assert_identical, snapshot
+
+X, Y = data()
+
+
+def fit(model, **arguments):
+    return model.fit(X, Y, batch_size=8, verbose=0, shuffle=False, **arguments).history["loss"]
+
+
+def predict(model):
+    return model.predict(X, batch_size=8, verbose=0)
+
+
+def is_rounded(values, dtype):
+    """Whether all values are ones that a low dtype has: what an op in it has made of them."""
+    return bool((tf.cast(tf.cast(values, dtype), "float32").numpy() == values).all())
+
+
+@pytest.fixture(scope="module")
+def going_on() -> dict[str, list]:
+    """What float32 predicts after two steps, and its losses in the two that follow."""
+    model = trained("sequential")
+    return {"predicted": predict(model), "losses": fit(model)}
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype"),
+    [("O1", "bfloat16"), ("O2", "float16"), ("O3", "float16"), ("masters", "bfloat16")],
+)
+def test_training_goes_on_where_it_was(level, dtype, going_on):
+    model = trained("sequential")
+    inner = model.optimizer
+    state = snapshot(model, inner)
+    masters = {"level": "O2", "master_weights": True} if level == "masters" else {"level": level}
+    made, optimizer = tfamp.prepare(model, dtype=dtype, **masters)
+    # No weight, no slot and no counter moved, where they are the same variables.
+    assert_identical(snapshot(model, inner), state)
+    assert made.optimizer is optimizer
+    assert int(optimizer.iterations) == 2
+    bound = tolerance(dtype, depth=64)
+    expected = going_on["predicted"]
+    np.testing.assert_allclose(predict(made), expected, atol=bound * np.abs(expected).max())
+    np.testing.assert_allclose(fit(made), going_on["losses"], rtol=4 * bound)
+    assert int(optimizer.iterations) == 4
+    names = made.evaluate(X, Y, batch_size=8, verbose=0, return_dict=True)
+    assert set(names) == {"loss", "accuracy"}
+
+
+def test_slots_are_carried_to_new_variables():
+    model = trained("sequential")
+    old = model.optimizer
+    _, optimizer = tfamp.prepare(model, level="O3", dtype="bfloat16")
+    for before, after in zip(old.variables, optimizer.variables, strict=True):
+        expected = tf.cast(before.value, after.dtype)
+        np.testing.assert_array_equal(expected, after.numpy())
+    assert any(np.any(variable.numpy()) for variable in optimizer.variables[2:])
+
+
+def test_o1_rewrites_what_evaluate_and_predict_run():
+    model = trained("functional")
+    expected = predict(model)
+    tfamp.prepare(model, level="O1", dtype="bfloat16")
+    batch = (tf.constant(X[:8]), tf.constant(Y[:8]))
+    for step in ("test_step", "predict_step"):
+        found = op_dtypes(lambda step=step: getattr(model, step)(batch))
+        assert found["Conv2D"] == {"bfloat16"}
+    predicted = predict(model)
+    assert predicted.dtype == "float32"
+    assert is_rounded(predicted, "bfloat16")
+    assert not is_rounded(expected, "bfloat16")
+    assert is_rounded(model.predict_on_batch(X[:8]), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"steps_per_execution": 2}, {"run_eagerly": True}],
+    ids=lambda each: next(iter(each)),
+)
+def test_o1_in_every_way_to_fit(arguments):
+    model, reference = compiled("sequential", **arguments), compiled("sequential")
+    _, optimizer = tfamp.prepare(model, level="O1", dtype="bfloat16")
+    losses, expected = fit(model, epochs=2), fit(reference, epochs=2)
+    np.testing.assert_allclose(losses, expected, rtol=4 * tolerance("bfloat16", depth=64))
+    assert losses != expected
+    assert int(optimizer.iterations) == 4
+    assert is_rounded(predict(model), "bfloat16")
+
+
+@pytest.mark.slow
+def test_o1_under_xla():
+    model = compiled("sequential", jit_compile=True)
+    tfamp.prepare(model, level="O1", dtype="bfloat16")
+    assert np.isfinite(fit(model)).all()
+
+
+def test_o1_in_train_on_batch_and_test_on_batch():
+    model = compiled("sequential")
+    _, optimizer = tfamp.prepare(model, level="O1", dtype="bfloat16")
+    loss = model.train_on_batch(X[:8], Y[:8], return_dict=True)["loss"]
+    assert np.isfinite(loss)
+    assert np.isfinite(model.test_on_batch(X[:8], Y[:8])[0])
+    assert int(optimizer.iterations) == 1
+
+
+def test_o1_survives_compiling_again():
+    model = compiled("sequential")
+    tfamp.prepare(model, level="O1", dtype="float16", loss_scale=64.0)
+    model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
+    assert float(model.optimizer.loss_scale) == 64.0
+    batch = (tf.constant(X[:8]), tf.constant(Y[:8]))
+    assert op_dtypes(lambda: model.train_step(batch))["Conv2D"] == {"float16"}
+
+
+def test_o1_on_several_replicas_casts_op_by_op_and_says_so(two_replicas):
+    with two_replicas.scope():
+        model = compiled("sequential")
+    tfamp.prepare(model, level="O1", dtype="bfloat16")
+    with pytest.warns(tfamp.TfampWarning, match=r"settings\.rewrite"):
+        losses = fit(model)
+    assert np.isfinite(losses).all()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_one_custom_loop_serves_all_levels(level):
+    model = compiled("subclassed", optimizer="sgd")
+    prepared = tfamp.prepare(model, level=level, dtype="float16", loss_scale="none")
+    model, optimizer = prepared
+    loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    @prepared.settings.rewrite
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_fn(y, model(x, training=True))
+        weights = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return loss
+
+    batch = (tf.constant(X[:8]), tf.constant(Y[:8]))
+    assert float(step(*batch)) > float(step(*batch))
+    dtype = "float32" if level == "O0" else "float16"
+    if level == "O1":
+        assert {node.dtype for node in step.plan(*batch).nodes if node.op == "Conv2D"} == {dtype}
+    else:
+        assert op_dtypes(step, *batch)["Conv2D"] == {dtype}
+
+
+def test_a_loop_that_is_not_rewritten_gets_autocast_at_o1():
+    model = compiled("sequential")
+    tfamp.prepare(model, level="O1", dtype="bfloat16")
+    found = op_dtypes(tf.function(lambda x: model(x)), tf.constant(X[:8]))
+    assert found["Conv2D"] == {"bfloat16"}
+    assert model(X[:8]).dtype == "float32"
+
+
+def test_o0_after_training_at_a_level_keeps_what_was_learnt():
+    model = trained("sequential")
+    _, optimizer = tfamp.prepare(model, level="O2", dtype="float16")
+    fit(model)
+    weights = snapshot(model)
+    back, plain = tfamp.prepare(model, level="O0")
+    assert_identical(snapshot(back), weights)
+    assert plain is optimizer.inner_optimizer
+    assert int(plain.iterations) == 4
+    assert {layer.compute_dtype for layer in leaves(back)} == {"float32"}
+    assert np.isfinite(fit(back)).all()
+    assert int(plain.iterations) == 6
+
+
+def test_clipping_is_done_after_unscaling():
+    losses = []
+    for level in ("O0", "O2"):
+        model = compiled("sequential", optimizer="sgd")
+        tfamp.prepare(
+            model, level=level, dtype="bfloat16", loss_scale=1024.0, grad_clip={"max_norm": 1e-3}
+        )
+        before = [w.numpy() for w in model.trainable_weights]
+        losses.append(fit(model))
+        moved = [w.numpy() - old for w, old in zip(model.trainable_weights, before, strict=True)]
+        norm = np.sqrt(sum(np.sum(np.square(each)) for each in moved))
+        assert 0 < norm <= 2 * 0.01 * 1e-3 * 1.01  # two steps of learning rate 0.01
+        assert float(model.optimizer.last_gradient_norm) > 1e-2

@@ -1,0 +1,151 @@
+"""The optimizer of a level: wrapped once, with what the level asks for, or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfamp.dtypes import LOW_PRECISION
+from tfamp.layer_roles import WeakMap
+from tfamp.levels import EffectiveLevel
+from tfamp.optimizer import LossScaleOptimizer
+from tfamp.options import DynamicLossScale, LossScale
+
+# Wrappers that `prepare` made: another level takes them off, where it leaves a user's own.
+_made_here: WeakMap[bool] = WeakMap()
+
+
+def prepared_optimizer(optimizer: Any, level: EffectiveLevel) -> Any:
+    """Returns an optimizer as a level wants it.
+
+    Args:
+        optimizer: A Keras optimizer, wrapped or not; it is not modified.
+        level: The level.
+
+    Returns:
+        A `LossScaleOptimizer` around the innermost optimizer, or that itself where the level asks
+        for no loss scale, no clipping and no master weights. The given one, if it will do.
+
+    Raises:
+        TypeError: `optimizer` is no Keras optimizer.
+        ValueError: It scales losses or clips gradients itself, and the level does too.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            "optimizer must be a keras.optimizers.Optimizer, e.g. keras.optimizers.Adam(), or its "
+            f"name; got {optimizer!r} of type {type(optimizer).__name__}."
+        )
+    rule, features = _wanted(optimizer, level)
+    if rule is None:
+        return innermost(optimizer)
+    if isinstance(optimizer, LossScaleOptimizer) and _has(optimizer, rule, features):
+        return optimizer
+    return _wrap(optimizer, innermost(optimizer), rule, features, level)
+
+
+def innermost(optimizer: Any) -> Any:
+    """Returns the optimizer inside a wrapper for loss scaling, itself where there is none."""
+    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def optimizer_for_copy(
+    optimizer: Any, level: EffectiveLevel, before: Sequence[Any], after: Sequence[Any]
+) -> Any:
+    """Returns an optimizer for the variables of a copied model, which goes on where another is.
+
+    Args:
+        optimizer: The optimizer of the model that was copied; it is not modified.
+        level: The level.
+        before: The trainable variables of that model.
+        after: Those of the copy, in the same order.
+
+    Returns:
+        A new optimizer. Its counters and slot variables have the values of the given one, if that
+        was built; its masters, if it has any, start from `before`.
+    """
+    old = innermost(optimizer)
+    new = type(old).from_config(old.get_config())
+    rule, features = _wanted(optimizer, level)
+    wrapped = new if rule is None else _wrap(optimizer, new, rule, features, level)
+    if old.built or level.master_weights:
+        wrapped.build(list(after))
+        _start_masters(wrapped, before, after)
+    if old.built:
+        for target, source in zip(new.variables, old.variables, strict=True):
+            target.assign(keras.ops.cast(source, target.dtype))
+    return wrapped
+
+
+def exact_values(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
+    """Returns the values of trainable variables as float32, of masters where there are any.
+
+    Args:
+        optimizer: The optimizer that updates the variables; None will do.
+        variables: The trainable variables of a model.
+    """
+    masters = _masters(optimizer, variables)
+    return [
+        keras.ops.cast(masters.get(id(variable), variable), "float32") for variable in variables
+    ]
+
+
+def _start_masters(wrapped: Any, before: Sequence[Any], after: Sequence[Any]) -> None:
+    masters = _masters(wrapped, after)
+    for source, variable in zip(before, after, strict=True):
+        if id(variable) in masters:
+            masters[id(variable)].assign(keras.ops.cast(source, "float32"))
+
+
+def _masters(optimizer: Any, variables: Sequence[Any]) -> dict[int, Any]:
+    """Returns the master of each variable that has one, by the variable's number."""
+    masters = getattr(optimizer, "master_variables", [])
+    low = [v for v in variables if keras.backend.standardize_dtype(v.dtype) in LOW_PRECISION]
+    if len(low) != len(masters):
+        return {}  # those of an optimizer that was built for other variables
+    return {id(variable): master for variable, master in zip(low, masters, strict=True)}
+
+
+def _wanted(optimizer: Any, level: EffectiveLevel) -> tuple[LossScale | None, dict[str, Any]]:
+    """Returns the rule of a wrapper, None for no wrapper, and its other arguments."""
+    rule = level.optimizer_rule
+    features: dict[str, Any] = {
+        "grad_clip": level.grad_clip,
+        "master_weights": level.master_weights,
+        "aggregate_in_float16": False,
+    }
+    users = isinstance(optimizer, LossScaleOptimizer) and not _made_here.get(optimizer)
+    if users and level.level != "O0":
+        # Whoever wraps an optimizer wants it wrapped, and so.
+        features = {name: value or getattr(optimizer, name) for name, value in features.items()}
+        rule = rule if level.chose_loss_scale else optimizer.rule
+    return rule, features
+
+
+def _has(optimizer: Any, rule: LossScale, features: dict[str, Any]) -> bool:
+    return optimizer.rule == rule and all(
+        getattr(optimizer, name) == value for name, value in features.items()
+    )
+
+
+def _wrap(
+    optimizer: Any, inner: Any, rule: LossScale, features: dict[str, Any], level: EffectiveLevel
+) -> Any:
+    """Wraps an optimizer; the scale goes on from where an earlier wrapper's is, if it can."""
+    own = isinstance(optimizer, LossScaleOptimizer)
+    wrapped_by_keras = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not own
+    if wrapped_by_keras and isinstance(rule, DynamicLossScale) and not level.chose_loss_scale:
+        reached = float(optimizer.dynamic_scale) if optimizer.built else optimizer.initial_scale
+        start = min(max(reached, rule.min_scale), rule.max_scale)
+        steps = optimizer.dynamic_growth_steps
+        rule = dataclasses.replace(rule, initial_scale=start, growth_steps=steps)
+    wrapped = LossScaleOptimizer(inner, loss_scale=rule, **features)
+    if own and optimizer.rule == rule:
+        wrapped.dynamic_scale.assign(optimizer.dynamic_scale)
+        wrapped.step_counter.assign(optimizer.step_counter)
+    _made_here.set(wrapped, True)
+    return wrapped
