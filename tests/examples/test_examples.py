@@ -1,6 +1,7 @@
 """Every example runs at its smallest size and prints the results it promises."""
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -157,6 +158,25 @@ def test_a_converted_model_is_as_good_and_a_frozen_one_smaller(run, dtype):
     assert percents[0] > 50
     assert max(percents) - min(percents) < 1
     assert int(sizes[2]) < 0.6 * int(sizes[0])
+
+
+def test_two_workers_skip_together_and_end_with_the_same_weights():
+    paths = [str(Path(tfamp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / "multi_worker.py"), "--small"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    configs = re.findall(r"^TF_CONFIG='(.*)'$", result.stdout, re.M)
+    assert [json.loads(each)["task"]["index"] for each in configs] == [0, 1]
+    lines = [line for line in result.stdout.splitlines() if line.startswith("worker ")]
+    assert sorted(line.split()[1] for line in lines) == ["0", "1"]
+    assert len({line.partition("of 2")[2] for line in lines}) == 1, "not the same: " + str(lines)
+    assert "steps 35  skipped 1  loss scale 16,384" in lines[0]
+    assert percent("accuracy", lines[0]) > 40
 
 
 def test_the_accuracy_table_is_markdown_and_written_only_on_request(run, tmp_path):

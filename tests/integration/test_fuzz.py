@@ -150,6 +150,22 @@ def test_damaged_saved_models_on_the_command_line(folders, source):
     shutil.rmtree(folder)
 
 
+CONFIGURATIONS = (
+    b'{"level": "O2", "dtype": "bfloat16", "grad_clip": {"max_norm": 35, "norm_type": 2}}',
+    b'level = "O1"\nloss_scale = 512.0\nkeep_float32 = ["^dense"]\n[grad_clip]\nmax_norm = 1.0\n',
+)
+
+
+@short_and_long(100, 30_000)
+def test_damaged_configurations(folders, source):
+    number = source.randrange(2)
+    path = folders.getbasetemp() / f"configuration.{('json', 'toml')[number]}"
+    path.write_bytes(mutations.damage_bytes(source, CONFIGURATIONS[number], 3))
+    config = result_or_clear_error(lambda: tfamp.PrecisionConfig.from_file(path))
+    if config is not None:
+        assert tfamp.PrecisionConfig.from_dict(config.to_dict()) == config
+
+
 REGEX_PARTS = st.sampled_from(
     ["a", "b", ".", "(", ")", "(a+)+", "(a|a)*", "(.*)*", "*", "+", "{2,}", "[a-", "]", "\\", "$"]
 )
