@@ -67,7 +67,7 @@ class Training:
 
     def optimizer(self, **options):
         return self.tfamp.LossScaleOptimizer(
-            keras.optimizers.SGD(0.05, momentum=0.9),
+            keras.optimizers.SGD(0.002, momentum=0.9),
             # Where float16 cannot overflow by itself, so that the faults are those given.
             initial_scale=2.0**4,
             min_scale=2.0**-4,
@@ -155,7 +155,7 @@ class Scaler(Policy):
     def make(self):
         super().make()
         self.scaler = self.tfamp.GradScaler(init_scale=2.0**4, growth_interval=12)
-        self.bare = keras.optimizers.SGD(0.05, momentum=0.9)
+        self.bare = keras.optimizers.SGD(0.002, momentum=0.9)
         self.bare.build(self.model.trainable_variables)
 
     def scaled(self, loss):
