@@ -243,6 +243,7 @@ def test_killed_while_the_cache_is_written(tmp_path, kills):
 _FULL_DISK = """
 import resource, signal, sys, warnings
 from pathlib import Path
+import tensorflow  # Importing it looks for a folder it can write to.
 import tfamp
 from tfamp import machine_cache
 from tfamp.graph.machine import builtin_profile
