@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,11 @@ def start(kind, ways, steps, **environment):
 
 def results_of(processes):
     try:
+        # A worker that is left alone waits for the others for ever; what they print is short.
+        while None in (codes := [each.poll() for each in processes]) and not any(codes):
+            time.sleep(0.1)
+        for process in processes if any(codes) else ():
+            process.kill()
         outputs = [process.communicate(timeout=1200) for process in processes]
     finally:
         for process in processes:
@@ -87,7 +93,8 @@ def test_random_faults_of_one_replica_in_one_process(kinds, ways, steps):
 
 
 WORKER_CASES = [
-    (2, ("policy", "scaler"), 50),
+    (2, ("policy",), 50),
+    pytest.param(2, ("scaler",), 50, marks=pytest.mark.slow),
     pytest.param(3, ("policy", "scaler"), 50, marks=pytest.mark.slow),
     pytest.param(2, WAYS, 500, marks=pytest.mark.slow),
     pytest.param(3, WAYS, 500, marks=pytest.mark.slow),
