@@ -150,8 +150,6 @@ LAYERS = (
         "saved_model",
         "diagnostics",
     ),
-    ("prepare", "mixed_precision"),
-    ("autocast_mode", "grad_scaler", "function", "saved_model", "diagnostics"),
     ("mixed_precision",),
     (
         "model_structure",

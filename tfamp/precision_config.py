@@ -217,11 +217,12 @@ def _parsed(path: Path) -> Any:
     suffix = path.suffix.lower()
     if suffix not in (".json", ".toml"):
         raise ValueError(f"A configuration is a .json or .toml file; got {str(path)!r}.")
-    text = path.read_text(encoding="utf-8")
     parse = json.loads if suffix == ".json" else _toml()
     try:
-        return parse(text)
-    except ValueError as error:  # of json.JSONDecodeError and TOMLDecodeError the common base
+        return parse(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply for a configuration.") from None
+    except ValueError as error:  # Common base of the two parsers' errors and UnicodeDecodeError.
         raise ValueError(f"{path} is no valid {suffix[1:].upper()}: {error}") from error
 
 

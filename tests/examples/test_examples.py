@@ -217,6 +217,25 @@ def test_the_layer_that_float16_ruins_is_found_and_repaired(run, tmp_path):
     assert "digits/energy" in (tmp_path / "strip.html").read_text(encoding="utf-8")
 
 
+def test_two_workers_skip_together_and_end_with_the_same_weights():
+    paths = [str(Path(tfamp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / "multi_worker.py"), "--small"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    configs = re.findall(r"^TF_CONFIG='(.*)'$", result.stdout, re.M)
+    assert [json.loads(each)["task"]["index"] for each in configs] == [0, 1]
+    lines = [line for line in result.stdout.splitlines() if line.startswith("worker ")]
+    assert sorted(line.split()[1] for line in lines) == ["0", "1"]
+    assert len({line.partition("of 2")[2] for line in lines}) == 1, "not the same: " + str(lines)
+    assert "steps 35  skipped 1  loss scale 16,384" in lines[0]
+    assert percent("accuracy", lines[0]) > 40
+
+
 def test_the_accuracy_table_is_markdown_and_written_only_on_request(run, tmp_path):
     code, printed = run("accuracy_table", "--small", "--output", "table.md")
     assert code == 0

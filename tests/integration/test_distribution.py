@@ -1,11 +1,11 @@
 """tf.distribute: every strategy with every way of mixed precision, each in a process of its own."""
 
-import functools
 import json
 import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,11 @@ def start(kind, ways, steps, **environment):
 
 def results_of(processes):
     try:
+        # A worker that is left alone waits for the others for ever; what they print is short.
+        while None in (codes := [each.poll() for each in processes]) and not any(codes):
+            time.sleep(0.1)
+        for process in processes if any(codes) else ():
+            process.kill()
         outputs = [process.communicate(timeout=1200) for process in processes]
     finally:
         for process in processes:
@@ -39,12 +44,6 @@ def results_of(processes):
     return [json.loads(out.partition("RESULT")[2]) for out, _ in outputs]
 
 
-@functools.cache
-def one_process(kind, ways, steps):
-    return results_of([start(kind, ways, steps)])[0]
-
-
-@functools.cache
 def several_workers(count, ways, steps):
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
@@ -63,37 +62,40 @@ def check(result, steps, replicas):
     assert result["applied"] == result["good"]
     assert result["applied"] + result["skipped"] == steps == len(result["digests"])
     assert 0 < result["skipped"] < steps
-    assert 2.0**-10 < result["scale"] < 2.0**30
+    assert 0.0 < result["scale"] <= 2.0**8
     # A step that is skipped changes the scale, one that is not the weights.
     assert len(set(result["digests"])) == steps
     assert result["traces"] == 1
 
 
+# Strategies of one process, after the one with the most devices; ways of training; steps.
 CASES = [
-    ("mirrored2", WAYS, 12, 2),
-    ("mirrored4", ("policy", "scaler"), 12, 4),
-    ("central2", ("policy",), 12, 2),
-    ("one", ("policy",), 25, 1),
-    pytest.param("mirrored4", WAYS, 500, 4, marks=pytest.mark.slow),
+    ("mirrored2", (*WAYS, "fit"), 12),
+    ("mirrored4", ("policy", "scaler", "fit"), 12),
+    ("central1+one", ("policy", "scaler"), 25),
+    pytest.param("one", (*WAYS, "fit"), 500, marks=pytest.mark.slow),
+    pytest.param("mirrored2", WAYS, 500, marks=pytest.mark.slow),
+    pytest.param("mirrored4", WAYS, 500, marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("kind", "ways", "steps", "replicas"), CASES)
-def test_custom_loops_with_random_faults(kind, ways, steps, replicas):
-    results = one_process(kind, ways, steps)
-    for way in ways:
-        check(results[way], steps, replicas)
-
-
-@pytest.mark.parametrize(("kind", "replicas"), [("mirrored2", 2), ("mirrored4", 4), ("one", 1)])
-def test_fit_skips_what_one_replica_finds(kind, replicas):
-    result = one_process(kind, ("fit",), 0)["fit"]
-    assert result == {"same": True, "scale": 2.0**6, "replicas": replicas}
+@pytest.mark.parametrize(("kinds", "ways", "steps"), CASES)
+def test_random_faults_of_one_replica_in_one_process(kinds, ways, steps):
+    (results,) = results_of([start(kinds, ways, steps)])
+    for kind in kinds.split("+"):
+        replicas = int(kind[-1]) if kind[-1].isdecimal() else 1
+        for way in set(ways) - {"fit"}:
+            check(results[f"{kind} {way}"], steps, replicas)
+        if "fit" in ways:
+            # An epoch of four good batches, then one of four with a bad row for the last replica.
+            fitted = {"same": True, "scale": 2.0**6, "replicas": replicas}
+            assert results[f"{kind} fit"] == fitted
 
 
 WORKER_CASES = [
-    (2, ("policy", "scaler"), 50),
-    (3, ("policy",), 12),
+    (2, ("policy",), 50),
+    pytest.param(2, ("scaler",), 50, marks=pytest.mark.slow),
+    pytest.param(3, ("policy", "scaler"), 50, marks=pytest.mark.slow),
     pytest.param(2, WAYS, 500, marks=pytest.mark.slow),
     pytest.param(3, WAYS, 500, marks=pytest.mark.slow),
 ]
@@ -104,6 +106,6 @@ def test_workers_hold_the_same_after_every_step(count, ways, steps):
     workers = several_workers(count, ways, steps)
     for way in ways:
         for result in workers:
-            check(result[way], steps, count)
+            check(result[f"workers {way}"], steps, count)
             # Digests of weights, slots, scale and counters, bit for bit.
-            assert result[way]["digests"] == workers[0][way]["digests"]
+            assert result[f"workers {way}"]["digests"] == workers[0][f"workers {way}"]["digests"]

@@ -1,0 +1,300 @@
+"""Processes killed at any moment, full disks, read-only folders: never half a file."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers import saved_models
+from helpers.training import small_model
+from tfamp import machine_cache, machine_profile
+from tfamp.graph import machine_measure
+from tfamp.graph.machine import builtin_profile
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def start(program, *arguments):
+    paths = [str(TESTS), str(Path(tfamp.__file__).parents[1])]
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TF_CPP_MIN_LOG_LEVEL": "3"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err[-3000:]
+    return out
+
+
+def kill_after(process, seconds):
+    """Kills a process some time after its first line; whether it was still running."""
+    assert process.stdout.readline(), process.stderr.read()[-3000:]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    running = process.poll() is None
+    process.kill()
+    process.communicate()
+    return running
+
+
+# ---- Training ------------------------------------------------------------------------------------
+
+_TRAINING = """
+import os, signal, sys, time
+import keras, numpy as np, tensorflow as tf, tfamp
+from helpers.training import small_model
+
+folder, how, kill_at, out = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+tf.config.experimental.enable_op_determinism()
+with tfamp.policy_scope("mixed_bfloat16"):
+    model = small_model()
+optimizer = tfamp.LossScaleOptimizer(
+    keras.optimizers.Adam(0.01), initial_scale=2.0**10, dynamic_growth_steps=5
+)
+
+def batch(number):
+    x = np.random.default_rng(number).standard_normal((8, 4)).astype("float32")
+    return x * np.float32(np.nan if number % 9 == 4 else 1.0)
+
+def with_checkpoint():
+    optimizer.build(model.trainable_variables)
+    done = tf.Variable(0)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer, done=done)
+    manager = tf.train.CheckpointManager(checkpoint, folder, max_to_keep=2)
+    checkpoint.restore(manager.latest_checkpoint)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(tf.cast(model(x), tf.float32) - 1.0))
+            scaled = optimizer.get_scaled_loss(loss)
+        gradients = tape.gradient(scaled, [v.value for v in model.trainable_variables])
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+    print("training", flush=True)
+    for number in range(int(done), 60):
+        step(tf.constant(batch(number)))
+        time.sleep(0.01)
+        done.assign(number + 1)
+        if number % 3 == 2:
+            manager.save()
+
+class Kill(keras.callbacks.Callback):
+    seen = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.model._initial_epoch:
+            self.seen = max(self.seen, self.model._initial_epoch * 10)
+        if self.seen == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.seen += 1
+
+def with_backup():
+    x = np.concatenate([batch(number) for number in range(10)])
+    model.compile(optimizer, "mse", jit_compile=False)
+    backup = keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+    options = {"batch_size": 8, "epochs": 5, "shuffle": False, "verbose": 0}
+    model.fit(x, np.ones((80, 1), "float32"), callbacks=[backup, Kill()], **options)
+
+with_checkpoint() if how == "checkpoint" else with_backup()
+np.savez(out, *[v.numpy() for v in model.variables + optimizer.variables])
+"""
+
+
+def uninterrupted(folder, how):
+    finish(start(_TRAINING, folder / "whole", how, -1, folder / "whole.npz"))
+    return np.load(folder / "whole.npz")
+
+
+def assert_equal_files(path, expected):
+    with np.load(path) as actual:
+        assert actual.files == expected.files
+        for name in expected.files:
+            np.testing.assert_array_equal(actual[name], expected[name])
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_and_resumed_from_a_checkpoint(tmp_path, kills):
+    moments, hits = random.Random(kills), 0
+    arguments = (tmp_path / "checkpoints", "checkpoint", -1, tmp_path / "end.npz")
+    for _ in range(kills):
+        hits += kill_after(start(_TRAINING, *arguments), moments.uniform(0.0, 8.0 / kills))
+    assert hits
+    finish(start(_TRAINING, *arguments))
+    assert_equal_files(tmp_path / "end.npz", uninterrupted(tmp_path, "checkpoint"))
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        pytest.param((27,), marks=pytest.mark.slow),
+        pytest.param(sorted(random.Random(1).sample(range(50), 20)), marks=pytest.mark.slow),
+    ],
+    ids=["once", "often"],
+)
+def test_killed_at_batches_and_resumed_by_keras_callback(tmp_path, batches):
+    for at in batches:
+        killed = start(_TRAINING, tmp_path / "backup", "backup", at, tmp_path / "end.npz")
+        killed.communicate(timeout=600)
+        assert killed.returncode == -signal.SIGKILL
+    finish(start(_TRAINING, tmp_path / "backup", "backup", -1, tmp_path / "end.npz"))
+    assert_equal_files(tmp_path / "end.npz", uninterrupted(tmp_path, "backup"))
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+
+_REWRITING = """
+import sys
+from tfamp.saved_model import rewrite_saved_model
+source, target = sys.argv[1:]
+rewrite_saved_model(source, target + ".first", dtype="bfloat16")  # All is imported and traced.
+print("writing", flush=True)
+for number in range(10**6):
+    dtype = "float16" if number % 2 else "bfloat16"
+    rewrite_saved_model(source, target, dtype=dtype, device="cpu", overwrite=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="directories are exchanged on Linux only")
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_while_a_saved_model_is_replaced(tmp_path, kills):
+    saved_models.module(tmp_path / "source")
+    target = tmp_path / "target"
+    tfamp.rewrite_saved_model(tmp_path / "source", target, dtype="bfloat16")
+    moments = random.Random(kills)
+    for number in range(kills):
+        seconds = moments.uniform(0.0, 1.5)
+        assert kill_after(start(_REWRITING, tmp_path / "source", target), seconds)
+        # The one before or the one after: each loads and runs.
+        signature = tf.saved_model.load(str(target)).signatures["serving_default"]
+        result = signature(x=tf.constant(saved_models.FLOATS), count=tf.constant(number))
+        assert int(result["count"]) == number + 1
+        first = target.with_name("target.first")
+        if first.exists():
+            first.rename(tmp_path / f"first{number}")
+
+
+_SAVING = """
+import os, sys
+from helpers.training import small_model
+import keras, tfamp
+model = small_model()
+model.compile(tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.01)), "mse")
+path = sys.argv[1]
+print("writing", flush=True)
+while True:
+    model.save(path + ".new.keras")
+    os.replace(path + ".new.keras", path)
+"""
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_while_a_model_is_saved_beside_and_renamed(tmp_path, kills):
+    """The guide's recipe: Keras writes into the file that is there, and half of it stays."""
+    path, moments = tmp_path / "model.keras", random.Random(kills)
+    model = small_model()
+    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    model.save(path)
+    for _ in range(kills):
+        assert kill_after(start(_SAVING, path), moments.uniform(0.0, 0.5))
+        loaded = keras.models.load_model(path)
+        assert isinstance(loaded.optimizer, tfamp.LossScaleOptimizer)
+
+
+_CACHING = """
+import sys, dataclasses
+from pathlib import Path
+from tfamp import machine_cache
+from tfamp.graph.machine import builtin_profile
+
+print("writing", flush=True)
+for number in range(10**9):
+    profile = dataclasses.replace(builtin_profile("cpu"), name="x" * (number % 2 * 100_000 + 1))
+    machine_cache.put_profile(Path(sys.argv[1]), {"cpu": "shared"}, profile)
+"""
+
+
+@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.slow)])
+def test_killed_while_the_cache_is_written(tmp_path, kills):
+    moments = random.Random(kills)
+    machine_cache.put_profile(tmp_path, {"cpu": "shared"}, builtin_profile("cpu"))
+    for _ in range(kills // 2):
+        two = [start(_CACHING, tmp_path) for _ in range(2)]
+        assert all(kill_after(each, moments.uniform(0.0, 0.1)) for each in two)
+        assert machine_cache.get_profile(tmp_path, {"cpu": "shared"}) is not None
+
+
+_FULL_DISK = """
+import resource, signal, sys, warnings
+from pathlib import Path
+import tensorflow  # Importing it looks for a folder it can write to.
+import tfamp
+from tfamp import machine_cache
+from tfamp.graph.machine import builtin_profile
+source, target, cache = map(Path, sys.argv[1:])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+for size in (0, 100, 5_000, 40_000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        tfamp.rewrite_saved_model(source, target, dtype="bfloat16", overwrite=True)
+    except tfamp.SavedModelError as error:
+        print("refused" if "could not be written" in str(error) else error)
+    if size <= 100:
+        try:
+            machine_cache.put_profile(cache, {"cpu": "full"}, builtin_profile("cpu"))
+        except OSError as error:
+            print(type(error).__name__)
+"""
+
+
+def files_of(folder):
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    saved_models.module(tmp_path / "source")
+    tfamp.rewrite_saved_model(tmp_path / "source", tmp_path / "target", dtype="float16")
+    machine_cache.put_profile(tmp_path / "cache", {"cpu": "full"}, builtin_profile("gpu"))
+    before = files_of(tmp_path)
+    folders = (tmp_path / name for name in ("source", "target", "cache"))
+    out = finish(start(_FULL_DISK, *folders))
+    assert out.split() == ["refused", "OSError"] * 2 + ["refused"] * 2
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs Unix")
+def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
+    # A file where the folder should be: root may write into folders that are read-only.
+    folder = tmp_path / "read_only" / "tfamp"
+    folder.parent.mkdir()
+    folder.parent.chmod(0o500)
+    if os.geteuid() == 0:
+        folder.parent.chmod(0o700)
+        folder.write_text("")
+    monkeypatch.setattr(machine_cache, "cache_folder", lambda: folder)
+    monkeypatch.setattr(machine_measure, "measure_profile", lambda: builtin_profile("cpu"))
+    monkeypatch.setenv("TFAMP_PROFILE", "")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = machine_profile.find_profile()
+    assert found.profile == builtin_profile("cpu")
+    assert "it cannot be kept" in found.source
+    (warning,) = [each for each in caught if issubclass(each.category, tfamp.TfampWarning)]
+    assert f"Make {folder} writable" in str(warning.message)

@@ -1,0 +1,244 @@
+"""Damaged graphs and SavedModels, and random ops under autocast: a clear error or a valid result.
+
+A short slice each; `-m slow` goes on for half an hour in all.
+"""
+
+import contextlib
+import functools
+import io
+import random
+import shutil
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import tfamp
+from helpers import mutations, random_programs, saved_models
+from tfamp import _tf_private, cli
+from tfamp.graph.rewrite import rewrite_graph_def
+
+PACKAGE = str(Path(tfamp.__file__).parent)
+# Seconds one damaged input may take; sound ones take a hundredth of it.
+BOUND = 60
+CLEAR = (tfamp.RewriteError, tfamp.SavedModelError, ValueError, TypeError)
+RANDOMS = st.randoms(use_true_random=False)
+
+
+def short_and_long(short, long):
+    """Runs a property of a source of random numbers a few times, and many under `-m slow`."""
+
+    def decorate(function):
+        @pytest.mark.parametrize("examples", [short, pytest.param(long, marks=pytest.mark.slow)])
+        @functools.wraps(function, assigned=("__doc__", "__name__", "__module__"), updated=())
+        def test(examples, tmp_path_factory):
+            unhurried = [HealthCheck.too_slow, HealthCheck.data_too_large]
+            options = {"deadline": None, "database": None, "suppress_health_check": unhurried}
+            run = functools.partial(function, tmp_path_factory)
+            settings(max_examples=examples, **options)(given(RANDOMS)(lambda source: run(source)))()
+
+        del test.__wrapped__
+        return test
+
+    return decorate
+
+
+def result_or_clear_error(call):
+    """What a call returns, or None after an error that tfamp raised on purpose."""
+    began = time.monotonic()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", tfamp.TfampWarning)
+            return call()
+    except CLEAR as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        assert where.filename.startswith(PACKAGE), "not an error of somebody else's"
+        assert where.line.startswith("raise"), where
+        return None
+    finally:
+        assert time.monotonic() - began < BOUND
+
+
+@functools.cache
+def programs():
+    found = []
+    for seed in range(8):
+        program = random_programs.Program(random_programs.draw(random.Random(seed)))
+        traced = program.concrete()
+        outputs = [each.name for each in traced.outputs]
+        found.append((traced.graph.as_graph_def(add_shapes=True), outputs))
+    return found
+
+
+def damaged_graph(source):
+    graph, outputs = source.choice(programs())
+    damaged = tf.compat.v1.GraphDef()
+    if source.randrange(3):
+        damaged.CopyFrom(graph)
+        mutations.damage_graph(source, damaged)
+    else:
+        with contextlib.suppress(_tf_private.message_error()):
+            damaged.ParseFromString(mutations.damage_bytes(source, graph.SerializeToString()))
+    return damaged, outputs
+
+
+@short_and_long(150, 30_000)
+def test_damaged_graphs(folders, source):
+    graph, outputs = damaged_graph(source)
+    before = graph.SerializeToString(deterministic=True)
+    dtype, placement = source.choice(["float16", "bfloat16"]), source.choice(["lists", "min_cut"])
+    result = result_or_clear_error(
+        lambda: rewrite_graph_def(graph, outputs, dtype=dtype, device="cpu", placement=placement)
+    )
+    assert graph.SerializeToString(deterministic=True) == before
+    if result is not None:
+        # The rewrite reads its own output, so that every edge of it agrees.
+        again = result_or_clear_error(
+            lambda: rewrite_graph_def(result.graph_def, outputs, dtype=dtype, device="cpu")
+        )
+        assert again is not None
+
+
+def sound_models(factory):
+    folder = factory.getbasetemp() / "sound_models"
+    if folder.exists():
+        return sorted(folder.iterdir())
+    folder.mkdir()
+    for name in ("module", "loop", "tensorflow_1"):
+        saved_models.MODELS[name][0](folder / name)
+    return sorted(folder.iterdir())
+
+
+def damage_files(source, folder):
+    path = folder / "saved_model.pb"
+    kind = source.randrange(4)
+    if kind == 0:
+        path = source.choice([each for each in sorted(folder.rglob("*")) if each.is_file()])
+    if kind < 2:
+        path.write_bytes(mutations.damage_bytes(source, path.read_bytes()))
+        return
+    message = _tf_private.saved_model_message()
+    message.ParseFromString(path.read_bytes())
+    mutations.damage_saved_model(source, message)
+    path.write_bytes(message.SerializeToString())
+
+
+@short_and_long(12, 4_000)
+def test_damaged_saved_models_on_the_command_line(folders, source):
+    folder = folders.mktemp("damaged")
+    shutil.copytree(source.choice(sound_models(folders)), folder / "src")
+    damage_files(source, folder / "src")
+    options = source.choice([(), ("--freeze",)])
+    began, out, err = time.monotonic(), io.StringIO(), io.StringIO()
+    command = ["rewrite", str(folder / "src"), str(folder / "dst"), "--dtype", "bfloat16", *options]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(command)
+    assert time.monotonic() - began < BOUND
+    left = {path.name for path in folder.iterdir()}
+    if code == 0:
+        assert left == {"src", "dst"}
+        assert (folder / "dst" / "saved_model.pb").is_file()
+    else:
+        assert code == 1
+        assert left == {"src"}
+        assert "tfamp: error: " in err.getvalue()
+    shutil.rmtree(folder)
+
+
+CONFIGURATIONS = (
+    b'{"level": "O2", "dtype": "bfloat16", "grad_clip": {"max_norm": 35, "norm_type": 2}}',
+    b'level = "O1"\nloss_scale = 512.0\nkeep_float32 = ["^dense"]\n[grad_clip]\nmax_norm = 1.0\n',
+)
+
+
+@short_and_long(100, 30_000)
+def test_damaged_configurations(folders, source):
+    number = source.randrange(2)
+    path = folders.getbasetemp() / f"configuration.{('json', 'toml')[number]}"
+    path.write_bytes(mutations.damage_bytes(source, CONFIGURATIONS[number], 3))
+    config = result_or_clear_error(lambda: tfamp.PrecisionConfig.from_file(path))
+    if config is not None:
+        assert tfamp.PrecisionConfig.from_dict(config.to_dict()) == config
+
+
+REGEX_PARTS = st.sampled_from(
+    ["a", "b", ".", "(", ")", "(a+)+", "(a|a)*", "(.*)*", "*", "+", "{2,}", "[a-", "]", "\\", "$"]
+)
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(st.lists(REGEX_PARTS, min_size=1, max_size=6))
+def test_regexes_are_searched_for_in_bounded_time(parts):
+    from tfamp.graph.name_search import is_found, limited
+    from tfamp.graph.request import patterns
+
+    began = time.monotonic()
+
+    def search():
+        with limited(0.05):
+            return [is_found(each, "a" * 40 + "!") for each in patterns("keep", ["".join(parts)])]
+
+    result_or_clear_error(search)
+    assert time.monotonic() - began < BOUND
+
+
+# ---- Autocast ------------------------------------------------------------------------------------
+
+# Op -> what it does, the dtype it must have inside autocast: low, float32, or the inputs' widest.
+OPS = {
+    "matmul": (lambda a, b: tf.matmul(a, b), "low"),
+    "einsum": (lambda a, b: tf.einsum("ij,jk->ik", a, b), "low"),
+    "tensordot": (lambda a, b: tf.tensordot(a, b, 1), "low"),
+    "exp": (lambda a, _: tf.exp(tf.clip_by_value(a, -1.0, 1.0)), "float32"),
+    "softmax": (lambda a, _: tf.nn.softmax(a), "float32"),
+    "log1p": (lambda a, _: tf.math.log1p(tf.abs(a)), "float32"),
+    "cumsum": (lambda a, _: tf.cumsum(a) * 0.25, "float32"),
+    "add": (lambda a, b: (a + b) * 0.5, "widest"),
+    "concat": (lambda a, b: tf.concat([a[:2], b[2:]], 0), "widest"),
+    "where": (lambda a, b: tf.where(a > 0, a, b), "widest"),
+    "relu": (lambda a, _: tf.nn.relu(a), "given"),
+    "tanh": (lambda a, _: tf.tanh(a), "given"),
+    "reshape": (lambda a, _: tf.reshape(a, (4, 4)), "given"),
+}
+
+
+def expected_dtype(rule, a, b, low):
+    if rule == "low":
+        return low
+    if rule == "widest":
+        return "float32" if "float32" in (a.dtype.name, b.dtype.name) else low
+    return "float32" if rule == "float32" else a.dtype.name
+
+
+@short_and_long(40, 10_000)
+def test_random_ops_under_autocast_follow_the_lists(folders, source):
+    low = source.choice(["float16", "bfloat16"])
+    steps = [
+        (source.choice(sorted(OPS)), source.randrange(n + 2), source.randrange(n + 2))
+        for n in range(source.randint(1, 10))
+    ]
+    x, weight = tf.constant([[0.3, -0.2, 0.1, 0.4]] * 4), tf.Variable(tf.eye(4) * 0.5)
+
+    def run():
+        values = [x, tf.identity(weight)]
+        with tfamp.autocast(low):
+            for name, i, j in steps:
+                operation, rule = OPS[name]
+                wanted = expected_dtype(rule, values[i], values[j], low)
+                values.append(operation(values[i], values[j]))
+                assert values[-1].dtype.name == wanted, (name, values[-1].dtype)
+        return tf.add_n([tf.reduce_sum(tf.cast(each, tf.float32)) for each in values])
+
+    for function in (run, tf.function(run)):
+        with tf.GradientTape() as tape:
+            total = function()
+        gradient = tape.gradient(total, weight)
+        assert gradient is not None
+        assert gradient.dtype == tf.float32
+        assert bool(tf.reduce_all(tf.math.is_finite(gradient)))
+        assert tf.matmul(x, x).dtype == tf.float32, "autocast leaked"
