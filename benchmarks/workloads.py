@@ -128,7 +128,7 @@ _ALL = (
     _mlp(),
     _transformer(),
     _images(
-        "resnet50", "that of keras.applications, 1000 classes; the data: enlarged digits", 0.005
+        "resnet50", "that of keras.applications, 1000 classes; the data: enlarged digits", 40, 3e-5
     ),
     _convnext(),
     _unet(),
