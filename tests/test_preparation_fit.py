@@ -15,6 +15,9 @@ from helpers.level_models import compiled, data, leaves, trained
 from helpers.tolerances import tolerance
 from helpers.training import assert_identical, snapshot
 
+# Said of Adam at level O3, which most models here are compiled with; its own test is about that.
+pytestmark = pytest.mark.filterwarnings("ignore:adam keeps running averages")
+
 X, Y = data()
 
 
