@@ -13,7 +13,7 @@ import pytest
 from keras import layers
 
 import tfamp
-from helpers.output_models import MODELS, X
+from helpers.output_models import MODELS, X, functional, sequential
 
 # Runs in a fresh process for all files at once: starting TensorFlow takes seconds.
 _RELOAD = """
