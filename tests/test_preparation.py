@@ -44,8 +44,19 @@ def step_dtypes(model, name="train_step"):
     return op_dtypes(lambda: getattr(model, name)(batch))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("sequential", "float16"),
+        ("functional", "bfloat16"),
+        ("nested", "float16"),
+        ("subclassed", "bfloat16"),
+        pytest.param("sequential", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("functional", "float16", marks=pytest.mark.slow),
+        pytest.param("nested", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("subclassed", "float16", marks=pytest.mark.slow),
+    ],
+)
 def test_o1_rewrites_the_train_step_and_leaves_the_layers(kind, dtype):
     model = compiled(kind)
     before = predict(model)
