@@ -227,6 +227,21 @@ def test_private_copy_mask():
     assert y._keras_mask is not None
 
 
+def test_private_compile_arguments_and_optimizer():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    first, second = keras.optimizers.SGD(), keras.optimizers.Adam()
+    model.compile(first, "mse", metrics=["mae"], jit_compile=False)
+    arguments = keras_hooks.compile_arguments(model)
+    assert (arguments["optimizer"], arguments["loss"], arguments["metrics"]) == (
+        first, "mse", ["mae"]
+    )  # fmt: skip
+    keras_hooks.set_compiled_optimizer(model, second)
+    assert model.optimizer is second
+    assert model.get_compile_config()["optimizer"]["class_name"] == "Adam"
+    # What was asked for is a copy.
+    assert arguments["optimizer"] is first
+
+
 def test_a_missing_symbol_says_which_and_what_to_install(monkeypatch):
     message = f"_no_such.* is not in Keras {keras.__version__}; tfamp was tested with Keras 3"
     with pytest.raises(tfamp.UnsupportedVersionError, match=message):

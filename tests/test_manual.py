@@ -61,7 +61,9 @@ def test_layers_inside_containers_are_set(kind):
     assert computes(model)["Conv2D"] == ["bfloat16"]
     assert set(computes(model)["Dense"]) == {"float32"}
     assert model(X).dtype == "float32"
-    assert np.isfinite(model.fit(X, Y, batch_size=8, verbose=0).history["loss"]).all()
+    batch = (tf.constant(X[:8]), tf.constant(Y[:8]))
+    found = op_dtypes(lambda: model.train_step(batch))
+    assert ("bfloat16" in found["Conv2D"], found["MatMul"]) == (True, {"float32"})
 
 
 def test_sublayers_are_set_with_their_layer():
@@ -155,7 +157,7 @@ def test_mistakes_change_nothing(arguments, error, message):
 
 
 def test_a_layer_that_stores_low_weights_cannot_compute_in_float32():
-    pure, _ = tfamp.prepare(compiled("sequential"), level="O3", dtype="float16")
+    pure, _ = tfamp.prepare(compiled("sequential", "sgd"), level="O3", dtype="float16")
     with pytest.raises(ValueError, match="stores its weights in float16"):
         tfamp.set_layer_dtype(pure, "float32", pattern="dense")
     assert set(computes(pure)["Dense"]) == {"float16"}

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
+import warnings
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -11,8 +16,13 @@ from keras import layers
 import tfamp
 from helpers.graph_asserts import op_dtypes
 from helpers.level_models import KINDS, Subclassed, compiled, computes, data, leaves
+from helpers.output_models import MODELS
+from helpers.output_models import X as ROWS
 from helpers.tolerances import tolerance
 from helpers.training import assert_identical, snapshot
+
+# Said of Adam at level O3, which most models here are compiled with; its own test is about that.
+pytestmark = pytest.mark.filterwarnings("ignore:adam keeps running averages")
 
 X, Y = data()
 DTYPES = ("float16", "bfloat16")
@@ -34,8 +44,19 @@ def step_dtypes(model, name="train_step"):
     return op_dtypes(lambda: getattr(model, name)(batch))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("sequential", "float16"),
+        ("functional", "bfloat16"),
+        ("nested", "float16"),
+        ("subclassed", "bfloat16"),
+        pytest.param("sequential", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("functional", "float16", marks=pytest.mark.slow),
+        pytest.param("nested", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("subclassed", "float16", marks=pytest.mark.slow),
+    ],
+)
 def test_o1_rewrites_the_train_step_and_leaves_the_layers(kind, dtype):
     model = compiled(kind)
     before = predict(model)
@@ -224,6 +245,42 @@ def test_a_model_made_under_a_policy_is_taken_over(level):
     assert computes(model)["Conv2D"] == [low]
     assert model.outputs[0].dtype == "float32"
     assert model(X).dtype == "float32"
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"with_cast"}))
+def test_o2_is_what_the_policy_would_have_made_of_the_model(name):
+    keras.utils.set_random_seed(1)
+    with tfamp.policy_scope("mixed_float16"):
+        made = MODELS[name]()
+        expected = keras.tree.flatten(made(ROWS))
+    keras.utils.set_random_seed(1)
+    model = MODELS[name]()
+    before = [np.asarray(each) for each in keras.tree.flatten(model(ROWS))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", tfamp.NothingToLowerWarning)  # one has a single layer
+        tfamp.prepare(model, level="O2", dtype="float16")
+    policies = [x.dtype_policy.name for x in leaves(made)]
+    assert [x.dtype_policy.name for x in leaves(model)] == policies
+    assert [x.dtype for x in model.outputs] == [x.dtype for x in made.outputs]
+    for actual, wanted in zip(keras.tree.flatten(model(ROWS)), expected, strict=True):
+        assert actual.dtype == wanted.dtype
+        np.testing.assert_array_equal(actual, wanted)
+    tfamp.prepare(model, level="O0")
+    assert {x.dtype for x in model.outputs} == {"float32"}
+    for actual, wanted in zip(keras.tree.flatten(model(ROWS)), before, strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_prepared_model_that_nobody_holds_is_gone(level):
+    model = compiled("nested")
+    tfamp.prepare(model, level=level, dtype="bfloat16")
+    model(X)
+    gone = weakref.ref(model)
+    del model
+    keras.backend.clear_session()
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_model_read_from_a_file_is_taken_over(tmp_path):
@@ -515,8 +572,6 @@ def test_only_models_are_prepared():
 
 
 def test_the_signature_is_the_one_that_is_documented():
-    import inspect
-
     parameters = inspect.signature(tfamp.prepare).parameters
     assert list(parameters) == [
         "model", "optimizer", "level", "dtype", "loss_scale", "grad_clip", "keep_float32",

@@ -15,6 +15,9 @@ from helpers.level_models import compiled, data, leaves, trained
 from helpers.tolerances import tolerance
 from helpers.training import assert_identical, snapshot
 
+# Said of Adam at level O3, which most models here are compiled with; its own test is about that.
+pytestmark = pytest.mark.filterwarnings("ignore:adam keeps running averages")
+
 X, Y = data()
 
 
@@ -40,7 +43,12 @@ def going_on() -> dict[str, list]:
 
 @pytest.mark.parametrize(
     ("level", "dtype"),
-    [("O1", "bfloat16"), ("O2", "float16"), ("O3", "float16"), ("masters", "bfloat16")],
+    [
+        ("O2", "float16"),
+        ("masters", "bfloat16"),
+        pytest.param("O1", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("O3", "float16", marks=pytest.mark.slow),
+    ],
 )
 def test_training_goes_on_where_it_was(level, dtype, going_on):
     model = trained("sequential")
@@ -83,8 +91,8 @@ def test_slots_are_carried_to_new_variables():
 
 
 def test_o1_rewrites_what_evaluate_and_predict_run():
-    model = trained("functional")
-    expected = predict(model)
+    model = compiled("functional")
+    expected = np.asarray(model(X))
     tfamp.prepare(model, level="O1", dtype="bfloat16")
     batch = (tf.constant(X[:8]), tf.constant(Y[:8]))
     for step in ("test_step", "predict_step"):
@@ -105,10 +113,10 @@ def test_o1_rewrites_what_evaluate_and_predict_run():
 def test_o1_in_every_way_to_fit(arguments):
     model, reference = compiled("sequential", **arguments), compiled("sequential")
     _, optimizer = tfamp.prepare(model, level="O1", dtype="bfloat16")
-    losses, expected = fit(model, epochs=2), fit(reference, epochs=2)
+    losses, expected = fit(model), fit(reference)
     np.testing.assert_allclose(losses, expected, rtol=4 * tolerance("bfloat16", depth=64))
     assert losses != expected
-    assert int(optimizer.iterations) == 4
+    assert int(optimizer.iterations) == 2
     assert is_rounded(predict(model), "bfloat16")
 
 

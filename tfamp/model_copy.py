@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -79,9 +78,9 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def _entries(model: Any, entries: list[Any]) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Returns each layer's entry in a configuration with the layer, None for one appended to it."""
+    """Returns each entry of a configuration with its layer, but for what was appended to it."""
     if isinstance(model, keras.Sequential):
-        yield from itertools.zip_longest(entries, keras_hooks.sublayers(model))
+        yield from zip(entries, keras_hooks.sublayers(model), strict=False)
         return
     by_name = {operation.name: operation for operation in model.operations}
     for entry in entries:
@@ -90,8 +89,7 @@ def _entries(model: Any, entries: list[Any]) -> Iterator[tuple[dict[str, Any], A
 
 def _arguments(layer: Any, config: dict[str, Any]) -> dict[str, Any]:
     """Leaves out what a user's own constructor does not take but Keras puts into all configs."""
-    own_code = any("from_config" in vars(each) for each in _own_classes(layer))
-    if not _own_classes(layer) or is_graph(layer) or own_code:
+    if is_graph(layer) or any("from_config" in vars(each) for each in _own_classes(layer)):
         return config
     parameters = inspect.signature(type(layer).__init__).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
@@ -137,7 +135,9 @@ def _with_policies(model: Any, policies: dict[int, str | None]) -> dict[str, Any
         elif layer is not None:
             if policies.get(id(layer)) is not None:
                 _replace_policies(entry["config"], layer.dtype_policy.name, policies[id(layer)])
-            entry["config"] = _arguments(layer, entry["config"])
+            if _own_classes(layer):
+                entry.pop("build_config", None)  # the call builds it, which Keras can be sure of
+                entry["config"] = _arguments(layer, entry["config"])
     return config
 
 

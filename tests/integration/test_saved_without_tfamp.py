@@ -13,8 +13,7 @@ import pytest
 from keras import layers
 
 import tfamp
-
-X = np.linspace(-1, 1, 16, dtype="float32").reshape(2, 8)
+from helpers.output_models import MODELS, X, functional, sequential
 
 # Runs in a fresh process for all files at once: starting TensorFlow takes seconds.
 _RELOAD = """
@@ -40,90 +39,6 @@ print(json.dumps(found))
 """
 
 
-def functional():
-    x = keras.Input((8,))
-    return keras.Model(x, layers.Dense(3)(layers.BatchNormalization()(layers.Dense(4)(x))))
-
-
-def functional_with_ops():
-    x = keras.Input((8,))
-    return keras.Model(x, keras.ops.softmax(layers.Dense(3)(x) + 1.0))
-
-
-def sequential():
-    return keras.Sequential(
-        [keras.Input((8,)), layers.Dense(4), layers.BatchNormalization(), layers.Dense(3)]
-    )
-
-
-def normalized_images():
-    x = keras.Input((8,))
-    y = layers.Conv2D(4, 2, padding="same")(layers.Reshape((2, 2, 2))(x))
-    y = layers.ReLU()(layers.BatchNormalization()(y))
-    return keras.Model(x, layers.Dense(3)(layers.Flatten()(y)))
-
-
-def deferred():
-    model = keras.Sequential([layers.Dense(4), layers.Dense(3)])
-    model(X)
-    return model
-
-
-def several_outputs():
-    x = keras.Input((8,))
-    trunk = layers.Dense(4)(x)
-    return keras.Model(x, {"a": layers.Dense(2)(trunk), "b": layers.Dense(3)(trunk)})
-
-
-def nested_inside():
-    return keras.Sequential([keras.Input((8,)), sequential(), functional_head(3), layers.Dense(2)])
-
-
-def nested_at_the_end():
-    return keras.Sequential([keras.Input((8,)), layers.Dense(8), sequential()])
-
-
-def functional_head(units):
-    x = keras.Input((units,))
-    return keras.Model(x, layers.Dense(units)(layers.Dense(4)(x)))
-
-
-def with_cast():
-    x = keras.Input((8,))
-    hidden = layers.Dense(4)
-    with_cast.full = keras.Model(x, layers.Dense(2)(hidden(x)))
-    return keras.Model(x, hidden.output)
-
-
-def sequential_with_cast():
-    inner = keras.Sequential([keras.Input((2,)), layers.Dense(3)])
-    return keras.Sequential(
-        [keras.Input((8,)), layers.Reshape((4, 2)), layers.TimeDistributed(inner)]
-    )
-
-
-def composite_layers():
-    x = keras.Input((8,))
-    y = layers.Bidirectional(layers.LSTM(2, return_sequences=True))(layers.Reshape((4, 2))(x))
-    return keras.Model(x, layers.MultiHeadAttention(2, 2)(y, y))
-
-
-MODELS = {
-    make.__name__: make
-    for make in (
-        functional,
-        functional_with_ops,
-        sequential,
-        normalized_images,
-        deferred,
-        several_outputs,
-        nested_inside,
-        nested_at_the_end,
-        with_cast,
-        sequential_with_cast,
-        composite_layers,
-    )
-}
 POLICIES = ["mixed_float16", "mixed_bfloat16"]
 
 
