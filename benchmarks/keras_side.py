@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 import tfamp
-import tfamp.function
+import tfamp.graph_rewriter
 from benchmarks import models
 from benchmarks.casts import CastTotals, count_casts
 from benchmarks.data import Batch
@@ -103,7 +103,7 @@ class Trainer:
 def _timed_rewrite() -> Iterator[list[float]]:
     """Collects how long each rewrite of a graph takes, apart from the tracing around it."""
     seconds: list[float] = []
-    rewrite = tfamp.function.rewrite_graph_def
+    rewrite = tfamp.graph_rewriter.rewrite_graph_def
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -112,11 +112,11 @@ def _timed_rewrite() -> Iterator[list[float]]:
         finally:
             seconds.append(time.perf_counter() - start)
 
-    tfamp.function.rewrite_graph_def = timed
+    tfamp.graph_rewriter.rewrite_graph_def = timed
     try:
         yield seconds
     finally:
-        tfamp.function.rewrite_graph_def = rewrite
+        tfamp.graph_rewriter.rewrite_graph_def = rewrite
 
 
 def device_bytes() -> dict[str, int] | None:

@@ -406,7 +406,7 @@ class TestErrors:
         def fail(*args, **kwargs):
             raise tfamp.RewriteError("Node 'a' (MatMul): it is broken.")
 
-        monkeypatch.setattr("tfamp.function.rewrite_graph_def", fail)
+        monkeypatch.setattr("tfamp.graph_rewriter.rewrite_graph_def", fail)
 
     def test_raise(self, broken, weights, x):
         with pytest.raises(tfamp.RewriteError, match="Node 'a'"):

@@ -71,7 +71,8 @@ def scaling_of(optimizer: Any) -> Scaling:
 
 
 def _iterations(optimizer: keras.optimizers.Optimizer) -> int:
-    return int(tf.convert_to_tensor(optimizer.iterations.value))
+    iterations = optimizer.iterations  # a tensor already where every replica has a count
+    return int(tf.convert_to_tensor(getattr(iterations, "value", iterations)))
 
 
 def watch_optimizer(optimizer: Any, observer: Observer) -> Callable[[], None]:
