@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(args: argparse.Namespace) -> Run:
     options = _options(args)
+    start = time.monotonic()
     run = Run(
         machine=environment.describe(torch_version(args.torch_python)),
         dtype=options.dtype,
@@ -65,6 +67,7 @@ def _measure(args: argparse.Namespace) -> Run:
             grid = sizes(workload, small=args.small)
             with reporting(f"{workload.name}, scaling", len(grid)) as progress:
                 run.scaling.append(measure_scaling(workload, grid, fewer, progress))
+    run.machine["measured in"] = f"{(time.monotonic() - start) / 60:.1f} minutes"
     return run
 
 
@@ -131,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--loss-size",
         choices=("full", "reduced"),
-        help="of which size of the models; default reduced, which takes a tenth of the time",
+        help="of which size of the models; default reduced, which takes much less time",
     )
     add("--small", action="store_true", help="tiny models, to see that everything runs")
     add("--json", type=Path, metavar="FILE", help="write every number")
