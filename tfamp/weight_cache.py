@@ -126,11 +126,11 @@ def cached_casts(
 
 
 def _plain(variables: Any) -> list[tf.Variable]:
-    """Float32 variables of this process's memory: those of strategies are several."""
+    """Large float32 variables that are one each: those of strategies are several."""
     return [
         variable
         for variable in variables
-        if type(variable).__name__ in ("ResourceVariable", "UninitializedVariable")
+        if not isinstance(variable, tf.distribute.DistributedValues)
         and variable.dtype == tf.float32
         and variable.shape.is_fully_defined()
         and variable.shape.num_elements() >= LEAST_ELEMENTS
