@@ -73,6 +73,7 @@ LAYERS = (
         "graph.inline",
         "graph.fold",
         "graph.loop_constants",
+        "graph.loop_reads",
         "graph.apply",
         "graph.verify",
         "graph.pruning",

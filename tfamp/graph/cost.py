@@ -173,7 +173,7 @@ class _Estimate:
     def _op_times(self, position: int) -> list[tuple[float, float]]:
         index = self._index
         node = index.nodes[position]
-        if node.op in FREE_OPS or node.calls_function:
+        if node.op in (*FREE_OPS, ARGUMENT, RESULT) or node.calls_function:
             return [(0.0, 0.0)] * len(node.slots)
         kind, flops = self._arithmetic(position)
         floats = [slot for slot in node.slots if index.slots[slot].dtype in _FLOATS]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfamp.graph.op_signatures import writes_variable
 from tfamp.graph.pruning import PLACEHOLDERS
 from tfamp.graph.tensor_names import node_name
 
@@ -62,7 +63,7 @@ class Feeds:
         if variables or not any(value.dtype == tf.resource for value in self._captures):
             return
         scopes = [graph_def.node, *(each.node_def for each in graph_def.library.function)]
-        writers = (node for nodes in scopes for node in nodes if _assigns(node))
+        writers = (node for nodes in scopes for node in nodes if writes_variable(node.op))
         if writer := next(writers, None):
             raise ValueError(
                 f"The graph assigns a variable ({writer.name}, {writer.op}), which calibration has "
@@ -95,13 +96,6 @@ def _converts(value: Any, spec: Any) -> bool:
         return True
     is_array = isinstance(value, np.ndarray | np.generic)
     return is_array and value.dtype.kind == np.dtype(spec.dtype.as_numpy_dtype).kind
-
-
-def _assigns(node: Any) -> bool:
-    is_assignment = node.op.startswith("Assign") and node.op.endswith("VariableOp")
-    return is_assignment or node.op.startswith(
-        ("ResourceApply", "ResourceSparse", "ResourceScatter")
-    )
 
 
 def _spec(node: Any) -> Any:

@@ -150,13 +150,19 @@ class Joined:
         return Regions(self.split(regions.fixed, scope), (), (), (), (), frozenset())
 
 
-def join(scopes: Sequence[GraphIndex], clear: Collection[str]) -> Joined:
+def join(
+    scopes: Sequence[GraphIndex],
+    clear: Collection[str],
+    weights: Collection[tuple[str, str]] = (),
+) -> Joined:
     """Joins a graph with the functions that its loops run.
 
     Args:
         scopes: The graph and its functions.
         clear: Op types that may change their dtypes with their neighbours: only loops among them
             are joined with what they run.
+        weights: Arguments of loops' functions as (function, argument) by which nobody will need
+            gradients: they may be low though they are the same in every round.
 
     Returns:
         All scopes as one. A scope that nothing is linked with is in it by itself.
@@ -179,7 +185,7 @@ def join(scopes: Sequence[GraphIndex], clear: Collection[str]) -> Joined:
     index = _join_indexes(scopes, tuple(places), node_offsets, links)
     kept = {}
     for link in links:
-        kept.update(_kept(scopes[link.function], places[link.function]))
+        kept.update(_kept(scopes[link.function], places[link.function], weights))
     return Joined(tuple(scopes), index, tuple(places), kept, _rounds(len(scopes), links))
 
 
@@ -309,7 +315,9 @@ def _rounds(count: int, links: Sequence[Link]) -> tuple[int, ...]:
     return tuple(rounds(number) for number in range(count))
 
 
-def _kept(body: GraphIndex, places: Sequence[int]) -> dict[int, Reason]:
+def _kept(
+    body: GraphIndex, places: Sequence[int], weights: Collection[tuple[str, str]]
+) -> dict[int, Reason]:
     """Loop variables that stay float32, and the ops that add to them."""
     arguments = [node.slots[0] for node in body.nodes if node.op == ARGUMENT]
     results = [node.slots[0] for node in body.nodes if node.op == RESULT]
@@ -321,6 +329,8 @@ def _kept(body: GraphIndex, places: Sequence[int]) -> dict[int, Reason]:
             continue
         (made,) = _origins(body, result)
         if made == argument:
+            if (body.scope, body.node_of(argument).name) in weights:
+                continue
             kept[places[argument]] = _INVARIANT
         elif body.node_of(made).op in _ADDING and argument in _origins(body, made):
             kept[places[argument]] = kept[places[made]] = _ADDS_UP

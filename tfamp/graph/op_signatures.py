@@ -124,6 +124,13 @@ def has_kernel(op: str, device: str, types: tuple[tuple[str, tuple[str, ...]], .
     )
 
 
+def writes_variable(op: str) -> bool:
+    """Whether an op assigns or updates variables."""
+    if op.startswith("Assign") and op.endswith("VariableOp"):
+        return True
+    return op.startswith(("ResourceApply", "ResourceSparse", "ResourceScatter"))
+
+
 def first_ports(own: OpSignature, node: Any) -> dict[str, int]:
     """Returns which output of a node is the first of each output its op names."""
     ports, first = {}, 0

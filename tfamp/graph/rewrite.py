@@ -14,6 +14,7 @@ from tfamp.graph.cost import estimate, with_free_casts
 from tfamp.graph.index import build_indexes
 from tfamp.graph.inline import inline_calls
 from tfamp.graph.linking import join
+from tfamp.graph.loop_reads import read_before_loops
 from tfamp.graph.machine import MachineProfile
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.placement import place
@@ -95,8 +96,10 @@ def rewrite_graph_def(
         profile=profile,
     )
     choices = request.NodeChoices(fetches, feeds, keep_float32, force_low)
+    weights: Collection[tuple[str, str]] = ()
     if inline:
         graph_def = inline_calls(graph_def, choices.used_names)
+        graph_def, weights = read_before_loops(graph_def, choices.used_names)
     measured, limits = request.measured(ranges, limits, dtype)
     lists = op_lists or OpLists.default(dtype, device)
     colors = request.colors_of(lists)
@@ -109,7 +112,7 @@ def rewrite_graph_def(
         too_large(index, measured, limits, each) | choices.unchanging(index)
         for index, each in zip(indexes, forced, strict=True)
     ]
-    joined = join(indexes, lists.clear)
+    joined = join(indexes, lists.clear, weights)
     regions = find_regions(joined.index, joined.by_position(chosen), joined.kept)
     painting = paint(
         joined.index, regions, colors, joined.positions(forced), request.updates_of(lists, dtype)

@@ -1,0 +1,265 @@
+"""Weights that a loop of a training step reads in every round -> read once, before the loop.
+
+w -> While(body: w -> ReadVariableOp -> Cast -> MatMul) becomes w -> ReadVariableOp ->
+While(body: MatMul), where the Cast then goes before the loop too: an LSTM casts its weights once a
+step and not once a token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp import _tf_private
+from tfamp.graph.control_flow import LOOPS
+from tfamp.graph.function_names import (
+    called_functions,
+    function_attributes,
+    reached_functions,
+)
+from tfamp.graph.op_signatures import writes_variable
+from tfamp.graph.structures import FLOAT32
+from tfamp.graph.tensor_names import node_name
+
+# Runs Python, which may do anything to a variable.
+_PYTHON = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
+# How many of a loop's first results TensorFlow differentiates: those behind them are what the loop
+# keeps for a gradient that is in the graph already.
+_ORIGINAL = "_num_original_outputs"
+_SHAPES = "_output_shapes"
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A read of a variable in the body of a loop.
+
+    Attributes:
+        node: The node in the body.
+        handle: Position of the variable's handle among the loop's inputs.
+    """
+
+    node: Any
+    handle: int
+
+
+def read_before_loops(
+    graph_def: Any, keep: Collection[str] = ()
+) -> tuple[Any, frozenset[tuple[str, str]]]:
+    """Takes reads of float32 variables out of the loops of a training step.
+
+    Only reads of variables that the graph also writes, outside the loop: such a graph is the last
+    to need gradients by them. In others a loop's constants stay float32, as their gradients, which
+    would get the same dtype, add up over the rounds.
+
+    Args:
+        graph_def: A `tf.compat.v1.GraphDef`; it is not modified. Loops in functions stay.
+        keep: Tensors ("x:0") or nodes ("x") that are used from outside: loops among them stay.
+
+    Returns:
+        A `tf.compat.v1.GraphDef`, and the new arguments of loops' functions as (function,
+        argument): what was read. The reads in the bodies are Identities of these now.
+    """
+    library = {function.signature.name: function for function in graph_def.library.function}
+    used = Counter(
+        name
+        for nodes in (graph_def.node, *(f.node_def for f in library.values()))
+        for node in nodes
+        for name in called_functions(node)
+    )
+    kept = {node_name(name) for name in keep}
+    found = {}
+    for loop in graph_def.node:
+        if loop.op not in LOOPS or loop.name in kept:
+            continue
+        if all(used[name] == 1 for _, name in function_attributes(loop)):
+            reads = _invariant_reads(library[loop.attr["body"].func.name], library)
+            written = _written(graph_def.node, library, {loop.input[each.handle] for each in reads})
+            reads = [each for each in reads if loop.input[each.handle] in written]
+            if reads:
+                found[loop.name] = reads
+    if not found:
+        return graph_def, frozenset()
+    result = tf.compat.v1.GraphDef()
+    result.CopyFrom(graph_def)
+    library = {function.signature.name: function for function in result.library.function}
+    added: set[tuple[str, str]] = set()
+    for loop in [node for node in result.node if node.name in found]:
+        added |= _hoist(result, loop, found[loop.name], library)
+    return result, frozenset(added)
+
+
+def _invariant_reads(body: Any, library: Mapping[str, Any]) -> list[_Read]:
+    """The reads of float32 variables in a body that nothing in it can write."""
+    inside = reached_functions(library, [body.signature.name])
+    if any(_may_write(node) for name in inside for node in library[name].node_def):
+        return []
+    positions = {arg.name: i for i, arg in enumerate(body.signature.input_arg)}
+    return [
+        _Read(node, positions[node.input[0]])
+        for node in body.node_def
+        if node.op == "ReadVariableOp"
+        and node.input[0] in positions
+        and _tf_private.dtype_name(node.attr["dtype"].type) == FLOAT32
+    ]
+
+
+def _may_write(node: Any) -> bool:
+    return writes_variable(node.op) or node.op in _PYTHON
+
+
+def _written(
+    nodes: Iterable[Any], library: Mapping[str, Any], handles: Set[str]
+) -> set[str]:
+    """Those of some handles that an op outside of loops writes, or a function that gets them."""
+    written: set[str] = set()
+    for node in nodes:
+        touched = handles & set(node.input)
+        if not touched or node.op in LOOPS:
+            continue
+        inside = reached_functions(library, called_functions(node))
+        if _may_write(node) or any(
+            _may_write(n) for name in inside for n in library[name].node_def
+        ):
+            written |= touched
+    return written
+
+
+def _hoist(
+    graph: Any, loop: Any, reads: Sequence[_Read], library: Mapping[str, Any]
+) -> set[tuple[str, str]]:
+    """Reads before a loop, and gives the loop what was read."""
+    body, condition = (library[loop.attr[name].func.name] for name in ("body", "cond"))
+    place = _place(loop)
+    before = _reads_before(graph, loop, reads)
+    _extend_loop(loop, place, before)
+    _renumber(graph.node, loop.name, place, len(reads))
+    names = _free_names([each.node.name for each in reads], (body, condition))
+    kind = type(body.signature.input_arg[0])
+    arguments = [kind(name=name, type=tf.float32.as_datatype_enum) for name in names]
+    for function in (body, condition):
+        _insert(function.signature.input_arg, place, arguments)
+        for table in (function.arg_attr, function.resource_arg_unique_id):
+            _shift(table, place, len(names))
+        for position, node in enumerate(before, place):
+            if _SHAPES in node.attr:
+                attrs = function.arg_attr[position].attr
+                attrs[_SHAPES].CopyFrom(node.attr[_SHAPES])
+    _insert(body.signature.output_arg, place, arguments)
+    for name, read in zip(names, reads, strict=True):
+        body.ret[name] = name
+        _pass_on(body, read.node.name, name)
+    return {(body.signature.name, name) for name in names}
+
+
+def _place(loop: Any) -> int:
+    """Where new variables of a loop go: TensorFlow differentiates those before it only."""
+    if _ORIGINAL in loop.attr:
+        return int(loop.attr[_ORIGINAL].i)
+    return len(loop.attr["T"].list.type)
+
+
+def _reads_before(graph: Any, loop: Any, reads: Sequence[_Read]) -> list[Any]:
+    control = [name for name in loop.input if name.startswith("^")]
+    taken = {node.name for node in graph.node}
+    nodes = []
+    for read in reads:
+        name = _free_name(f"{loop.name}/{read.node.name}", taken)
+        taken.add(name)
+        inputs = [loop.input[read.handle], *control]
+        node = graph.node.add(name=name, op="ReadVariableOp", input=inputs, device=loop.device)
+        for attr in ("dtype", _SHAPES):
+            if attr in read.node.attr:
+                node.attr[attr].CopyFrom(read.node.attr[attr])
+        nodes.append(node)
+    return nodes
+
+
+def _extend_loop(loop: Any, place: int, before: Sequence[Any]) -> None:
+    inputs = list(loop.input)
+    loop.input[:] = [*inputs[:place], *(node.name for node in before), *inputs[place:]]
+    types = list(loop.attr["T"].list.type)
+    new = [node.attr["dtype"].type for node in before]
+    loop.attr["T"].list.type[:] = [*types[:place], *new, *types[place:]]
+    shapes = [_shape(node) for node in before]
+    for name in ("output_shapes", _SHAPES):
+        if name in loop.attr and len(loop.attr[name].list.shape):
+            _insert(loop.attr[name].list.shape, place, shapes)
+    if _ORIGINAL in loop.attr:
+        loop.attr[_ORIGINAL].i += len(before)
+
+
+def _shape(read: Any) -> Any:
+    if _SHAPES in read.attr and len(read.attr[_SHAPES].list.shape):
+        return read.attr[_SHAPES].list.shape[0]
+    return tf.TensorShape(None).as_proto()
+
+
+def _renumber(nodes: Iterable[Any], loop: str, place: int, count: int) -> None:
+    """Follows the results of a loop that new ones came before."""
+    for node in nodes:
+        for i, name in enumerate(node.input):
+            made, _, port = name.partition(":")
+            if made == loop and port and int(port) >= place:
+                node.input[i] = f"{loop}:{int(port) + count}"
+
+
+def _insert(values: Any, place: int, new: Sequence[Any]) -> None:
+    """Inserts messages into a repeated field."""
+    copies = [type(each).FromString(each.SerializeToString()) for each in values]
+    del values[:]
+    values.extend([*copies[:place], *new, *copies[place:]])
+
+
+def _shift(table: Any, place: int, count: int) -> None:
+    """Moves what a map of protobuf says of arguments from a place on."""
+    for position in sorted((each for each in table if each >= place), reverse=True):
+        value = table.pop(position)
+        if hasattr(value, "SerializeToString"):
+            table[position + count].CopyFrom(value)
+        else:
+            table[position + count] = value
+
+
+def _pass_on(body: Any, read: str, argument: str) -> None:
+    """Makes a read in a body an Identity of an argument."""
+    node = next(each for each in body.node_def if each.name == read)
+    control = [name for name in node.input if name.startswith("^")]
+    node.op = "Identity"
+    node.input[:] = [argument, *control]
+    node.attr["T"].type = node.attr["dtype"].type
+    node.attr.pop("dtype")
+    old, new = f"{read}:value:0", f"{read}:output:0"
+    for each in body.node_def:
+        each.input[:] = [new if name == old else name for name in each.input]
+    for name, tensor in list(body.ret.items()):
+        if tensor == old:
+            body.ret[name] = new
+
+
+def _free_names(names: Iterable[str], functions: Iterable[Any]) -> list[str]:
+    """Names that functions have for no argument, result or node, for new arguments."""
+    taken = {
+        each.name
+        for function in functions
+        for group in (
+            function.signature.input_arg,
+            function.signature.output_arg,
+            function.node_def,
+        )
+        for each in group
+    }
+    free = []
+    for name in names:
+        free.append(_free_name(f"{name.replace('/', '_').lower()}_before", taken))
+        taken.add(free[-1])
+    return free
+
+
+def _free_name(name: str, taken: Collection[str]) -> str:
+    numbered = (f"{name}_{i}" for i in itertools.count(1))
+    return next(each for each in itertools.chain([name], numbered) if each not in taken)
