@@ -92,11 +92,15 @@ class Trainer:
         return count_casts(trace(self.concrete(batch), batch, rewriter_options=options).nodes)
 
     def _with_loss_scale(self, optimizer: Any) -> Any:
-        if self._dtype != "float16" or self._system in (BASE, CONTROL.name):
+        if self._system in (BASE, CONTROL.name):
             return optimizer
         if self._system in ("keras_policy", "tensorflow_amp"):
-            return keras.optimizers.LossScaleOptimizer(optimizer)
-        return tfamp.LossScaleOptimizer(optimizer)
+            if self._dtype == "float16":
+                return keras.optimizers.LossScaleOptimizer(optimizer)
+            return optimizer
+        # bfloat16 needs no loss scale; the update in one pass is faster in any dtype.
+        scale = "dynamic" if self._dtype == "float16" else 1.0
+        return tfamp.LossScaleOptimizer(optimizer, loss_scale=scale)
 
 
 @contextmanager

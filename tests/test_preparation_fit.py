@@ -70,20 +70,44 @@ def test_training_goes_on_where_it_was(level, dtype, going_on):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_o3_says_what_adam_makes_of_a_low_dtype(dtype):
-    for optimizer, masters in (("sgd", None), ("adam", True)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", tfamp.TfampWarning)
-            model = compiled("sequential", optimizer)
-            tfamp.prepare(model, level="O3", dtype=dtype, master_weights=masters)
-    with pytest.warns(tfamp.TfampWarning, match="master_weights=True, or use SGD"):
-        tfamp.prepare(compiled("sequential"), level="O3", dtype=dtype)
+@pytest.mark.parametrize(
+    ("optimizer", "given", "masters"),
+    [("sgd", None, False), ("adam", None, True), ("adam", True, True), ("adam", False, False)],
+)
+def test_o3_gives_optimizers_the_masters_they_need(optimizer, given, masters, dtype):
+    model = compiled("sequential", optimizer)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", tfamp.TfampWarning)
+        made = tfamp.prepare(model, level="O3", dtype=dtype, master_weights=given)
+        # The same again: nothing more to do.
+        assert (
+            tfamp.prepare(made.model, level="O3", dtype=dtype, master_weights=given)[0] is made[0]
+        )
+    assert {weight.dtype for weight in made.model.trainable_weights} == {dtype}
+    assert made.settings.master_weights is masters
+    assert isinstance(made.optimizer, tfamp.LossScaleOptimizer) is masters
+    reasons = [reason for reason in made.settings.reasons if "master weights" in reason]
+    assert bool(reasons) is (masters and given is None)
+    warned = [str(each.message) for each in said if "master" in str(each.message)]
+    assert bool(warned) is ((optimizer, masters) == ("adam", False))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_o3_gives_masters_to_an_optimizer_that_comes_with_compile(dtype):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    made, _ = tfamp.prepare(model, level="O3", dtype=dtype)
+    made.compile("adam", "mse")
+    assert made.optimizer.master_weights
+    assert tfamp.precision_settings(made).master_weights
+    made.compile("sgd", "mse")
+    assert type(made.optimizer) is keras.optimizers.SGD
+    assert not tfamp.precision_settings(made).master_weights
 
 
 def test_slots_are_carried_to_new_variables():
     model = trained("sequential")
     old = model.optimizer
-    _, optimizer = tfamp.prepare(model, level="O3", dtype="bfloat16")
+    _, optimizer = tfamp.prepare(model, level="O3", dtype="bfloat16", master_weights=False)
     for before, after in zip(old.variables, optimizer.variables, strict=True):
         expected = tf.cast(before.value, after.dtype)
         np.testing.assert_array_equal(expected, after.numpy())

@@ -11,7 +11,7 @@ from tfamp import keras_hooks
 from tfamp.levels import EffectiveLevel
 from tfamp.methods import wrap_method
 from tfamp.model_structure import layers_of
-from tfamp.prepared_optimizer import prepared_optimizer
+from tfamp.prepared_optimizer import prepared_optimizer, with_needed_masters
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
@@ -64,14 +64,18 @@ def wrap_compile(model: Any, level: EffectiveLevel) -> None:
         model: The prepared model.
         level: Its level. `compile(..., auto_scale_loss=False)` takes the optimizer as it is.
     """
-    if level.optimizer_rule is None:
+    depends = level.level == "O3" and not level.chose_master_weights
+    if level.optimizer_rule is None and not depends:
         return
 
     def around(
         original: Callable[..., Any], optimizer: Any = "rmsprop", *args: Any, **kwargs: Any
     ) -> Any:
         if optimizer is not None and kwargs.get("auto_scale_loss", True):
-            optimizer = prepared_optimizer(keras.optimizers.get(optimizer), level)
+            optimizer = keras.optimizers.get(optimizer)
+            own = with_needed_masters(level, optimizer)
+            if own.optimizer_rule is not None:
+                optimizer = prepared_optimizer(optimizer, own)
         return original(optimizer, *args, **kwargs)
 
     wrap_method(model, "compile", around)

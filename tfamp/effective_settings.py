@@ -142,12 +142,16 @@ def settings_of(
         dtype=level.dtype,
         loss_scale=level.loss_scale,
         grad_clip=level.grad_clip,
-        master_weights=level.master_weights,
+        master_weights=level.master_weights or _has_masters(model),
         keep_float32=tuple(path_of(layer) for layer in kept),
         reasons=level.reasons,
         layers=tuple(_rows(model, level, kept_below)),
         graph_rewrite=rewrite,
     )
+
+
+def _has_masters(model: Any) -> bool:
+    return bool(model.compiled and getattr(model.optimizer, "master_weights", False))
 
 
 def _rows(model: Any, level: EffectiveLevel, kept: set[int]) -> list[LayerSettings]:

@@ -62,6 +62,7 @@ class EffectiveLevel:
         keep_float32: What the user keeps in float32.
         master_weights: Whether low weights have float32 copies in the optimizer.
         chose_loss_scale: Whether the user said which loss scale, if any.
+        chose_master_weights: Whether the user said whether there are copies.
         placement: How a graph rewrite decides: by the op lists, or also by what pays here.
         reasons: A sentence for every choice that was left open.
         warning: What the user has to be told, if anything.
@@ -74,6 +75,7 @@ class EffectiveLevel:
     keep_float32: tuple[Any, ...]
     master_weights: bool
     chose_loss_scale: bool
+    chose_master_weights: bool
     placement: str
     reasons: tuple[str, ...]
     warning: str | None
@@ -141,6 +143,7 @@ def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLeve
         keep_float32=config.keep_float32,
         master_weights=bool(config.master_weights),
         chose_loss_scale=config.loss_scale is not None,
+        chose_master_weights=config.master_weights is not None,
         placement="min_cut" if config.level == "auto" else "lists",
         reasons=tuple(reasons),
         warning=warning,

@@ -25,7 +25,11 @@ from tfamp.levels import effective_level
 from tfamp.model_structure import layers_of, select
 from tfamp.options import LossScale
 from tfamp.precision_config import PrecisionConfig
-from tfamp.prepared_optimizer import prepared_optimizer, trouble_in_pure
+from tfamp.prepared_optimizer import (
+    prepared_optimizer,
+    trouble_in_pure,
+    with_needed_masters,
+)
 
 
 class _NotGiven(str):
@@ -115,7 +119,8 @@ def prepare(
         keep_float32: What stays float32, with all layers inside: names of layers, regular
             expressions, layer classes or layers; one or several.
         master_weights: True at level O2 or O3 stores the weights in the low dtype, with float32
-            copies in the optimizer.
+            copies in the optimizer. None is False, but at O3 True for optimizers that keep averages
+            of squared gradients, Adam for one: they learn nothing from low variables alone.
         config: A `PrecisionConfig`, a dict of its fields, or the path of a JSON or TOML file.
 
     Returns:
@@ -152,8 +157,8 @@ def prepare(
         keep_float32=None if isinstance(keep_float32, tuple) and not keep_float32 else keep_float32,
         master_weights=master_weights,
     )
-    wanted = effective_level(chosen, hardware.detect())
     given = _optimizer(model, optimizer)
+    wanted = with_needed_masters(effective_level(chosen, hardware.detect()), given)
     if wanted.warning is not None:
         warnings.warn(wanted.warning, TfampWarning, stacklevel=2)
     kept = tuple(select(layers_of(model)[1:], wanted.keep_float32, "keep_float32"))

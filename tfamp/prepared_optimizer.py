@@ -81,6 +81,23 @@ def optimizer_for_copy(
     return wrapped
 
 
+def with_needed_masters(level: EffectiveLevel, optimizer: Any) -> EffectiveLevel:
+    """Returns level O3 with master weights where the optimizer learns nothing without them.
+
+    Args:
+        level: Any level; others are returned as they are, and so is one whose user has chosen.
+        optimizer: The optimizer, or None.
+    """
+    average = _average_of_squares(optimizer)
+    if level.level != "O3" or level.chose_master_weights or average is None:
+        return level
+    reason = (
+        f"master weights: yes, as {innermost(optimizer).name} keeps running averages of squared "
+        f"gradients, which {_why_not_low(optimizer, level)}."
+    )
+    return dataclasses.replace(level, master_weights=True, reasons=(*level.reasons, reason))
+
+
 def trouble_in_pure(optimizer: Any, level: EffectiveLevel) -> str | None:
     """Returns what is wrong with an optimizer whose variables are all low, None if nothing is.
 
@@ -88,17 +105,29 @@ def trouble_in_pure(optimizer: Any, level: EffectiveLevel) -> str | None:
         optimizer: The optimizer.
         level: Its level.
     """
-    inner = innermost(optimizer)
-    average = next((name for name in ("beta_2", "rho") if hasattr(inner, name)), None)
+    average = _average_of_squares(optimizer)
     if level.level != "O3" or level.master_weights or average is None:
         return None
-    if level.dtype == "float16":
-        what = "squares of gradients under 2.4e-4 are zero in float16"
-    else:
-        what = f"{average}={getattr(inner, average):g} is 1 or nearly so in bfloat16"
     return (
-        f"{inner.name} keeps running averages of squared gradients, at level O3 in {level.dtype}: "
-        f"{what}, so it may learn nothing or diverge. Give master_weights=True, or use SGD."
+        f"{innermost(optimizer).name} keeps running averages of squared gradients, which "
+        f"{_why_not_low(optimizer, level)}: at level O3 without master weights it may learn "
+        "nothing or diverge. Leave master_weights out or give True, or use SGD."
+    )
+
+
+def _average_of_squares(optimizer: Any) -> str | None:
+    """The name of an optimizer's decay of averages of squared gradients; None without any."""
+    names = (name for name in ("beta_2", "rho") if hasattr(innermost(optimizer), name))
+    return next(names, None)
+
+
+def _why_not_low(optimizer: Any, level: EffectiveLevel) -> str:
+    if level.dtype == "float16":
+        return "are zero in float16 for gradients under 2.4e-4"
+    average = _average_of_squares(optimizer) or ""
+    return (
+        f"bfloat16 cannot hold: {average}={getattr(innermost(optimizer), average):g} is 1 or "
+        "nearly so in it"
     )
 
 

@@ -112,9 +112,7 @@ def _may_write(node: Any) -> bool:
     return writes_variable(node.op) or node.op in _PYTHON
 
 
-def _written(
-    nodes: Iterable[Any], library: Mapping[str, Any], handles: Set[str]
-) -> set[str]:
+def _written(nodes: Iterable[Any], library: Mapping[str, Any], handles: Set[str]) -> set[str]:
     """Those of some handles that an op outside of loops writes, or a function that gets them."""
     written: set[str] = set()
     for node in nodes:
