@@ -17,6 +17,7 @@ from typing import Any
 import keras
 
 from tfamp.dtypes import FLOAT_DTYPES
+from tfamp.keras_backend import runs_tensorflow
 from tfamp.layer_roles import managed_layers
 from tfamp.methods import wrap_method
 
@@ -35,7 +36,7 @@ def can_fuse(layer_class: type) -> bool:
         backends of Keras.
     """
     norm = keras.layers.BatchNormalization
-    if not issubclass(layer_class, norm) or keras.backend.backend() != "tensorflow":
+    if not issubclass(layer_class, norm) or not runs_tensorflow():
         return False
     between = layer_class.__mro__[: layer_class.__mro__.index(norm)]
     added = {name for each in between for name in vars(each)} - _HARMLESS

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfamp import gradients as gradient_lib
 from tfamp.fused_rules import fused_rule, has_fused_rule, needs_xla
+from tfamp.keras_backend import runs_tensorflow
 
 _logger = logging.getLogger(__name__)
 # What `Optimizer.apply` consists of: an optimizer with one of its own does something else.
@@ -67,7 +68,7 @@ def update_variables(
 
 def _optimizer_fits(optimizer: keras.optimizers.Optimizer) -> bool:
     return (
-        keras.backend.backend() == "tensorflow"
+        runs_tensorflow()
         and has_fused_rule(optimizer)
         and not optimizer.use_ema
         and not optimizer.gradient_accumulation_steps

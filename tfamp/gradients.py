@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import ops
 
 from tfamp.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.keras_backend import runs_tensorflow
 
 
 def variable_name(variable: Any) -> str:
@@ -150,7 +151,7 @@ def _finite_each(pairs: Sequence[tuple[Any, Any]], scale: Any) -> list[Any]:
 
 def _can_be_summed(gradient: Any, variable: Any) -> bool:
     # In eager mode the host would wait for the device between the two looks.
-    if keras.backend.backend() != "tensorflow" or tf.executing_eagerly():
+    if not runs_tensorflow() or tf.executing_eagerly():
         return False
     sparse = isinstance(gradient, tf.IndexedSlices)
     overwritten = getattr(variable, "overwrite_with_gradient", False)

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfamp.grad_clip import GradClip
+from tfamp.keras_backend import runs_tensorflow
 from tfamp.options import DynamicLossScale, FixedLossScale, LossScale
 
 # Fields of DynamicLossScale that are arguments of the optimizer under another name.
@@ -58,7 +59,7 @@ def check_features(inner: Any, grad_clip: GradClip | None, **flags: Any) -> None
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False; got {flag!r}.")
     asked = [name for name, flag in flags.items() if flag] + ["grad_clip"] * (grad_clip is not None)
-    if asked and keras.backend.backend() != "tensorflow":
+    if asked and not runs_tensorflow():
         raise ValueError(
             f"{', '.join(asked)} need Keras's TensorFlow backend; got {keras.backend.backend()}."
         )

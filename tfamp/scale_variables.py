@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from tfamp.keras_backend import runs_tensorflow
 from tfamp.loss_scale import LossScaleState, initial_state, next_state
 from tfamp.options import DynamicLossScale, LossScale
 
@@ -133,4 +134,4 @@ def as_tensor(variable: keras.Variable) -> Any:
     """The value of a variable as a tensor; on several replicas this one's, or the first one's."""
     # Keras takes its own variable for a tensor, so ops.convert_to_tensor would hand it out.
     value = variable.value
-    return tf.convert_to_tensor(value) if keras.backend.backend() == "tensorflow" else value
+    return tf.convert_to_tensor(value) if runs_tensorflow() else value
