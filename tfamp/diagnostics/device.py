@@ -9,6 +9,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,9 +181,14 @@ def measure_float16_slowdown() -> float:
     """
     import tensorflow as tf
 
-    # Also where a function is being traced: the ops run now and are in no graph.
-    with tf.init_scope(), tf.device("CPU:0"):
-        return _slowdown(tf)
+    def measure() -> float:
+        with tf.device("CPU:0"):
+            return _slowdown(tf)
+
+    # A thread of its own is eager wherever this is called: in a function that is being traced, and
+    # under `tf.Graph().as_default()`, which `tf.init_scope` does not leave.
+    with ThreadPoolExecutor(1) as own_thread:
+        return own_thread.submit(measure).result()
 
 
 def _slowdown(tf: Any) -> float:
