@@ -22,12 +22,10 @@ from tfamp.graph.function_names import (
     function_attributes,
     reached_functions,
 )
-from tfamp.graph.op_signatures import writes_variable
+from tfamp.graph.op_signatures import PYTHON, writes_variable
 from tfamp.graph.structures import FLOAT32
 from tfamp.graph.tensor_names import node_name
 
-# Runs Python, which may do anything to a variable.
-_PYTHON = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
 # How many of a loop's first results TensorFlow differentiates: those behind them are what the loop
 # keeps for a gradient that is in the graph already.
 _ORIGINAL = "_num_original_outputs"
@@ -134,7 +132,7 @@ def _writes(node: Any, library: Mapping[str, Any]) -> bool:
 
 
 def _may_write(node: Any) -> bool:
-    return writes_variable(node.op) or node.op in _PYTHON
+    return writes_variable(node.op) or node.op in PYTHON
 
 
 def _written_behind(

@@ -22,6 +22,8 @@ SUCCESSORS = {
 # The type attribute the successors have in addition.
 STATISTICS_ATTR = "U"
 
+# Ops that run Python, which may do anything to a variable.
+PYTHON = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
 # What writes variables besides Assign..VariableOp, ResourceApply.. and ResourceScatter..
 _OTHER_WRITES = frozenset(
     {"AssignVariableXlaConcatND", "ResourceCountUpTo", "ResourceStridedSliceAssign"}
