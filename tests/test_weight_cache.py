@@ -99,6 +99,21 @@ def test_a_restored_checkpoint_is_noticed(batch, tmp_path):
     np.testing.assert_array_equal(fast(batch), before)
 
 
+def test_python_within_the_function_may_write_weights(batch):
+    weight = weights()
+
+    @tf.function
+    def layer(x):
+        doubled = tf.py_function(lambda: (weight.assign(2.0 * weight), 0)[1], [], tf.int32)
+        with tf.control_dependencies([doubled]):
+            return tf.nn.relu(x @ weight.read_value())
+
+    fast = tfamp.rewrite(layer, dtype="bfloat16", placement="lists", cache_weights=True)
+    found = fast(batch)
+    assert not fast._cache.copies
+    assert_close(found, tf.nn.relu(batch @ weight), "bfloat16", depth=WIDTH)
+
+
 def test_gradients_reach_the_weights(batch):
     weight = weights()
     layer, fast = make(weight)

@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp import _tf_private
+from tfamp.graph.op_signatures import PYTHON
 
 # Casting fewer elements is faster than looking whether it is needed.
 LEAST_ELEMENTS = 2**14
@@ -78,6 +79,8 @@ class WeightCache:
 def cacheable_variables(traced: Any, graph_def: Any) -> dict[str, tf.Variable]:
     """Returns the variables a graph only reads, and that are worth keeping copies of.
 
+    None where the graph runs Python, which may write any variable in the middle of a call.
+
     Args:
         traced: The `tf.types.experimental.ConcreteFunction` that the graph is of.
         graph_def: Its graph, inlined.
@@ -85,6 +88,9 @@ def cacheable_variables(traced: Any, graph_def: Any) -> dict[str, tf.Variable]:
     Returns:
         The variables by the name of the node that stands for the variable's handle.
     """
+    scopes = [graph_def.node, *(each.node_def for each in graph_def.library.function)]
+    if any(node.op in PYTHON for nodes in scopes for node in nodes):
+        return {}
     handles = {id(variable.handle): variable for variable in _plain(traced.graph.variables)}
     captured = traced.inputs[len(traced.inputs) - len(traced.captured_inputs) :]
     named = {

@@ -344,3 +344,19 @@ def test_several_inputs_and_layers_called_in_a_loop(x):
     found = compare(Twice(), {"x": x, "state": 0 * x}, dtype="bfloat16", bound=0.1)
     assert [(row.layer, row.calls) for row in found.rows][0] == ("twice/cell", 3)
     assert found.keep_float32 == ()
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda x: x[:0], "outputs have no elements"),
+        (lambda x: x * np.nan, "no output is finite in float32"),
+        (lambda x: tf.data.Dataset.from_tensors(x).take(0), "data set given as x is empty"),
+    ],
+)
+def test_where_float32_gives_nothing_no_error_is_claimed(x, made, message):
+    model = keras.Sequential([keras.Input((16,)), L.Dense(4), L.Dense(2)])
+    lowered = tfamp.rewrite(lambda x: x @ tf.ones((16, 2)), dtype="float16", placement="lists")
+    for subject in (model, lowered):
+        with pytest.raises(ValueError, match=message):
+            compare(subject, made(x), dtype="float16", bound=0.01)

@@ -114,3 +114,10 @@ def test_a_custom_loop_of_raw_ops(low):
     assert find_nonfinite(step, x, y.astype(np.int32)) is None
     np.testing.assert_array_equal(hidden.numpy(), before[0])
     assert scaler.state_dict() == before[1]
+
+
+def test_an_empty_batch_is_no_fault_of_precision():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
+    x, y = np.ones((0, 4), "float32"), np.ones((0, 2), "float32")
+    with pytest.raises(ValueError, match="x is an empty batch"):
+        find_nonfinite(model, x, y, loss="mse", dtype="float16")

@@ -128,3 +128,8 @@ def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch):
     ):
         with pytest.raises(ModuleNotFoundError, match=r'pip install "tfamp\[plot\]"'):
             made()
+
+
+def test_what_is_no_comparison_is_an_error():
+    with pytest.raises(TypeError, match="what tfamp.diagnostics.compare returned; got list"):
+        plot_compare(HISTORY)

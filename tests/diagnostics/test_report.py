@@ -116,6 +116,12 @@ def test_a_file_that_is_there_stays_until_the_new_one_is_complete(tmp_path, monk
     assert path.read_text(encoding="utf-8").endswith("</html>\n")
 
 
+def test_a_monitors_history_given_as_that_of_fit_is_an_error_and_leaves_no_file(tmp_path):
+    with pytest.raises(TypeError, match="goes to monitor="):
+        training_report(tmp_path / "report.html", history=[made_record(100)])
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_it_light_and_dark(tmp_path, scheme):
     path = training_report(tmp_path / "report.html", **everything())

@@ -135,14 +135,26 @@ def written_by_python(weight):
     return body
 
 
-@pytest.mark.parametrize("make", [written_by_assignment, written_by_a_branch, written_by_python])
+def written_by_a_slice(weight):
+    def body(state):
+        state = tf.tanh(state @ weight)
+        weight[0, 0].assign(weight[0, 0] + 1.0)
+        return (state,)
+
+    return body
+
+
+WRITERS = [written_by_assignment, written_by_a_branch, written_by_a_slice, written_by_python]
+
+
+@pytest.mark.parametrize("make", WRITERS)
 def test_a_weight_that_the_loop_writes_is_read_in_every_round(make):
     weight = tf.Variable(START)
 
     @tf.function
     def step():
         state = rounds(make(weight), X)
-        weight.assign_sub(tf.ones_like(weight) * 0.01)
+        weight.assign_sub(tf.ones_like(weight) * 0.01 * tf.reduce_mean(state))
         return state
 
     fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists")
@@ -152,7 +164,7 @@ def test_a_weight_that_the_loop_writes_is_read_in_every_round(make):
     found, moved = fast().numpy(), weight.numpy()
     weight.assign(START)
     assert_close(found, step().numpy(), "bfloat16", depth=4 * ROUNDS)
-    assert_close(moved, weight.numpy(), "bfloat16")
+    assert_close(moved, weight.numpy(), "bfloat16", depth=4 * ROUNDS)
 
 
 def test_the_read_waits_for_what_the_loop_waits_for():
@@ -162,13 +174,142 @@ def test_the_read_waits_for_what_the_loop_waits_for():
     def step():
         weight.assign(2.0 * weight)
         state = recurrent(weight)
-        weight.assign(0.0 * weight)
+        weight.assign(0.0 * weight * tf.reduce_mean(state))
         return state
 
     fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists")
     assert reads_in_loops(fast) == []
     assert_close(fast(), recurrent(2.0 * START), "bfloat16", depth=4 * ROUNDS)
     assert np.all(weight.numpy() == 0.0)
+
+
+def test_a_weight_that_the_condition_of_a_loop_writes_is_read_in_every_round():
+    weight = tf.Variable(START)
+
+    def condition(i, _):
+        with tf.control_dependencies([weight.assign(weight * 0.5)]):
+            return tf.identity(i) < ROUNDS
+
+    @tf.function
+    def step():
+        state = tf.while_loop(condition, lambda i, s: (i + 1, tf.tanh(s @ weight + X)), (0, X))[1]
+        weight.assign_sub(tf.ones_like(weight) * 0.01 * tf.reduce_mean(state))
+        return state
+
+    fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists")
+    found, moved = fast().numpy(), weight.numpy()
+    weight.assign(START)
+    assert_close(found, step().numpy(), "bfloat16", depth=4 * ROUNDS)
+    assert_close(moved, weight.numpy(), "bfloat16", depth=4 * ROUNDS)
+
+
+def test_handles_that_a_loop_exchanges_are_read_in_every_round():
+    weight, other = tf.Variable(START), tf.Variable(0.5 * START)
+
+    def body(i, state, handle, next_handle):
+        value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32)
+        value = tf.ensure_shape(value, START.shape)
+        return i + 1, tf.tanh(state @ value + X), next_handle, handle
+
+    @tf.function
+    def step():
+        start = (0, X, weight.handle, other.handle)
+        state = tf.while_loop(lambda i, *_: i < ROUNDS, body, start)[1]
+        for variable in (weight, other):
+            variable.assign_sub(tf.ones_like(variable) * 0.01 * tf.reduce_mean(state))
+        return state
+
+    fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists")
+    assert len(reads_in_loops(fast)) == 1
+    found = fast().numpy()
+    weight.assign(START)
+    other.assign(0.5 * START)
+    assert_close(found, step().numpy(), "bfloat16", depth=4 * ROUNDS)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_gradients_of_what_only_clips_its_weights_add_up_in_float32(first):
+    weight = tf.Variable(START)
+
+    @tf.function
+    def forward():
+        if first:
+            weight.assign(tf.clip_by_norm(weight, 1.0))
+        state = recurrent(weight)
+        if not first:
+            weight.assign(tf.clip_by_norm(weight, 1.0))
+        return tf.reduce_sum(state)
+
+    fast = tfamp.rewrite(forward, dtype="bfloat16", placement="lists")
+    assert len(reads_in_loops(fast)) == 1
+    with tf.GradientTape() as tape:
+        loss = fast()
+    got = tape.gradient(loss, weight)
+    weight.assign(START)
+    with tf.GradientTape() as tape:
+        loss = forward()
+    assert_close(got, tape.gradient(loss, weight), "bfloat16", depth=4 * ROUNDS)
+
+
+def test_loops_in_called_functions_are_helped_too():
+    weight = tf.Variable(START)
+    model = tf.function(lambda: recurrent(weight))
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model() ** 2)
+        weight.assign_sub(RATE * tape.gradient(loss, weight))
+        return loss
+
+    fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists")
+    assert reads_in_loops(fast) == []
+    losses = [fast().numpy() for _ in range(3)]
+    weight.assign(START)
+    expected = [step().numpy() for _ in range(3)]
+    assert_close(np.array(losses), np.array(expected), "bfloat16", depth=4 * ROUNDS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_loop_in_a_loop_with_its_gradient(dtype):
+    # What the inner loop keeps for the gradient is a list, which the outer loop keeps in a list.
+    weight = tf.Variable(START)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            state = rounds(lambda s: (rounds(lambda z: (tf.tanh(z @ weight + X),), s),), X)
+            loss = tf.reduce_mean(state**2)
+        return loss, tape.gradient(loss, weight)
+
+    fast = tfamp.rewrite(step, dtype=dtype, placement="lists")
+    pops = {node.dtype for node in fast.plan().nodes if node.op == "TensorListPopBack"}
+    assert dtype in pops
+    for got, wanted in zip(fast(), step(), strict=True):
+        assert_close(got, wanted, dtype, depth=4 * ROUNDS**2)
+
+
+def test_force_low_leaves_what_a_branch_keeps_for_its_gradient():
+    weight = tf.Variable(START)
+
+    def body(state):
+        return (
+            tf.cond(
+                tf.reduce_sum(state) > 0.0, lambda: tf.tanh(state @ weight), lambda: state @ weight
+            ),
+        )
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(rounds(body, X) ** 2)
+        return loss, tape.gradient(loss, weight)
+
+    fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists", force_low=["MatMul"])
+    kept = {node.dtype for node in fast.plan().nodes if node.op.startswith("Optional")}
+    assert kept == {"float32"}
+    for got, wanted in zip(fast(), step(), strict=True):
+        assert_close(got, wanted, "bfloat16", depth=4 * ROUNDS)
 
 
 def test_a_fetched_loop_and_the_given_graph_stay_as_they_are():

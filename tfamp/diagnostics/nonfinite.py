@@ -69,7 +69,8 @@ def find_nonfinite(
 
     Raises:
         TypeError: `model_or_fn` cannot be called, `x` is a data set, or `loss` is no loss.
-        ValueError: There is no such dtype; or there are targets, but no loss.
+        ValueError: There is no such dtype; there are targets, but no loss; or a model's batch is
+            empty.
 
     Example:
         >>> import keras, numpy, tfamp
@@ -92,6 +93,7 @@ def find_nonfinite(
     if report is not None:
         return report
     if isinstance(model_or_fn, keras.Layer):
+        _check_batch(x)
         return _find_in_model(model_or_fn, x, y, loss, dtype)
     return _find_in_function(model_or_fn, x, y, loss, dtype)
 
@@ -109,6 +111,15 @@ def _check(model_or_fn: Any, x: Any, dtype: Any) -> None:
     if isinstance(x, tf.data.Dataset):
         raise TypeError(
             "x must be one batch; got a data set. Give the x and y of next(iter(data))."
+        )
+
+
+def _check_batch(x: Any) -> None:
+    sizes = {leaf.shape[0] for leaf in keras.tree.flatten(x) if len(getattr(leaf, "shape", ()))}
+    if sizes == {0}:
+        raise ValueError(
+            "x is an empty batch, and the mean of no losses is NaN in any precision. Give a batch "
+            "with at least one example."
         )
 
 

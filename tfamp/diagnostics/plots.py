@@ -257,6 +257,7 @@ def plot_compare(comparison: Any) -> Figure:
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
+        TypeError: It is no comparison.
         ValueError: The comparison has no row.
 
     Example:
@@ -267,6 +268,11 @@ def plot_compare(comparison: Any) -> Figure:
         ...
         ValueError: There is no row to show: the comparison has no layer.
     """
+    if not hasattr(comparison, "rows"):
+        raise TypeError(
+            "comparison must be what tfamp.diagnostics.compare returned; got "
+            f"{type(comparison).__name__}."
+        )
     rows = list(comparison.rows)
     if not rows:
         raise ValueError("There is no row to show: the comparison has no layer.")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfamp import hardware
@@ -50,7 +52,8 @@ def compare(
 
     Raises:
         TypeError: `model` is neither a model nor a function.
-        ValueError: The dtype or the bound is wrong, or the dtype is not that of the rewrite.
+        ValueError: The dtype or the bound is wrong, the dtype is not that of the rewrite, or
+            float32 gives nothing to compare with: no example, or no finite output.
 
     Example:
         >>> dense = keras.layers.Dense
@@ -76,6 +79,7 @@ def compare(
             "compare takes a Keras model, a function or what tfamp.rewrite returned; got "
             f"{type(model).__name__}."
         )
+    _check_outputs(subject.outputs)
     rows, error = subject.rows()
     found = Found((), None, 0)
     if bound is not None:
@@ -116,11 +120,29 @@ def _low_dtype(model: Any, dtype: Any) -> str:
     return name
 
 
+def _check_outputs(outputs: Sequence[Any]) -> None:
+    """Raises a ValueError where float32's outputs have no number to compare with."""
+    if not outputs:
+        return
+    if not any(output.size for output in outputs):
+        raise ValueError(
+            "There is nothing to compare: the outputs have no elements. Give x with at least one "
+            "example."
+        )
+    if not any(np.isfinite(output.astype(np.float64)).any() for output in outputs):
+        raise ValueError(
+            "There is nothing to compare: no output is finite in float32 either. "
+            "tfamp.diagnostics.find_nonfinite tells where it begins."
+        )
+
+
 def _first(x: Any) -> Any:
     """The first batch of a data set, without its labels."""
     if not isinstance(x, tf.data.Dataset):
         return x
-    element = next(iter(x))
+    element = next(iter(x), None)
+    if element is None:
+        raise ValueError("The data set given as x is empty: it has no batch to compare on.")
     return element[0] if isinstance(element, tuple) else element
 
 

@@ -68,6 +68,7 @@ def training_report(
         The path of the file.
 
     Raises:
+        TypeError: `history` or `monitor` is something else.
         ValueError: There is nothing to report.
         ModuleNotFoundError: matplotlib is not installed, and there is something to draw.
 
@@ -192,6 +193,11 @@ def _skips(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _history_section(metrics: Mapping[str, Sequence[float]]) -> str:
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            "history must be what model.fit returned, or a dict of metric name -> values; got "
+            f"{type(metrics).__name__}. The history of a NumericsMonitor goes to monitor=."
+        )
     names = [name for name in metrics if not name.startswith("val_") and metrics[name]]
     if not names:
         raise ValueError("history has no metric; give what model.fit returned.")

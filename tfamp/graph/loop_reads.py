@@ -8,7 +8,7 @@ step and not once a token.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +22,10 @@ from tfamp.graph.function_names import (
     function_attributes,
     reached_functions,
 )
-from tfamp.graph.op_signatures import writes_variable
+from tfamp.graph.op_signatures import PYTHON, writes_variable
 from tfamp.graph.structures import FLOAT32
 from tfamp.graph.tensor_names import node_name
 
-# Runs Python, which may do anything to a variable.
-_PYTHON = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
 # How many of a loop's first results TensorFlow differentiates: those behind them are what the loop
 # keeps for a gradient that is in the graph already.
 _ORIGINAL = "_num_original_outputs"
@@ -52,9 +50,10 @@ def read_before_loops(
 ) -> tuple[Any, frozenset[tuple[str, str]]]:
     """Takes reads of float32 variables out of the loops of a training step.
 
-    Only reads of variables that the graph also writes, outside the loop: such a graph is the last
-    to need gradients by them. In others a loop's constants stay float32, as their gradients, which
-    would get the same dtype, add up over the rounds.
+    Only reads of variables that the graph writes behind the loop, with what the loop led to: such a
+    graph is the last to need gradients by them. In others, one that clips its weights before it
+    uses them included, a loop's constants stay float32, as their gradients, which would get the
+    same dtype, add up over the rounds.
 
     Args:
         graph_def: A `tf.compat.v1.GraphDef`; it is not modified. Loops in functions stay.
@@ -65,20 +64,16 @@ def read_before_loops(
         argument): what was read. The reads in the bodies are Identities of these now.
     """
     library = {function.signature.name: function for function in graph_def.library.function}
-    used = Counter(
-        name
-        for nodes in (graph_def.node, *(f.node_def for f in library.values()))
-        for node in nodes
-        for name in called_functions(node)
-    )
+    used = _uses(graph_def.node, library)
     kept = {node_name(name) for name in keep}
     found = {}
     for loop in graph_def.node:
         if loop.op not in LOOPS or loop.name in kept:
             continue
         if all(used[name] == 1 for _, name in function_attributes(loop)):
-            reads = _invariant_reads(library[loop.attr["body"].func.name], library)
-            written = _written(graph_def.node, library, {loop.input[each.handle] for each in reads})
+            reads = _invariant_reads(loop, library)
+            handles = {loop.input[each.handle] for each in reads}
+            written = _written_behind(loop, graph_def.node, library, handles)
             reads = [each for each in reads if loop.input[each.handle] in written]
             if reads:
                 found[loop.name] = reads
@@ -93,38 +88,84 @@ def read_before_loops(
     return result, frozenset(added)
 
 
-def _invariant_reads(body: Any, library: Mapping[str, Any]) -> list[_Read]:
-    """The reads of float32 variables in a body that nothing in it can write."""
-    inside = reached_functions(library, [body.signature.name])
-    if any(_may_write(node) for name in inside for node in library[name].node_def):
+def _uses(nodes: Sequence[Any], library: Mapping[str, Any]) -> Counter[str]:
+    """How often functions are called, by functions that are called themselves."""
+    reached = reached_functions(library, [n for node in nodes for n in called_functions(node)])
+    bodies = [nodes, *(library[name].node_def for name in reached)]
+    return Counter(name for body in bodies for node in body for name in called_functions(node))
+
+
+def _invariant_reads(loop: Any, library: Mapping[str, Any]) -> list[_Read]:
+    """The reads of float32 variables in the body of a loop in which nothing can be written."""
+    if _writes(loop, library):
         return []
-    positions = {arg.name: i for i, arg in enumerate(body.signature.input_arg)}
+    body = library[loop.attr["body"].func.name]
+    # A loop may carry handles, and exchange them.
+    same = {
+        argument.name: i
+        for i, (argument, result) in enumerate(
+            zip(body.signature.input_arg, body.signature.output_arg, strict=True)
+        )
+        if _origin(body, body.ret[result.name]) == argument.name
+    }
     return [
-        _Read(node, positions[node.input[0]])
+        _Read(node, same[node.input[0]])
         for node in body.node_def
         if node.op == "ReadVariableOp"
-        and node.input[0] in positions
+        and node.input[0] in same
         and _tf_private.dtype_name(node.attr["dtype"].type) == FLOAT32
     ]
 
 
+def _origin(body: Any, tensor: str) -> str:
+    """Where a tensor of a body comes from, past Identity nodes."""
+    identities = {f"{n.name}:output:0": n.input[0] for n in body.node_def if n.op == "Identity"}
+    while tensor in identities:
+        tensor = identities[tensor]
+    return tensor
+
+
+def _writes(node: Any, library: Mapping[str, Any]) -> bool:
+    """Whether a node, or a function that it runs, may write variables."""
+    inside = reached_functions(library, called_functions(node))
+    return _may_write(node) or any(_may_write(n) for name in inside for n in library[name].node_def)
+
+
 def _may_write(node: Any) -> bool:
-    return writes_variable(node.op) or node.op in _PYTHON
+    return writes_variable(node.op) or node.op in PYTHON
 
 
-def _written(nodes: Iterable[Any], library: Mapping[str, Any], handles: Set[str]) -> set[str]:
-    """Those of some handles that an op outside of loops writes, or a function that gets them."""
-    written: set[str] = set()
+def _written_behind(
+    loop: Any, nodes: Sequence[Any], library: Mapping[str, Any], handles: Set[str]
+) -> set[str]:
+    """Those of some handles that are written with values that depend on a loop."""
+    consumers = [
+        node
+        for node in nodes
+        if node.op not in LOOPS and handles & set(node.input) and _writes(node, library)
+    ]
+    if not consumers:
+        return set()
+    behind = _behind(loop.name, nodes)
+    return {name for node in consumers if node.name in behind for name in handles & set(node.input)}
+
+
+def _behind(start: str, nodes: Sequence[Any]) -> set[str]:
+    """The nodes that a node's results lead to, also through variables that are written and read."""
+    loops = {node.name for node in nodes if node.op in LOOPS}
+    users = defaultdict(list)
     for node in nodes:
-        touched = handles & set(node.input)
-        if not touched or node.op in LOOPS:
-            continue
-        inside = reached_functions(library, called_functions(node))
-        if _may_write(node) or any(
-            _may_write(n) for name in inside for n in library[name].node_def
-        ):
-            written |= touched
-    return written
+        for name in node.input:
+            # A read waits for a write. What only waits for a loop does not depend on its results.
+            if not (name.startswith("^") and node_name(name) in loops):
+                users[node_name(name)].append(node.name)
+    found, pending = {start}, [start]
+    while pending:
+        for name in users[pending.pop()]:
+            if name not in found:
+                found.add(name)
+                pending.append(name)
+    return found
 
 
 def _hoist(

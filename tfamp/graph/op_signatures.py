@@ -22,6 +22,13 @@ SUCCESSORS = {
 # The type attribute the successors have in addition.
 STATISTICS_ATTR = "U"
 
+# Ops that run Python, which may do anything to a variable.
+PYTHON = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
+# What writes variables besides Assign..VariableOp, ResourceApply.. and ResourceScatter..
+_OTHER_WRITES = frozenset(
+    {"AssignVariableXlaConcatND", "ResourceCountUpTo", "ResourceStridedSliceAssign"}
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Argument:
@@ -126,7 +133,7 @@ def has_kernel(op: str, device: str, types: tuple[tuple[str, tuple[str, ...]], .
 
 def writes_variable(op: str) -> bool:
     """Whether an op assigns or updates variables."""
-    if op.startswith("Assign") and op.endswith("VariableOp"):
+    if op in _OTHER_WRITES or (op.startswith("Assign") and op.endswith("VariableOp")):
         return True
     return op.startswith(("ResourceApply", "ResourceSparse", "ResourceScatter"))
 

@@ -54,6 +54,8 @@ _CARRIERS = frozenset(
         "ZerosLike",
     }
 )
+# What puts tensors into a variant and takes them out, whose dtypes no edge tells.
+_OPTIONALS = frozenset({"OptionalFromValue", "OptionalGetValue"})
 _VARIABLES = frozenset({"Variable", "VariableV2"})
 
 _ARGUMENT_REASON = Reason("boundary", "an argument of the function keeps its dtype")
@@ -61,6 +63,7 @@ _RESULT_REASON = Reason("boundary", "a result of the function keeps its dtype")
 _CALL_REASON = Reason("boundary", "it calls a function, whose arguments and results keep theirs")
 _REFERENCE_REASON = Reason("variable", "it refers to the memory of a variable")
 _RESOURCE_REASON = Reason("variable", "it uses a resource, whose values keep their dtype")
+_OPTIONAL_REASON = Reason("optional", "what a branch keeps for its gradient keeps its dtype")
 _SOURCE_REASON = Reason("source", "it has no inputs: its value is given")
 
 
@@ -110,6 +113,8 @@ def _structural_reason(index: GraphIndex, node: IndexedNode, has_inputs: bool) -
         return _CALL_REASON
     if node.op in LOOPS or node.op == LINK:  # Its dtypes are also those of what it runs.
         return None
+    if node.op in _OPTIONALS:
+        return _OPTIONAL_REASON
     if node.uses_references:
         return _REFERENCE_REASON
     if any(index.slots[slot].dtype == "resource" for slot in node.slots):
@@ -127,25 +132,35 @@ def _list_clusters(index: GraphIndex) -> list[list[int]]:
     for root, slot in enumerate(index.slots):
         if slot.dtype == "variant" and root not in seen:
             seen.add(root)
-            clusters.append(_closure([root], (index.fanin, index.fanout), seen))
+            clusters.append(_closure(index, [root], (index.fanin, index.fanout), seen))
     return clusters
 
 
 def _closure(
-    roots: Iterable[int], neighbours: tuple[Sequence[Sequence[int]], ...], seen: set[int]
+    index: GraphIndex,
+    roots: Iterable[int],
+    neighbours: tuple[Sequence[Sequence[int]], ...],
+    seen: set[int],
 ) -> list[int]:
     """Follows slots from roots that are in `seen` already; adds what it reaches to it."""
     pending = list(roots)
     reached = list(pending)
     while pending:
         slot = pending.pop()
-        for table in neighbours:
-            for other in table[slot]:
+        # The gradient of a loop in a loop has lists of lists: what one holds is part of it.
+        within = _handles(index, slot) if "TensorList" in index.node_of(slot).op else ()
+        for table in (*(table[slot] for table in neighbours), within):
+            for other in table:
                 if other not in seen:
                     seen.add(other)
                     reached.append(other)
                     pending.append(other)
     return sorted(reached)
+
+
+def _handles(index: GraphIndex, slot: int) -> list[int]:
+    """The variant slots of the node of a slot."""
+    return [each for each in index.node_of(slot).slots if index.slots[each].dtype == "variant"]
 
 
 def _list_members(index: GraphIndex, cluster: Sequence[int]) -> list[int]:
@@ -186,8 +201,8 @@ def _implied_edges(index: GraphIndex, members: Sequence[int]) -> list[tuple[int,
         node = index.node_of(reader)
         if node.op not in _READERS:
             continue
-        handles = [slot for slot in node.slots if index.slots[slot].dtype == "variant"]
-        for slot in _closure(handles, (index.fanin,), set(handles)):
+        handles = _handles(index, reader)
+        for slot in _closure(index, handles, (index.fanin,), set(handles)):
             writer = index.node_of(slot)
             element = _element_slot(index, writer) if writer.op in _WRITERS else None
             if element is not None:

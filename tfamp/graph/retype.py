@@ -15,13 +15,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.dtypes import LOW_PRECISION
+from tfamp.graph.op_signatures import PYTHON
 from tfamp.graph.structures import MAIN_GRAPH, RESULT, Edge, GraphIndex
 
 # The attribute with the value of a constant before it was rounded; see `unrounded_constants`.
 UNROUNDED = "_tfamp_unrounded"
 _LOW = {tf.as_dtype(name).as_datatype_enum for name in LOW_PRECISION}
 _RANDOM = re.compile(r"Random|(Uniform|Normal|Multinomial)(Int|V2)?$")
-_PYTHON = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
 _SEEDS = ("seed", "seed2")
 
 
@@ -125,7 +125,7 @@ def _keeping(index: GraphIndex) -> Iterator[str]:
     }
     for position, node in enumerate(index.nodes):
         variable = position in takes_resource and not node.calls_function
-        bits = node.op in _PYTHON or node.op in ("Bitcast", "VarHandleOp")
+        bits = node.op in PYTHON or node.op in ("Bitcast", "VarHandleOp")
         if variable or bits or (_RANDOM.search(node.op) and not node.calls_function):
             yield node.name
 
