@@ -151,7 +151,9 @@ class GradientAccumulator(tf.Module):
     def reset(self) -> None:
         """Drops what has been added since the last window ended."""
         self._clear()
-        # What was not finite in it says nothing of the next window.
+        # What was unscaled for it, and was not finite, says nothing of the next window.
+        self._optimizer._windows.current().close()
+        self._optimizer._unscaled_pending.assign(False)
         self._optimizer._unscaled_finite.assign(True)
 
     def _clear(self) -> None:
