@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tfamp import keras_hooks
-from tfamp.dtypes import float_format
+from tfamp.dtypes import LOW_PRECISION, float_format
 from tfamp.model_structure import is_graph, is_plain, layers_of, path_of
 from tfamp.policy_state import policy_scope
 
@@ -224,6 +224,15 @@ def _copy_weights(model: Any, made: Any, values: Any) -> None:
     for value, target in zip(old if values is None else values(old), new, strict=True):
         _check_range(value, target)
         target.assign(keras.ops.cast(value, target.dtype))
+        dtype = keras.backend.standardize_dtype(target.dtype)
+        regularizer = getattr(target, "regularizer", None)
+        if regularizer is not None and dtype in LOW_PRECISION:
+            target.regularizer = _in_float32(regularizer)
+
+
+def _in_float32(regularizer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a regularizer that computes in float32, in which Keras adds it to the loss."""
+    return lambda variable: regularizer(keras.ops.cast(variable, "float32"))
 
 
 def _check_range(value: Any, target: Any) -> None:
