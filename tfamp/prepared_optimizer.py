@@ -104,7 +104,7 @@ def _built_for(optimizer: Any) -> list[Any] | None:
 
 def _exclude_like(old: Any, new: Any, model: Any, made: Any) -> None:
     """Takes out of weight decay what another optimizer has taken out; no configuration says it."""
-    excluded = getattr(old, "_exclude_from_weight_decay", set())
+    excluded: set[Any] = getattr(old, "_exclude_from_weight_decay", set())
     pattern = getattr(old, "_exclude_from_weight_decay_pattern", None)
     if not excluded and pattern is None:
         return
