@@ -304,3 +304,47 @@ def test_outside_a_replica_is_an_error(two_replicas):
     pairs = [(tf.zeros(v.shape), v) for v in model.trainable_variables]
     with two_replicas.scope(), pytest.raises(ValueError, match=r"inside strategy\.run"):
         accumulator.apply_gradients(pairs)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_flush_knows_what_was_unscaled_in_each_batch(traced):
+    weight, optimizer = keras.Variable(1.0), tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+    accumulator = tfamp.GradientAccumulator(optimizer, WINDOW)
+
+    def step(unscale):
+        with tf.GradientTape() as tape:
+            scaled = optimizer.get_scaled_loss(0.25 * tf.square(weight))
+        gradients = tape.gradient(scaled, [weight])
+        if unscale:
+            gradients = optimizer.get_unscaled_gradients(gradients)
+        accumulator.apply_gradients(zip(gradients, [weight], strict=True))
+
+    step = tf.function(step) if traced else step
+    for unscale in (True, False, True):
+        step(unscale)
+    assert bool(accumulator.flush())
+    assert float(weight) == 0.5
+
+
+def test_gradients_unscaled_in_another_function_are_not_unscaled_again():
+    weight, optimizer = keras.Variable(1.0), tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+    accumulator = tfamp.GradientAccumulator(optimizer, 2)
+
+    @tf.function
+    def unscaled():
+        with tf.GradientTape() as tape:
+            scaled = optimizer.get_scaled_loss(0.25 * tf.square(weight))
+        return optimizer.get_unscaled_gradients(tape.gradient(scaled, [weight]))
+
+    for _ in range(2):
+        accumulator.apply_gradients(zip(unscaled(), [weight], strict=True))
+    assert float(weight) == 0.5
+
+
+def test_reset_forgets_that_a_batch_was_not_finite():
+    weight, optimizer = keras.Variable(1.0), tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+    accumulator = tfamp.GradientAccumulator(optimizer, 1)
+    optimizer.get_unscaled_gradients([tf.constant(np.nan)])
+    accumulator.reset()
+    accumulator.apply_gradients([(optimizer.get_scaled_loss(0.5), weight)])
+    assert float(weight) == 0.5

@@ -509,3 +509,20 @@ def test_exclusion_from_weight_decay_reaches_the_inner_optimizer():
     zero = tf.constant(0.0)
     optimizer.apply_gradients([(zero, kept), (zero, decayed)], unscaled=True)
     assert (float(kept), float(decayed)) == (1.0, 0.75)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("traced", [False, True])
+def test_keras_accumulates_gradients_of_low_variables(dtype, traced):
+    weight = keras.Variable([1.0, 1.0], dtype=dtype)
+    inner = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
+    optimizer = tfamp.LossScaleOptimizer(inner, loss_scale=8.0)
+
+    def step(gradient):
+        optimizer.apply([gradient], [weight], unscaled=False)
+
+    step = tf.function(step) if traced else step
+    for values in ([8.0, 16.0], [24.0, 16.0]):
+        step(tf.constant(values, dtype))
+    assert weight.dtype == dtype
+    assert keras.ops.cast(weight, "float32").numpy().tolist() == [0.0, 0.0]

@@ -45,7 +45,10 @@ def update_variables(
         scale: Scalar float32 the gradients are still to be divided by; None: they have been.
     """
     if not _optimizer_fits(optimizer):
-        optimizer.apply(_unscaled(gradients, variables, scale), variables)
+        gradients = _unscaled(gradients, variables, scale)
+        if optimizer.gradient_accumulation_steps:
+            gradients = gradient_lib.as_stored_all(gradients, variables)
+        optimizer.apply(gradients, variables)
         return
     # Warns of gradients that are None, as the optimizer does.
     gradients, variables = optimizer._filter_empty_gradients(gradients, variables)

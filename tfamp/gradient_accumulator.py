@@ -150,6 +150,13 @@ class GradientAccumulator(tf.Module):
     @as_written
     def reset(self) -> None:
         """Drops what has been added since the last window ended."""
+        self._clear()
+        # What was unscaled for it, and was not finite, says nothing of the next window.
+        self._optimizer._windows.current().close()
+        self._optimizer._unscaled_pending.assign(False)
+        self._optimizer._unscaled_finite.assign(True)
+
+    def _clear(self) -> None:
         for total in self._sums:
             total.assign(tf.zeros_like(total))
         self._count.assign(0)
@@ -173,6 +180,7 @@ class GradientAccumulator(tf.Module):
             )
 
     def _add(self, grads: list[Any]) -> None:
+        grads = gradient_lib.unscale_all(grads, self._window.variables, self._scaled_by())
         for i, (gradient, total) in enumerate(zip(grads, self._sums, strict=True)):
             if gradient is None:
                 continue
@@ -187,12 +195,24 @@ class GradientAccumulator(tf.Module):
             else:
                 total.assign_add(tf.cast(gradient, total.dtype))
 
-    def _end_window_if(self, ends: Any) -> Any:
-        # Of the graph being traced: in the branch that applies it would not be known.
-        unscaled = self._optimizer._windows.current().close()
+    def _scaled_by(self) -> Any:
+        """Returns what the gradients of a micro-batch are to be divided by; None for nothing.
 
+        The sums are of unscaled gradients: whoever ends the window, in this graph or another,
+        cannot know what was unscaled in each of its micro-batches.
+        """
+        optimizer = self._optimizer
+        if optimizer._windows.current().close():
+            scale = None
+        else:
+            # What was unscaled in another graph, or in eager mode, only shows at run time.
+            scale = keras.ops.where(optimizer._unscaled_pending, 1.0, optimizer.get_scale())
+        optimizer._unscaled_pending.assign(False)
+        return scale
+
+    def _end_window_if(self, ends: Any) -> Any:
         def end_window() -> None:
-            self._apply_mean(unscaled)
+            self._apply_mean()
 
         def on_all_replicas(strategy: tf.distribute.Strategy, ends: Any) -> None:
             _if(
@@ -206,14 +226,14 @@ class GradientAccumulator(tf.Module):
             _if(ends, end_window)
         return ends
 
-    def _apply_mean(self, unscaled: bool) -> None:
+    def _apply_mean(self) -> None:
         added = tf.convert_to_tensor(self._count)
         means = [
             tf.convert_to_tensor(total) / tf.cast(added, total.dtype) if had_gradient else None
             for total, had_gradient in zip(self._sums, self._window.had_gradient, strict=True)
         ]
-        self._optimizer.apply(means, self._window.variables, unscaled=unscaled)
-        self.reset()
+        self._optimizer.apply(means, self._window.variables, unscaled=True)
+        self._clear()
 
 
 def _zeros_like(variable: Any) -> tf.Variable:

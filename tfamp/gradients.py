@@ -104,6 +104,30 @@ def unscale_all(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) 
     ]
 
 
+def as_stored_all(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Casts the gradients of float16 and bfloat16 variables to their variable's dtype.
+
+    Keras adds gradients up in sums of that dtype, and does not cast them itself there.
+
+    Args:
+        gradients: Unscaled gradients: float tensors, `tf.IndexedSlices` or None.
+        variables: The variables they belong to, in the same order.
+
+    Returns:
+        The gradients, in the same order.
+    """
+    return [_stored(*pair) for pair in zip(gradients, variables, strict=True)]
+
+
+def _stored(gradient: Any, variable: Any) -> Any:
+    if gradient is None or not _narrows(gradient, variable):
+        return gradient
+    values = _as_stored(gradient, variable)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return values
+
+
 def all_finite(
     gradients: Sequence[Any], variables: Sequence[Any] | None = None, scale: Any = None
 ) -> Any:

@@ -114,6 +114,9 @@ def _is_chosen(layer: Any, default: str) -> bool:
         return name != ("float32" if raised else before.given)
     if record is not None:
         return name != ("float32" if raised else record.policy_name)
+    if name == "float32" and default.startswith("mixed_"):
+        # In a model read from a file, BatchNormalization is so without anyone's choice.
+        return not Policy(default).keeps_float32(type(layer))
     return name != default
 
 

@@ -183,9 +183,7 @@ def level_on_copy(
         made_kept = base.kept_of(made)
     made_optimizer = None
     if optimizer is not None:
-        before = values(model.trainable_variables)
-        after = made.trainable_variables
-        made_optimizer = optimizer_for_copy(optimizer, level, before, after)
+        made_optimizer = optimizer_for_copy(optimizer, level, model, made)
     if model.compiled:
         compile_like(made, model, made_optimizer)
     _finish(made, level, made_kept, rewrite)

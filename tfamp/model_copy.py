@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tfamp import keras_hooks
-from tfamp.dtypes import float_format
+from tfamp.dtypes import LOW_PRECISION, float_format
 from tfamp.model_structure import is_graph, is_plain, layers_of, path_of
 from tfamp.policy_state import policy_scope
 
@@ -26,8 +26,7 @@ def copy_model(
         model: A built model; not modified.
         policy_of: Gets a layer and returns the name of the policy that its copy is to have; None
             for its own.
-        values: Gets the model's trainable variables and returns their values as float32; None for
-            those they have.
+        values: Gets the model's weights and returns their exact values; None for those they have.
 
     Returns:
         The copy, not compiled.
@@ -123,6 +122,22 @@ def same_layers(model: Any, made: Any) -> list[tuple[Any, Any]]:
     return [(layer, remaining[layer.name].pop(0)) for layer in old if remaining.get(layer.name)]
 
 
+def counterparts(model: Any, made: Any, variables: Iterable[Any]) -> list[Any] | None:
+    """Returns the variables that a copy of a model has for some of the model's.
+
+    Args:
+        model: The model that was copied.
+        made: The copy.
+        variables: Variables of the model.
+
+    Returns:
+        The copy's, in the same order; None where one is not the model's.
+    """
+    new = {id(old): copied for old, copied in zip(model.weights, made.weights, strict=True)}
+    found = [new.get(id(variable)) for variable in variables]
+    return None if any(each is None for each in found) else found
+
+
 def _with_policies(model: Any, policies: dict[int, str | None]) -> dict[str, Any]:
     """Returns a model's configuration with other policies in it."""
     config = copy.deepcopy(model.get_config())
@@ -206,14 +221,18 @@ def _copy_weights(model: Any, made: Any, values: Any) -> None:
             f"{model.name} made anew has {len(new)} weights of other shapes than its own "
             f"{len(old)}; it was changed since it was built."
         )
-    exact = {id(v): v for v in old}
-    if values is not None:
-        trainable = model.trainable_variables
-        exact |= {id(v): value for v, value in zip(trainable, values(trainable), strict=True)}
-    for source, target in zip(old, new, strict=True):
-        value = exact[id(source)]
+    for value, target in zip(old if values is None else values(old), new, strict=True):
         _check_range(value, target)
         target.assign(keras.ops.cast(value, target.dtype))
+        dtype = keras.backend.standardize_dtype(target.dtype)
+        regularizer = getattr(target, "regularizer", None)
+        if regularizer is not None and dtype in LOW_PRECISION:
+            target.regularizer = _in_float32(regularizer)
+
+
+def _in_float32(regularizer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a regularizer that computes in float32, in which Keras adds it to the loss."""
+    return lambda variable: regularizer(keras.ops.cast(variable, "float32"))
 
 
 def _check_range(value: Any, target: Any) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import keras
 
-from tfamp.dtypes import LOW_PRECISION
 from tfamp.layer_roles import WeakMap
 from tfamp.levels import EffectiveLevel
+from tfamp.model_copy import counterparts
 from tfamp.optimizer import LossScaleOptimizer
 from tfamp.options import DynamicLossScale, LossScale
 
@@ -53,28 +53,40 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def optimizer_for_copy(
-    optimizer: Any, level: EffectiveLevel, before: Sequence[Any], after: Sequence[Any]
-) -> Any:
-    """Returns an optimizer for the variables of a copied model, which goes on where another is.
+def optimizer_for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> Any:
+    """Returns an optimizer for a copied model, which goes on where the model's own is.
 
     Args:
         optimizer: The optimizer of the model that was copied; it is not modified.
         level: The level.
-        before: The trainable variables of that model.
-        after: Those of the copy, in the same order.
+        model: That model.
+        made: The copy.
 
     Returns:
         A new optimizer. Its counters and slot variables have the values of the given one, if that
-        was built; its masters, if it has any, start from `before`.
+        was built; its masters, if it has any, start from the model's exact values.
+
+    Raises:
+        ValueError: The given optimizer was built for variables that the model does not have.
     """
     old = innermost(optimizer)
+    known = _built_for(optimizer)
+    # Layers may have been frozen, or set free, since the optimizer was built.
+    before = model.trainable_variables if known is None else known
+    after = counterparts(model, made, before)
+    if after is None:
+        raise ValueError(
+            f"{optimizer.name} was built for {len(before)} variables that are not all in "
+            f"{model.name}, whose weights get another dtype at this level: it cannot go on with "
+            "the new ones. Give the model an optimizer of its own, or a new one."
+        )
     new = type(old).from_config(old.get_config())
+    _exclude_like(old, new, model, made)
     rule, features = _wanted(optimizer, level)
     wrapped = new if rule is None else _wrap(optimizer, new, rule, features, level)
     if old.built or level.master_weights:
-        wrapped.build(list(after))
-        _start_masters(wrapped, before, after)
+        wrapped.build(after)
+        _start_masters(wrapped, exact_values(optimizer, before), after)
     if old.built:
         for target, source in zip(new.variables, old.variables, strict=True):
             target.assign(keras.ops.cast(source, target.dtype))
@@ -96,6 +108,26 @@ def with_needed_masters(level: EffectiveLevel, optimizer: Any) -> EffectiveLevel
         f"gradients, which {_why_not_low(optimizer, level)}."
     )
     return dataclasses.replace(level, master_weights=True, reasons=(*level.reasons, reason))
+
+
+def _built_for(optimizer: Any) -> list[Any] | None:
+    """The model's variables that an optimizer was built for; None where it is not built."""
+    while not optimizer.built:
+        if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            return None
+        optimizer = optimizer.inner_optimizer
+    return list(optimizer._trainable_variables)
+
+
+def _exclude_like(old: Any, new: Any, model: Any, made: Any) -> None:
+    """Takes out of weight decay what another optimizer has taken out; no configuration says it."""
+    excluded: set[Any] = getattr(old, "_exclude_from_weight_decay", set())
+    pattern = getattr(old, "_exclude_from_weight_decay_pattern", None)
+    if not excluded and pattern is None:
+        return
+    copies = zip(model.weights, made.weights, strict=True)
+    new.exclude_from_weight_decay([b for a, b in copies if old._var_key(a) in excluded])
+    new._exclude_from_weight_decay_pattern = pattern
 
 
 def trouble_in_pure(optimizer: Any, level: EffectiveLevel) -> str | None:
@@ -132,32 +164,38 @@ def _why_not_low(optimizer: Any, level: EffectiveLevel) -> str:
 
 
 def exact_values(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """Returns the values of trainable variables as float32, of masters where there are any.
+    """Returns the float32 values of the masters of variables; variables that have none themselves.
+
+    A value that was assigned to a variable since the last step holds, as it does for the next step.
 
     Args:
         optimizer: The optimizer that updates the variables; None will do.
-        variables: The trainable variables of a model.
+        variables: Variables of a model.
     """
-    masters = _masters(optimizer, variables)
-    return [
-        keras.ops.cast(masters.get(id(variable), variable), "float32") for variable in variables
-    ]
+    masters = _masters(optimizer)
+    return [_exact(variable, masters.get(id(variable))) for variable in variables]
 
 
-def _start_masters(wrapped: Any, before: Sequence[Any], after: Sequence[Any]) -> None:
-    masters = _masters(wrapped, after)
-    for source, variable in zip(before, after, strict=True):
+def _exact(variable: Any, master: Any) -> Any:
+    if master is None:
+        return variable
+    value = keras.ops.cast(variable, "float32")
+    rounded = keras.ops.cast(keras.ops.cast(master, variable.dtype), "float32")
+    return keras.ops.where(keras.ops.equal(rounded, value), master, value)
+
+
+def _start_masters(wrapped: Any, values: Sequence[Any], variables: Sequence[Any]) -> None:
+    masters = _masters(wrapped)
+    for value, variable in zip(values, variables, strict=True):
         if id(variable) in masters:
-            masters[id(variable)].assign(keras.ops.cast(source, "float32"))
+            masters[id(variable)].assign(keras.ops.cast(value, "float32"))
 
 
-def _masters(optimizer: Any, variables: Sequence[Any]) -> dict[int, Any]:
+def _masters(optimizer: Any) -> dict[int, Any]:
     """Returns the master of each variable that has one, by the variable's number."""
-    masters = getattr(optimizer, "master_variables", [])
-    low = [v for v in variables if keras.backend.standardize_dtype(v.dtype) in LOW_PRECISION]
-    if len(low) != len(masters):
-        return {}  # those of an optimizer that was built for other variables
-    return {id(variable): master for variable, master in zip(low, masters, strict=True)}
+    if not isinstance(optimizer, LossScaleOptimizer):
+        return {}
+    return {id(variable): master for variable, master in optimizer._masters.pairs()}
 
 
 def _wanted(optimizer: Any, level: EffectiveLevel) -> tuple[LossScale | None, dict[str, Any]]:

@@ -1,0 +1,101 @@
+"""Models whose class has a `compile` of its own, at every level."""
+
+from __future__ import annotations
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+import tfamp
+
+
+class TwoOptimizers(keras.Model):
+    """As the generative adversarial network of Keras's own examples is compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(4)
+        self.head = keras.layers.Dense(1)
+
+    def compile(self, d_optimizer, g_optimizer):
+        super().compile()
+        self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
+
+    def call(self, x):
+        return self.head(self.hidden(x))
+
+
+class PassesOn(keras.Sequential):
+    def compile(self, *args, **kwargs):
+        super().compile(*args, run_eagerly=False, **kwargs)
+
+
+class PassesKeywordsOn(keras.Sequential):
+    def compile(self, **kwargs):
+        super().compile(**kwargs)
+
+
+class OneMore(keras.Sequential):
+    def compile(self, factor, optimizer="sgd", **kwargs):
+        super().compile(optimizer, **kwargs)
+        self.factor = factor
+
+
+def _two():
+    return keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.2)
+
+
+def _layers():
+    return [keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)]
+
+
+def test_optimizers_under_other_names_are_left_with_a_warning():
+    model = TwoOptimizers()
+    model.build((None, 3))
+    model, _ = tfamp.prepare(model, level="O2", dtype="float16")
+    first, second = _two()
+    with pytest.warns(tfamp.TfampWarning, match="no argument named optimizer"):
+        model.compile(g_optimizer=second, d_optimizer=first)
+    assert model.d_optimizer is first
+    assert model.g_optimizer is second
+
+
+def test_a_copy_that_cannot_be_compiled_says_so():
+    model = TwoOptimizers()
+    model.build((None, 3))
+    model.compile(*_two())
+    with pytest.warns(tfamp.TfampWarning, match="is not compiled"):
+        made, _ = tfamp.prepare(model, level="O3", dtype="bfloat16")
+    assert not made.compiled
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.compile(*_two())
+    assert made(np.zeros((2, 3), "float32")).shape == (2, 1)
+
+
+@pytest.mark.parametrize("arguments", [("sgd", "mse"), ()])
+def test_compile_that_passes_its_arguments_on_is_followed(arguments):
+    model, _ = tfamp.prepare(PassesOn(_layers()), level="O2", dtype="float16")
+    model.compile(*arguments)
+    assert isinstance(model.optimizer, tfamp.LossScaleOptimizer)
+    model.compile(loss="mse", optimizer=keras.optimizers.Adam())
+    assert isinstance(model.optimizer.inner_optimizer, keras.optimizers.Adam)
+
+
+def test_compile_that_takes_keywords_only_is_followed():
+    model, _ = tfamp.prepare(PassesKeywordsOn(_layers()), level="O2", dtype="float16")
+    model.compile(loss="mse", optimizer="sgd")
+    assert isinstance(model.optimizer, tfamp.LossScaleOptimizer)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"optimizer": "adam"}])
+def test_optimizer_need_not_be_the_first_argument(arguments):
+    model, _ = tfamp.prepare(OneMore(_layers()), level="O2", dtype="float16")
+    model.compile(0.5, loss="mse", **arguments)
+    assert isinstance(model.optimizer, tfamp.LossScaleOptimizer)
+    assert type(model.optimizer.inner_optimizer).__name__.lower() == arguments.get(
+        "optimizer", "sgd"
+    )
+    assert model.factor == 0.5

@@ -1,0 +1,95 @@
+"""The optimizer of a copied model: state, exclusions and masters find the right variables."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import tfamp
+
+
+def _three_layers():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [keras.Input((8,))] + [keras.layers.Dense(8, activation="tanh") for _ in range(3)]
+    )
+
+
+def _with_masters(model, optimizer):
+    model.compile(optimizer, "mse")
+    model, _ = tfamp.prepare(model, level="O2", dtype="bfloat16", master_weights=True)
+    _fit(model)
+    return model
+
+
+def _fit(model):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((32, 8)).astype("float32")
+    model.fit(x, np.tanh(x), batch_size=8, verbose=0)
+
+
+def _float32(values):
+    return [np.asarray(value, "float32") for value in values]
+
+
+@pytest.mark.parametrize("arguments", [{"level": "O3"}, {"level": "O2", "master_weights": True}])
+def test_what_is_excluded_from_weight_decay_stays_so_in_a_copy(arguments):
+    model = _three_layers()
+    model.set_weights([np.ones_like(weight) for weight in model.get_weights()])
+    optimizer = keras.optimizers.SGD(0.5, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay([model.layers[0].kernel], ["bias"])
+    model, optimizer = tfamp.prepare(model, optimizer, dtype="bfloat16", **arguments)
+    variables = model.trainable_variables
+    optimizer.build(variables)
+    before = _float32(variables)
+    optimizer.apply([keras.ops.zeros(v.shape, v.dtype) for v in variables], variables)
+    decayed = [not np.array_equal(a, b) for a, b in zip(before, _float32(variables), strict=True)]
+    assert decayed == [False, False, True, False, True, False]
+
+
+def test_layers_frozen_since_keep_their_exact_values_and_slots():
+    model = _with_masters(_three_layers(), keras.optimizers.SGD(0.01, momentum=0.9))
+    masters = _float32(model.optimizer.master_variables)
+    slots = _float32(model.optimizer.inner_optimizer.momentums)
+    model.layers[1].trainable = False
+    model, optimizer = tfamp.prepare(model, level="O0")
+    # The last layer computes in float32, so its weights have no masters.
+    for master, weight in zip(masters, model.weights, strict=False):
+        np.testing.assert_array_equal(master, weight)
+    for before, after in zip(slots, optimizer.momentums, strict=True):
+        np.testing.assert_array_equal(before, after)
+    _fit(model)
+
+
+def test_layers_frozen_in_place_of_others_do_not_get_the_others_values():
+    model = _three_layers()
+    model.layers[0].trainable = False
+    model = _with_masters(model, keras.optimizers.SGD(0.01, momentum=0.9))
+    before = _float32(model.weights)
+    model.layers[0].trainable, model.layers[1].trainable = True, False
+    restored, _ = tfamp.prepare(model, level="O0")
+    for old, new in zip(before, _float32(restored.weights), strict=True):
+        np.testing.assert_allclose(old, new, rtol=2**-8)
+
+
+def test_weights_assigned_since_the_last_step_lead_back_to_o0():
+    model = _with_masters(_three_layers(), keras.optimizers.SGD(0.1))
+    best = model.get_weights()
+    _fit(model)
+    model.set_weights(best)  # what EarlyStopping(restore_best_weights=True) does
+    restored, _ = tfamp.prepare(model, level="O0")
+    for old, new in zip(_float32(best)[:4], restored.weights, strict=False):
+        rounded = keras.ops.cast(keras.ops.cast(new, "bfloat16"), "float32")
+        np.testing.assert_array_equal(old, rounded)
+
+
+def test_an_optimizer_built_for_another_model_is_an_error():
+    model, other = _three_layers(), _three_layers()
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(other.trainable_variables)
+    before = _float32(model.weights)
+    with pytest.raises(ValueError, match="built for 6 variables that are not all in"):
+        tfamp.prepare(model, optimizer, level="O3", dtype="bfloat16")
+    for old, new in zip(before, model.weights, strict=True):
+        np.testing.assert_array_equal(old, new)
