@@ -56,9 +56,9 @@ def compat(session: nox.Session, row: str) -> None:
     session.install(*packages, ".", "pytest>=8.2", "pytest-xdist>=3.6", "hypothesis>=6.100")
     session.run("python", "-m", "pip", "list", "--format=freeze", silent=False)
     tests = BACKEND_TESTS if row in ("jax", "torch") else TESTS
+    # Not python -m pytest: that puts the folder first on the path, and so the checkout before the
+    # wheel.
     session.run(
-        "python",
-        "-m",
         "pytest",
         "-q",
         *(session.posargs or ["-n", "2"]),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.monitor_records import made_record
-from tfamp.diagnostics import plot_compare, plot_exponents, plot_loss_scale
+from tfamp.diagnostics import plot_compare, plot_exponents, plot_loss_scale, training_report
 from tfamp.diagnostics.figures import new_figure
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -117,14 +117,17 @@ def test_no_window_and_no_setting_of_matplotlib_is_touched():
     assert figure.canvas.manager is None
 
 
-def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch, tmp_path):
+    for name in {"matplotlib", *sys.modules}:
+        if name.partition(".")[0] == "matplotlib":
+            monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "tfamp\[plot\]"'):
         new_figure(1, 1)
     for made in (
         lambda: plot_loss_scale(HISTORY),
         lambda: plot_exponents(HISTORY),
         lambda: plot_compare(SimpleNamespace(rows=[row("a", 0.5)])),
+        lambda: training_report(tmp_path / "report.html", history={"loss": [1.0]}),
     ):
         with pytest.raises(ModuleNotFoundError, match=r'pip install "tfamp\[plot\]"'):
             made()

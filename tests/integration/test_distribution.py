@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-import time
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,13 @@ WAYS = ("policy", "float16_reduce", "masters", "autocast", "rewrite", "scaler")
 
 
 def start(kind, ways, steps, **environment):
+    return start_program([str(PROGRAM), kind, ",".join(ways), str(steps)], **environment)
+
+
+def start_program(arguments, **environment):
     paths = [str(TESTS), str(Path(tfamp.__file__).parents[1])]
     return subprocess.Popen(
-        [sys.executable, str(PROGRAM), kind, ",".join(ways), str(steps)],
+        [sys.executable, *arguments],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -28,20 +32,30 @@ def start(kind, ways, steps, **environment):
     )
 
 
+def result_of(process):
+    out, err = process.communicate(timeout=1200)
+    assert "RESULT" in out, err[-3000:]
+    return json.loads(out.partition("RESULT")[2])
+
+
 def results_of(processes):
-    try:
-        # A worker that is left alone waits for the others for ever; what they print is short.
-        while None in (codes := [each.poll() for each in processes]) and not any(codes):
-            time.sleep(0.1)
-        for process in processes if any(codes) else ():
-            process.kill()
-        outputs = [process.communicate(timeout=1200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for out, err in outputs:
-        assert "RESULT" in out, err[-3000:]
-    return [json.loads(out.partition("RESULT")[2]) for out, _ in outputs]
+    # All are read while they run: a pipe that nobody reads holds 64 kB, then its writer waits.
+    with futures.ThreadPoolExecutor(len(processes)) as readers:
+        try:
+            results = [readers.submit(result_of, each) for each in processes]
+            done, _ = futures.wait(results, return_when=futures.FIRST_EXCEPTION)
+        finally:
+            # A worker that is left alone waits for the others for ever.
+            for process in processes:
+                process.kill()
+    for each in done:
+        each.result()  # What failed first, not those that were killed for it.
+    return [each.result() for each in results]
+
+
+def test_what_a_process_prints_may_be_longer_than_a_pipe_holds():
+    program = "import json; print('RESULT', json.dumps(['x' * 64] * 5_000))"
+    assert results_of([start_program(["-c", program])]) == [["x" * 64] * 5_000]
 
 
 def several_workers(count, ways, steps):

@@ -51,12 +51,12 @@ def plot_loss_scale(history: Any) -> Figure:
         ...
         ValueError: There is no record to show. ...
     """
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
     records = records_of(history)
     steps, scales = scale_steps(records)
     exponents = [math.log2(scale) for scale in scales]
-    figure = new_figure(8, 3.4)
+    figure = new_figure(8, 3.4)  # The first to need matplotlib: its error says what to install.
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
     axes = figure.add_subplot()
     dress(axes)
     axes.step(steps, exponents, where="post", color=BLUE, linewidth=1.8, label="loss scale")

@@ -201,9 +201,9 @@ def _history_section(metrics: Mapping[str, Sequence[float]]) -> str:
     names = [name for name in metrics if not name.startswith("val_") and metrics[name]]
     if not names:
         raise ValueError("history has no metric; give what model.fit returned.")
+    figure = new_figure(8, 2.9)  # The first to need matplotlib: its error says what to install.
     from matplotlib.ticker import MaxNLocator
 
-    figure = new_figure(8, 2.9)
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         dress(axes, title=name)
         axes.grid(color=GRID, linewidth=0.7)
