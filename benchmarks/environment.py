@@ -18,7 +18,7 @@ def describe(torch_version: str | None) -> dict[str, str]:
     import tensorflow as tf
 
     import tfamp
-    from tfamp import hardware
+    from tfamp.machine import hardware
 
     found = hardware.detect()
     flags = _flags()
@@ -49,7 +49,7 @@ def low_dtype() -> str:
 
 
 def _flags() -> frozenset[str]:
-    from tfamp import hardware
+    from tfamp.machine import hardware
 
     if not _CPUINFO.exists():
         return frozenset()

@@ -14,14 +14,14 @@ import keras
 import tensorflow as tf
 
 import tfamp
-import tfamp.graph_rewriter
+import tfamp.rewriting.graph_rewriter
 from benchmarks import models
 from benchmarks.casts import CastTotals, count_casts
 from benchmarks.data import Batch
 from benchmarks.step_graph import trace
 from benchmarks.systems import BASE, CONTROL, grappler_options
 from benchmarks.workloads import Sizes, Workload
-from tfamp.machine_profile import find_profile
+from tfamp.machine.profiles import find_profile
 
 Step = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 _MOMENTUM = 0.9
@@ -107,7 +107,7 @@ class Trainer:
 def _timed_rewrite() -> Iterator[list[float]]:
     """Collects how long each rewrite of a graph takes, apart from the tracing around it."""
     seconds: list[float] = []
-    rewrite = tfamp.graph_rewriter.rewrite_graph_def
+    rewrite = tfamp.rewriting.graph_rewriter.rewrite_graph_def
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -116,11 +116,11 @@ def _timed_rewrite() -> Iterator[list[float]]:
         finally:
             seconds.append(time.perf_counter() - start)
 
-    tfamp.graph_rewriter.rewrite_graph_def = timed
+    tfamp.rewriting.graph_rewriter.rewrite_graph_def = timed
     try:
         yield seconds
     finally:
-        tfamp.graph_rewriter.rewrite_graph_def = rewrite
+        tfamp.rewriting.graph_rewriter.rewrite_graph_def = rewrite
 
 
 def device_bytes() -> dict[str, int] | None:

@@ -156,7 +156,7 @@ def to_tables(title: str, found: StepProfile, machine: str, most: int) -> list[T
 def main() -> None:
     args = _arguments()
     from benchmarks.keras_side import Trainer
-    from tfamp.machine_profile import find_profile
+    from tfamp.machine.profiles import find_profile
 
     workload = WORKLOADS[args.workload]
     size = workload.sizes["small" if args.small else "full"]

@@ -22,10 +22,12 @@ TITLES = {
     "graph.index": "graph: reading and writing GraphDefs",
     "graph.rewrite": "graph: the stages in their order",
     "keras_hooks": "hooks and parts of optimizers",
-    "autocast_rules": "rules of each way",
+    "autocasting.rules": "rules of each way",
     "optimizer": "optimizer, policy, SavedModels",
     "function": "the public ways",
-    "prepare": "levels, and old names",
+    "mixed_precision": "old names",
+    "levels.application": "levels",
+    "levels.preparation": "levels: the public functions",
     "cli": "command line",
 }
 WIDTH, LEFT, SIDE, LINE, GAP = 1080, 232, 12, 21, 7

@@ -24,25 +24,25 @@ LAYERS = (
         "options",
         "_library_code",
         "_tf_private",
-        "file_replacing",
-        "interception",
+        "machine.file_replacing",
+        "autocasting.interception",
         "graph.autocast_lists",
         "graph.control_flow",
         "graph.grappler_lists",
         "graph.kernel_limits",
         "graph.name_search",
-        "directory_exchange",
-        "saved_model_references",
+        "machine.directory_exchange",
+        "saved_models.references",
         "graph.tensor_names",
     ),
     (
         "deprecation",
         "_tf_functions",
         "_tf_intercept",
-        "grad_clip",
-        "config_values",
-        "precision_config",
-        "hardware",
+        "updates.grad_clip",
+        "levels.config_values",
+        "levels.precision_config",
+        "machine.hardware",
         "policy",
         "loss_scale",
         "graph.plan_page",
@@ -94,57 +94,57 @@ LAYERS = (
         "graph",
     ),
     (
-        "autocast_state",
-        "machine_cache",
-        "conditional_apply",
+        "autocasting.state",
+        "machine.profile_cache",
+        "updates.conditional_apply",
         "keras_backend",
-        "fused_rules",
-        "fused_update",
-        "gradient_norm",
-        "gradients",
-        "inner_settings",
+        "updates.fused_rules",
+        "updates.fused_update",
+        "updates.gradient_norm",
+        "updates.gradients",
+        "scaling.inner_settings",
         "keras_hooks",
         "keras_intercept",
-        "master_keeping",
-        "master_weights",
-        "methods",
-        "optimizer_config",
-        "reduced_apply",
-        "replica_sum",
-        "scale_variables",
-        "symbolic_dtypes",
+        "updates.master_keeping",
+        "updates.master_weights",
+        "layers.methods",
+        "scaling.optimizer_config",
+        "updates.reduced_apply",
+        "updates.replica_sum",
+        "scaling.scale_variables",
+        "layers.symbolic_dtypes",
         "tracing",
-        "unscaled_window",
+        "scaling.unscaled_window",
     ),
     (
-        "autocast_rules",
-        "machine_profile",
-        "loss_scaling",
-        "scaler_rounds",
-        "scaler_state",
-        "stateless_apply",
-        "layer_roles",
-        "output_dtypes",
-        "model_calls",
+        "autocasting.rules",
+        "machine.profiles",
+        "scaling.loss_scaling",
+        "scaling.scaler_rounds",
+        "scaling.scaler_state",
+        "scaling.stateless_apply",
+        "layers.roles",
+        "layers.output_dtypes",
+        "layers.model_calls",
         "batch_norm",
-        "fused_layers",
+        "layers.fused_norms",
     ),
     (
-        "policy_state",
+        "layers.policy_state",
         "optimizer",
-        "flat_call",
-        "weight_cache",
-        "graph_rewriter",
-        "traced_function",
-        "fused_tracing",
-        "saved_model_files",
-        "saved_model_graph",
-        "saved_model_values",
-        "saved_model_freeze",
-        "saved_model_calibration",
+        "rewriting.flat_call",
+        "rewriting.weight_cache",
+        "rewriting.graph_rewriter",
+        "rewriting.traced_function",
+        "rewriting.fused_tracing",
+        "saved_models.files",
+        "saved_models.graph",
+        "saved_models.values",
+        "saved_models.freeze",
+        "saved_models.calibration",
     ),
     (
-        "autocast_mode",
+        "autocasting.context",
         "grad_scaler",
         "gradient_accumulator",
         "function",
@@ -153,21 +153,32 @@ LAYERS = (
     ),
     ("mixed_precision",),
     (
-        "model_structure",
-        "layer_policies",
-        "model_state",
-        "model_copy",
-        "base_dtypes",
-        "levels",
-        "step_rewriting",
-        "prepared_optimizer",
-        "compiled_model",
-        "level_application",
-        "effective_settings",
+        "levels.model_structure",
+        "levels.layer_policies",
+        "levels.model_state",
+        "levels.model_copy",
+        "levels.base_dtypes",
+        "levels.meaning",
+        "levels.step_rewriting",
+        "levels.prepared_optimizer",
+        "levels.compiled_model",
+        "levels.application",
+        "levels.effective_settings",
     ),
-    ("preparation", "manual"),
+    ("levels.preparation", "levels.manual"),
     ("cli", "__main__"),
 )
+# Each module of these has a row of its own; the package itself is a docstring and nothing else.
+PACKAGES = {
+    "autocasting",
+    "layers",
+    "levels",
+    "machine",
+    "rewriting",
+    "saved_models",
+    "scaling",
+    "updates",
+}
 FRAMEWORKS = {"tensorflow", "keras"}
 FRAMEWORK_FREE = {
     "diagnostics.fixes",
@@ -186,14 +197,14 @@ FRAMEWORK_FREE = {
     "diagnostics.report",
     "diagnostics.report_page",
     "errors",
-    "file_replacing",
+    "machine.file_replacing",
     "deprecation",
     "dtypes",
     "options",
-    "grad_clip",
+    "updates.grad_clip",
     "policy",
     "loss_scale",
-    "machine_cache",
+    "machine.profile_cache",
     "graph.plan_page",
     "graph.plan_text",
     "graph.structures",
@@ -202,8 +213,8 @@ FRAMEWORK_FREE = {
     "graph.grappler_lists",
     "graph.kernel_limits",
     "graph.name_search",
-    "directory_exchange",
-    "saved_model_references",
+    "machine.directory_exchange",
+    "saved_models.references",
     "graph.tensor_names",
     "graph.op_lists",
     "graph.maxflow",
@@ -292,11 +303,13 @@ def _tfamp_imports(module: str) -> set[str]:
 
 
 def _row(module: str) -> int:
+    if module in PACKAGES:
+        return 0
     # "graph.index" has a row of its own, "diagnostics.monitor" has its package's.
-    for name in (module, module.partition(".")[0]):
-        for row, names in enumerate(LAYERS):
-            if name in names:
-                return row
+    name = "diagnostics" if module.startswith("diagnostics.") else module
+    for row, names in enumerate(LAYERS):
+        if name in names:
+            return row
     return pytest.fail(f"tfamp/{module.replace('.', '/')}.py is in no row of LAYERS; give it one")
 
 
@@ -304,6 +317,20 @@ def _row(module: str) -> int:
 def test_a_module_imports_only_from_its_own_layer_and_below(module):
     above = {name for name in _tfamp_imports(module) if _row(name) > _row(module)}
     assert not above, f"{module} (row {_row(module)}) imports {sorted(above)} from a higher row"
+
+
+def test_every_package_is_known():
+    packages = {name for name in MODULES if SOURCES[name].name == "__init__.py"}
+    assert packages == PACKAGES | {"diagnostics", "graph"}
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_a_package_says_what_it_holds_loads_nothing_and_hides_no_public_name(package):
+    tree = _tree(package)
+    assert ast.get_docstring(tree)
+    assert len(tree.body) == 1, "a docstring and nothing else"
+    # Importing tfamp.x sets the attribute x of tfamp.
+    assert package not in runpy.run_path(str(SOURCES[""]))["__all__"]
 
 
 def test_the_picture_of_the_layers_is_that_of_the_table():

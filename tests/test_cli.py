@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp import hardware
 from tfamp.cli import main
 from tfamp.errors import UnsupportedVersionError
+from tfamp.machine import hardware
 
 
 def test_version(capsys):

@@ -314,7 +314,7 @@ class TestChoices:
         assert fast.tf_function.experimental_get_tracing_count() == 1
 
     def test_default_dtype_is_the_machines(self, weights, x, monkeypatch):
-        from tfamp import hardware
+        from tfamp.machine import hardware
 
         machine = hardware.Hardware("", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
         monkeypatch.setattr(hardware, "detect", lambda: machine)
@@ -406,7 +406,7 @@ class TestErrors:
         def fail(*args, **kwargs):
             raise tfamp.RewriteError("Node 'a' (MatMul): it is broken.")
 
-        monkeypatch.setattr("tfamp.graph_rewriter.rewrite_graph_def", fail)
+        monkeypatch.setattr("tfamp.rewriting.graph_rewriter.rewrite_graph_def", fail)
 
     def test_raise(self, broken, weights, x):
         with pytest.raises(tfamp.RewriteError, match="Node 'a'"):

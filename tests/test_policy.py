@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tfamp
-from tfamp import hardware
+from tfamp.machine import hardware
 from tfamp.policy import POLICY_NAMES
 
 

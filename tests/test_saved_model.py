@@ -16,7 +16,7 @@ import tfamp
 from helpers import saved_models
 from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
 from helpers.tolerances import assert_close
-from tfamp import hardware
+from tfamp.machine import hardware
 from tfamp.saved_model import inspect_saved_model
 
 DTYPES = ["float16", "bfloat16"]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tfamp import diagnostics as diagnostics
     from tfamp import graph as graph
     from tfamp import mixed_precision as mixed_precision
-    from tfamp.autocast_mode import autocast as autocast
+    from tfamp.autocasting.context import autocast as autocast
     from tfamp.errors import NothingToLowerWarning as NothingToLowerWarning
     from tfamp.errors import RewriteError as RewriteError
     from tfamp.errors import SavedModelError as SavedModelError
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from tfamp.errors import UnsupportedBackendError as UnsupportedBackendError
     from tfamp.errors import UnsupportedVersionError as UnsupportedVersionError
     from tfamp.function import rewrite as rewrite
-    from tfamp.grad_clip import GradClip as GradClip
     from tfamp.grad_scaler import GradScaler as GradScaler
     from tfamp.gradient_accumulator import GradientAccumulator as GradientAccumulator
     from tfamp.graph.op_lists import OpLists as OpLists
-    from tfamp.manual import set_layer_dtype as set_layer_dtype
+    from tfamp.layers.policy_state import global_policy as global_policy
+    from tfamp.layers.policy_state import policy_scope as policy_scope
+    from tfamp.layers.policy_state import set_global_policy as set_global_policy
+    from tfamp.levels.manual import set_layer_dtype as set_layer_dtype
+    from tfamp.levels.precision_config import PrecisionConfig as PrecisionConfig
+    from tfamp.levels.preparation import precision_settings as precision_settings
+    from tfamp.levels.preparation import prepare as prepare
     from tfamp.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from tfamp.options import DynamicLossScale as DynamicLossScale
     from tfamp.options import FixedLossScale as FixedLossScale
     from tfamp.policy import Policy as Policy
-    from tfamp.policy_state import global_policy as global_policy
-    from tfamp.policy_state import policy_scope as policy_scope
-    from tfamp.policy_state import set_global_policy as set_global_policy
-    from tfamp.precision_config import PrecisionConfig as PrecisionConfig
-    from tfamp.preparation import precision_settings as precision_settings
-    from tfamp.preparation import prepare as prepare
     from tfamp.saved_model import rewrite_saved_model as rewrite_saved_model
+    from tfamp.updates.grad_clip import GradClip as GradClip
 
 __version__ = "0.1.0"
 
@@ -48,14 +48,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "DynamicLossScale": "tfamp.options",
     "FixedLossScale": "tfamp.options",
-    "GradClip": "tfamp.grad_clip",
+    "GradClip": "tfamp.updates.grad_clip",
     "GradScaler": "tfamp.grad_scaler",
     "GradientAccumulator": "tfamp.gradient_accumulator",
     "LossScaleOptimizer": "tfamp.optimizer",
     "NothingToLowerWarning": "tfamp.errors",
     "OpLists": "tfamp.graph.op_lists",
     "Policy": "tfamp.policy",
-    "PrecisionConfig": "tfamp.precision_config",
+    "PrecisionConfig": "tfamp.levels.precision_config",
     "RewriteError": "tfamp.errors",
     "SavedModelError": "tfamp.errors",
     "SkippedStepsError": "tfamp.errors",
@@ -64,18 +64,18 @@ _HOMES = {
     "TfampWarning": "tfamp.errors",
     "UnsupportedBackendError": "tfamp.errors",
     "UnsupportedVersionError": "tfamp.errors",
-    "autocast": "tfamp.autocast_mode",
+    "autocast": "tfamp.autocasting.context",
     "diagnostics": "tfamp.diagnostics",
-    "global_policy": "tfamp.policy_state",
+    "global_policy": "tfamp.layers.policy_state",
     "graph": "tfamp.graph",
     "mixed_precision": "tfamp.mixed_precision",
-    "policy_scope": "tfamp.policy_state",
-    "precision_settings": "tfamp.preparation",
-    "prepare": "tfamp.preparation",
+    "policy_scope": "tfamp.layers.policy_state",
+    "precision_settings": "tfamp.levels.preparation",
+    "prepare": "tfamp.levels.preparation",
     "rewrite": "tfamp.function",
     "rewrite_saved_model": "tfamp.saved_model",
-    "set_global_policy": "tfamp.policy_state",
-    "set_layer_dtype": "tfamp.manual",
+    "set_global_policy": "tfamp.layers.policy_state",
+    "set_layer_dtype": "tfamp.levels.manual",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

@@ -1,7 +1,7 @@
 """Code of TensorFlow and Keras that looks at dtypes itself, by the names of its modules."""
 
-# Autocast goes by the code that asks for a cast or a conversion. tests/test_autocast_ops.py fails
-# where a release renames one of these.
+# Autocast goes by the code that asks for a cast or a conversion. tests/autocasting/test_ops.py
+# fails where a release renames one of these.
 
 from __future__ import annotations
 

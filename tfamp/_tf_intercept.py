@@ -1,7 +1,8 @@
 """The private TensorFlow symbols that autocast replaces while it is active, and by what.
 
-Nothing here decides anything: every replacement asks a `tfamp.interception.Interception` and calls
-the original. When a TensorFlow release moves a symbol, this file says which and replaces none.
+Nothing here decides anything: every replacement asks a
+`tfamp.autocasting.interception.Interception` and calls the original. When a TensorFlow release
+moves a symbol, this file says which and replaces none.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tfamp._tf_private import (
     private_module,
     private_symbol,
 )
-from tfamp.interception import Interception
+from tfamp.autocasting.interception import Interception
 
 _Replacement = Callable[[Interception, Any], Any]
 

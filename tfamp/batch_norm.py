@@ -1,8 +1,9 @@
 """Batch normalization by TensorFlow's fused kernel: low-precision tensors, float32 statistics.
 
-Only arithmetic on tensors; which layers call it, and when, is in `fused_layers`. The kernel reads
-its input once and writes its output once, in the low dtype, and computes in float32 in between. The
-same formula in separate ops casts to float32 first and passes over that tensor several times.
+Only arithmetic on tensors; which layers call it, and when, is in `layers.fused_norms`. The kernel
+reads its input once and writes its output once, in the low dtype, and computes in float32 in
+between. The same formula in separate ops casts to float32 first and passes over that tensor several
+times.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ import tensorflow as tf
 
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import NothingToLowerWarning, RewriteError, TfampWarning
-from tfamp.flat_call import FlatCall
-from tfamp.fused_tracing import fused_batch_normalization
 from tfamp.graph import request
 from tfamp.graph.calibration import measure
 from tfamp.graph.calibration_data import Calibration
@@ -25,11 +23,13 @@ from tfamp.graph.machine import MachineProfile
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.ranges import Ranges
 from tfamp.graph.structures import RewritePlan
-from tfamp.graph_rewriter import GraphRewriter, RewriteSettings, rewrite_gradient
 from tfamp.keras_backend import require_tensorflow
 from tfamp.policy import Policy
-from tfamp.traced_function import TracedFunction
-from tfamp.weight_cache import WeightCache, cacheable_variables, cached_casts
+from tfamp.rewriting.flat_call import FlatCall
+from tfamp.rewriting.fused_tracing import fused_batch_normalization
+from tfamp.rewriting.graph_rewriter import GraphRewriter, RewriteSettings, rewrite_gradient
+from tfamp.rewriting.traced_function import TracedFunction
+from tfamp.rewriting.weight_cache import WeightCache, cacheable_variables, cached_casts
 
 _EAGER = (
     "{} runs as written, in float32: after tf.config.run_functions_eagerly(True) no function is "

@@ -8,12 +8,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp import gradients as gradient_lib
-from tfamp.conditional_apply import apply_if_finite, check_in_replica, outside_the_graph
 from tfamp.keras_backend import require_tensorflow
-from tfamp.scaler_rounds import Rounds, Stage
-from tfamp.scaler_state import ScalerState
+from tfamp.scaling.scaler_rounds import Rounds, Stage
+from tfamp.scaling.scaler_state import ScalerState
 from tfamp.tracing import as_written
+from tfamp.updates import gradients as gradient_lib
+from tfamp.updates.conditional_apply import apply_if_finite, check_in_replica, outside_the_graph
 
 
 class GradScaler(ScalerState):

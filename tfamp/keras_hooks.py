@@ -1,9 +1,9 @@
 """Every place where tfamp reaches into Keras: two wrapped constructors, and private symbols.
 
-Nothing here decides anything. `policy_state` says when to hook and what to call, `output_dtypes`
-what to do with a layer or a model; this file only knows where in Keras that is. Each private symbol
-has one small function and one test, so a Keras release that changes a symbol says which: the
-function raises `UnsupportedVersionError` with the symbol and the installed version.
+Nothing here decides. `layers.policy_state` says when to hook and what to call, and
+`layers.output_dtypes` what to do with a layer or a model; this file only knows where in Keras that
+is. Each private symbol has one small function and one test, so a release that changes one says
+which: the function raises `UnsupportedVersionError` with the symbol and the installed version.
 """
 
 from __future__ import annotations

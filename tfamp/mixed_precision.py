@@ -8,9 +8,9 @@ Example:
     'float16'
 """
 
+from tfamp.layers.policy_state import global_policy as global_policy
+from tfamp.layers.policy_state import set_global_policy as set_global_policy
 from tfamp.optimizer import LossScaleOptimizer as LossScaleOptimizer
 from tfamp.policy import Policy as Policy
-from tfamp.policy_state import global_policy as global_policy
-from tfamp.policy_state import set_global_policy as set_global_policy
 
 __all__ = ["LossScaleOptimizer", "Policy", "global_policy", "set_global_policy"]

@@ -10,25 +10,25 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from tfamp import gradients as gradient_lib
-from tfamp.conditional_apply import apply_if_finite, check_in_replica, outside_the_graph
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import TfampWarning
-from tfamp.grad_clip import GradClip, resolve_grad_clip
-from tfamp.gradient_norm import clipped_scale, gradient_norm
-from tfamp.inner_settings import InnerSettings
-from tfamp.master_keeping import MasterKeeping
-from tfamp.optimizer_config import (
+from tfamp.options import DynamicLossScale, LossScale, resolve_loss_scale
+from tfamp.scaling.inner_settings import InnerSettings
+from tfamp.scaling.optimizer_config import (
     check_features,
     check_inner,
     rule_from_config,
     scale_config,
 )
-from tfamp.options import DynamicLossScale, LossScale, resolve_loss_scale
-from tfamp.replica_sum import several_replicas, summed, summed_in_float16
-from tfamp.scale_variables import as_tensor
-from tfamp.stateless_apply import StatelessApply
+from tfamp.scaling.scale_variables import as_tensor
+from tfamp.scaling.stateless_apply import StatelessApply
 from tfamp.tracing import as_written
+from tfamp.updates import gradients as gradient_lib
+from tfamp.updates.conditional_apply import apply_if_finite, check_in_replica, outside_the_graph
+from tfamp.updates.grad_clip import GradClip, resolve_grad_clip
+from tfamp.updates.gradient_norm import clipped_scale, gradient_norm
+from tfamp.updates.master_keeping import MasterKeeping
+from tfamp.updates.replica_sum import several_replicas, summed, summed_in_float16
 
 
 @keras.saving.register_keras_serializable(package="tfamp")

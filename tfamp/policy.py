@@ -1,6 +1,6 @@
 """The precision policy as a value: which dtype computes, which one variables have. Framework-free.
 
-`policy_state` puts a policy in force; this file only says what a policy is.
+`layers.policy_state` puts a policy in force; this file only says what a policy is.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _resolved_name(name: object) -> str:
     if name not in POLICY_NAMES:
         raise ValueError(f"name must be one of {', '.join(POLICY_NAMES)}; got {_suggest(name)}")
     if name == "auto":
-        from tfamp import hardware
+        from tfamp.machine import hardware
 
         return hardware.automatic_policy(hardware.detect())[0]
     return name

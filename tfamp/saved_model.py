@@ -8,17 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfamp import hardware
-from tfamp import saved_model_files as files
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import SavedModelError
 from tfamp.graph import request
 from tfamp.graph.calibration_data import Calibration
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.structures import RewritePlan, RewriteSummary
-from tfamp.saved_model_calibration import measure_meta_graph
-from tfamp.saved_model_freeze import KEPT_IN_FROZEN, freeze_meta_graph, store_low_constants
-from tfamp.saved_model_graph import find_roles, rewrite_meta_graph
+from tfamp.machine import hardware
+from tfamp.saved_models import files
+from tfamp.saved_models.calibration import measure_meta_graph
+from tfamp.saved_models.freeze import KEPT_IN_FROZEN, freeze_meta_graph, store_low_constants
+from tfamp.saved_models.graph import find_roles, rewrite_meta_graph
 
 
 def rewrite_saved_model(

@@ -11,8 +11,9 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp import diagnostics, hardware
+from tfamp import diagnostics
 from tfamp.diagnostics import device
+from tfamp.machine import hardware
 
 PLAIN_CPU = hardware.Hardware("My CPU", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
 GPU = hardware.Gpu("A100", (8, 0))

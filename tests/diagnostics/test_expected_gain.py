@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp import hardware
 from tfamp.cli import main
 from tfamp.diagnostics import ModelReport, model_report
 from tfamp.errors import SavedModelError
 from tfamp.graph.machine import builtin_profile
+from tfamp.machine import hardware
 
 CPU = builtin_profile("cpu", bfloat16=True)
 

@@ -9,10 +9,10 @@ import sys
 import pytest
 import tensorflow as tf
 
-from tfamp import hardware
 from tfamp.diagnostics import device_report
 from tfamp.diagnostics.known_issues import _TABLE, Environment, known_issues
 from tfamp.diagnostics.surroundings import read_environment
+from tfamp.machine import hardware
 
 CPU = hardware.Hardware("Xeon", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
 SOUND = Environment(CPU, kernels=("sm_60", "sm_70", "sm_80", "sm_89", "compute_90"))

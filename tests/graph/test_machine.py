@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp import hardware
 from tfamp.graph import rewrite_graph_def
 from tfamp.graph.machine import KINDS, MachineProfile, builtin_profile
+from tfamp.machine import hardware
 
 
 def test_json_round_trip():

@@ -18,9 +18,9 @@ import tensorflow as tf
 import tfamp
 from helpers import saved_models
 from helpers.training import small_model
-from tfamp import machine_cache, machine_profile
 from tfamp.graph import machine_measure
 from tfamp.graph.machine import builtin_profile
+from tfamp.machine import profile_cache, profiles
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -220,24 +220,24 @@ def test_killed_while_a_model_is_saved_beside_and_renamed(tmp_path, kills):
 _CACHING = """
 import sys, dataclasses
 from pathlib import Path
-from tfamp import machine_cache
+from tfamp.machine import profile_cache
 from tfamp.graph.machine import builtin_profile
 
 print("writing", flush=True)
 for number in range(10**9):
     profile = dataclasses.replace(builtin_profile("cpu"), name="x" * (number % 2 * 100_000 + 1))
-    machine_cache.put_profile(Path(sys.argv[1]), {"cpu": "shared"}, profile)
+    profile_cache.put_profile(Path(sys.argv[1]), {"cpu": "shared"}, profile)
 """
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.slow)])
 def test_killed_while_the_cache_is_written(tmp_path, kills):
     moments = random.Random(kills)
-    machine_cache.put_profile(tmp_path, {"cpu": "shared"}, builtin_profile("cpu"))
+    profile_cache.put_profile(tmp_path, {"cpu": "shared"}, builtin_profile("cpu"))
     for _ in range(kills // 2):
         two = [start(_CACHING, tmp_path) for _ in range(2)]
         assert all(kill_after(each, moments.uniform(0.0, 0.1)) for each in two)
-        assert machine_cache.get_profile(tmp_path, {"cpu": "shared"}) is not None
+        assert profile_cache.get_profile(tmp_path, {"cpu": "shared"}) is not None
 
 
 _FULL_DISK = """
@@ -245,7 +245,7 @@ import resource, signal, sys, warnings
 from pathlib import Path
 import tensorflow  # Importing it looks for a folder it can write to.
 import tfamp
-from tfamp import machine_cache
+from tfamp.machine import profile_cache
 from tfamp.graph.machine import builtin_profile
 source, target, cache = map(Path, sys.argv[1:])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -258,7 +258,7 @@ for size in (0, 100, 5_000, 40_000):
         print("refused" if "could not be written" in str(error) else error)
     if size <= 100:
         try:
-            machine_cache.put_profile(cache, {"cpu": "full"}, builtin_profile("cpu"))
+            profile_cache.put_profile(cache, {"cpu": "full"}, builtin_profile("cpu"))
         except OSError as error:
             print(type(error).__name__)
 """
@@ -271,7 +271,7 @@ def files_of(folder):
 def test_a_full_disk_leaves_what_was_there(tmp_path):
     saved_models.module(tmp_path / "source")
     tfamp.rewrite_saved_model(tmp_path / "source", tmp_path / "target", dtype="float16")
-    machine_cache.put_profile(tmp_path / "cache", {"cpu": "full"}, builtin_profile("gpu"))
+    profile_cache.put_profile(tmp_path / "cache", {"cpu": "full"}, builtin_profile("gpu"))
     before = files_of(tmp_path)
     folders = (tmp_path / name for name in ("source", "target", "cache"))
     out = finish(start(_FULL_DISK, *folders))
@@ -288,12 +288,12 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
     if os.geteuid() == 0:
         folder.parent.chmod(0o700)
         folder.write_text("")
-    monkeypatch.setattr(machine_cache, "cache_folder", lambda: folder)
+    monkeypatch.setattr(profile_cache, "cache_folder", lambda: folder)
     monkeypatch.setattr(machine_measure, "measure_profile", lambda: builtin_profile("cpu"))
     monkeypatch.setenv("TFAMP_PROFILE", "")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = machine_profile.find_profile()
+        found = profiles.find_profile()
     assert found.profile == builtin_profile("cpu")
     assert "it cannot be kept" in found.source
     (warning,) = [each for each in caught if issubclass(each.category, tfamp.TfampWarning)]

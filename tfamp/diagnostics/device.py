@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import tfamp
-from tfamp import hardware
 from tfamp.diagnostics.known_issues import KnownIssue, known_issues
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.graph.machine import KINDS, MachineProfile
+from tfamp.machine import hardware
 
 _ROUNDS = 5
 # Below this ratio the difference may be noise.
@@ -31,7 +31,7 @@ class DeviceReport:
     Attributes:
         versions: "tfamp", "tensorflow", "keras" and "python" -> version; "cuda" and "cudnn" -> the
             versions TensorFlow was built for, if it was.
-        hardware: CPU, GPUs and TPU, as `tfamp.hardware.Hardware`.
+        hardware: CPU, GPUs and TPU, as `tfamp.machine.hardware.Hardware`.
         policy: What the policy "auto" stands for here.
         reason: Why.
         float16_slowdown: Measured time of float16 matmuls and convolutions with their gradients
@@ -123,7 +123,7 @@ def device_report() -> DeviceReport:
 
     from tfamp.diagnostics.surroundings import cuda_versions, read_environment
     from tfamp.keras_backend import runs_tensorflow
-    from tfamp.machine_profile import find_profile
+    from tfamp.machine.profiles import find_profile
 
     found = hardware.detect()
     profile = find_profile()

@@ -11,13 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tfamp import hardware
 from tfamp.diagnostics.gain_text import findings, report_lines
 from tfamp.diagnostics.model_files import TracedModel, traced_model
 from tfamp.diagnostics.padding import Misfit, find_misfits
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import NothingToLowerWarning
-from tfamp.fused_tracing import fused_batch_normalization
 from tfamp.graph import request
 from tfamp.graph.cost import ScopeCosts, estimate, scope_seconds
 from tfamp.graph.index import build_indexes
@@ -26,7 +24,9 @@ from tfamp.graph.machine import MachineProfile
 from tfamp.graph.pruning import drop_unused_nodes
 from tfamp.graph.rewrite import rewrite_graph_def
 from tfamp.graph.structures import GraphIndex, NodePlan, RewritePlan
-from tfamp.machine_profile import FoundProfile, check_profile, find_profile
+from tfamp.machine import hardware
+from tfamp.machine.profiles import FoundProfile, check_profile, find_profile
+from tfamp.rewriting.fused_tracing import fused_batch_normalization
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tfamp.diagnostics.padding import MULTIPLE
-from tfamp.hardware import Hardware, automatic_policy
+from tfamp.machine.hardware import Hardware, automatic_policy
 
 if TYPE_CHECKING:
     from tfamp.diagnostics.expected_gain import ModelReport

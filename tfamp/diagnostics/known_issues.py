@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from tfamp.hardware import BFLOAT16_CAPABILITY, Hardware
+from tfamp.machine.hardware import BFLOAT16_CAPABILITY, Hardware
 
 # Release series that tfamp is tested with; see CHANGELOG.md and the continuous integration.
 TESTED_TENSORFLOW = ((2, 19), (2, 21))

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.dtypes import FLOAT_DTYPES
-from tfamp.gradients import dtype_name
+from tfamp.updates.gradients import dtype_name
 
 
 def chosen_layers(model: keras.Model, activations: Any) -> list[keras.layers.Layer]:

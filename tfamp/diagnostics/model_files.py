@@ -13,10 +13,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp import saved_model_files
 from tfamp.diagnostics.model_runs import computing_in, layer_path, observing_layers
 from tfamp.errors import SavedModelError
 from tfamp.graph.graft import graft
+from tfamp.saved_models import files
 
 DEFAULT_SIGNATURE = "serving_default"
 # What Keras raises for an archive or a configuration it cannot make a model of.
@@ -121,7 +121,7 @@ def _load(path: Path) -> Any:
                 f"{path} is neither a .keras file nor the directory of a SavedModel. Load it in "
                 "Python and give model_report the model."
             )
-        saved_model_files.read_saved_model(path)  # It says what is missing or broken.
+        files.read_saved_model(path)  # It says what is missing or broken.
         return tf.saved_model.load(os.fspath(path))
     if not path.exists():
         raise SavedModelError(f"There is no file {path}; give a .keras file or a SavedModel.")
@@ -129,7 +129,7 @@ def _load(path: Path) -> Any:
         return keras.saving.load_model(path, compile=False, safe_mode=True)
     except _KERAS_ERRORS as error:
         raise SavedModelError(
-            f"{path} cannot be loaded: {saved_model_files.first_line(error)} Load a model with "
+            f"{path} cannot be loaded: {files.first_line(error)} Load a model with "
             "code of its own in Python and give model_report the model."
         ) from error
 

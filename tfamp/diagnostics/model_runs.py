@@ -14,10 +14,11 @@ from typing import Any
 
 import keras
 
-from tfamp import keras_hooks, output_dtypes
+from tfamp import keras_hooks
 from tfamp.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.keras_intercept import observe_layer_calls
-from tfamp.layer_roles import is_built_in
+from tfamp.layers import output_dtypes
+from tfamp.layers.roles import is_built_in
 from tfamp.policy import Policy
 
 COMPUTE_DTYPES = ("float32", *LOW_PRECISION)

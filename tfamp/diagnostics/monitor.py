@@ -10,8 +10,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp import gradients as gradient_lib
-from tfamp.conditional_apply import outside_the_graph
 from tfamp.diagnostics.layer_watch import chosen_layers, watch_layers
 from tfamp.diagnostics.monitor_text import scale_text, to_rich, to_text, write_summary
 from tfamp.diagnostics.optimizer_watch import Scaling, is_watched_by, scaling_of, watch_optimizer
@@ -20,6 +18,8 @@ from tfamp.diagnostics.records import activations_of, make_record
 from tfamp.diagnostics.step_statistics import SampledCounts, StepStatistics, only_if
 from tfamp.errors import SkippedStepsError
 from tfamp.tracing import as_written
+from tfamp.updates import gradients as gradient_lib
+from tfamp.updates.conditional_apply import outside_the_graph
 
 
 class NumericsMonitor(keras.callbacks.Callback):

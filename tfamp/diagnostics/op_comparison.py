@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.autocast_mode import autocast
+from tfamp.autocasting.context import autocast
 from tfamp.diagnostics.comparison import ComparisonRow
 from tfamp.diagnostics.error_measures import largest_error, range_shares, relative_error
 from tfamp.diagnostics.model_runs import unchanged
 from tfamp.dtypes import FLOAT_DTYPES
 from tfamp.errors import TfampWarning
-from tfamp.flat_call import FlatCall
 from tfamp.function import RewrittenFunction
 from tfamp.graph.feeding import Feeds
 from tfamp.graph.function_names import new_suffix, rename_functions, unshare_branches
 from tfamp.graph.inline import inline_calls
 from tfamp.graph.op_lists import OpLists
-from tfamp.traced_function import TracedFunction
+from tfamp.rewriting.flat_call import FlatCall
+from tfamp.rewriting.traced_function import TracedFunction
 
 # Hold or pass on a value, or change its dtype: no op of the function's own has their errors.
 _NO_ROW = frozenset(

@@ -9,10 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp import gradients as gradient_lib
-from tfamp.conditional_apply import outside_the_graph
 from tfamp.grad_scaler import GradScaler
 from tfamp.optimizer import LossScaleOptimizer
+from tfamp.updates import gradients as gradient_lib
+from tfamp.updates.conditional_apply import outside_the_graph
 
 # Called with gradients, variables, what the gradients are still to be divided by, and whether all
 # are finite; None where the optimizer does not skip steps.

@@ -10,7 +10,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp import hardware
 from tfamp.diagnostics.comparison import Comparison
 from tfamp.diagnostics.keep_search import Found, search_list
 from tfamp.diagnostics.layer_comparison import LayerComparison
@@ -18,6 +17,7 @@ from tfamp.diagnostics.model_runs import low_dtype_of
 from tfamp.diagnostics.op_comparison import OpComparison
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.function import RewrittenFunction
+from tfamp.machine import hardware
 
 
 def compare(

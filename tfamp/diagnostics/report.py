@@ -32,7 +32,7 @@ from tfamp.diagnostics.report_page import (
     section,
     table,
 )
-from tfamp.file_replacing import replace_text
+from tfamp.machine.file_replacing import replace_text
 
 _COLORS = (BLUE, RED, GREEN, ORANGE, SKY)
 

@@ -18,12 +18,12 @@ import tfamp
 from tfamp import _tf_functions
 from tfamp.diagnostics.model_runs import layer_path, observing_layers
 from tfamp.dtypes import FLOAT_DTYPES
-from tfamp.flat_call import FlatCall
 from tfamp.function import RewrittenFunction
 from tfamp.graph.function_names import unshare_branches
 from tfamp.graph.inline import inline_calls
 from tfamp.graph.retype import UNROUNDED, seeded
-from tfamp.traced_function import TracedFunction
+from tfamp.rewriting.flat_call import FlatCall
+from tfamp.rewriting.traced_function import TracedFunction
 
 _LAYER = "_tfamp_layer"
 _MARKER = re.compile(r"tfamp_layer_(\d+)(?:_\d+)?(?:/|$)")

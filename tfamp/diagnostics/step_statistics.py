@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.conditional_apply import outside_the_graph
 from tfamp.diagnostics.exponents import FLOAT16_MAX
 from tfamp.diagnostics.value_counts import COLUMNS, count_values
+from tfamp.updates.conditional_apply import outside_the_graph
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from tfamp import hardware
 from tfamp.diagnostics.known_issues import Environment
+from tfamp.machine import hardware
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _REQUIREMENT = re.compile(r"^(nvidia-[\w-]+).*?>=\s*([\d.]+)")

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
-from tfamp import hardware
 from tfamp.graph.machine import DTYPES, KINDS, MachineProfile, builtin_profile
 from tfamp.graph.machine_works import Run, Sizes, Work, works
+from tfamp.machine import hardware
 
 # What a kind of op reaches in a dtype that it has no kernel for, in parts of float32's peak.
 NO_KERNEL = 1e-3

@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp import hardware
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.graph.coloring import Updates
 from tfamp.graph.machine import MachineProfile, builtin_profile
@@ -19,6 +18,7 @@ from tfamp.graph.op_signatures import SUCCESSORS
 from tfamp.graph.ranges import Limits, Ranges
 from tfamp.graph.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, IndexedNode, Reason
 from tfamp.graph.tensor_names import node_name
+from tfamp.machine import hardware
 
 PLACEMENTS = ("min_cut", "lists")
 

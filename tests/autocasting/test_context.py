@@ -1,0 +1,955 @@
+"""autocast as a context and a decorator: nesting, gradients, traces, control flow, user's casts."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.graph_asserts import assert_computes_in, op_dtypes
+from helpers.tolerances import assert_close
+from tfamp.autocasting.state import current_modes
+from tfamp.machine import hardware
+
+DTYPES = ("float16", "bfloat16")
+both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+eager_and_traced = pytest.mark.parametrize(
+    "run", [lambda f: f, tf.function], ids=["eager", "traced"]
+)
+
+
+@pytest.fixture
+def a():
+    return tf.constant(np.random.default_rng(0).uniform(-1, 1, (4, 4)), tf.float32)
+
+
+def matmul_dtype(a):
+    return tf.matmul(a, a).dtype.name
+
+
+# ---- Arguments -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float16", tf.float16, np.dtype("float16"), np.float16, tf.bfloat16]
+)
+def test_dtype_is_a_name_or_a_dtype(a, dtype):
+    with tfamp.autocast(dtype):
+        assert tf.matmul(a, a).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "half", tf.float32, 16, "mixed_float16"])
+def test_another_dtype_is_an_error_that_says_what_to_do(dtype):
+    with pytest.raises(ValueError, match=r"float16 or bfloat16; got dtype=.*enabled=False"):
+        tfamp.autocast(dtype)
+
+
+@pytest.mark.parametrize("name", ["enabled", "cache_casts"])
+def test_a_flag_must_be_a_bool(name):
+    with pytest.raises(TypeError, match=f"{name} must be True or False; got 'yes'"):
+        tfamp.autocast("bfloat16", **{name: "yes"})
+
+
+def test_op_lists_must_be_op_lists():
+    with pytest.raises(TypeError, match="op_lists must be a tfamp.OpLists; got "):
+        tfamp.autocast("bfloat16", op_lists={"MatMul"})
+
+
+@pytest.mark.parametrize("bfloat16", [True, False])
+def test_no_dtype_is_what_the_hardware_multiplies(monkeypatch, a, bfloat16):
+    found = hardware.Hardware("", cpu_bfloat16=bfloat16, cpu_float16=False, gpus=(), tpu=False)
+    monkeypatch.setattr(hardware, "detect", lambda: found)
+    with tfamp.autocast():
+        assert matmul_dtype(a) == ("bfloat16" if bfloat16 else "float32")
+        assert (tfamp.autocast()._mode is None) is not bfloat16
+    assert matmul_dtype(a) == "float32"
+
+
+def test_where_the_hardware_multiplies_neither_an_outer_autocast_is_off_too(monkeypatch, a):
+    found = hardware.Hardware("", cpu_bfloat16=False, cpu_float16=False, gpus=(), tpu=False)
+    monkeypatch.setattr(hardware, "detect", lambda: found)
+    with tfamp.autocast("bfloat16"), tfamp.autocast(None):
+        assert matmul_dtype(a) == "float32"
+
+
+# ---- Nesting and leaving -------------------------------------------------------------------------
+
+
+@eager_and_traced
+def test_nested_dtypes_and_islands(a, run):
+    @run
+    def dtypes(a):
+        found = [matmul_dtype(a)]
+        with tfamp.autocast("bfloat16"):
+            found.append(matmul_dtype(a))
+            with tfamp.autocast("float16"):
+                found.append(matmul_dtype(a))
+                with tfamp.autocast("float16", enabled=False):
+                    found.append(matmul_dtype(a))
+                    with tfamp.autocast("bfloat16"):
+                        found.append(matmul_dtype(a))
+                found.append(matmul_dtype(a))
+            found.append(matmul_dtype(a))
+        found.append(matmul_dtype(a))
+        order.append(found)
+        return a
+
+    order = []
+    dtypes(a)
+    low, other = "bfloat16", "float16"
+    assert order[0] == ["float32", low, other, "float32", low, other, low, "float32"]
+
+
+def test_low_tensors_run_low_in_an_island(a):
+    with tfamp.autocast("bfloat16"):
+        low = tf.matmul(a, a)
+        with tfamp.autocast(enabled=False):
+            assert matmul_dtype(low) == "bfloat16"
+            assert tf.exp(low).dtype == tf.bfloat16
+
+
+def test_two_low_dtypes_meet_in_the_inner_one(a):
+    with tfamp.autocast("float16"):
+        half = tf.matmul(a, a)
+        with tfamp.autocast("bfloat16"):
+            assert matmul_dtype(half) == "bfloat16"
+            assert (half + tf.matmul(a, a)).dtype == tf.float32
+
+
+def test_one_object_can_be_entered_again_while_in_force(a):
+    context = tfamp.autocast("bfloat16")
+
+    @context
+    def recursive(depth):
+        inner = recursive(depth - 1) if depth else []
+        return [matmul_dtype(a), *inner, matmul_dtype(a)]
+
+    with context, context:
+        assert recursive(3) == ["bfloat16"] * 8
+        assert matmul_dtype(a) == "bfloat16"
+    assert matmul_dtype(a) == "float32"
+
+
+def test_an_exception_leaves_it(a):
+    with pytest.raises(RuntimeError, match="mine"), tfamp.autocast("bfloat16"):
+        raise RuntimeError("mine")
+    assert matmul_dtype(a) == "float32"
+    assert not current_modes._entered
+
+
+def test_contexts_left_out_of_order_leave_nothing(a):
+    first, second = tfamp.autocast("bfloat16"), tfamp.autocast("float16")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert matmul_dtype(a) == "float16"
+    second.__exit__(None, None, None)
+    assert matmul_dtype(a) == "float32"
+
+
+# ---- Decorator -----------------------------------------------------------------------------------
+
+
+def test_decorated_function_keeps_its_name_and_returns(a):
+    @tfamp.autocast("bfloat16")
+    def my_function(x, *, scale=1.0):
+        """Mine."""
+        return tf.matmul(x, x) * scale
+
+    assert (my_function.__name__, my_function.__doc__) == ("my_function", "Mine.")
+    assert my_function(a, scale=2.0).dtype == tf.bfloat16
+    assert matmul_dtype(a) == "float32"
+
+
+def test_decorated_method(a):
+    class Thing:
+        @tfamp.autocast("float16")
+        def product(self):
+            return matmul_dtype(a)
+
+    assert Thing().product() == "float16"
+
+
+@pytest.mark.parametrize("what", [None, 3, "bfloat16"])
+def test_only_functions_can_be_decorated(what):
+    with pytest.raises(TypeError, match="autocast decorates functions; got"):
+        tfamp.autocast("bfloat16")(what)
+
+
+def test_asynchronous_functions_are_refused():
+    async def work():
+        pass
+
+    with pytest.raises(TypeError, match="work is asynchronous.*around code that does not await"):
+        tfamp.autocast("bfloat16")(work)
+
+
+def test_a_generator_casts_only_while_it_runs(a):
+    @tfamp.autocast("bfloat16")
+    def generate():
+        sent = yield matmul_dtype(a)
+        yield sent, matmul_dtype(a)
+        return "done"
+
+    running = generate()
+    assert next(running) == "bfloat16"
+    assert matmul_dtype(a) == "float32"
+    assert running.send("hello") == ("hello", "bfloat16")
+    with pytest.raises(StopIteration) as stop:
+        next(running)
+    assert stop.value.value == "done"
+
+
+def test_generators_interleave_throw_and_close(a):
+    seen = []
+
+    def make(dtype):
+        @tfamp.autocast(dtype)
+        def generate():
+            try:
+                while True:
+                    try:
+                        yield matmul_dtype(a)
+                    except KeyError:
+                        seen.append(("caught", matmul_dtype(a)))
+            finally:
+                seen.append(("closed", matmul_dtype(a)))
+
+        return generate()
+
+    one, two = make("bfloat16"), make("float16")
+    assert [next(one), next(two), next(one), next(two)] == ["bfloat16", "float16"] * 2
+    assert one.throw(KeyError()) == "bfloat16"
+    one.close()
+    del two
+    gc.collect()
+    assert seen == [("caught", "bfloat16"), ("closed", "bfloat16"), ("closed", "float16")]
+    assert matmul_dtype(a) == "float32"
+
+
+def test_an_undecorated_generator_left_inside_the_context_does_not_leak(a):
+    def generate():
+        with tfamp.autocast("bfloat16"):
+            yield matmul_dtype(a)
+
+    running = generate()
+    assert next(running) == "bfloat16"
+    with tfamp.autocast("float16"):
+        running.close()
+        assert matmul_dtype(a) == "float16"
+    assert matmul_dtype(a) == "float32"
+
+
+@pytest.mark.parametrize("outer", ["autocast", "tf.function"])
+def test_decorator_order_with_tf_function(a, outer):
+    def function(x):
+        if tf.reduce_sum(x) > 1e9:  # AutoGraph makes a tf.cond of it
+            x = x + 1.0
+        return tf.matmul(x, x)
+
+    cast = tfamp.autocast("bfloat16")
+    made = cast(tf.function(function)) if outer == "autocast" else tf.function(cast(function))
+    assert made(a).dtype == tf.bfloat16
+    assert_close(made(a), function(a), "bfloat16", depth=4)
+
+
+# ---- Layers and models ---------------------------------------------------------------------------
+
+
+def test_decorated_call_of_a_layer_and_of_a_model_trains_with_fit():
+    class Cast(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.hidden = keras.layers.Dense(8, activation="relu")
+            self.out = keras.layers.Dense(1)
+
+        @tfamp.autocast("bfloat16")
+        def call(self, x):
+            return self.out(self.hidden(x))
+
+    model = Cast()
+    model.compile(keras.optimizers.Adam(0.05), "mse")
+    x = np.random.default_rng(0).uniform(-1, 1, (64, 4)).astype("float32")
+    history = model.fit(x, x.sum(1), epochs=5, batch_size=16, verbose=0)
+    assert history.history["loss"][-1] < 0.5 * history.history["loss"][0]
+    assert_computes_in("bfloat16", lambda x: model(x), tf.constant(x))
+    assert {v.dtype for v in model.variables} == {"float32"}
+
+
+def test_a_call_is_decorated_on_the_object():
+    layer = keras.layers.Dense(3)
+    layer.call = tfamp.autocast("bfloat16")(layer.call)
+    assert_computes_in("bfloat16", lambda x: layer(x), tf.ones((2, 4)))
+
+
+# ---- Gradients -----------------------------------------------------------------------------------
+
+
+def loss_of(a, v):
+    return tf.reduce_sum(tf.tanh(tf.matmul(a, v)))
+
+
+@both_dtypes
+@eager_and_traced
+@pytest.mark.parametrize("place", ["inside", "outside", "around"])
+def test_gradients_arrive_in_the_variables_dtype_wherever_the_tape_is(a, dtype, run, place):
+    v = tf.Variable(a)
+
+    @run
+    def gradient():
+        if place == "inside":
+            with tfamp.autocast(dtype):
+                with tf.GradientTape() as tape:
+                    loss = loss_of(a, v)
+                return tape.gradient(loss, v)
+        if place == "outside":
+            with tfamp.autocast(dtype), tf.GradientTape() as tape:
+                loss = loss_of(a, v)
+            return tape.gradient(loss, v)
+        with tf.GradientTape() as tape, tfamp.autocast(dtype):
+            loss = loss_of(a, v)
+        return tape.gradient(loss, v)
+
+    with tf.GradientTape() as tape:
+        loss = loss_of(a, v)
+    found = gradient()
+    assert found.dtype == tf.float32
+    assert_close(found, tape.gradient(loss, v), dtype, depth=16)
+
+
+@both_dtypes
+def test_backward_matmuls_run_in_the_low_dtype(a, dtype):
+    v = tf.Variable(a)
+
+    @tf.function
+    def gradient(a):
+        with tfamp.autocast(dtype), tf.GradientTape() as tape:
+            loss = loss_of(a, v)
+        return tape.gradient(loss, v)
+
+    assert_computes_in(dtype, gradient, a)
+
+
+@both_dtypes
+def test_persistent_and_nested_tapes_and_second_derivatives(a, dtype):
+    def second(cast):
+        v = tf.Variable(a)
+        with tf.GradientTape() as outer:
+            with tf.GradientTape(persistent=True) as inner, tfamp.autocast(dtype, enabled=cast):
+                product = tf.matmul(a, v)
+                loss = tf.reduce_sum(product * product)
+            first = inner.gradient(loss, v)
+            again = inner.gradient(loss, v)
+            penalty = tf.reduce_sum(first * first)
+        return first, again, outer.gradient(penalty, v)
+
+    for found, expected in zip(second(True), second(False), strict=True):
+        assert found.dtype == tf.float32
+        assert_close(found, expected, dtype, depth=64)
+
+
+@both_dtypes
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", ["jacobian", "batch_jacobian"])
+def test_jacobians(a, dtype, inside, name):
+    with tf.GradientTape() as tape:
+        tape.watch(a)
+        expected = tf.tanh(tf.matmul(a, tf.constant(a.numpy())))
+    expected = getattr(tape, name)(expected, a)
+    with tfamp.autocast(dtype):
+        with tf.GradientTape() as tape:
+            tape.watch(a)
+            out = tf.tanh(tf.matmul(a, tf.constant(a.numpy())))
+        found = getattr(tape, name)(out, a) if inside else None
+    found = getattr(tape, name)(out, a) if found is None else found
+    assert found.dtype == tf.float32
+    assert_close(found, expected, dtype, depth=16)
+
+
+@both_dtypes
+def test_forward_accumulator(a, dtype):
+    with tfamp.autocast(dtype):
+        tf.matmul(a, a)  # a cast that may be kept is no cast the accumulator has seen
+        with tf.autodiff.ForwardAccumulator(a, tf.ones_like(a)) as accumulator:
+            total = tf.reduce_sum(tf.matmul(a, a))
+        found = accumulator.jvp(total)
+    with tf.autodiff.ForwardAccumulator(a, tf.ones_like(a)) as accumulator:
+        total = tf.reduce_sum(tf.matmul(a, a))
+    assert found.dtype == tf.float32
+    assert_close(found, accumulator.jvp(total), dtype, depth=64)
+
+
+@both_dtypes
+def test_tf_gradients_in_a_graph(a, dtype):
+    with tf.Graph().as_default(), tfamp.autocast(dtype):
+        x = tf.compat.v1.placeholder(tf.float32, (4, 4))
+        product = tf.matmul(x, x)
+        (gradient,) = tf.gradients(tf.reduce_sum(product), x)
+        assert (product.dtype, gradient.dtype) == (tf.as_dtype(dtype), tf.float32)
+        with tf.compat.v1.Session() as session:
+            assert session.run(gradient, {x: a.numpy()}).dtype == np.float32
+
+
+@both_dtypes
+@eager_and_traced
+def test_custom_gradient_runs_in_the_mode_of_its_forward_pass(a, dtype, run):
+    v = tf.Variable(a)
+    seen = []
+
+    @tf.custom_gradient
+    def product(x, w):
+        def gradient(dy):
+            seen.append(tf.matmul(a, a).dtype.name)
+            return tf.matmul(dy, w, transpose_b=True), tf.matmul(x, dy, transpose_a=True)
+
+        return tf.matmul(x, w), gradient
+
+    @run
+    def gradients():
+        with tfamp.autocast(dtype), tf.GradientTape() as tape:
+            tape.watch(a)
+            loss = tf.reduce_sum(product(a, v))
+        return tape.gradient(loss, [a, v])
+
+    found = gradients()
+    assert set(seen) == {dtype}
+    assert [g.dtype for g in found] == [tf.float32] * 2
+    assert_close(found[1], tf.matmul(a, tf.ones((4, 4)), transpose_a=True), dtype, depth=4)
+    assert matmul_dtype(a) == "float32"
+
+
+@both_dtypes
+@eager_and_traced
+def test_recompute_grad_recomputes_what_the_forward_pass_computed(a, dtype, run):
+    v = tf.Variable(a)
+    recomputed = tf.recompute_grad(lambda x: tf.tanh(tf.matmul(x, v)))
+
+    def gradient(function):
+        with tfamp.autocast(dtype), tf.GradientTape() as tape:
+            loss = tf.reduce_sum(function(tf.identity(a)))
+        return tape.gradient(loss, v)
+
+    found = run(lambda: gradient(recomputed))()
+    plain = gradient(lambda x: tf.tanh(tf.matmul(x, v)))
+    assert found.dtype == tf.float32
+    np.testing.assert_allclose(found, plain, rtol=1e-2, atol=1e-2)
+
+
+def test_an_autocast_of_its_own_counts_in_a_custom_gradient(a):
+    seen = []
+
+    @tf.custom_gradient
+    def identity(x):
+        def gradient(dy):
+            seen.append(matmul_dtype(a))
+            with tfamp.autocast("float16"):
+                seen.append(matmul_dtype(a))
+            return dy
+
+        return tf.identity(x), gradient
+
+    with tf.GradientTape() as tape:
+        tape.watch(a)
+        out = identity(a)
+    with tfamp.autocast("bfloat16"):
+        tape.gradient(out, a)
+    assert seen == ["float32", "float16"]
+
+
+# ---- No stale casts ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache_casts", [True, False])
+def test_an_assignment_inside_is_seen_by_the_next_op(cache_casts):
+    v = tf.Variable(tf.ones((2, 2)))
+    k = keras.Variable(np.ones((2, 2), "float32"))
+    with tfamp.autocast("bfloat16", cache_casts=cache_casts):
+        for value in (1.0, 3.0, 5.0):
+            v.assign(tf.fill((2, 2), value))
+            k.assign(tf.fill((2, 2), value))
+            assert tf.matmul(v, v).numpy().tolist() == [[2 * value**2] * 2] * 2
+            assert tf.matmul(k, v).numpy().tolist() == [[2 * value**2] * 2] * 2
+
+
+def test_a_second_tape_gets_casts_of_its_own(a):
+    with tfamp.autocast("bfloat16"):
+        tf.matmul(a, a)
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                tape.watch(a)
+                loss = tf.reduce_sum(tf.matmul(a, a))
+            assert tape.gradient(loss, a) is not None
+
+
+def test_a_second_function_and_a_second_graph_get_casts_of_their_own(a):
+    def product(x):
+        return tf.raw_ops.MatMul(a=x, b=a)
+
+    with tfamp.autocast("bfloat16"):
+        results = [tf.function(product)(a), tf.function(product)(a), product(a)]
+        with tf.Graph().as_default():
+            tf.raw_ops.MatMul(a=tf.zeros((4, 4)), b=tf.zeros((4, 4)))
+        results.append(product(a))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+def test_cached_casts_die_with_their_tensors_and_with_the_context(a):
+    with tfamp.autocast("bfloat16"):
+        for _ in range(5):
+            x = a + 1.0
+            tf.matmul(x, x)
+        assert len(current_modes.casts) == 1
+        del x
+        assert len(current_modes.casts) == 0
+        tf.matmul(a, a)
+        assert len(current_modes.casts) == 1
+        with tfamp.autocast("float16"):
+            assert matmul_dtype(a) == "float16"
+        assert len(current_modes.casts) == 2
+    assert len(current_modes.casts) == 0
+
+
+def test_cache_casts_changes_no_result(a):
+    def work():
+        x = tf.matmul(a, a)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(tf.matmul(tf.tanh(tf.matmul(x, a)), a))
+        return y, tape.gradient(y, x)
+
+    with tfamp.autocast("bfloat16", cache_casts=True):
+        kept = work()
+        assert len(current_modes.casts)
+    with tfamp.autocast("bfloat16", cache_casts=False):
+        fresh = work()
+        assert not len(current_modes.casts)
+    for one, other in zip(kept, fresh, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# ---- Traces --------------------------------------------------------------------------------------
+
+
+def test_a_function_is_traced_for_every_mode_and_kept(a):
+    @tf.function
+    def product(x):
+        return tf.matmul(x, x)
+
+    def count_after(context=None):
+        if context is None:
+            result = product(a)
+        else:
+            with context:
+                result = product(a)
+        return result.dtype.name, product.experimental_get_tracing_count()
+
+    lists = tfamp.OpLists.default("bfloat16").with_changes(deny_add=["MatMul"])
+    assert count_after() == ("float32", 1)
+    assert count_after(tfamp.autocast("bfloat16")) == ("bfloat16", 2)
+    assert count_after(tfamp.autocast("float16")) == ("float16", 3)
+    assert count_after(tfamp.autocast("bfloat16", op_lists=lists)) == ("float32", 4)
+    assert count_after() == ("float32", 4)
+    assert count_after(tfamp.autocast("bfloat16")) == ("bfloat16", 4)
+    assert count_after(tfamp.autocast("bfloat16", enabled=False)) == ("float32", 4)
+
+
+def test_a_function_inside_a_function_is_traced_for_the_mode(a):
+    @tf.function
+    def inner(x):
+        return tf.matmul(x, x)
+
+    @tf.function
+    def outer(x):
+        with tfamp.autocast("bfloat16"):
+            low = inner(x)
+        return low, inner(x)
+
+    low, plain = outer(a)
+    assert (low.dtype, plain.dtype) == (tf.bfloat16, tf.float32)
+
+
+def test_a_concrete_function_stays_what_it_is_and_takes_low_arguments(a):
+    product = tf.function(lambda x: tf.matmul(x, x)).get_concrete_function(a)
+    with tfamp.autocast("bfloat16"):
+        assert product(a).dtype == tf.float32
+        assert product(tf.matmul(a, a)).dtype == tf.float32
+
+
+def test_a_function_with_an_input_signature_takes_low_arguments(a):
+    @tf.function(input_signature=[tf.TensorSpec((4, 4))])
+    def total(x):
+        return x + x
+
+    with tfamp.autocast("bfloat16"):
+        assert total(tf.matmul(a, a)).dtype == tf.float32
+
+
+@both_dtypes
+def test_compiled_by_xla(a, dtype):
+    v = tf.Variable(a)
+
+    @tfamp.autocast(dtype)
+    @tf.function(jit_compile=True)
+    def step(x):
+        with tf.GradientTape() as tape:
+            product = tf.matmul(x, v)
+            loss = tf.reduce_sum(product)
+        return product, tape.gradient(loss, v)
+
+    product, gradient = step(a)
+    assert (product.dtype, gradient.dtype) == (tf.as_dtype(dtype), tf.float32)
+    assert_close(product, tf.matmul(a, a), dtype, depth=4)
+
+
+def test_functions_run_eagerly(a):
+    tf.config.run_functions_eagerly(True)
+    with tfamp.autocast("bfloat16"):
+        assert tf.function(lambda x: tf.matmul(x, x))(a).dtype == tf.bfloat16
+
+
+def test_tf_data_map_inside(a):
+    with tfamp.autocast("bfloat16"):
+        dataset = tf.data.Dataset.from_tensors(a).map(lambda x: tf.matmul(x, x))
+    assert next(iter(dataset)).dtype == tf.bfloat16
+    dataset = tf.data.Dataset.from_tensors(a).map(lambda x: tf.matmul(x, x))
+    assert next(iter(dataset)).dtype == tf.float32
+
+
+def test_py_function_inside(a):
+    with tfamp.autocast("bfloat16"):
+        result = tf.py_function(lambda x: tf.matmul(x, x), [a], tf.float32)
+    assert result.dtype == tf.float32
+
+
+# ---- Control flow --------------------------------------------------------------------------------
+
+
+def products(x):
+    return tf.matmul(x, x)
+
+
+CONTROL_FLOW = {
+    "while_loop": lambda x: tf.while_loop(
+        lambda i, x: i < 3, lambda i, x: (i + 1, products(x)), (0, x)
+    )[1],
+    "while_loop of one variable": lambda x: tf.while_loop(
+        lambda x: tf.reduce_max(x) < -9.0, products, [x]
+    )[0],
+    "while_loop with a limit": lambda x: tf.while_loop(
+        lambda x: True, lambda x: [products(x)], [x], maximum_iterations=2
+    )[0],
+    "map_fn": lambda x: tf.map_fn(lambda row: tf.linalg.matvec(x, row), x),
+    "scan": lambda x: tf.scan(lambda state, row: tf.linalg.matvec(x, row) + state, x),
+    "foldl": lambda x: tf.foldl(lambda state, row: tf.linalg.matvec(x, row), x),
+    "TensorArray": lambda x: (
+        tf.TensorArray(tf.float32, 2).write(0, products(x)).write(1, x).stack()
+    ),
+    "TensorArray.unstack": lambda x: tf.TensorArray(tf.float32, 4).unstack(products(x)).stack(),
+}
+
+
+@both_dtypes
+@eager_and_traced
+@pytest.mark.parametrize("name", CONTROL_FLOW)
+def test_loops_keep_the_dtype_of_their_variables(a, dtype, run, name):
+    body = CONTROL_FLOW[name]
+    with tfamp.autocast(dtype):
+        found = run(body)(a)
+    assert found.dtype == tf.float32
+    assert_close(found, body(a), dtype, depth=64)
+    with tfamp.autocast(dtype):
+        assert_computes_in(dtype, tf.function(body), a)
+
+
+@both_dtypes
+@pytest.mark.parametrize("first", [True, False])
+def test_branches_meet_in_the_widest_dtype(a, dtype, first):
+    p = tf.constant(first)
+
+    @tf.function
+    @tfamp.autocast(dtype)
+    def branches(p, x):
+        i = tf.cast(p, tf.int32)
+        return {
+            "one low": tf.cond(p, lambda: products(x), lambda: x),
+            "both low": tf.cond(p, lambda: products(x), lambda: products(x + 1.0)),
+            "asked for": tf.cond(p, lambda: tf.cast(x, dtype), lambda: tf.cast(x + 1.0, dtype)),
+            "switch": tf.switch_case(i, [lambda: x, lambda: products(x), lambda: products(x)]),
+            "case": tf.case([(p, lambda: products(x))], default=lambda: x),
+            "nested": tf.cond(p, lambda: (x, [products(x)]), lambda: (x, [x]))[1][0],
+        }
+
+    wide = {"one low", "switch", "case", "nested"}
+    found = branches(p, a)
+    assert {k for k, v in found.items() if v.dtype == tf.float32} == wide
+    assert_close(found["one low"], products(a) if first else a, dtype, depth=4)
+
+
+@both_dtypes
+def test_python_control_flow_in_a_decorated_function(a, dtype):
+    @tf.function
+    @tfamp.autocast(dtype)
+    def work(x, n):
+        y = x
+        for i in tf.range(n):
+            if i % 2 == 0:  # noqa: SIM108 - AutoGraph makes a tf.cond of the statement
+                y = products(y)
+            else:
+                y = y + x
+            if tf.reduce_sum(y) > 1e9:
+                break
+        while tf.reduce_max(y) > 1e9:
+            y = products(y)
+        return y
+
+    expected = products(products(a) + a)
+    found = work(a, tf.constant(3))
+    assert found.dtype == tf.float32
+    assert_close(found, expected, dtype, depth=64)
+
+
+@both_dtypes
+def test_gradients_through_loops_and_branches(a, dtype):
+    v = tf.Variable(a)
+
+    @tf.function
+    def gradient(p):
+        with tfamp.autocast(dtype), tf.GradientTape() as tape:
+            x = tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, tf.matmul(x, v)), (0, a))[1]
+            x = tf.cond(p, lambda: tf.matmul(x, v), lambda: x)
+            x = tf.map_fn(lambda row: tf.linalg.matvec(v, row), x)
+            loss = tf.reduce_sum(x)
+        return tape.gradient(loss, v)
+
+    with tf.GradientTape() as tape:
+        x = a
+        for _ in range(3):
+            x = tf.matmul(x, v)
+        loss = tf.reduce_sum(tf.map_fn(lambda row: tf.linalg.matvec(v, row), x))
+    found = gradient(tf.constant(True))
+    assert found.dtype == tf.float32
+    assert_close(found, tape.gradient(loss, v), dtype, depth=64)
+
+
+def test_vectorized_map(a):
+    with tfamp.autocast("bfloat16"):
+        assert tf.vectorized_map(lambda row: tf.linalg.matvec(a, row), a).dtype == tf.bfloat16
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "SimpleRNN", "Bidirectional"])
+@both_dtypes
+def test_recurrent_layers_train(name, dtype):
+    if name == "Bidirectional":
+        layer = keras.layers.Bidirectional(keras.layers.LSTM(4))
+    else:
+        layer = getattr(keras.layers, name)(4)
+    x = tf.constant(np.random.default_rng(0).uniform(-1, 1, (2, 5, 3)), tf.float32)
+    expected = layer(x)
+
+    @tf.function
+    def step(x):
+        with tfamp.autocast(dtype), tf.GradientTape() as tape:
+            out = layer(x)
+            loss = tf.reduce_sum(out)
+        return out, tape.gradient(loss, [v.value for v in layer.trainable_variables])
+
+    out, gradients = step(x)
+    assert all(g.dtype == tf.float32 for g in gradients)
+    assert dtype in op_dtypes(step, x)["MatMul"]
+    assert_close(out, expected, dtype, depth=32)
+
+
+# ---- What the user decides -----------------------------------------------------------------------
+
+
+@both_dtypes
+@eager_and_traced
+def test_a_cast_the_user_wrote_is_respected(a, dtype, run):
+    other = "bfloat16" if dtype == "float16" else "float16"
+
+    @run
+    def work(x):
+        low = tf.matmul(x, x)
+        up = tf.cast(low, tf.float32)
+        keras_up = keras.ops.cast(low, "float32")
+        return (
+            tf.matmul(up, up),
+            tf.matmul(keras_up, x),
+            tf.exp(tf.cast(x, dtype)),
+            tf.matmul(tf.cast(x, other), x),
+        )
+
+    with tfamp.autocast(dtype):
+        dtypes = [result.dtype.name for result in work(a)]
+    assert dtypes == ["float32", "float32", dtype, other]
+
+
+@both_dtypes
+@eager_and_traced
+def test_other_kinds_of_tensors_are_untouched(a, dtype, run):
+    values = {
+        "float64": tf.cast(a, tf.float64),
+        "complex64": tf.cast(a, tf.complex64),
+        "int32": tf.ones((4, 4), tf.int32),
+    }
+
+    @run
+    def work(**values):
+        return {name: tf.matmul(value, value) for name, value in values.items()}
+
+    with tfamp.autocast(dtype):
+        assert {k: v.dtype.name for k, v in work(**values).items()} == {k: k for k in values}
+        assert tf.reduce_sum(values["float64"]).dtype == tf.float64
+        assert (values["int32"] + values["int32"]).dtype == tf.int32
+        assert tf.strings.join(["a", "b"]).dtype == tf.string
+        assert tf.logical_and(a > 0, a < 0).dtype == tf.bool
+        assert (tf.ragged.constant([[1.0], [2.0, 3.0]]) * 2.0).dtype == tf.float32
+        assert tf.sparse.from_dense(a).dtype == tf.float32
+
+
+def test_mixing_float64_and_float32_fails_as_without_autocast(a):
+    with tfamp.autocast("bfloat16"), pytest.raises((tf.errors.InvalidArgumentError, TypeError)):
+        tf.raw_ops.MatMul(a=a, b=tf.cast(a, tf.float64))
+
+
+def test_custom_lists(a):
+    lists = tfamp.OpLists.default("bfloat16").with_changes(
+        allow_add=["Tanh"], deny_add=["MatMul"], infer_add=["Exp"]
+    )
+    with tfamp.autocast("bfloat16", op_lists=lists):
+        assert tf.tanh(a).dtype == tf.bfloat16
+        assert matmul_dtype(a) == "float32"
+        assert matmul_dtype(tf.tanh(a)) == "float32"
+        assert tf.exp(tf.tanh(a)).dtype == tf.bfloat16
+        assert tf.exp(a).dtype == tf.float32
+
+
+@both_dtypes
+def test_a_variable_keeps_its_dtype_whatever_is_assigned(a, dtype):
+    v, low_v, k = tf.Variable(a), tf.Variable(tf.cast(a, dtype)), keras.Variable(a.numpy())
+    with tfamp.autocast(dtype):
+        low = tf.matmul(a, a)
+        for variable in (v, low_v):
+            variable.assign(low)
+            variable.assign_add(tf.reduce_sum(low) * tf.ones((4, 4)))
+            variable.assign_sub(low)
+            variable.scatter_update(tf.IndexedSlices(low[:1], [0]))
+            variable[0].assign(low[0])
+        k.assign(low)
+        k.assign_add(low)
+        assert tf.Variable(low).dtype == tf.as_dtype(dtype)
+        assert tf.Variable(low, dtype=tf.float32).dtype == tf.float32
+    assert (v.dtype, low_v.dtype, k.dtype) == (tf.float32, tf.as_dtype(dtype), "float32")
+
+
+# ---- float16 on a CPU that has none --------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_float16(monkeypatch):
+    """A CPU without float16, on which nothing has been said yet."""
+
+    def configure(*, bfloat16=True, slowdown=7.04):
+        from tfamp.diagnostics import device
+
+        found = hardware.Hardware("", cpu_bfloat16=bfloat16, cpu_float16=False, gpus=(), tpu=False)
+        monkeypatch.setattr(hardware, "detect", lambda: found)
+        monkeypatch.setattr(device, "measure_float16_slowdown", lambda: slowdown)
+        checked = threading.Event()
+        monkeypatch.setattr("tfamp.autocasting.context._slow_float16_checked", checked)
+
+    return configure
+
+
+@pytest.mark.parametrize(
+    ("bfloat16", "advice"), [(True, 'Use "bfloat16"'), (False, "Use float32 here")]
+)
+def test_float16_on_a_cpu_without_it_warns_once_and_says_how_slow(slow_float16, bfloat16, advice):
+    slow_float16(bfloat16=bfloat16)
+    context = tfamp.autocast("float16")
+    with pytest.warns(tfamp.TfampWarning, match=f"took 7.0 times as long.*{advice}") as caught:
+        with context:
+            pass
+        with tfamp.autocast("float16"):
+            pass
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+def test_the_warning_points_to_the_callers_line_of_a_decorated_function(slow_float16):
+    slow_float16()
+
+    @tfamp.autocast("float16")
+    def decorated():
+        pass
+
+    with pytest.warns(tfamp.TfampWarning) as caught:
+        decorated()
+    assert caught[0].filename == __file__
+
+
+def test_no_warning_where_float16_is_not_slower_or_not_used(slow_float16):
+    slow_float16(slowdown=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with tfamp.autocast("float16"):
+            pass
+        slow_float16()
+        with tfamp.autocast("bfloat16"), tfamp.autocast("float16", enabled=False):
+            pass
+
+
+def test_a_disabled_autocast_takes_any_float_dtype():
+    with tfamp.autocast("float32", enabled=False):
+        assert tf.matmul(tf.ones((2, 2)), tf.ones((2, 2))).dtype == tf.float32
+    with pytest.raises(ValueError, match="autocast casts to float16 or bfloat16"):
+        tfamp.autocast("float32")
+    with pytest.raises(ValueError, match="autocast casts to float16 or bfloat16"):
+        tfamp.autocast("int32", enabled=False)
+
+
+@pytest.mark.parametrize("library", [tf, keras.ops], ids=["tensorflow", "keras"])
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "function"])
+def test_a_cast_to_the_dtype_a_tensor_has_is_respected(library, traced):
+    def products(x):
+        with tfamp.autocast("bfloat16"):
+            return library.cast(x, "float32") @ x, x @ x
+
+    products = tf.function(products) if traced else products
+    kept, plain = products(tf.random.normal((4, 4)))
+    assert (kept.dtype, plain.dtype) == (tf.float32, tf.bfloat16)
+
+
+def test_a_cast_that_changes_nothing_keeps_the_gradient():
+    weight = tf.Variable([[2.0]])
+    with tf.GradientTape() as tape, tfamp.autocast("float16"):
+        product = tf.cast(weight, tf.float32) @ tf.cast(weight, tf.float32)
+    assert product.dtype == tf.float32
+    assert float(tape.gradient(product, weight)[0, 0]) == 4.0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        tf.norm,
+        lambda x: tf.norm(x, axis=-1),
+        lambda x: tf.math.l2_normalize(x, axis=-1),
+        lambda x: tf.clip_by_norm(x, 1.0),
+    ],
+    ids=["norm", "norm_of_rows", "l2_normalize", "clip_by_norm"],
+)
+@pytest.mark.parametrize("size", [300.0, 1e-4])
+def test_norms_square_in_float32(function, size):
+    # In float16 the square of 300 is inf, and that of 1e-4 is 0.
+    with tfamp.autocast("float16"):
+        low = tf.matmul(tf.fill((4, 4), size / 4), tf.ones((4, 4)))
+        result = function(low)
+    assert (low.dtype, result.dtype) == (tf.float16, tf.float32)
+    np.testing.assert_allclose(result, function(tf.cast(low, tf.float32)), rtol=1e-6)

@@ -1,0 +1,228 @@
+"""autocast leaves nothing behind: no replaced symbol, no mode in another thread, no changed op."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp import _tf_intercept, keras_intercept
+from tfamp.autocasting.context import _hooks
+from tfamp.errors import UnsupportedVersionError
+
+
+def symbols():
+    """What every symbol that is ever replaced stands for now."""
+    found = {
+        (each.module, each.name): getattr(each.owner(), each.attribute)
+        for each in _tf_intercept.INTERCEPTED
+    }
+    found["Layer.__call__"] = keras.layers.Layer.__call__
+    found["Optimizer.apply"] = keras.optimizers.Optimizer.apply
+    return found
+
+
+def same(one, other):
+    return {name: value is other[name] for name, value in one.items()}
+
+
+@pytest.fixture
+def a():
+    return tf.constant(np.random.default_rng(0).uniform(-1, 1, (4, 4)), tf.float32)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    before = symbols()
+    yield
+    assert all(same(before, symbols()).values())
+    assert _hooks._users == 0
+
+
+def test_every_symbol_is_replaced_inside_and_the_original_object_afterwards(a):
+    before = symbols()
+    with tfamp.autocast("bfloat16"):
+        assert not any(same(before, symbols()).values())
+        with tfamp.autocast(enabled=False), tfamp.autocast("float16"):
+            tf.matmul(a, a)
+        assert not any(same(before, symbols()).values())
+    assert all(same(before, symbols()).values())
+
+
+@pytest.mark.parametrize(
+    "leave", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration]
+)
+def test_after_any_exception(a, leave):
+    before = symbols()
+    with pytest.raises(leave), tfamp.autocast("bfloat16"):
+        tf.matmul(a, a)
+        raise leave
+    assert all(same(before, symbols()).values())
+
+
+def test_after_an_op_that_fails(a):
+    with tfamp.autocast("bfloat16"), pytest.raises(tf.errors.InvalidArgumentError):
+        tf.matmul(a, tf.ones((3, 3)))
+    assert tf.matmul(a, a).dtype == tf.float32
+
+
+def test_after_a_trace_that_fails(a):
+    @tf.function
+    @tfamp.autocast("bfloat16")
+    def fails(x):
+        return tf.matmul(x, tf.ones((3, 3)))
+
+    with pytest.raises(ValueError, match="must be equal"):
+        fails(a)
+    assert tf.matmul(a, a).dtype == tf.float32
+
+
+@pytest.mark.parametrize("missing", _tf_intercept.INTERCEPTED, ids=lambda each: each.name)
+def test_a_missing_symbol_replaces_none(monkeypatch, a, missing):
+    owner = missing.owner()
+    with monkeypatch.context() as patch:
+        patch.delattr(owner, missing.attribute)
+        others = [each for each in _tf_intercept.INTERCEPTED if each is not missing]
+        before = [getattr(each.owner(), each.attribute) for each in others]
+        with (
+            pytest.raises(UnsupportedVersionError, match=f"{missing.attribute} is not in TensorFl"),
+            tfamp.autocast("bfloat16"),
+        ):
+            pass
+        for each, original in zip(others, before, strict=True):
+            assert getattr(each.owner(), each.attribute) is original
+    assert tf.matmul(a, a).dtype == tf.float32
+
+
+@pytest.mark.parametrize("name", ["intercept_layer_calls", "intercept_optimizer_steps"])
+def test_a_missing_keras_symbol_puts_the_others_back(monkeypatch, a, name):
+    def fail(_):
+        raise UnsupportedVersionError("keras.src.x is gone")
+
+    before = symbols()
+    with monkeypatch.context() as patch:
+        patch.setattr(keras_intercept, name, fail)
+        with pytest.raises(UnsupportedVersionError, match="is gone"), tfamp.autocast("bfloat16"):
+            pass
+    assert all(same(before, symbols()).values())
+    with tfamp.autocast("bfloat16"):  # and the next one is not thought to be nested
+        assert tf.matmul(a, a).dtype == tf.bfloat16
+
+
+def test_ops_wrapped_while_active_do_nothing_afterwards(a):
+    with tfamp.autocast("bfloat16"):
+        kept = symbols()["framework.ops", "convert_to_tensor"]
+    low = tf.cast(a, tf.bfloat16)
+    with pytest.raises(ValueError, match="Tensor conversion requested dtype float32"):
+        kept(low, tf.float32)
+
+
+# ---- Threads -------------------------------------------------------------------------------------
+
+
+def test_another_thread_sees_nothing(a):
+    seen = []
+    with tfamp.autocast("bfloat16"):
+        thread = threading.Thread(target=lambda: seen.append(tf.matmul(a, a).dtype.name))
+        thread.start()
+        thread.join()
+    assert seen == ["float32"]
+
+
+def test_eight_threads_with_different_dtypes_never_see_each_other(a):
+    modes = ["bfloat16", "float16", None, "bfloat16", "off", "float16", None, "bfloat16"]
+    barrier = threading.Barrier(len(modes), timeout=60)
+    functions = [tf.function(lambda x: tf.matmul(x, x)) for _ in modes]
+    shared = tf.function(lambda x: tf.matmul(x, x))
+
+    def work(mode, function):
+        seen = set()
+        for _ in range(10):
+            barrier.wait()
+            if mode is None:
+                seen |= {step(f, a) for f in (tf.function(eager), function)}
+                continue
+            context = tfamp.autocast("float16" if mode == "off" else mode, enabled=mode != "off")
+            with context:
+                seen |= {step(f, a) for f in (eager, function, shared)}
+            seen.add("after: " + step(eager, a))
+        return seen
+
+    def eager(x):
+        return tf.matmul(x, x)
+
+    def step(function, x):
+        return function(x).dtype.name
+
+    with ThreadPoolExecutor(len(modes)) as pool:
+        results = list(pool.map(work, modes, functions))
+    for mode, seen in zip(modes, results, strict=True):
+        if mode is None:
+            assert seen == {"float32"}
+        else:
+            low = "float32" if mode == "off" else mode
+            assert seen == {low, "after: float32"}
+
+
+def train():
+    """Five steps of a float32 model, eager and traced; its weights."""
+    keras.utils.set_random_seed(5)
+    weights = [tf.Variable(tf.random.stateless_normal((8, 8), (i, 1))) for i in range(2)]
+    optimizer = keras.optimizers.Adam(0.01)
+    x = tf.random.stateless_normal((16, 8), (7, 7))
+
+    def gradients():
+        with tf.GradientTape() as tape:
+            hidden = tf.tanh(tf.matmul(x, weights[0]))
+            loss = tf.reduce_mean(tf.nn.softmax(tf.matmul(hidden, weights[1])) ** 2)
+        return tape.gradient(loss, weights)
+
+    traced = tf.function(gradients)
+    for _ in range(5):
+        for compute in (gradients, traced):
+            optimizer.apply_gradients(zip(compute(), weights, strict=True))
+    return [w.numpy() for w in weights]
+
+
+def test_float32_training_is_bit_identical_while_another_thread_is_active(a):
+    expected = train()
+    stop, started, errors = threading.Event(), threading.Event(), []
+
+    def disturb():
+        while not stop.is_set():
+            with tfamp.autocast("bfloat16"):
+                if tf.matmul(a, a).dtype != tf.bfloat16:
+                    errors.append("not cast")
+                started.set()
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        assert started.wait(60)
+        found = train()
+    finally:
+        stop.set()
+        thread.join()
+    assert not errors
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_threads_that_enter_and_leave_at_once_leave_nothing(a):
+    before = symbols()
+    barrier = threading.Barrier(8, timeout=60)
+
+    def work(_):
+        barrier.wait()
+        for _ in range(50):
+            with tfamp.autocast("bfloat16"):
+                pass
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert all(same(before, symbols()).values())

@@ -1,0 +1,773 @@
+"""Models return float32: Functional and Sequential models, nested, shared, rebuilt, extended."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras import layers
+
+import tfamp
+from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
+from helpers.tolerances import assert_close
+from tfamp.layers.roles import graphs, managed_layers
+
+MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+X = np.linspace(-1, 1, 24, dtype="float32").reshape(3, 8)
+SEQUENCE = np.linspace(-1, 1, 48, dtype="float32").reshape(2, 4, 6)
+
+
+@pytest.fixture(params=MIXED, autouse=True)
+def low(request):
+    """The low dtype of the mixed policy in force."""
+    tfamp.set_global_policy(request.param)
+    return MIXED[request.param]
+
+
+def flat_dtypes(value):
+    return [keras.backend.standardize_dtype(x.dtype) for x in keras.tree.flatten(value)]
+
+
+def assert_all_say(dtypes, model, *inputs):
+    """The outputs, the spec, the eager call and the traced call have these dtypes."""
+    inputs = list(inputs) if len(inputs) > 1 else inputs[0]
+    assert flat_dtypes(model.outputs) == dtypes
+    assert flat_dtypes(model.compute_output_spec(symbolic_inputs(model))) == dtypes
+    assert flat_dtypes(model(inputs)) == dtypes
+    assert flat_dtypes(tf.function(model)(inputs)) == dtypes
+
+
+def symbolic_inputs(model):
+    specs = [keras.KerasTensor(x.shape, dtype=x.dtype) for x in model.inputs]
+    return specs if len(specs) > 1 else specs[0]
+
+
+def assert_float32(model, *inputs):
+    assert_all_say(["float32"] * len(model.outputs), model, *inputs)
+
+
+def compute_dtypes(model):
+    return [layer.compute_dtype for layer in model.layers if layer.weights]
+
+
+def chain(x, *units):
+    made = []
+    for n in units:
+        made.append(layers.Dense(n))
+        x = made[-1](x)
+    return x, made
+
+
+# Functional
+
+
+def test_the_output_layer_is_float32_and_the_others_are_low(low):
+    x = keras.Input((8,))
+    y, made = chain(x, 7, 6, 5)
+    model = keras.Model(x, y)
+    assert_float32(model, X)
+    assert compute_dtypes(model) == [low, low, "float32"]
+    assert {layer.variable_dtype for layer in made} == {"float32"}
+    assert {type(layer.dtype_policy) for layer in made} == {keras.DTypePolicy}
+    assert_has_low_precision(model, tf.TensorSpec((3, 8)))
+
+
+def test_batch_normalization_and_its_subclasses_are_float32(low):
+    class MyNorm(layers.BatchNormalization):
+        pass
+
+    x = keras.Input((8,))
+    norms = [layers.BatchNormalization(), MyNorm()]
+    y = layers.Dense(4)(norms[1](layers.Dense(4)(norms[0](x))))
+    assert [norm.compute_dtype for norm in norms] == ["float32", "float32"]
+    assert_float32(keras.Model(x, y), X)
+
+
+def test_a_batch_normalization_as_output_layer_leaves_the_one_before_low(low):
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(4), layers.BatchNormalization()])
+    assert_float32(model, X)
+    assert compute_dtypes(model) == [low, "float32"]
+
+
+def test_users_own_float32_layers(low):
+    class Scale(layers.Layer):
+        def call(self, x):
+            return x * 2
+
+    policy = tfamp.Policy(f"mixed_{low}", float32_layers=[Scale, "LayerNormalization"])
+    with tfamp.policy_scope(policy):
+        kept = [Scale(), layers.LayerNormalization(), layers.BatchNormalization()]
+        assert [layer.compute_dtype for layer in kept] == ["float32"] * 3
+        assert layers.Dense(1).compute_dtype == low
+    with tfamp.policy_scope(tfamp.Policy(f"mixed_{low}", float32_layers=())):
+        assert layers.BatchNormalization().compute_dtype == low
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "mixed_float16"])
+def test_an_explicit_dtype_always_wins(dtype):
+    policy = keras.DTypePolicy(dtype)
+    for given_dtype in (dtype, policy, tfamp.Policy(dtype)):
+        x = keras.Input((8,))
+        norm = layers.BatchNormalization(dtype=given_dtype)
+        head = layers.Dense(2, dtype=given_dtype)
+        model = keras.Model(x, head(norm(layers.Dense(3)(x))))
+        assert norm.dtype_policy == head.dtype_policy == policy
+        assert_all_say([policy.compute_dtype], model, X)
+
+
+def test_a_dtype_policy_set_by_hand_wins(low):
+    x = keras.Input((8,))
+    head = layers.Dense(2)
+    head.dtype_policy = "bfloat16" if low == "float16" else "mixed_float16"
+    model = keras.Model(x, head(x))
+    assert_all_say([head.compute_dtype], model, X)
+
+
+@pytest.mark.parametrize(
+    "pack", [list, tuple, lambda outputs: dict(zip("ab", outputs, strict=True))]
+)
+def test_several_outputs(low, pack):
+    x = keras.Input((8,))
+    trunk = layers.Dense(6)
+    heads = [layers.Dense(2), layers.Dense(3)]
+    model = keras.Model(x, pack([head(trunk(x)) for head in heads]))
+    assert_float32(model, X)
+    assert trunk.compute_dtype == low
+    assert [head.compute_dtype for head in heads] == ["float32", "float32"]
+    assert type(model(X)) is type(model.output)
+
+
+def test_integer_and_boolean_outputs_are_left_alone(low):
+    x = keras.Input((8,))
+    hidden = layers.Dense(4)
+    y = hidden(x)
+    model = keras.Model(x, [keras.ops.argmax(y), y > 0, layers.Dense(2)(y)])
+    assert_all_say(["int32", "bool", "float32"], model, X)
+    assert hidden.compute_dtype == low
+
+
+def test_ops_behind_the_output_layer(low):
+    x = keras.Input((8,))
+    made = [layers.Dense(4), layers.Dense(4)]
+    y = keras.ops.softmax(made[0](x) + made[1](x) * 2.0)
+    assert y.dtype == low
+    assert_float32(keras.Model(x, y), X)
+    assert [layer.compute_dtype for layer in made] == ["float32", "float32"]
+
+
+def test_a_cast_of_the_users_own_is_respected(low):
+    x = keras.Input((8,))
+    heads = [layers.Dense(2), layers.Dense(2)]
+    outputs = [keras.ops.cast(heads[0](x), low), keras.ops.cast(heads[1](x), "float32")]
+    assert_all_say([low, "float32"], keras.Model(x, outputs), X)
+    assert [head.compute_dtype for head in heads] == [low, low]
+
+
+def test_an_output_layer_that_also_feeds_the_model_is_float32(low):
+    x = keras.Input((8,))
+    features, head = layers.Dense(4), layers.Dense(2)
+    y = features(x)
+    model = keras.Model(x, [y, head(y)])
+    assert_float32(model, X)
+    assert features.compute_dtype == "float32"
+
+
+def test_a_model_input_as_output_is_left_alone():
+    x = keras.Input((8,), dtype="float16")
+    model = keras.Model(x, [x, layers.Dense(1)(x)])
+    assert_all_say(["float16", "float32"], model, X.astype("float16"))
+
+
+def test_the_activation_after_the_last_dense_is_the_output_layer(low):
+    x = keras.Input((8,))
+    model = keras.Model(x, layers.Softmax()(layers.Dense(3)(x)))
+    assert_float32(model, X)
+    assert compute_dtypes(model) == [low]
+
+
+def test_float32_outputs_false_leaves_outputs_low(low):
+    with tfamp.policy_scope(tfamp.Policy(f"mixed_{low}", float32_outputs=False)):
+        x = keras.Input((8,))
+        assert_all_say([low], keras.Model(x, layers.Dense(2)(layers.Dense(3)(x))), X)
+        assert_all_say([low], keras.Sequential([keras.Input((8,)), layers.Dense(2)]), X)
+
+
+def test_a_model_from_an_inner_tensor(low):
+    x = keras.Input((8,))
+    y, made = chain(x, 7, 6, 5)
+    full = keras.Model(x, y)
+    tail = keras.Model(made[1].output, y)
+    assert_float32(tail, np.ones((3, 6), "float32"))
+    assert_float32(full, X)
+    assert compute_dtypes(full) == [low, low, "float32"]
+
+
+def test_a_functional_subclass(low):
+    class Classifier(keras.Model):
+        def __init__(self, units, **kwargs):
+            x = keras.Input((8,))
+            super().__init__(inputs=x, outputs=layers.Dense(units)(layers.Dense(4)(x)), **kwargs)
+
+    model = Classifier(3)
+    assert_float32(model, X)
+    assert compute_dtypes(model) == [low, "float32"]
+
+
+def test_output_names_stay(low):
+    x = keras.Input((8,))
+    hidden = layers.Dense(4, name="hidden")(x)
+    keras.Model(x, layers.Dense(2)(hidden))
+    extractor = keras.Model(x, {"h": hidden})
+    assert extractor.output_names == ["hidden"]
+    assert_float32(extractor, X)
+
+
+# Layers shared between models
+
+
+@pytest.mark.parametrize("extractor_first", [True, False])
+def test_features_of_a_model_in_either_order(low, extractor_first):
+    x = keras.Input((8,))
+    y, (hidden, head) = chain(x, 5, 2)
+    makes = [lambda: keras.Model(x, hidden.output), lambda: keras.Model(x, y)]
+    models = [make() for make in (makes if extractor_first else reversed(makes))]
+    for model in models:
+        assert_float32(model, X)
+    # A cast, not a float32 layer: the full model keeps its speed.
+    assert (hidden.compute_dtype, head.compute_dtype) == (low, "float32")
+
+
+def test_a_head_put_on_a_model(low):
+    x = keras.Input((8,))
+    features = layers.Dense(5)
+    base = keras.Model(x, features(x))
+    assert features.compute_dtype == "float32"
+    full = keras.Model(base.input, layers.Dense(3)(base.output))
+    assert features.compute_dtype == low
+    assert_float32(full, X)
+    assert_float32(base, X)
+    assert base.output_names == [features.name]
+    another = keras.Model(base.input, keras.ops.relu(base.output))
+    assert_float32(another, X)
+    assert_close(base(X), features(X), low)
+
+
+def test_one_layer_as_output_of_two_models(low):
+    x = keras.Input((8,))
+    head = layers.Dense(2)
+    models = [keras.Model(x, head(layers.Dense(4)(x))) for _ in range(2)]
+    for model in models:
+        assert_float32(model, X)
+    assert head.compute_dtype == "float32"
+
+
+def test_a_layer_shared_within_a_model(low):
+    inputs = [keras.Input((8,)), keras.Input((8,))]
+    tower, head = layers.Dense(4), layers.Dense(1)
+    distance = keras.ops.abs(tower(inputs[0]) - tower(inputs[1]))
+    model = keras.Model(inputs, head(distance))
+    assert_float32(model, X, X)
+    assert (tower.compute_dtype, head.compute_dtype) == (low, "float32")
+    recurrent = layers.Dense(8)
+    looped = keras.Model(inputs[0], recurrent(recurrent(inputs[0])))
+    assert_float32(looped, X)
+
+
+def test_a_call_made_before_the_layer_became_an_output_is_corrected(low):
+    x, z = keras.Input((8,)), keras.Input((8,))
+    head = layers.Dense(2)
+    early = keras.ops.relu(head(z))
+    assert early.dtype == low
+    first = keras.Model(x, head(x))
+    assert early.dtype == "float32"
+    second = keras.Model(z, early)
+    assert_float32(first, X)
+    assert_float32(second, X)
+
+
+# Nested models
+
+
+def inner_model(sequential):
+    made = [layers.Dense(6), layers.Dense(8)]
+    if sequential == "deferred":
+        return keras.Sequential(made), made
+    if sequential:
+        return keras.Sequential([keras.Input((8,)), *made]), made
+    x = keras.Input((8,))
+    return keras.Model(x, made[1](made[0](x))), made
+
+
+INNER = pytest.mark.parametrize("sequential", [False, True, "deferred"])
+
+
+@INNER
+def test_an_inner_model_inside_another_is_low_throughout(low, sequential):
+    inner, made = inner_model(sequential)
+    x = keras.Input((8,))
+    y = inner(x)
+    head = layers.Dense(2)
+    outer = keras.Model(x, head(keras.ops.relu(y)))
+    assert [layer.compute_dtype for layer in (*made, head)] == [low, low, "float32"]
+    assert_float32(outer, X)
+    assert flat_dtypes(inner.outputs) == [low]
+    assert y.dtype == low
+
+
+@INNER
+def test_an_inner_model_at_the_end_makes_the_float32_output(low, sequential):
+    inner, made = inner_model(sequential)
+    x = keras.Input((8,))
+    outer = keras.Model(x, inner(layers.Dense(8)(x)))
+    assert [layer.compute_dtype for layer in made] == [low, "float32"]
+    assert_float32(outer, X)
+    assert_float32(inner, X)
+
+
+@INNER
+def test_an_inner_model_at_the_end_of_one_and_inside_another(low, sequential):
+    inner, made = inner_model(sequential)
+    x = keras.Input((8,))
+    ends = keras.Model(x, inner(x))
+    contains = keras.Model(x, layers.Dense(2)(inner(x)))
+    ends_too = keras.Model(x, inner(x))
+    for model in (ends, contains, ends_too):
+        assert_float32(model, X)
+    assert made[1].compute_dtype == low
+
+
+def test_three_levels(low):
+    innermost, deep = inner_model(sequential=True)
+    x = keras.Input((8,))
+    middle = keras.Model(x, innermost(layers.Dense(8)(x)))
+    assert deep[1].compute_dtype == "float32"
+    outer = keras.Model(x, middle(layers.Dense(8)(x)))
+    assert_float32(outer, X)
+    assert deep[1].compute_dtype == "float32"
+    top = keras.Model(x, layers.Dense(3)(outer(x)))
+    assert_float32(top, X)
+    assert [layer.compute_dtype for layer in deep] == [low, low]
+    for model in (outer, middle, innermost):
+        assert_all_say([low], model, X)
+
+
+def test_an_inner_model_with_a_cast_loses_it_inside(low):
+    x = keras.Input((8,))
+    hidden = layers.Dense(8)
+    keep = keras.Model(x, layers.Dense(1)(hidden(x)))
+    extractor = keras.Model(x, hidden.output)
+    assert len(extractor.layers) == 3
+    outer = keras.Model(x, layers.Dense(2)(extractor(x)))
+    assert len(extractor.layers) == 2
+    for model in (keep, outer):
+        assert_float32(model, X)
+    assert_all_say([low], extractor, X)
+
+
+class Block(layers.Layer):
+    """A user's layer that holds models, adds with Python's operator, and may come last."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.first, _ = inner_model(sequential="deferred")
+        self.second, _ = inner_model(sequential=True)
+        self.third, _ = inner_model(sequential=False)
+
+    def call(self, x):
+        return x + self.first(x) + self.second(x) + self.third(x)
+
+
+@pytest.mark.filterwarnings("error:Layer 'block")
+@pytest.mark.parametrize("symbolic", [True, False])
+def test_models_inside_a_users_layer_are_parts_of_it(low, symbolic):
+    block = Block(name="block")
+    y = block(keras.Input((8,)) if symbolic else X)
+    assert flat_dtypes(y) == [low]
+    inner = [*block.first.layers, *block.second.layers, *block.third.layers[1:]]
+    assert [layer.compute_dtype for layer in inner] == [low] * 6
+
+
+def test_a_users_layer_of_layers_at_the_end_gets_a_cast(low):
+    for last in (False, True):
+        block = Block()
+        model = keras.Sequential([keras.Input((8,)), block, *([] if last else [layers.Dense(2)])])
+        assert_float32(model, X)
+        assert block.compute_dtype == low
+
+
+# Sequential
+
+
+def test_layers_added_one_by_one(low):
+    model = keras.Sequential([keras.Input((8,))])
+    for n in range(1, 5):
+        model.add(layers.Dense(8))
+        assert compute_dtypes(model) == [low] * (n - 1) + ["float32"]
+        assert_float32(model, X)
+
+
+def test_layers_taken_off_one_by_one(low):
+    model = keras.Sequential([keras.Input((8,)), *(layers.Dense(8) for _ in range(3))])
+    for n in (2, 1):
+        assert model.pop().compute_dtype == low
+        assert compute_dtypes(model) == [low] * (n - 1) + ["float32"]
+        assert_float32(model, X)
+    assert model.pop().compute_dtype == low
+
+
+def test_pop_and_add_without_rebuild(low):
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(8), layers.Dense(4)])
+    assert model.pop(rebuild=False).compute_dtype == low
+    assert compute_dtypes(model) == [low]
+    model.add(layers.Dense(2), rebuild=False)
+    model.build((None, 8))
+    assert_float32(model, X)
+    assert compute_dtypes(model) == [low, "float32"]
+
+
+def test_built_by_its_first_call(low):
+    model = keras.Sequential([layers.Dense(4), layers.Dense(2)])
+    assert flat_dtypes(model(X)) == ["float32"]
+    assert_float32(model, X.astype(low))
+    assert compute_dtypes(model) == [low, "float32"]
+
+
+def test_built_after_the_policy_has_changed(low):
+    model = keras.Sequential([layers.Dense(4), layers.Dense(2)])
+    grown = keras.Sequential([keras.Input((8,)), layers.Dense(4)])
+    late = layers.Dense(3)
+    tfamp.set_global_policy("float32")
+    assert flat_dtypes(model(X)) == ["float32"]
+    grown.add(late)
+    assert_float32(grown, X)
+    assert compute_dtypes(model) == compute_dtypes(grown) == [low, "float32"]
+
+
+def test_made_before_the_policy(low):
+    tfamp.set_global_policy("float32")
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(8)])
+    tfamp.set_global_policy(f"mixed_{low}")
+    model.add(layers.Dense(4))
+    model.add(layers.Dense(2))
+    assert_float32(model, X)
+    assert compute_dtypes(model) == ["float32", low, "float32"]
+
+
+def test_sequential_of_sequentials(low):
+    inner = [inner_model(sequential=True)[0] for _ in range(3)]
+    model = keras.Sequential([keras.Input((8,))])
+    for part in inner:
+        model.add(part)
+        assert_float32(model, X)
+    assert [part.layers[-1].compute_dtype for part in inner] == [low, low, "float32"]
+    model.pop()
+    assert_float32(model, X)
+
+
+def test_sequential_with_nested_inputs_has_no_graph_and_returns_float32(low):
+    class Sum(layers.Layer):
+        def call(self, inputs):
+            return inputs["a"] + inputs["b"]
+
+        def build(self, shape):
+            pass
+
+    model = keras.Sequential([Sum(), layers.Dense(2)])
+    assert flat_dtypes(model({"a": X, "b": X})) == ["float32"]
+    assert model.layers[-1].compute_dtype == low
+
+
+def test_a_failed_add_leaves_the_model_usable(low):
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(4)])
+    with pytest.raises(ValueError, match="incompatible"):
+        model.add(layers.Conv2D(1, 1))
+    model.pop()
+    assert_float32(model, X)
+
+
+# Which layers can be raised
+
+BUILT_IN = {
+    "Activation": (lambda: layers.Activation("tanh"), SEQUENCE),
+    "Add": (lambda: layers.Add(), [SEQUENCE, SEQUENCE]),
+    "Attention": (lambda: layers.Attention(), [SEQUENCE, SEQUENCE]),
+    "Bidirectional": (lambda: layers.Bidirectional(layers.LSTM(3)), SEQUENCE),
+    "Concatenate": (lambda: layers.Concatenate(), [SEQUENCE, SEQUENCE]),
+    "Conv1D": (lambda: layers.Conv1D(3, 2), SEQUENCE),
+    "DenseWithLayer": (lambda: layers.Dense(3, activation=layers.ReLU()), SEQUENCE),
+    "Dropout": (lambda: layers.Dropout(0.5), SEQUENCE),
+    "EinsumDense": (lambda: layers.EinsumDense("abc,cd->abd", (None, 3)), SEQUENCE),
+    "Flatten": (lambda: layers.Flatten(), SEQUENCE),
+    "GRU": (lambda: layers.GRU(3), SEQUENCE),
+    "GlobalAveragePooling1D": (lambda: layers.GlobalAveragePooling1D(), SEQUENCE),
+    "Identity": (lambda: layers.Identity(), SEQUENCE),
+    "LSTM": (lambda: layers.LSTM(3, return_sequences=True, return_state=True), SEQUENCE),
+    "Lambda": (lambda: layers.Lambda(lambda x: x * 2), SEQUENCE),
+    "LayerNormalization": (lambda: layers.LayerNormalization(), SEQUENCE),
+    "MultiHeadAttention": (lambda: layers.MultiHeadAttention(2, 3), [SEQUENCE, SEQUENCE]),
+    "RNN": (lambda: layers.RNN([layers.LSTMCell(3), layers.GRUCell(2)]), SEQUENCE),
+    "Rescaling": (lambda: layers.Rescaling(0.5), SEQUENCE),
+    "Reshape": (lambda: layers.Reshape((24,)), SEQUENCE),
+    "SpectralNormalization": (lambda: layers.SpectralNormalization(layers.Dense(3)), SEQUENCE),
+    "TimeDistributed": (lambda: layers.TimeDistributed(layers.Dense(3)), SEQUENCE),
+    "UpSampling1D": (lambda: layers.UpSampling1D(), SEQUENCE),
+}
+
+
+def call_on(layer, inputs):
+    if isinstance(layer, layers.Attention | layers.Add | layers.Concatenate):
+        return layer(inputs)
+    return layer(*inputs) if isinstance(inputs, list) else layer(inputs)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_keras_layers_as_output_layers(low, name):
+    make, data = BUILT_IN[name]
+    data = data if isinstance(data, list) else [data]
+    inputs = [keras.Input(x.shape[1:]) for x in data]
+    hidden = [layers.Dense(6)(x) for x in inputs]
+    layer = make()
+    outputs = call_on(layer, hidden if len(hidden) > 1 else hidden[0])
+    assert set(flat_dtypes(outputs)) == {low}
+    model = keras.Model(inputs, outputs)
+    assert_float32(model, *data)
+    parts = [layer, *(layer._flatten_layers(include_self=False))]
+    assert {part.compute_dtype for part in parts} == {"float32"}
+    # And back again, inside another model.
+    outer = keras.Model(inputs, layers.Dense(1)(keras.tree.flatten(model.output)[0]))
+    assert {part.compute_dtype for part in parts} == {low}
+    assert_float32(outer, *data)
+    assert_float32(model, *data)
+
+
+def test_an_embedding_as_output_layer():
+    x = keras.Input((3,), dtype="int32")
+    assert_float32(keras.Model(x, layers.Embedding(5, 2)(x)), np.array([[1, 2, 3]]))
+
+
+class KeepsLowConstant(layers.Layer):
+    """Cannot be raised once built: TensorFlow does not multiply float32 by float16."""
+
+    def build(self, shape):
+        self.factor = tf.constant(2.0, self.compute_dtype)
+
+    def call(self, x):
+        return tf.multiply(x, self.factor)
+
+
+class CastsDown(layers.Layer):
+    def call(self, x):
+        return keras.ops.cast(x, "float16")
+
+
+class Plain(layers.Layer):
+    def build(self, shape):
+        self.w = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, x):
+        return x * self.w
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "raised"), [(Plain, True), (KeepsLowConstant, False), (CastsDown, True)]
+)
+def test_users_layers_as_output_layers(low, layer_class, raised):
+    layer = layer_class()
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(4), layer])
+    assert_float32(model, X)
+    assert layer.compute_dtype == ("float32" if raised else low)
+
+
+def test_a_wrapper_of_a_model_gets_a_cast(low):
+    inner = keras.Sequential([keras.Input((6,)), layers.Dense(4), layers.Dense(2)])
+    model = keras.Sequential([keras.Input((4, 6)), layers.TimeDistributed(inner)])
+    assert_float32(model, SEQUENCE)
+    assert [layer.compute_dtype for layer in inner.layers] == [low, low]
+
+
+def test_float32_layers_keep_what_they_are_made_of(low):
+    class MyBlock(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(6)
+            self.chosen = layers.Dense(6, dtype=f"mixed_{low}")
+            self.wrapped = layers.Bidirectional(layers.LSTM(3, return_sequences=True))
+
+        def call(self, x):
+            return self.wrapped(self.chosen(self.dense(x)))
+
+    policy = tfamp.Policy(f"mixed_{low}", float32_layers=[MyBlock, layers.GRU])
+    with tfamp.policy_scope(policy):
+        block, gru = MyBlock(), layers.GRU(3)
+        model = keras.Sequential([keras.Input((4, 6)), block, gru, layers.Dense(2)])
+    assert_float32(model, SEQUENCE)
+    parts = [layer for layer in block._flatten_layers() if layer is not block.chosen]
+    assert {part.compute_dtype for part in (*parts, *gru._flatten_layers())} == {"float32"}
+    assert block.chosen.compute_dtype == low
+
+
+def test_float32_layers_build_their_sublayers_in_float32(low):
+    class Kept(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.inner = KeepsLowConstant()
+
+        def build(self, shape):
+            self.inner.build(shape)
+
+        def call(self, x):
+            return self.inner(x)
+
+    with tfamp.policy_scope(tfamp.Policy(f"mixed_{low}", float32_layers=[Kept])):
+        layer = Kept()
+    assert flat_dtypes(layer(X)) == ["float32"]
+    assert layer.inner.factor.dtype == tf.float32
+
+
+def test_masks_survive_the_cast():
+    x = keras.Input((4,), dtype="int32")
+    hidden = layers.LSTM(3, return_sequences=True)(layers.Embedding(5, 3, mask_zero=True)(x))
+    keras.Model(x, layers.LSTM(2)(hidden))
+    extractor = keras.Model(x, hidden)
+    result = extractor(np.array([[1, 2, 0, 0]]))
+    assert flat_dtypes(result) == ["float32"]
+    assert result._keras_mask.numpy().tolist() == [[True, True, False, False]]
+
+
+# The numbers, training, and what is left behind
+
+
+def test_close_to_float32_and_more_exact_than_a_low_output(low):
+    x = keras.Input((8,))
+    y, made = chain(x, 32, 3)
+    model = keras.Model(x, y)
+    kernels = [[w.numpy().astype("float64") for w in layer.weights] for layer in made]
+    expected = X.astype("float64")
+    for kernel, bias in kernels:
+        expected = expected @ kernel + bias
+    result = model(X).numpy()
+    assert_close(result, expected, low, depth=32)
+    assert not np.array_equal(result, tf.cast(tf.cast(result, low), tf.float32))
+
+
+@pytest.mark.parametrize("run_eagerly", [True, False])
+def test_fit_evaluate_predict(low, run_eagerly):
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(16, "relu"), layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.05)
+    model.compile(optimizer, "mse", run_eagerly=run_eagerly, jit_compile=False)
+    y = X.sum(axis=1, keepdims=True)
+    history = model.fit(X, y, epochs=20, batch_size=3, verbose=0).history["loss"]
+    assert history[-1] < history[0] / 2
+    assert np.isfinite(model.evaluate(X, y, verbose=0))
+    assert model.predict(X, verbose=0).dtype == np.float32
+
+
+def test_xla_compiled_call():
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(4), layers.Dense(2)])
+    compiled = tf.function(model, jit_compile=True)
+    assert compiled(tf.constant(X)).dtype == tf.float32
+
+
+def test_gradients_reach_float32_variables(low):
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(4), layers.Dense(2)])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(X) ** 2)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    assert {gradient.dtype for gradient in gradients} == {tf.float32}
+
+
+def test_pure_policies_are_left_to_keras(low):
+    with tfamp.policy_scope(low):
+        model = keras.Sequential([keras.Input((8,)), layers.BatchNormalization(), layers.Dense(2)])
+    assert_all_say([low], model, X)
+    assert {weight.dtype for weight in model.weights} == {low}
+    assert_computes_in(low, model, tf.TensorSpec((3, 8)))
+
+
+def _build_and_drop():
+    # In a function of its own: a local of the test would keep the layers alive.
+    x = keras.Input((8,))
+    y, made = chain(x, 4, 2)
+    base = keras.Model(x, y)
+    keras.Model(x, made[0].output)
+    keras.Model(x, layers.Dense(2)(base(x)))
+    keras.Sequential([keras.Input((8,)), layers.Dense(8), Block()])(X)
+    assert all(managed_layers.get(layer) for layer in made)
+    assert graphs.get(base) is not None
+    return [weakref.ref(obj) for obj in (*made, base)]
+
+
+def test_nothing_is_kept_alive():
+    dropped = _build_and_drop()
+    keras.utils.clear_session()
+    gc.collect()
+    assert [reference() for reference in dropped] == [None] * 3
+
+
+def test_models_that_nothing_is_managed_in_are_left_alone():
+    with tfamp.policy_scope("float32"):
+        x = keras.Input((8,))
+        model = keras.Model(x, layers.Dense(2)(x))
+    assert "call" not in vars(model)
+    assert graphs.get(model) is None
+
+
+# Any model: a random graph of layers, every one of whose tensors may be an output.
+
+_graph = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["dense", "shared", "norm", "shared_norm", "relu", "add", "inner", "explicit"]
+        ),
+        st.integers(0, 9),
+        st.integers(0, 9),
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+class _Maker:
+    def __init__(self):
+        self.shared = layers.Dense(4)
+        self.shared_norm = layers.BatchNormalization()
+        self.inner = keras.Sequential([keras.Input((4,)), layers.Dense(5), layers.Dense(4)])
+
+    def step(self, kind, x, y):
+        return {
+            "dense": lambda: layers.Dense(4)(x),
+            "shared": lambda: self.shared(x),
+            "norm": lambda: layers.BatchNormalization()(x),
+            "shared_norm": lambda: self.shared_norm(x),
+            "relu": lambda: keras.ops.relu(x),
+            "add": lambda: layers.Add()([x, y]) if x is not y else x + 1.0,
+            "inner": lambda: self.inner(x),
+            "explicit": lambda: layers.Dense(4, dtype="float32")(x),
+        }[kind]()
+
+
+@settings(deadline=None, max_examples=25)
+@given(steps=_graph, picks=st.lists(st.integers(0, 9), min_size=1, max_size=3))
+def test_any_graph_and_any_outputs(steps, picks):
+    for policy in MIXED:
+        with tfamp.policy_scope(policy):
+            tensors = [keras.Input((4,))]
+            maker = _Maker()
+            for kind, i, j in steps:
+                x, y = (tensors[k % len(tensors)] for k in (i, j))
+                tensors.append(maker.step(kind, x, y))
+            first = keras.Model(tensors[0], [tensors[-1]])
+            second = keras.Model(tensors[0], [tensors[1:][k % len(steps)] for k in picks])
+        x = np.ones((2, 4), "float32")
+        for model in (first, second):
+            assert set(flat_dtypes(model.outputs)) == {"float32"}
+            assert set(flat_dtypes(model(x))) == {"float32"}
+        # What the tensors in between say is what they are.
+        inner = keras.Function(tensors[0], tensors[1:])
+        assert flat_dtypes(inner(x)) == flat_dtypes(tensors[1:])

@@ -1,0 +1,75 @@
+"""What each level means, by machine and dtype: a table written down a second time."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfamp import DynamicLossScale, FixedLossScale, PrecisionConfig
+from tfamp.levels.meaning import effective_level
+from tfamp.machine.hardware import Gpu, Hardware
+
+
+def machine(*, bfloat16=False, capability=None, tpu=False):
+    gpus = () if capability is None else (Gpu("gpu", capability),)
+    return Hardware("", cpu_bfloat16=bfloat16, cpu_float16=False, gpus=gpus, tpu=tpu)
+
+
+PLAIN_CPU = machine()
+BF16_CPU = machine(bfloat16=True)
+VOLTA = machine(capability=(7, 0))
+AMPERE = machine(capability=(8, 0))
+
+
+@pytest.mark.parametrize(
+    ("where", "level", "dtype"),
+    [
+        (PLAIN_CPU, "O0", "float32"),
+        (BF16_CPU, "O1", "bfloat16"),
+        (VOLTA, "O2", "float16"),
+        (AMPERE, "O2", "bfloat16"),
+        (machine(capability=(6, 0)), "O0", "float32"),
+        (machine(tpu=True), "O2", "bfloat16"),
+    ],
+)
+def test_auto_goes_by_the_device(where, level, dtype):
+    found = effective_level(PrecisionConfig(level="auto"), where)
+    assert (found.level, found.dtype) == (level, dtype)
+    assert any(reason.startswith(f"level: auto is {level}") for reason in found.reasons)
+
+
+def test_auto_does_not_take_float16_to_a_cpu():
+    found = effective_level(PrecisionConfig(level="auto", dtype="float16"), BF16_CPU)
+    assert found.level == "O0"
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_default_loss_scale_is_that_of_the_table(level, dtype):
+    found = effective_level(PrecisionConfig(level=level, dtype=dtype), PLAIN_CPU)
+    dynamic = level in ("O1", "O2") and dtype == "float16"
+    assert found.loss_scale == (DynamicLossScale() if dynamic else None)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_loss_scale_that_is_given_holds_at_every_level(level):
+    config = PrecisionConfig(level=level, dtype="bfloat16", loss_scale=128)
+    assert effective_level(config, PLAIN_CPU).loss_scale == FixedLossScale(128.0)
+    config = config.with_changes(loss_scale="none")
+    assert effective_level(config, PLAIN_CPU).optimizer_rule is None
+
+
+def test_a_machine_without_low_precision_gets_one_all_the_same_and_a_warning():
+    found = effective_level(PrecisionConfig(), PLAIN_CPU)
+    assert found.dtype == "bfloat16"
+    assert "emulated" in found.warning
+    assert effective_level(PrecisionConfig(), BF16_CPU).warning is None
+
+
+def test_clipping_and_masters_need_a_wrapper_that_scales_by_one():
+    config = PrecisionConfig(dtype="bfloat16", grad_clip=1.0)
+    assert effective_level(config, BF16_CPU).optimizer_rule == FixedLossScale(1.0)
+
+
+def test_auto_refuses_masters_where_weights_are_float32():
+    with pytest.raises(ValueError, match="level 'auto' is O1 here"):
+        effective_level(PrecisionConfig(level="auto", master_weights=True), BF16_CPU)

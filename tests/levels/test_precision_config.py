@@ -1,0 +1,216 @@
+"""A configuration is read from dicts, files and the environment; mistakes name key and cure."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+import tfamp
+from tfamp import DynamicLossScale, FixedLossScale, PrecisionConfig
+from tfamp.updates.grad_clip import GradClip
+
+FULL = {
+    "level": "O2",
+    "dtype": "float16",
+    "loss_scale": 512.0,
+    "grad_clip": {"max_norm": 35.0, "norm_type": 2},
+    "keep_float32": ["head", "^block1_"],
+    "master_weights": True,
+}
+
+
+def test_one_line_is_enough_as_in_mmdetection():
+    config = PrecisionConfig.from_dict({"loss_scale": 512.0})
+    assert (config.level, config.loss_scale, config.dtype) == ("O2", 512.0, None)
+
+
+def test_a_configuration_goes_to_a_dict_and_back():
+    config = PrecisionConfig.from_dict(FULL)
+    assert config.to_dict() == FULL
+    assert PrecisionConfig.from_dict(config.to_dict()) == config
+    assert PrecisionConfig.from_dict({}) == PrecisionConfig()
+
+
+def test_a_configuration_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        PrecisionConfig().level = "O3"
+    assert PrecisionConfig().with_changes(level="O3").level == "O3"
+
+
+def test_from_dict_leaves_the_dict_alone():
+    values = {"loss_scale": {"init_scale": 512.0, "mode": "dynamic"}}
+    PrecisionConfig.from_dict(values)
+    assert values == {"loss_scale": {"init_scale": 512.0, "mode": "dynamic"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (512, 512.0),
+        ("dynamic", "dynamic"),
+        ("512.", 512.0),
+        (False, "none"),
+        ("none", "none"),
+        ({"scale": 8.0, "skip_nonfinite": False}, FixedLossScale(8.0, skip_nonfinite=False)),
+        ({"init_scale": 8.0}, DynamicLossScale(initial_scale=8.0)),
+        ({"init_scale": 8.0, "mode": "static"}, FixedLossScale(8.0)),
+        (
+            {"scale_factor": 4, "scale_window": 3000},
+            DynamicLossScale(growth_factor=4.0, backoff_factor=0.25, growth_steps=3000),
+        ),
+        (
+            {"growth_interval": 7, "growth_factor": 4.0},
+            DynamicLossScale(growth_steps=7, growth_factor=4.0),
+        ),
+        (
+            {"loss_scale": 1024.0, "drop_overflow_update": False},
+            FixedLossScale(1024.0, skip_nonfinite=False),
+        ),
+        (DynamicLossScale(), DynamicLossScale()),
+    ],
+)
+def test_a_loss_scale_is_read_as_other_systems_write_it(given, meant):
+    assert PrecisionConfig.from_dict({"loss_scale": given}).loss_scale == meant
+
+
+@pytest.mark.parametrize("scale", [FixedLossScale(8.0), DynamicLossScale(growth_steps=3), "none"])
+def test_every_loss_scale_can_be_written_down(scale):
+    config = PrecisionConfig(loss_scale=scale)
+    assert PrecisionConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("fp16", "float16"), ("bf16", "bfloat16"), ("mixed_float16", "float16"), ("auto", None)],
+)
+def test_a_dtype_has_short_names(given, meant):
+    assert PrecisionConfig(dtype=given).dtype == meant
+
+
+@pytest.mark.parametrize(("given", "meant"), [("o1", "O1"), (3, "O3"), ("AUTO", "auto")])
+def test_a_level_is_read_liberally(given, meant):
+    assert PrecisionConfig(level=given).level == meant
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"los_scale": 1}, ValueError, "no key 'los_scale'; did you mean 'loss_scale'"),
+        ({"lvl": "O1"}, ValueError, "did you mean 'level'"),
+        ({"level": "02"}, ValueError, "letter O, not with a zero"),
+        ({"level": 1.5}, TypeError, "level must be one of"),
+        ({"dtype": "flaot16"}, ValueError, "did you mean 'float16'"),
+        ({"dtype": 16}, TypeError, "dtype must be"),
+        ({"loss_scale": -1}, ValueError, "scale must be a number in"),
+        ({"loss_scale": "dynamik"}, ValueError, "loss_scale must be"),
+        ({"loss_scale": [1]}, TypeError, "loss_scale must be"),
+        ({"loss_scale": {"init_scal": 1}}, ValueError, "did you mean 'init_scale'"),
+        ({"loss_scale": {"scale": 1, "hysteresis": 2}}, ValueError, "keys of one of them"),
+        ({"loss_scale": {"init_scale": 1, "initial_scale": 2}}, ValueError, "twice"),
+        ({"grad_clip": {"max_nrm": 1}}, ValueError, "max_norm"),
+        ({"grad_clip": {"norm_type": 2}}, ValueError, "max_norm"),
+        ({"grad_clip": {"max_norm": 1, "norm_type": 3}}, ValueError, "norm_type"),
+        ({"keep_float32": ["("]}, ValueError, "no regular expression"),
+        ({"keep_float32": [3]}, TypeError, "keep_float32 takes"),
+        ({"master_weights": 1}, TypeError, "master_weights must be"),
+        ({"level": "O1", "master_weights": True}, ValueError, "master_weights=True goes with"),
+        ({"level": "O2", "dtype": "float32"}, ValueError, "level='O0'"),
+        ([], TypeError, "A configuration is a dict"),
+    ],
+)
+def test_mistakes_are_errors_that_name_key_and_cure(values, error, message):
+    with pytest.raises(error, match=message):
+        PrecisionConfig.from_dict(values)
+
+
+def test_a_json_file_is_read(tmp_path):
+    path = tmp_path / "precision.json"
+    path.write_text(json.dumps(FULL))
+    assert PrecisionConfig.from_file(path) == PrecisionConfig.from_dict(FULL)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML by itself")
+@pytest.mark.parametrize("table", ["", "[tfamp]\n"])
+def test_a_toml_file_is_read(tmp_path, table):
+    path = tmp_path / "precision.toml"
+    path.write_text(
+        f'{table}loss_scale = 512.0\ngrad_clip = {{max_norm = 35, norm_type = "inf"}}\n'
+    )
+    config = PrecisionConfig.from_file(str(path))
+    assert config.loss_scale == 512.0
+    assert config.grad_clip == GradClip(35, norm_type=float("inf"))
+
+
+def test_toml_without_a_reader_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tomllib", None)
+    monkeypatch.setitem(sys.modules, "tomli", None)
+    path = tmp_path / "precision.toml"
+    path.write_text("loss_scale = 512.0\n")
+    with pytest.raises(ImportError, match="install tomli"):
+        PrecisionConfig.from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("p.yaml", "", r"\.json or \.toml"),
+        ("p.json", "{", "no valid JSON"),
+        ("p.json", '{"levl": "O1"}', r"p\.json.*did you mean 'level'"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        PrecisionConfig.from_file(path)
+
+
+def test_the_environment_is_read_variable_by_variable():
+    environ = {
+        "TFAMP_LEVEL": "O2",
+        "TFAMP_DTYPE": "float16",
+        "TFAMP_LOSS_SCALE": "512.0",
+        "TFAMP_GRAD_CLIP": '{"max_norm": 35, "norm_type": 2}',
+        "TFAMP_KEEP_FLOAT32": "head, ^block1_",
+        "TFAMP_MASTER_WEIGHTS": "1",
+        "TFAMP_PROFILE": "builtin",
+        "PATH": "/bin",
+    }
+    assert PrecisionConfig.from_env(environ) == PrecisionConfig.from_dict(FULL)
+    assert PrecisionConfig.from_env({}) == PrecisionConfig()
+
+
+def test_variables_win_over_the_file_that_the_environment_names(tmp_path):
+    path = tmp_path / "precision.json"
+    path.write_text(json.dumps(FULL))
+    config = PrecisionConfig.from_env({"TFAMP_CONFIG": str(path), "TFAMP_LOSS_SCALE": "dynamic"})
+    assert (config.loss_scale, config.dtype) == ("dynamic", "float16")
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"TFAMP_LEVL": "O1"}, "did you mean 'TFAMP_LEVEL'"),
+        ({"TFAMP_LEVEL": "O9"}, "TFAMP_LEVEL: level must be one of"),
+        ({"TFAMP_LOSS_SCALE": '{"init_scale": 1'}, "TFAMP_LOSS_SCALE begins like JSON"),
+        ({"TFAMP_MASTER_WEIGHTS": "maybe"}, "TFAMP_MASTER_WEIGHTS"),
+        ({"TFAMP_GRAD_CLIP": "much"}, "TFAMP_GRAD_CLIP"),
+    ],
+)
+def test_a_bad_variable_is_named(environ, message):
+    with pytest.raises(ValueError, match=message):
+        PrecisionConfig.from_env(environ)
+
+
+def test_what_no_file_can_hold_is_said():
+    class Head:
+        pass
+
+    with pytest.raises(TypeError, match="name the layer"):
+        PrecisionConfig(keep_float32=[Head]).to_dict()
+
+
+def test_the_name_is_public():
+    assert tfamp.PrecisionConfig is PrecisionConfig

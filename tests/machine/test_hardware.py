@@ -1,0 +1,119 @@
+"""The policy `auto` picks for a machine, and how the machine's facts are read."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+import tensorflow as tf
+
+from tfamp.machine import hardware
+from tfamp.machine.hardware import Gpu, Hardware, automatic_policy, parse_cpuinfo
+
+NOTHING = {"cpu_model": "", "cpu_bfloat16": False, "cpu_float16": False, "gpus": (), "tpu": False}
+
+
+def machine(**facts):
+    return Hardware(**{**NOTHING, **facts})
+
+
+def gpus(*capabilities):
+    return tuple(Gpu(f"GPU {i}", capability) for i, capability in enumerate(capabilities))
+
+
+@pytest.mark.parametrize(
+    ("facts", "policy", "reason"),
+    [
+        ({}, "float32", "neither bfloat16 nor float16"),
+        ({"cpu_bfloat16": True}, "mixed_bfloat16", "this CPU"),
+        ({"cpu_float16": True}, "float32", "GPUs only"),
+        ({"tpu": True}, "mixed_bfloat16", "TPU"),
+        ({"gpus": gpus((8, 0))}, "mixed_bfloat16", "8.0"),
+        ({"gpus": gpus((12, 0))}, "mixed_bfloat16", "12.0"),
+        ({"gpus": gpus((7, 5))}, "mixed_float16", "7.5"),
+        ({"gpus": gpus((7, 0))}, "mixed_float16", "7.0"),
+        ({"gpus": gpus((6, 1))}, "float32", "6.1"),
+        ({"gpus": gpus((9, 0), (7, 0))}, "mixed_float16", "GPU 1"),
+        ({"gpus": gpus((9, 0), (6, 0))}, "float32", "GPU 1"),
+        ({"gpus": gpus(None)}, "float32", "not known"),
+        # GPUs decide, not the CPU.
+        ({"gpus": gpus((6, 1)), "cpu_bfloat16": True}, "float32", "6.1"),
+        ({"gpus": gpus((7, 0)), "cpu_bfloat16": True}, "mixed_float16", "7.0"),
+    ],
+)
+def test_policy_and_reason(facts, policy, reason):
+    name, why = automatic_policy(machine(**facts))
+    assert name == policy
+    assert reason in why
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "flag"),
+    [
+        ("processor : 0\nmodel name\t: Xeon\nflags\t\t: fpu avx512_bf16\n", "Xeon", "avx512_bf16"),
+        ("processor : 0\nFeatures\t: fp asimdhp bf16\n", "", "bf16"),
+        ("flags : amx_bf16\n\nprocessor : 1\nflags : other\n", "", "amx_bf16"),
+    ],
+)
+def test_cpuinfo(text, model, flag):
+    found_model, flags = parse_cpuinfo(text)
+    assert found_model == model
+    assert flag in flags
+    assert "other" not in flags
+
+
+def test_cpuinfo_without_flags():
+    assert parse_cpuinfo("") == ("", frozenset())
+
+
+@pytest.fixture
+def undetected():
+    hardware.detect.cache_clear()
+    yield
+    hardware.detect.cache_clear()
+
+
+def test_detect_describes_this_machine_and_looks_once(undetected):
+    found = hardware.detect()
+    assert len(found.gpus) == len(tf.config.list_physical_devices("GPU"))
+    assert hardware.detect() is found
+
+
+def test_detect_on_a_mac(undetected, monkeypatch):
+    answers = {
+        "hw.optional.arm.FEAT_BF16": "1\n",
+        "hw.optional.arm.FEAT_FP16": "1\n",
+        "machdep.cpu.brand_string": "Apple M3\n",
+    }
+
+    def run(command, **_):
+        return subprocess.CompletedProcess(command, 0, stdout=answers[command[-1]])
+
+    monkeypatch.setattr(hardware.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(hardware.subprocess, "run", run)
+    found = hardware.detect()
+    assert (found.cpu_model, found.cpu_bfloat16, found.cpu_float16) == ("Apple M3", True, True)
+
+
+def test_detect_without_sysctl_finds_nothing(undetected, monkeypatch):
+    def run(*_, **__):
+        raise FileNotFoundError("sysctl")
+
+    monkeypatch.setattr(hardware.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(hardware.subprocess, "run", run)
+    assert not hardware.detect().cpu_bfloat16
+
+
+def test_detect_on_another_system(undetected, monkeypatch):
+    monkeypatch.setattr(hardware.platform, "system", lambda: "Windows")
+    assert not hardware.detect().cpu_bfloat16
+
+
+def test_detect_reads_gpu_details(undetected, monkeypatch):
+    details = {"device_name": "NVIDIA L4", "compute_capability": (8, 9)}
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["x"] * (kind == "GPU"))
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda _: details)
+    assert hardware.detect().gpus == (Gpu("NVIDIA L4", (8, 9)),)
+    hardware.detect.cache_clear()
+    details.clear()
+    assert hardware.detect().gpus == (Gpu("unknown GPU", None),)

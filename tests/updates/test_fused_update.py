@@ -1,0 +1,501 @@
+"""The compiled update: it is used where it may be, and its numbers are the inner optimizer's."""
+
+import collections
+import platform
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.graph_asserts import op_dtypes
+from helpers.training import assert_identical, data, small_model, snapshot, train_step
+
+# Of the shared matmul weights, of a bias and of something with more axes.
+SHAPES = [(7, 5), (5,), (2, 3, 4)]
+STEPS = 50
+
+
+def schedule():
+    return keras.optimizers.schedules.ExponentialDecay(0.05, 10, 0.7)
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.05),
+    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+    "nesterov": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
+    "sgd_decay_schedule": lambda: keras.optimizers.SGD(schedule(), momentum=0.8, weight_decay=0.01),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "adam_schedule_epsilon": lambda: keras.optimizers.Adam(
+        schedule(), beta_1=0.95, beta_2=0.99, epsilon=1e-3
+    ),
+    "adam_clipnorm": lambda: keras.optimizers.Adam(0.01, clipnorm=0.5),
+    "sgd_global_clipnorm": lambda: keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=1.0),
+    "adam_clipvalue": lambda: keras.optimizers.Adam(0.01, clipvalue=0.3),
+    "adamw": lambda: keras.optimizers.AdamW(0.01),
+    "adamw_schedule_clip": lambda: keras.optimizers.AdamW(
+        schedule(), weight_decay=0.02, global_clipnorm=1.0
+    ),
+}
+
+
+def variables():
+    random = np.random.default_rng(3)
+    return [keras.Variable(random.standard_normal(shape).astype("float32")) for shape in SHAPES]
+
+
+def gradients(number):
+    random = np.random.default_rng(number)
+    return [tf.constant(random.standard_normal(shape), tf.float32) for shape in SHAPES]
+
+
+def ops(function):
+    """Op types of a traced function, those of its branches included, compiled calls apart."""
+    graph_def = function.get_concrete_function(*gradients(0)).graph.as_graph_def()
+    nodes = [*graph_def.node]
+    for each in graph_def.library.function:
+        nodes += [node for node in each.node_def if not each.attr["_XlaMustCompile"].b]
+    calls = [node for node in nodes if node.attr["_XlaMustCompile"].b]
+    return collections.Counter(node.op for node in nodes), len(calls)
+
+
+def one_pass_updates(function):
+    kinds, compiled = ops(function)
+    return compiled + sum(kinds[kind] for kind in kinds if kind.startswith("ResourceApply"))
+
+
+def stepper(optimizer, trainable, scale):
+    @tf.function
+    def step(*grads):
+        optimizer.apply([g * scale for g in grads], trainable)
+
+    return step
+
+
+def wrapped_and_bare(make, scale=2.0**10, trainable=variables):
+    ours, theirs = trainable(), trainable()
+    optimizer = tfamp.LossScaleOptimizer(make(), initial_scale=scale)
+    bare = make()
+    optimizer.build(ours)
+    bare.build(theirs)
+    optimizer.get_scale()
+    return (optimizer, ours, stepper(optimizer, ours, scale)), (
+        bare,
+        theirs,
+        stepper(bare, theirs, 1.0),
+    )
+
+
+def assert_same(optimizer, ours, bare, theirs, rtol=1e-6):
+    values = [*ours, *optimizer.inner_optimizer.variables]
+    for actual, expected in zip(values, [*theirs, *bare.variables], strict=True):
+        # Sums that cancel have lost what the terms were rounded by: as good as zero.
+        np.testing.assert_allclose(
+            actual.numpy(), expected.numpy(), rtol=rtol, atol=2e-7, err_msg=actual.path
+        )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fifty_steps_equal_the_inner_optimizers(name):
+    (optimizer, ours, step), (bare, theirs, bare_step) = wrapped_and_bare(OPTIMIZERS[name])
+    assert one_pass_updates(step) == len(SHAPES)
+    for number in range(STEPS):
+        step(*gradients(number))
+        bare_step(*gradients(number))
+    assert int(optimizer.iterations) == STEPS
+    assert_same(optimizer, ours, bare, theirs)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam", "adamw"])
+@pytest.mark.parametrize("arguments", [{"grad_clip": 0.5}, {"master_weights": True}])
+def test_clipping_and_masters_keep_the_update_one_pass(name, arguments):
+    low = "master_weights" in arguments
+    weights = [keras.Variable(v, dtype="float16" if low else "float32") for v in variables()]
+    optimizer = tfamp.LossScaleOptimizer(OPTIMIZERS[name](), **arguments)
+    optimizer.build(weights)
+    optimizer.get_scale()
+    assert one_pass_updates(stepper(optimizer, weights, 1.0)) == len(SHAPES)
+
+
+@pytest.mark.skipif(
+    platform.machine().lower() not in {"x86_64", "amd64"} or tf.config.list_physical_devices("GPU"),
+    reason="compilers for other processors contract a * b + c into one rounding",
+)
+@pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov"])
+def test_sgd_is_bit_identical(name):
+    (_, ours, step), (_, theirs, bare_step) = wrapped_and_bare(OPTIMIZERS[name])
+    for number in range(STEPS):
+        step(*gradients(number))
+        bare_step(*gradients(number))
+    for actual, expected in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(actual.numpy(), expected.numpy())
+
+
+@pytest.mark.parametrize("scale", [3.0, 2.0**-30, 2.0**32])
+def test_any_scale(scale):
+    make = OPTIMIZERS["adam"]
+    (optimizer, ours, step), (bare, theirs, bare_step) = wrapped_and_bare(make, scale)
+    for number in range(5):
+        step(*gradients(number))
+        bare_step(*gradients(number))
+    assert int(optimizer.iterations) == 5
+    assert_same(optimizer, ours, bare, theirs)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_eager_steps_equal_the_inner_optimizers(name):
+    (optimizer, ours, _), (bare, theirs, _) = wrapped_and_bare(OPTIMIZERS[name])
+    for number in range(5):
+        optimizer.apply([g * 2.0**10 for g in gradients(number)], ours)
+        bare.apply(gradients(number), theirs)
+    assert_same(optimizer, ours, bare, theirs)
+
+
+def test_settings_changed_after_a_trace_reach_the_next():
+    make = OPTIMIZERS["adamw"]
+    (optimizer, ours, step), (bare, theirs, bare_step) = wrapped_and_bare(make)
+    step(*gradients(0))
+    bare_step(*gradients(0))
+    for inner in (optimizer.inner_optimizer, bare):
+        inner.beta_1, inner.epsilon, inner.weight_decay = 0.5, 0.1, 0.3
+        inner.learning_rate = 0.02
+    step, bare_step = stepper(optimizer, ours, 2.0**10), stepper(bare, theirs, 1.0)
+    step(*gradients(1))
+    bare_step(*gradients(1))
+    assert_same(optimizer, ours, bare, theirs)
+
+
+def test_variables_excluded_from_weight_decay():
+    def make():
+        optimizer = keras.optimizers.AdamW(0.05, weight_decay=0.5)
+        return optimizer
+
+    ours, theirs = variables(), variables()
+    inner, bare = make(), make()
+    inner.exclude_from_weight_decay(var_list=[ours[1]])
+    bare.exclude_from_weight_decay(var_list=[theirs[1]])
+    optimizer = tfamp.LossScaleOptimizer(inner, initial_scale=1.0)
+    for number in range(3):
+        optimizer.apply(gradients(number), ours, unscaled=True)
+        bare.apply(gradients(number), theirs)
+    assert_same(optimizer, ours, bare, theirs)
+
+
+def test_an_infinite_weight_stays_what_it_is():
+    mask = keras.Variable([-np.inf, 1.0])
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.5), initial_scale=1.0)
+    optimizer.apply([tf.constant([0.0, 1.0])], [mask], unscaled=True)
+    np.testing.assert_allclose(mask.numpy(), [-np.inf, 0.5], rtol=1e-4)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_gradients_are_checked_once(changed):
+    ours = variables()
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=2.0)
+    optimizer.build(ours)
+
+    @tf.function
+    def step(*grads):
+        optimizer.get_scaled_loss(tf.constant(1.0))
+        unscaled = optimizer.get_unscaled_gradients(grads)
+        unscaled = [tf.math.log(g) for g in unscaled] if changed else unscaled
+        optimizer.apply(unscaled, ours)
+
+    assert ops(step)[0]["L2Loss"] == len(SHAPES) * (2 if changed else 1)
+    before = [variable.numpy() for variable in ours]
+    # Made infinite before they are unscaled, or after.
+    step(*[g * 0.0 if changed else g * np.inf for g in gradients(0)])
+    assert int(optimizer.skipped_steps) == 1
+    for variable, old in zip(ours, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), old)
+    step(*[tf.exp(g) for g in gradients(0)])
+    assert int(optimizer.iterations) == 1
+    for variable, old, gradient in zip(ours, before, gradients(0), strict=True):
+        expected = np.log(np.exp(gradient) / 2) if changed else np.exp(gradient) / 2
+        np.testing.assert_allclose(variable.numpy(), old - 0.5 * expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("name", ["momentum", "adam", "adamw"])
+def test_a_step_that_is_not_finite_changes_no_bit(name, bad):
+    (optimizer, ours, step), _ = wrapped_and_bare(OPTIMIZERS[name])
+    step(*gradients(0))
+    before = [v.numpy() for v in [*ours, *optimizer.inner_optimizer.variables]]
+    grads = gradients(1)
+    step(*grads[:2], tf.tensor_scatter_nd_update(grads[2], [[1, 2, 3]], [bad]))
+    for value, old in zip([*ours, *optimizer.inner_optimizer.variables], before, strict=True):
+        np.testing.assert_array_equal(value.numpy(), old)
+    assert int(optimizer.skipped_steps) == 1
+
+
+def test_huge_gradients_whose_squares_overflow_are_finite():
+    weight = keras.Variable([1.0, 1.0])
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(2.0**-100), initial_scale=2.0)
+
+    @tf.function
+    def step(gradient):
+        optimizer.apply([gradient], [weight], unscaled=False)
+
+    optimizer.build([weight])
+    step(tf.constant([2.0**101, -(2.0**102)]))
+    assert weight.numpy().tolist() == [0.0, 3.0]
+    step(tf.constant([2.0**101, np.inf]))
+    assert int(optimizer.skipped_steps) == 1
+
+
+def test_gradients_that_overflow_when_unscaled_are_not_finite():
+    weight = keras.Variable([1.0])
+    optimizer = tfamp.LossScaleOptimizer(
+        keras.optimizers.SGD(1.0), initial_scale=2.0**-30, min_scale=2.0**-40
+    )
+    optimizer.build([weight])
+    step = tf.function(lambda g: optimizer.apply([g], [weight], unscaled=False))
+    step(tf.constant([2.0**120]))
+    assert int(optimizer.skipped_steps) == 1
+    assert weight.numpy() == [1.0]
+
+
+@pytest.mark.parametrize("name", ["nesterov", "adamw"])
+@pytest.mark.parametrize("first", ["wrapped", "bare"])
+def test_checkpoints_of_the_bare_optimizer_and_of_the_wrapped_one_fit_each_other(
+    tmp_path, name, first
+):
+    (optimizer, ours, step), (bare, theirs, bare_step) = wrapped_and_bare(OPTIMIZERS[name])
+    wrapped = (step, tf.train.Checkpoint(weights=ours, optimizer=optimizer.inner_optimizer))
+    plain = (bare_step, tf.train.Checkpoint(weights=theirs, optimizer=bare))
+    (step_1, saved), (step_2, restored) = (
+        (wrapped, plain) if first == "wrapped" else (plain, wrapped)
+    )
+    for number in range(10):
+        step_1(*gradients(number))
+    restored.restore(saved.save(tmp_path / "c")).assert_consumed()
+    for number in range(10, 20):
+        step_1(*gradients(number))
+        step_2(*gradients(number))
+    assert_same(optimizer, ours, bare, theirs)
+
+
+class Custom(keras.optimizers.Adam):
+    """Moves twice as far."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, 2 * learning_rate)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5),
+        lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+        lambda: Custom(0.01),
+        lambda: keras.optimizers.Adam(0.01, amsgrad=True),
+        lambda: keras.optimizers.RMSprop(0.01),
+    ],
+    ids=["ema", "accumulation", "subclass", "amsgrad", "rmsprop"],
+)
+def test_other_optimizers_update_themselves(make):
+    (optimizer, ours, step), (bare, theirs, bare_step) = wrapped_and_bare(make)
+    kinds, _ = ops(step)
+    assert one_pass_updates(step) == 0
+    assert "AssignSubVariableOp" in kinds or "AssignAddVariableOp" in kinds
+    for number in range(6):
+        step(*gradients(number))
+        bare_step(*gradients(number))
+    assert_same(optimizer, ours, bare, theirs)
+
+
+def test_an_update_replaced_on_the_object_is_called():
+    inner, called = keras.optimizers.SGD(1.0), []
+    weight = keras.Variable([1.0])
+    optimizer = tfamp.LossScaleOptimizer(inner, initial_scale=1.0)
+    object.__setattr__(inner, "update_step", lambda g, v, rate: called.append(v.name))
+    optimizer.apply([tf.constant([1.0])], [weight], unscaled=True)
+    assert called == [weight.value.name]
+    assert weight.numpy() == [1.0]
+
+
+def test_variables_that_do_not_fit_are_updated_by_the_optimizer_itself():
+    def trainable():
+        weights = variables()
+        weights[1].constraint = keras.constraints.NonNeg()
+        return [*weights, keras.Variable(np.ones(3), dtype="float64")]
+
+    def step_of(optimizer, weights):
+        return tf.function(lambda n: optimizer.apply(grads_of(n), weights), autograph=False)
+
+    def grads_of(number):
+        dense = tf.cast(number, tf.float32)
+        slices = tf.IndexedSlices(tf.ones((2, 5)) * dense, tf.constant([1, 4]), tf.constant([7, 5]))
+        return [slices, *gradients(1)[1:], tf.ones(3, tf.float64)]
+
+    ours, theirs = trainable(), trainable()
+    bare = keras.optimizers.Adam(0.1)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.1), loss_scale=1.0)
+    optimizer.build(ours)
+    bare.build(theirs)
+    optimizer.get_scale()
+    step, bare_step = step_of(optimizer, ours), step_of(bare, theirs)
+    graph_def = step.get_concrete_function(tf.constant(1)).graph.as_graph_def()
+    nodes = [node for each in graph_def.library.function for node in each.node_def]
+    assert sum(node.attr["_XlaMustCompile"].b for node in nodes) == 1
+    for number in range(3):
+        step(tf.constant(number))
+        bare_step(tf.constant(number))
+    assert int(optimizer.iterations) == 3
+    assert_same(optimizer, ours, bare, theirs)
+
+
+def test_a_gradient_that_is_none_is_warned_of_as_by_keras():
+    ours = variables()
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=1.0)
+    before = ours[1].numpy()
+    grads = gradients(0)
+    with pytest.warns(UserWarning, match="Gradients do not exist for variables"):
+        optimizer.apply([grads[0], None, grads[2]], ours, unscaled=True)
+    np.testing.assert_array_equal(ours[1].numpy(), before)
+    np.testing.assert_allclose(
+        ours[0].numpy(), variables()[0].numpy() - 0.5 * grads[0].numpy(), rtol=1e-6
+    )
+
+
+def test_replicas_update_as_before(two_replicas):
+    with two_replicas.scope():
+        model = small_model()
+        optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=2.0**10)
+        optimizer.build(model.trainable_variables)
+    reference = small_model()
+    bare = keras.optimizers.Adam(0.01)
+    one = train_step(model, optimizer)
+
+    @tf.function
+    def step(x, y):
+        two_replicas.run(one, args=(x, y))
+
+    x, y = data(1)
+    x, y = tf.constant(x), tf.constant(y)
+    graph_def = step.get_concrete_function(x, y).graph.as_graph_def()
+    assert not any(each.attr["_XlaMustCompile"].b for each in graph_def.library.function)
+    for _ in range(3):
+        step(x, y)
+        with tf.GradientTape() as tape:
+            loss = 2 * tf.reduce_mean(tf.square(reference(x) - y))
+        variables = reference.trainable_variables
+        bare.apply(tape.gradient(loss, [v.value for v in variables]), variables)
+    for actual, expected in zip(model.variables, reference.variables, strict=True):
+        np.testing.assert_allclose(actual.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["nesterov"], OPTIMIZERS["adamw"]])
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_fit(jit_compile, make):
+    x, y = data()
+
+    def trained(optimizer):
+        model = small_model()
+        model.compile(optimizer, "mse", jit_compile=jit_compile, steps_per_execution=2)
+        model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    ours = trained(tfamp.LossScaleOptimizer(make()))
+    for actual, expected in zip(ours, trained(make()), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_under_the_rewrite_the_update_stays_one_pass_in_float32(name):
+    x, y = data(1)
+    x, y = tf.constant(x), tf.constant(y)
+
+    def made():
+        model, optimizer = small_model(), tfamp.LossScaleOptimizer(OPTIMIZERS[name]())
+        optimizer.build(model.trainable_variables)
+        return model, optimizer, train_step(model, optimizer)
+
+    model, optimizer, step = made()
+    step = tfamp.rewrite(step, dtype="bfloat16")
+    dtypes = op_dtypes(step.concrete(x, y))
+    assert "bfloat16" in dtypes["MatMul"]
+    update = {"momentum": "ResourceApplyKerasMomentum", "adam": "Sqrt"}[name]
+    assert dtypes[update] == {"float32"}
+    assert any(
+        each.attr["_XlaMustCompile"].b
+        for each in step.concrete(x, y).graph.as_graph_def().library.function
+    ) == (name == "adam")
+    reference, _, reference_step = made()
+    step(x, y)
+    tf.function(reference_step)(x, y)
+    for actual, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
+        # The gradients went through bfloat16; the learning rate is at most 0.05.
+        np.testing.assert_allclose(actual, expected, atol=5e-3)
+    before = snapshot(model, optimizer.inner_optimizer)
+    step(x * np.inf, y)
+    assert_identical(snapshot(model, optimizer.inner_optimizer), before)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_values_read_before_the_update_stay(name):
+    weight = keras.Variable(np.ones(SHAPES[0]))
+    optimizer = tfamp.LossScaleOptimizer(OPTIMIZERS[name](), initial_scale=1.0)
+    optimizer.build([weight])
+    every = [weight, *optimizer.inner_optimizer.variables]
+    read = [variable.value.read_value() for variable in every]  # Shares the variable's memory.
+    copies = [np.array(value) for value in read]
+    optimizer.apply([tf.ones(SHAPES[0])], [weight], unscaled=True)
+    assert (weight.numpy() < 1).all()
+    for value, copy in zip(read, copies, strict=True):
+        np.testing.assert_array_equal(value, copy)
+
+
+def test_applying_under_a_tape_that_records():
+    weight = keras.Variable([2.0])
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.5), initial_scale=1.0)
+    with tf.GradientTape(persistent=True) as tape:
+        loss = tf.reduce_sum(weight**2)
+        gradient = tape.gradient(loss, weight.value)
+        optimizer.apply([gradient], [weight], unscaled=True)
+        again = tf.reduce_sum(weight**2)
+    np.testing.assert_allclose(weight.numpy(), [1.5], rtol=1e-4)
+    np.testing.assert_allclose(tape.gradient(again, weight.value), [3.0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("traced", [True, False], ids=["function", "eager"])
+def test_grad_scaler_steps_in_one_pass_too(traced):
+    ours, theirs = variables(), variables()
+    inner, bare = keras.optimizers.AdamW(0.05), keras.optimizers.AdamW(0.05)
+    inner.build(ours)
+    bare.build(theirs)
+    scaler = tfamp.GradScaler(init_scale=2.0**10)
+
+    def step(*grads):
+        scaler.step(inner, zip([g * 2.0**10 for g in grads], ours, strict=True))
+        scaler.update()
+
+    if traced:
+        step = tf.function(step)
+        assert one_pass_updates(step) == len(SHAPES)
+    for number in range(3):
+        step(*gradients(number))
+        bare.apply(gradients(number), theirs)
+    for actual, expected in zip([*ours, *inner.variables], [*theirs, *bare.variables], strict=True):
+        np.testing.assert_allclose(actual.numpy(), expected.numpy(), rtol=1e-6, atol=2e-7)
+
+
+def test_where_xla_does_not_work_keras_updates(monkeypatch):
+    from tfamp.updates import fused_update
+
+    monkeypatch.setattr(fused_update, "xla_works", lambda device: False)
+    (optimizer, ours, step), (bare, theirs, bare_step) = wrapped_and_bare(OPTIMIZERS["adam"])
+    assert one_pass_updates(step) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(*gradients(0))
+    bare_step(*gradients(0))
+    assert_same(optimizer, ours, bare, theirs)
+
+
+def test_xla_works_where_the_tests_run():
+    from tfamp.updates.fused_update import xla_works
+
+    assert xla_works(tf.Variable(1.0).device)

@@ -1,0 +1,240 @@
+"""`autocast`: op-by-op mixed precision, as in PyTorch and Paddle, for eager and traced code."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+from tfamp import keras_intercept
+from tfamp._tf_intercept import intercept
+from tfamp.autocasting.rules import Autocaster
+from tfamp.autocasting.state import Mode, current_modes
+from tfamp.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.errors import TfampWarning
+from tfamp.graph.op_lists import OpLists
+from tfamp.keras_backend import require_tensorflow
+from tfamp.policy import Policy
+
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
+
+
+class _Hooks:
+    """The interception, in place while any thread is inside an autocast and gone afterwards."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._undo = contextlib.ExitStack()
+
+    def acquire(self) -> None:
+        with self._lock:
+            if not self._users:
+                handler = Autocaster(self.held)
+                with contextlib.ExitStack() as undo:  # undoes the first if another fails
+                    undo.callback(intercept(handler))
+                    undo.callback(keras_intercept.intercept_layer_calls(handler.layer_dtype))
+                    undo.callback(keras_intercept.intercept_optimizer_steps(handler.paused))
+                    self._undo = undo.pop_all()
+            self._users += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._undo.close()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
+
+
+_hooks = _Hooks()
+
+
+class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's are
+    """Runs ops in a low-precision dtype where that pays, and in float32 where it must be.
+
+    A context manager and a decorator, for eager code and for code being traced:
+
+    - matmuls, einsums and convolutions cast their float32 inputs down;
+    - exponentials, logarithms, powers, softmaxes, sums, means, norms and cross-entropies cast
+      low-precision inputs up to float32;
+    - arithmetic and joining ops promote mixed inputs to the widest dtype among them;
+    - all other ops run in the dtype they are given.
+
+    float64, integer and complex tensors are never touched. What you cast yourself inside, with
+    `tf.cast` or `keras.ops.cast` between float32 and low precision, is used in the dtype you chose.
+    Gradients are computed in the dtypes of the forward pass and arrive in the variable's dtype;
+    call `tape.gradient` inside or outside, as you like. A custom gradient runs in the mode of its
+    forward pass. Keras layers called inside are cast too, their variables with them; optimizers
+    are not. Loops keep the dtypes of their variables, the branches of a condition meet in the
+    widest one.
+
+    It counts in its own thread, and one object can be entered again while it is in force. A
+    `tf.function` called inside is traced anew for it, whenever it was traced before; a
+    `ConcreteFunction` stays what it is. Put the context inside the function that
+    `tf.distribute.Strategy.run` is given: replicas run in threads of their own.
+
+    Source: the semantics are those of `torch.autocast` and `paddle.amp.auto_cast`; the lists are
+    in `tfamp.OpLists`.
+
+    Args:
+        dtype: "float16", "bfloat16" or the TensorFlow dtype; any float dtype if not enabled. None
+            picks what the hardware multiplies natively, as the policy "auto" does; where it
+            multiplies neither, nothing is cast.
+        enabled: False makes a float32 island inside another autocast: ops run as given.
+        op_lists: A `tfamp.OpLists`; None for tfamp's own for the dtype.
+        cache_casts: Whether a tensor that several ops use is cast once. Only in eager mode and
+            while no tape records: on a tape every use needs a cast of its own, and in a graph
+            TensorFlow merges equal casts itself. A variable is read anew at every use.
+
+    Warns:
+        TfampWarning: Once per process, where float16 is in force on a CPU without float16
+            arithmetic, with the slowdown measured.
+
+    Raises:
+        ValueError: `dtype` is no low-precision dtype.
+        TypeError: `op_lists` is no `OpLists`, or a flag is no bool.
+        UnsupportedBackendError: Keras runs on JAX or PyTorch, whose ops it cannot cast.
+
+    Example:
+        >>> import tensorflow as tf, tfamp
+        >>> with tfamp.autocast("bfloat16"):
+        ...     product = tf.matmul(tf.ones((2, 2)), tf.ones((2, 2)))
+        ...     total = tf.reduce_sum(product)
+        >>> product.dtype.name, total.dtype.name
+        ('bfloat16', 'float32')
+    """
+
+    def __init__(
+        self,
+        dtype: Any = None,
+        enabled: bool = True,
+        *,
+        op_lists: OpLists | None = None,
+        cache_casts: bool = True,
+    ) -> None:
+        for name, value in (("enabled", enabled), ("cache_casts", cache_casts)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False; got {value!r}.")
+        if op_lists is not None and not isinstance(op_lists, OpLists):
+            raise TypeError(
+                f"op_lists must be a tfamp.OpLists; got {op_lists!r}. Start from "
+                'tfamp.OpLists.default("float16").with_changes(...).'
+            )
+        low = _low_dtype(dtype, enabled)
+        if enabled:
+            require_tensorflow("tfamp.autocast")
+        self._mode: Mode | None = None
+        if enabled and low is not None:
+            self._mode = Mode.of(low, op_lists or OpLists.default(low), cache_casts)
+
+    def __enter__(self) -> autocast:
+        if self._mode is not None and self._mode.dtype == "float16":
+            _warn_once_where_float16_is_slow()
+        _hooks.acquire()
+        current_modes.push(self, self._mode)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        current_modes.pop(self)
+        _hooks.release()
+
+    def __call__(self, function: _Callable) -> _Callable:
+        """Decorates a function, or a layer's or model's `call`, to run under this autocast."""
+        if not callable(function):
+            raise TypeError(f"autocast decorates functions; got {function!r}.")
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"{function.__name__} is asynchronous, and autocast counts per thread: use "
+                "`with tfamp.autocast(...)` around code that does not await."
+            )
+        if inspect.isgeneratorfunction(function):
+            return _generator_under(self, function)
+
+        @functools.wraps(function)
+        def under_autocast(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return under_autocast  # type: ignore[return-value]
+
+
+def _generator_under(context: autocast, function: Callable[..., Any]) -> Any:
+    @functools.wraps(function)
+    def under_autocast(*args: Any, **kwargs: Any) -> Any:
+        generator = function(*args, **kwargs)
+        step, value = generator.send, None
+        try:
+            while True:
+                # Only while the generator runs: in between, its caller's code does.
+                with context:
+                    try:
+                        item = step(value)
+                    except StopIteration as stop:
+                        return stop.value
+                try:
+                    step, value = generator.send, (yield item)
+                except GeneratorExit:
+                    raise
+                except BaseException as error:  # noqa: BLE001 - handed on to the generator
+                    step, value = generator.throw, error
+        finally:
+            with context:
+                generator.close()
+
+    return under_autocast
+
+
+_slow_float16_checked = threading.Event()
+
+
+def _warn_once_where_float16_is_slow() -> None:
+    if _slow_float16_checked.is_set():
+        return
+    _slow_float16_checked.set()
+    from tfamp.diagnostics import device
+
+    with current_modes.set_to(None):
+        message = device.float16_warning()
+    if message is not None:
+        warnings.warn(message, TfampWarning, stacklevel=_level_of_user())
+
+
+def _level_of_user() -> int:
+    """The stack level, as seen from the caller, of the first frame that is not tfamp's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tfamp."):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _low_dtype(dtype: Any, enabled: bool) -> str | None:
+    if dtype is None:
+        automatic = Policy("auto").compute_dtype
+        return automatic if automatic in LOW_PRECISION else None
+    name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))  # also NumPy's types
+    if not enabled and name in FLOAT_DTYPES:
+        return None  # A loop over dtypes can keep one line for all of them.
+    if name not in LOW_PRECISION:
+        raise ValueError(
+            f"autocast casts to {' or '.join(LOW_PRECISION)}; got dtype={dtype!r}. For a float32 "
+            "part inside another autocast use autocast(enabled=False)."
+        )
+    return str(name)

@@ -1,0 +1,379 @@
+"""What autocast does to one op, by its list: which inputs are cast, to what."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfamp import _library_code
+from tfamp._tf_private import (
+    OpInput,
+    chooses_its_output_dtype,
+    no_tape_is_active,
+    op_inputs,
+)
+from tfamp.autocasting.state import Mode, current_modes
+from tfamp.dtypes import LOW_PRECISION
+
+_EDITABLE = frozenset({*LOW_PRECISION, "float32"})
+_EXPLICIT = "_tfamp_explicit_cast"
+
+
+_ARRAYS = (np.ndarray, np.generic)
+_TENSORS = (tf.Tensor, tf.Variable)
+_NAMES = {tf.as_dtype(name): name for name in _EDITABLE}  # DType.name takes long
+
+
+class Autocaster:
+    """Answers TensorFlow's interception for whatever mode is in force in the calling thread.
+
+    Args:
+        hold: Makes a context in which the interception stays in place.
+    """
+
+    def __init__(self, hold: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._hold = hold
+
+    def concerns(self, op: str) -> bool:
+        """Whether the op is on a list of the mode in force, or cannot run in its dtype."""
+        mode = current_modes.current
+        return mode is not None and (op in mode.targets or _refuses_low_precision(op))
+
+    def adjust(self, op: str, inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """Casts an op's inputs as its list says.
+
+        Args:
+            op: Op type.
+            inputs: Tensors, variables, arrays, numbers, or lists of them, in the op's order.
+
+        Returns:
+            The inputs to use instead; None if none changes.
+        """
+        mode = current_modes.current
+        if mode is None or chooses_its_output_dtype(op):
+            return None
+        adjusted = list(inputs)
+        for group in _groups(op):
+            _cast_group(mode, op, group, adjusted)
+        if all(map(operator.is_, adjusted, inputs)):
+            return None
+        # TensorFlow's fast path takes tensors only; where it gives up, it forgets these inputs.
+        return [_as_tensors(*pair) for pair in zip(adjusted, op_inputs(op), strict=True)]
+
+    def cast(self, tensor: Any, dtype: Any, run: Callable[[], Any]) -> Any:
+        """Runs a cast, notes that it was the user's, or leaves out one of a library's."""
+        if current_modes.current is None:
+            return run()
+        source, target = _dtype_name(tensor), tf.as_dtype(dtype).name
+        if source not in _EDITABLE or target not in _EDITABLE or not tf.is_tensor(tensor):
+            return run()
+        module, function = _asker()
+        if source == "float32":
+            needless = (module, function) in _library_code.RESULTS_CAST_BACK
+        else:
+            needless = (
+                module in _library_code.KERAS_UPCASTS
+                and function not in _library_code.NEEDS_KERAS_UPCAST
+            )
+        if needless and target != source:
+            return tensor
+        result = run()
+        if not module.startswith(_library_code.LIBRARIES):
+            setattr(result, _EXPLICIT, True)
+        return result
+
+    def kept(self, tensor: Any) -> Any:
+        """Notes a user's cast to the dtype the tensor has: that is the dtype to compute in."""
+        if current_modes.current is None or not tf.is_tensor(tensor):
+            return tensor
+        module, _ = _asker()
+        if _dtype_name(tensor) not in _EDITABLE or module.startswith(_library_code.LIBRARIES):
+            return tensor
+        with current_modes.set_to(None):
+            result = tf.identity(tensor)  # The tensor itself may be used elsewhere.
+        setattr(result, _EXPLICIT, True)
+        return result
+
+    def convert(self, value: Any, dtype: Any, asker: FrameType) -> tuple[Any, Any]:
+        """Settles a conversion to a tensor where TensorFlow would refuse its dtype.
+
+        Args:
+            value: What is converted.
+            dtype: The dtype asked for, None for any.
+            asker: The frame that asks.
+
+        Returns:
+            The value, cast up where float32 is wanted and to a variable's dtype where it is for
+            one; and the dtype to ask for, None where the op that follows settles it.
+        """
+        if not tf.is_tensor(value):  # true of Keras's variables as well
+            return value, dtype
+        given = _dtype_name(value)
+        if given not in _EDITABLE:
+            return value, dtype
+        module = asker.f_globals.get("__name__", "")
+        function = (module, asker.f_code.co_name)
+        if function in _library_code.FLOAT32_FUNCTIONS or (
+            function in _library_code.SAME_DTYPE_FUNCTIONS and _mixes(asker.f_locals.values())
+        ):
+            return _recast(value, "float32"), None
+        wanted = given if dtype is None else tf.as_dtype(dtype).base_dtype.name
+        if given == wanted or wanted not in _EDITABLE:
+            return value, dtype
+        if wanted == "float32" or module in _library_code.FIXED_DTYPES:
+            return _recast(value, wanted), dtype
+        return value, None
+
+    def recast(self, value: Any, dtype: str) -> Any:
+        """A float16, bfloat16 or float32 tensor in another of these; anything else as it is."""
+        return value if current_modes.current is None else _recast(value, dtype)
+
+    def active(self) -> bool:
+        """Whether a mode is in force."""
+        return current_modes.current is not None
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """A context for optimizers, and for gradients: these run in the forward pass's dtypes."""
+        return current_modes.set_to(None)
+
+    def custom_gradient(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes a custom gradient run in the mode of its forward pass, as recomputing needs.
+
+        Its results are cast to the dtypes of what they are the gradients of.
+        """
+        mode = current_modes.current
+        if mode is None:
+            return function
+
+        @functools.wraps(function)
+        def with_gradient(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            result, grad_fn = function(*args, **kwargs)
+            dtypes = [_dtype_name(arg) for arg in tf.nest.flatten((args, kwargs))]
+
+            @functools.wraps(grad_fn)
+            def gradient(*dys: Any, **variables: Any) -> Any:
+                # The tape may be asked after the context was left.
+                with self._hold(), current_modes.set_to(mode):
+                    return _recast_gradients(grad_fn(*dys, **variables), dtypes, **variables)
+
+            # TensorFlow looks for an argument named "variables".
+            gradient.__signature__ = inspect.signature(grad_fn)  # type: ignore[attr-defined]
+            return result, gradient
+
+        return with_gradient
+
+    def trace_key(self) -> Hashable:
+        """The mode in force."""
+        mode = current_modes.current
+        return None if mode is None else mode.key
+
+    def layer_dtype(self) -> str | None:
+        """The dtype Keras layers read their variables in; None for the layers' own."""
+        mode = current_modes.current
+        return None if mode is None else mode.dtype
+
+    def align(self, outputs: Any, like: Any) -> Any:
+        """Gives a loop body's outputs the dtypes of the variables it got."""
+        if current_modes.current is None:
+            return outputs
+        wanted = [_dtype_name(value) for value in tf.nest.flatten(like)]
+        flat = tf.nest.flatten(outputs)
+        if len(flat) != len(wanted):  # TensorFlow has a message for that.
+            return outputs
+        cast = [_recast(value, dtype) for value, dtype in zip(flat, wanted, strict=True)]
+        return tf.nest.pack_sequence_as(outputs, cast)
+
+    def common_dtype(self, values: Sequence[Any]) -> str:
+        """The widest dtype of the outputs of several branches, "" if they have one already."""
+        dtypes = {_dtype_name(value) for value in values}
+        differ = current_modes.current is not None and len(dtypes) > 1 and dtypes <= _EDITABLE
+        return "float32" if differ else ""
+
+    def cross_entropy_input(self, logits: Any) -> Any:
+        """Logits in float32 where the lists keep cross-entropies in it."""
+        mode = current_modes.current
+        name = "SoftmaxCrossEntropyWithLogits"
+        return _recast(logits, "float32") if mode and mode.targets.get(name) else logits
+
+
+class _Group(NamedTuple):
+    """Inputs of an op that must have one float dtype: where they are, and which it may be."""
+
+    places: tuple[int, ...]
+    floats: frozenset[str]
+
+
+@functools.cache
+def _groups(op: str) -> tuple[_Group, ...]:
+    places: dict[str, list[int]] = {}
+    floats: dict[str, frozenset[str]] = {}
+    for index, each in enumerate(op_inputs(op)):
+        name = each.type_attr or f"input {index}"
+        allowed = frozenset({"float32"}) if each.dtype == tf.float32 else each.floats
+        if allowed:
+            places.setdefault(name, []).append(index)
+            floats.setdefault(name, allowed)
+    return tuple(_Group(tuple(places[name]), floats[name]) for name in places)
+
+
+def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Any]) -> None:
+    """Casts the inputs of a group, in place."""
+    members: list[Any] = []
+    for index in group.places:
+        value = inputs[index]
+        members += value if isinstance(value, (list, tuple)) else (value,)
+    dtypes = {_dtype_name(member) for member in members}
+    if len(dtypes) > 1:
+        # Beside a tensor, TensorFlow gives arrays and numbers the tensor's dtype.
+        tensors = [each for each in members if not isinstance(each, _ARRAYS)]
+        dtypes = {_dtype_name(each) for each in tensors} - {""} or dtypes - {""}
+    if not dtypes <= _EDITABLE:
+        return
+    target = _target(mode, op, dtypes, members, group.floats)
+    if not target or (dtypes == {target} and all(isinstance(each, _TENSORS) for each in members)):
+        return
+    for index in group.places:
+        value = inputs[index]
+        if isinstance(value, (list, tuple)) and op_inputs(op)[index].is_list:
+            cast = [_recast_or_make(member, target) for member in value]
+            if not all(map(operator.is_, cast, value)):
+                inputs[index] = cast
+        else:
+            inputs[index] = _recast_or_make(value, target)
+
+
+def _recast_or_make(value: Any, dtype: str) -> Any:
+    """An input in a dtype, as a tensor if it was none."""
+    if value is None or isinstance(value, _TENSORS):
+        return _recast(value, dtype)
+    if _is_list(value):
+        value = [_recast(member, dtype) for member in value]
+    with current_modes.set_to(None):
+        # A Keras variable does not take a dtype that is not its own.
+        return tf.cast(value, dtype) if tf.is_tensor(value) else tf.convert_to_tensor(value, dtype)
+
+
+def _as_tensors(value: Any, given: OpInput) -> Any:
+    if given.is_list and isinstance(value, (list, tuple)):
+        return [_as_tensors(member, given._replace(is_list=False)) for member in value]
+    if value is None or isinstance(value, _TENSORS):
+        return value
+    with current_modes.set_to(None):
+        return tf.convert_to_tensor(value, given.dtype)
+
+
+def _target(
+    mode: Mode, op: str, dtypes: set[str], members: Sequence[Any], floats: frozenset[str]
+) -> str:
+    """The dtype an op's inputs are cast to, "" for none."""
+    listed = mode.targets.get(op)
+    if listed is None:
+        # It concerns autocast because it cannot run in one of the low precisions.
+        return "" if dtypes <= floats or "float32" not in floats else "float32"
+    if listed == "":
+        target = _widest(dtypes)
+    else:
+        explicit = {_dtype_name(each) for each in members if getattr(each, _EXPLICIT, False)}
+        target = _widest(explicit) if explicit else listed
+    if target in floats:
+        return target
+    return "float32" if "float32" in floats and not dtypes <= floats else ""
+
+
+@functools.cache
+def _refuses_low_precision(op: str) -> bool:
+    """Whether an op takes float32 inputs but not both float16 and bfloat16 ones."""
+    return any(
+        each.dtype == tf.float32
+        or ("float32" in each.floats and not each.floats.issuperset(LOW_PRECISION))
+        for each in op_inputs(op)
+    )
+
+
+def _widest(dtypes: set[str]) -> str:
+    return next(iter(dtypes)) if len(dtypes) == 1 else "float32"
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and any(_dtype_name(member) for member in value)
+
+
+def _dtype_name(value: Any) -> str:
+    """The dtype's name of anything that has one; "" of numbers, lists and None."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return ""
+    if isinstance(dtype, tf.DType):
+        return _NAMES.get(dtype) or dtype.base_dtype.name
+    return str(getattr(dtype, "name", dtype))
+
+
+def _recast(value: Any, dtype: str) -> Any:
+    """A float16, bfloat16 or float32 value in another of these dtypes; anything else as it is."""
+    given = _dtype_name(value)
+    if given not in _EDITABLE or dtype not in _EDITABLE or isinstance(value, tf.TypeSpec):
+        return value
+    if given == dtype:
+        return value
+    mode = current_modes.current
+    with current_modes.set_to(None):
+        return _cast_once(value, dtype, mode is not None and mode.cache_casts)
+
+
+def _cast_once(value: Any, dtype: str, cache_casts: bool) -> Any:
+    # Immutable tensors only, so no assignment can be missed; off the tape only, because a tape
+    # that did not see the cast would lose the gradient; and none of a graph's, which end with it.
+    reusable = (
+        cache_casts
+        and isinstance(value, tf.Tensor)
+        and tf.executing_eagerly()
+        and no_tape_is_active()
+    )
+    if not reusable:
+        return tf.cast(value, dtype)
+    cast = current_modes.casts.get(value, dtype)
+    if cast is None:
+        cast = tf.cast(value, dtype)
+        current_modes.casts.set(value, dtype, cast)
+    return cast
+
+
+def _recast_gradients(gradients: Any, dtypes: Sequence[str], variables: Any = None) -> Any:
+    """What a custom gradient returned, in the dtypes of its inputs and variables."""
+    if variables:
+        of_inputs, of_variables = gradients
+        wanted = [_dtype_name(variable) for variable in variables]
+        return _recast_gradients(of_inputs, dtypes), [
+            _recast(value, dtype) for value, dtype in zip(of_variables, wanted, strict=False)
+        ]
+    flat = tf.nest.flatten(gradients)
+    if len(flat) != len(dtypes):  # TensorFlow has a message for that.
+        return gradients
+    cast = [_recast(value, dtype) for value, dtype in zip(flat, dtypes, strict=True)]
+    return tf.nest.pack_sequence_as(gradients, cast)
+
+
+def _mixes(values: Iterable[Any]) -> bool:
+    """Whether tensors among the values have different float dtypes."""
+    dtypes = {_dtype_name(value) for value in values if tf.is_tensor(value)}
+    return len(dtypes & _EDITABLE) > 1
+
+
+def _asker() -> tuple[str, str]:
+    """The module and the function whose code asked for the cast that is running."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(_library_code.IN_BETWEEN):
+            return str(module), frame.f_code.co_name
+        frame = frame.f_back
+    return "", ""

@@ -1,0 +1,1 @@
+"""What a policy does to Keras layers and models: their dtypes, outputs and fused kernels."""

@@ -1,0 +1,373 @@
+"""Keeps what models return float32 while their layers compute in a low dtype.
+
+A layer that a mixed policy gave its dtype to is *managed*. For every Functional (a Sequential has
+one inside) the rule is:
+
+- Managed layers that make its outputs are *raised* to float32. Where one cannot be raised, a linear
+  Activation of dtype float32, the *cast*, is appended to the model instead.
+- A layer that becomes an interior layer of another model is *lowered* again, and a model that
+  thereby lost its float32 output gets the cast.
+- A model that becomes a part of another one has no outputs of its own any more: its output layers
+  are lowered and its casts taken away.
+
+Every layer ends with a plain Keras policy, so a saved model needs nothing of this. What happens
+while a model runs (subclassed models, models called by other layers) is in `model_calls`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from tfamp import keras_hooks
+from tfamp.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.layers.roles import (
+    ManagedLayer,
+    ModelGraph,
+    graph_of,
+    graphs,
+    is_built_in,
+    managed_layers,
+)
+from tfamp.layers.symbolic_dtypes import copy_dtypes, respecify, spec_now
+
+# Models are built by many threads, and a layer may be part of models of several.
+lock = threading.RLock()
+
+
+def settle(functional: Any) -> bool:
+    """Gives every layer of a new Functional the dtype of its role.
+
+    Args:
+        functional: A constructed Functional.
+
+    Returns:
+        False if none of its layers is managed: there is nothing to watch then.
+    """
+    layers = [op for op in functional.operations if isinstance(op, keras.Layer)]
+    with lock:
+        if not any(managed_layers.get(op) or graph_of(op) for op in layers):
+            return False
+        graphs.set(functional, ModelGraph())
+        for layer in layers:
+            models_below_become_parts(layer)
+        makers = _output_makers(functional)
+        for layer in layers:
+            if not any(layer is maker for maker in makers):
+                _becomes_interior(layer, functional)
+        for layer in makers:
+            _becomes_output(layer, functional)
+        _cast_low_outputs(functional)
+    return True
+
+
+def forget(functional: Any) -> None:
+    """Takes a Functional out of the books: the Sequential it belonged to was built anew."""
+    with lock:
+        if graphs.get(functional) is None:
+            return
+        graphs.discard(functional)
+        for layer in functional.operations:
+            found = graph_of(layer)
+            if found is not None:
+                found[1].output_of.discard(functional)
+            record = managed_layers.get(layer)
+            if record is not None:
+                record.interior_of.discard(functional)
+                record.output_of.discard(functional)
+
+
+def lower_if_no_output(layer: Any) -> None:
+    """Lowers a raised layer that is no longer an output layer of any model."""
+    with lock:
+        record = managed_layers.get(layer)
+        if record is not None and not record.output_of.alive():
+            _lower(layer, record)
+
+
+def become_part(model: Any) -> None:
+    """Makes a Functional or Sequential a part of another model: its outputs are low from now on.
+
+    Args:
+        model: The inner model. Does nothing if it is one already, or has no managed layers.
+    """
+    with lock:
+        found = graph_of(model)
+        if found is None or found[1].nested:
+            return
+        functional, graph = found
+        graph.nested = True
+        makers = _output_makers(functional)
+        if graph.casts:
+            keras_hooks.set_outputs(functional, _uncast_outputs(functional))
+            graph.casts.clear()
+        for layer in makers:
+            _becomes_interior(layer, functional)
+        _tell_outer(functional)
+
+
+def wants_float32(layer: Any) -> bool:
+    """Whether a layer's output is to be float32 where it is a model's output.
+
+    True for managed layers, and for models any of whose outputs is made by one. False where the
+    user gave the dtype, also by setting `layer.dtype_policy` later.
+    """
+    found = graph_of(layer)
+    if found is not None:
+        return any(wants_float32(maker) for maker in _output_makers(found[0]))
+    record = managed_layers.get(layer)
+    if record is None or not record.policy.float32_outputs:
+        return False
+    return bool(record.raised) or layer.dtype_policy.name == record.policy_name
+
+
+def dissolve(functional: Any) -> None:
+    """Takes a Functional out of the books for good, and the casts appended to it away.
+
+    Its layers and their dtypes are left as they are.
+    """
+    with lock:
+        graph = graphs.get(functional)
+        if graph is None:
+            return
+        if graph.casts:
+            keras_hooks.set_outputs(functional, _uncast_outputs(functional))
+        graphs.discard(functional)
+
+
+def models_below_become_parts(layer: Any) -> None:
+    """Makes models that a layer holds (TimeDistributed(model)) parts, before it is ever called."""
+    if graph_of(layer) is None:
+        for sub in keras_hooks.sublayers(layer):
+            become_part(sub)
+            models_below_become_parts(sub)
+
+
+def _becomes_interior(layer: Any, functional: Any) -> None:
+    if graph_of(layer) is not None:
+        become_part(layer)
+        return
+    record = managed_layers.get(layer)
+    if record is not None:
+        record.interior_of.set(functional, True)
+        _lower(layer, record)
+
+
+def _becomes_output(layer: Any, functional: Any) -> None:
+    found = graph_of(layer)
+    if found is not None:
+        found[1].output_of.set(functional, True)
+        return
+    record = managed_layers.get(layer)
+    if record is None or not wants_float32(layer):
+        return
+    record.output_of.set(functional, True)
+    # Raising an interior layer would slow the other model down: this one gets a cast.
+    if not record.raised and not record.interior_of.alive() and _can_be_raised(layer):
+        _raise(layer, record)
+
+
+def _can_be_raised(layer: Any) -> bool:
+    """Whether float32 for a layer and all its sublayers means its own arithmetic and no more.
+
+    A layer of the user's own with sublayers may hold the whole network, as a model does.
+    """
+    if isinstance(layer, keras.Model):
+        return False
+    inner = keras_hooks.sublayers(layer)
+    return not inner or (is_built_in(layer) and all(_can_be_raised(sub) for sub in inner))
+
+
+def _raise(layer: Any, record: ManagedLayer) -> None:
+    """Sets float32 on a layer and its sublayers. Safe once built: variables are float32 in both."""
+    nodes = keras_hooks.inbound_nodes(layer)
+    low = {
+        i
+        for node in nodes
+        for i, tensor in enumerate(node.outputs)
+        if tensor.dtype in LOW_PRECISION
+    }
+    changed = list(_carrying(layer, record.policy_name))
+    record.raised = [(weakref.ref(part), part.dtype_policy) for part in changed]
+    for part in changed:
+        part.dtype_policy = "float32"
+    if not is_built_in(layer):
+        # The user's code may hold on to the low dtype: ask it.
+        dtypes = _dtypes_now(nodes[-1])
+        if dtypes is None:
+            _restore_policies(record)
+            return
+        low = {i for i in low if i < len(dtypes) and dtypes[i] == "float32"}
+    record.low_outputs = tuple(sorted(low))
+    _retype(layer, record, "float32")
+
+
+def _lower(layer: Any, record: ManagedLayer) -> None:
+    """Gives a raised layer its mixed policy back; models that it made float32 get a cast."""
+    if not record.raised:
+        return
+    _restore_policies(record)
+    _retype(layer, record, record.policy.compute_dtype)
+    _cast_and_tell(record)
+
+
+def _restore_policies(record: ManagedLayer) -> None:
+    for reference, policy in record.raised:
+        part = reference()
+        if part is not None:
+            part.dtype_policy = policy
+    record.raised = []
+
+
+def _carrying(layer: Any, policy_name: str) -> Iterator[Any]:
+    """The layer and those below it that have the policy; Keras's own layers hand theirs down."""
+    if layer.dtype_policy.name == policy_name:
+        yield layer
+    for sub in keras_hooks.sublayers(layer):
+        yield from _carrying(sub, policy_name)
+
+
+def _dtypes_now(node: Any) -> list[str] | None:
+    """The dtypes a layer of the user's own would return now, None if it then fails."""
+    import tensorflow as tf
+
+    try:
+        return [tensor.dtype for tensor in spec_now(node)]
+    except (TypeError, ValueError, tf.errors.OpError):
+        return None
+
+
+def output_makers(tensors: list[Any]) -> list[Any]:
+    """The layers that make symbolic float tensors, looking through ops that are not layers.
+
+    Not through a Cast: there the user chose a dtype.
+    """
+    found: list[Any] = []
+    pending, seen = list(tensors), set()
+    while pending:
+        tensor = pending.pop(0)
+        if id(tensor) in seen or tensor.dtype not in FLOAT_DTYPES:
+            continue
+        seen.add(id(tensor))
+        operation, node = keras_hooks.producer(tensor)
+        if isinstance(operation, keras.Layer):
+            if not any(operation is layer for layer in found):
+                found.append(operation)
+        elif operation is not None and type(operation).__name__ != "Cast":
+            pending.extend(node.input_tensors)
+    return found
+
+
+def _output_makers(functional: Any) -> list[Any]:
+    return output_makers(_uncast_outputs(functional))
+
+
+def _uncast_outputs(functional: Any) -> list[Any]:
+    """A model's outputs as they were before casts were appended."""
+    graph = graphs.get(functional)
+    outputs = list(functional.outputs)
+    for i in graph.casts if graph is not None else ():
+        outputs[i] = keras_hooks.producer(outputs[i])[1].input_tensors[0]
+    return outputs
+
+
+def _cast_low_outputs(functional: Any) -> None:
+    """Appends a cast to every low output of a model that is to be float32."""
+    graph = graphs.get(functional)
+    if graph is None or graph.nested:
+        return
+    outputs, casts = list(functional.outputs), dict[int, Any]()
+    for i, tensor in enumerate(outputs):
+        if tensor.dtype in LOW_PRECISION and any(map(wants_float32, output_makers([tensor]))):
+            if id(tensor) not in casts:
+                casts[id(tensor)] = _cast(tensor)
+            outputs[i] = casts[id(tensor)]
+            graph.casts.add(i)
+    if casts:
+        keras_hooks.set_outputs(functional, outputs)
+        _tell_outer(functional)
+
+
+def _cast(tensor: Any) -> Any:
+    # Not keras.ops.cast: an op would drop the mask, and the loss would count padding. Not Identity:
+    # its spec has the input's dtype, not its own.
+    layer = keras.layers.Activation("linear", dtype="float32")
+    # Unique because Keras's own name is, and says in a summary what it belongs to.
+    layer.name = f"{keras_hooks.producer(tensor)[0].name}_{layer.name}"
+    return layer(tensor)
+
+
+def _retype(layer: Any, record: ManagedLayer, dtype: str) -> None:
+    """Corrects what the symbolic outputs of a layer say, in every model it is part of."""
+    for node in keras_hooks.inbound_nodes(layer):
+        if record.follows_input:
+            respecify(node)
+            continue
+        for i in record.low_outputs:
+            # MultiHeadAttention, for one, returns one output or two.
+            if i < len(node.outputs):
+                keras_hooks.set_symbolic_dtype(node.outputs[i], dtype)
+    retype_followers(layer)
+
+
+def retype_followers(operation: Any) -> None:
+    """Corrects the symbolic outputs of the ops behind a layer, up to the next layers.
+
+    Most layers cast what they get, so theirs stay as they are.
+    """
+    pending = [operation]
+    while pending:
+        for node in keras_hooks.outbound_nodes(pending.pop(0)):
+            follower = node.operation
+            record = managed_layers.get(follower)
+            follows = record is not None and record.follows_input
+            if isinstance(follower, keras.Layer) and not follows:
+                continue
+            if respecify(node):
+                pending.append(follower)
+                if record is not None:
+                    _cast_and_tell(record)
+
+
+def _cast_and_tell(record: ManagedLayer) -> None:
+    """Appends casts to the models that a layer has made low outputs of."""
+    for functional in record.output_of.alive():
+        _cast_low_outputs(functional)
+        _tell_outer(functional)
+
+
+def _tell_outer(functional: Any) -> None:
+    """Carries changed output dtypes of a model to the models it is called in."""
+    graph = graphs.get(functional)
+    if graph is None:
+        return
+    owner = graph.owner() if graph.owner is not None else None
+    model = functional if owner is None else owner
+    # A list, not any(...) of a generator: every call is to be corrected.
+    changed = [
+        copy_dtypes(functional.outputs, node.outputs) for node in keras_hooks.inbound_nodes(model)
+    ]
+    if any(changed):
+        retype_followers(model)
+        for outer in graph.output_of.alive():
+            _cast_low_outputs(outer)
+            _tell_outer(outer)
+
+
+def own(functional: Any, sequential: Any) -> None:
+    """Notes which Sequential a Functional is the inside of."""
+    graph = graphs.get(functional)
+    if graph is not None:
+        graph.owner = weakref.ref(sequential)
+
+
+def appended_casts(functional: Any) -> list[Any]:
+    """The layers appended to a model as casts; `functional` may be None or unknown."""
+    graph = graphs.get(functional)
+    outputs = [functional.outputs[i] for i in sorted(graph.casts)] if graph is not None else []
+    layers = {id(layer): layer for layer in (keras_hooks.producer(t)[0] for t in outputs)}
+    return list(layers.values())

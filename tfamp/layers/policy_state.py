@@ -1,0 +1,259 @@
+"""Which policy is in force, for the whole process and per thread, and Keras's agreement with it.
+
+Two levels. `set_global_policy` sets one policy for the process: it reaches every thread, running
+ones too. `policy_scope` sets one for a block of code in one thread and hides the process's there.
+Keras's own setter counts on the level it is called at, in its thread, until tfamp's next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from types import TracebackType
+from typing import Any
+
+import keras
+
+from tfamp import keras_hooks
+from tfamp.layers import model_calls
+from tfamp.policy import POLICY_NAMES, Policy
+
+
+class _Level:
+    """A policy in force: the process's, or one scope's.
+
+    A new one is made whenever tfamp sets a policy, so "Keras's own setter came after that" is
+    remembered by identity.
+    """
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+        # Keras's view: a plain policy, the same object each time, as Keras's own would be.
+        self.keras_policy = _plain(policy.name)
+
+
+class _Scope:
+    """What one `with` block needs: its level now, and Keras's own policy from before it."""
+
+    def __init__(self, level: _Level, keras_before: Any, keras_set_before: _Level | None):
+        self.level = level
+        self.keras_before = keras_before
+        self.keras_set_before = keras_set_before
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.scopes: list[_Scope] = []
+        # The level over which this thread called Keras's own setter last.
+        self.keras_set_over: _Level | None = None
+
+
+_lock = threading.RLock()
+_thread = _Thread()
+_process: _Level | None = None
+# Scopes of all threads. Weak: a thread that dies inside a scope must not keep the hooks alive.
+_open_scopes: weakref.WeakSet[_Scope] = weakref.WeakSet()
+
+
+def set_global_policy(policy: Policy | str) -> None:
+    """Puts a policy in force in every thread of the process.
+
+    Inside a `policy_scope` it changes the policy of that scope only, and ends with it. Layers that
+    exist already keep theirs. `keras.config.dtype_policy()` agrees afterwards, in every thread.
+
+    Args:
+        policy: A `Policy` or the name of one.
+
+    Raises:
+        TypeError: `policy` is neither.
+        ValueError: There is no policy of that name. Nothing has changed then.
+
+    Example:
+        >>> set_global_policy("mixed_bfloat16")
+        >>> keras.layers.Dense(4).compute_dtype
+        'bfloat16'
+        >>> set_global_policy("float32")
+    """
+    global _process
+    level = _Level(_as_policy(policy))
+    with _lock:
+        if _thread.scopes:
+            _thread.scopes[-1].level = level
+        else:
+            _process = level
+        _follow()
+
+
+def global_policy() -> Policy:
+    """Returns the policy in force here: the innermost scope's, else the process's.
+
+    If Keras's own setter was called in this thread after that, the policy says what Keras then
+    does: no float32 layers, no float32 outputs.
+
+    Returns:
+        The policy; `Policy("float32")` where nothing was set.
+
+    Raises:
+        ValueError: Keras's own policy is one that a `Policy` cannot express, a quantized one for
+            example.
+
+    Example:
+        >>> with policy_scope("mixed_float16"):
+        ...     global_policy().compute_dtype
+        'float16'
+    """
+    level = _level_in_force()
+    return _from_keras(keras.config.dtype_policy()) if level is None else level.policy
+
+
+class policy_scope(contextlib.ContextDecorator):  # noqa: N801 - reads as a function
+    """Puts a policy in force in this thread for a block of code.
+
+    Restores what was in force before, exceptions included, Keras's own policy too. Scopes nest; one
+    object can be entered again inside itself, and by several threads. Other threads do not see it.
+    Build a model inside the scope that creates its layers. It can be called outside.
+
+    Args:
+        policy: A `Policy` or the name of one.
+
+    Raises:
+        TypeError: `policy` is neither.
+        ValueError: There is no policy of that name.
+
+    Example:
+        >>> with policy_scope("mixed_float16") as policy:
+        ...     policy.output_dtype, keras.layers.Dense(4).compute_dtype
+        ('float32', 'float16')
+    """
+
+    def __init__(self, policy: Policy | str):
+        self._policy = _as_policy(policy)
+        # (the thread's stack, its scope) per entry; a stack may not be this thread's.
+        self._entered: list[tuple[int, list[_Scope], _Scope]] = []
+
+    def __enter__(self) -> Policy:
+        scope = _Scope(_Level(self._policy), keras_hooks.thread_policy(), _thread.keras_set_over)
+        _thread.scopes.append(scope)
+        with _lock:
+            self._entered.append((threading.get_ident(), _thread.scopes, scope))
+            _open_scopes.add(scope)
+            _follow()
+        return self._policy
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        scopes, scope = self._last_entry()
+        innermost = scopes[-1] is scope
+        scopes.remove(scope)
+        if innermost and scopes is _thread.scopes:
+            keras_hooks.set_thread_policy(scope.keras_before)
+            _thread.keras_set_over = scope.keras_set_before
+        with _lock:
+            _open_scopes.discard(scope)
+            _follow()
+
+    def _last_entry(self) -> tuple[list[_Scope], _Scope]:
+        """Takes out this thread's last entry, or the last one if another thread made them all."""
+        with _lock:
+            mine = [e for e in self._entered if e[0] == threading.get_ident()]
+            if not self._entered:
+                raise RuntimeError("policy_scope was left more often than it was entered.")
+            entry = (mine or self._entered)[-1]
+            self._entered.remove(entry)
+        return entry[1], entry[2]
+
+
+def _as_policy(policy: object) -> Policy:
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, str):
+        return Policy(policy)
+    hint = ""
+    if isinstance(policy, keras.DTypePolicy):
+        hint = " Of a Keras policy give the name, or set it with keras.config.set_dtype_policy."
+    raise TypeError(
+        f"policy must be a tfamp.Policy or the name of one, one of {', '.join(POLICY_NAMES)}; got "
+        f"{policy!r} of type {type(policy).__name__}.{hint}"
+    )
+
+
+@functools.cache
+def _plain(name: str) -> Any:
+    return keras.DTypePolicy(name)
+
+
+def _from_keras(policy: Any) -> Policy:
+    expressible = type(policy) in (keras.DTypePolicy, keras.FloatDTypePolicy)
+    if not expressible or policy.name not in POLICY_NAMES:
+        raise ValueError(
+            f"Keras's global dtype policy is {policy!r}, which a tfamp.Policy cannot express; "
+            f"expected one of {', '.join(POLICY_NAMES)}. Read it with keras.config.dtype_policy(), "
+            "or set one of these with tfamp.set_global_policy."
+        )
+    plain = Policy(policy.name)
+    if plain.is_mixed:
+        # What Keras does by itself under a mixed policy.
+        return Policy(policy.name, float32_layers=(), float32_outputs=False)
+    return plain
+
+
+def _level_in_force() -> _Level | None:
+    """The level whose policy holds in this thread, None where Keras's own does."""
+    level = _thread.scopes[-1].level if _thread.scopes else _process
+    if level is not None and _thread.keras_set_over is level:
+        # clear_session() drops Keras's own policy: then there is none to give way to.
+        return None if keras_hooks.thread_policy() is not None else level
+    return level
+
+
+def _keras_policy_in_force() -> Any:
+    level = _level_in_force()
+    return None if level is None else level.keras_policy
+
+
+def _keras_was_set() -> None:
+    _thread.keras_set_over = _thread.scopes[-1].level if _thread.scopes else _process
+
+
+def _follow() -> None:
+    """Makes Keras follow: policy source and hooks are in place exactly while they are needed."""
+    levels = [scope.level for scope in list(_open_scopes)]
+    if _process is not None:
+        levels.append(_process)
+    if levels:
+        keras_hooks.install_policy_source(_keras_policy_in_force, _keras_was_set)
+    else:
+        keras_hooks.remove_policy_source()
+    if any(level.policy.is_mixed for level in levels):
+        keras_hooks.install(_HOOKS)
+    else:
+        keras_hooks.remove()
+
+
+def _layer_dtype(layer_class: type, dtype: Any) -> Any:
+    """Decides the dtype a layer is constructed with; one given by the user wins."""
+    if isinstance(dtype, Policy):
+        return _plain(dtype.name)
+    level = _level_in_force()
+    if dtype is None and level is not None and level.policy.keeps_float32(layer_class):
+        return _plain("float32")
+    return dtype
+
+
+def _layer_created(layer: Any) -> None:
+    level = _level_in_force()
+    if level is not None and level.policy.is_mixed:
+        model_calls.layer_created(layer, level.policy)
+
+
+_HOOKS = keras_hooks.LayerHooks(
+    layer_dtype=_layer_dtype,
+    layer_created=_layer_created,
+    functional_created=model_calls.functional_created,
+)

@@ -1,0 +1,212 @@
+"""`PrecisionSettings`: what `prepare` made of a model, layer by layer; it prints as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfamp.dtypes import LOW_PRECISION
+from tfamp.layers.roles import managed_layers
+from tfamp.levels.layer_policies import is_preprocessing, layers_before, set_by_hand
+from tfamp.levels.meaning import LEVEL_FACTS, EffectiveLevel
+from tfamp.levels.model_structure import layers_of, path_of
+from tfamp.levels.step_rewriting import GraphRewrite
+from tfamp.options import FixedLossScale, LossScale
+from tfamp.updates.grad_clip import GradClip
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSettings:
+    """One layer of a prepared model.
+
+    Attributes:
+        path: Where it is in the model.
+        kind: Name of its class.
+        compute_dtype: The dtype it computes in; at level O1 the op lists decide.
+        variable_dtype: The dtype its variables have, or would have.
+        why: What decided, in a few words.
+    """
+
+    path: str
+    kind: str
+    compute_dtype: str
+    variable_dtype: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionSettings:
+    """The settings in force for a prepared model; `str()` is a table of them.
+
+    Attributes:
+        level: "O0", "O1", "O2" or "O3", never "auto".
+        dtype: The low dtype, "float32" at level O0.
+        loss_scale: The rule of the loss scale, None for none.
+        grad_clip: How gradients are clipped, None for not at all.
+        master_weights: Whether low weights have float32 copies in the optimizer.
+        keep_float32: Paths of the layers that the user keeps in float32.
+        reasons: A sentence for every choice that was left open.
+        layers: The layers that compute something, in the model's order.
+        graph_rewrite: What rewrites the model's steps at level O1, else None.
+
+    Example:
+        >>> import keras, tfamp
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="head")])
+        >>> _, _ = prepared = tfamp.prepare(model, level="O2", dtype="bfloat16")
+        >>> print(prepared.settings)
+        level           O2 (layer policies)
+        dtype           bfloat16
+        ...
+        sequential/head  Dense  float32  float32    output
+    """
+
+    level: str
+    dtype: str
+    loss_scale: LossScale | None
+    grad_clip: GradClip | None
+    master_weights: bool
+    keep_float32: tuple[str, ...]
+    reasons: tuple[str, ...]
+    layers: tuple[LayerSettings, ...]
+    graph_rewrite: GraphRewrite | None = None
+
+    def rewrite(self, function: Callable[..., Any] | None = None) -> Any:
+        """Makes a step of a custom loop run as `fit` runs the model's own.
+
+        At level O1 its graph is rewritten, layers of `keep_float32` left out; see `tfamp.rewrite`.
+        At the other levels the layers have their dtypes already, and it becomes a `tf.function`.
+        So one loop serves all levels.
+
+        Args:
+            function: A Python function or a `tf.function`; on several replicas the one that calls
+                `strategy.run`. Without it a decorator is returned.
+
+        Returns:
+            A function that is called like the given one.
+
+        Example:
+            >>> import keras, tensorflow as tf, tfamp
+            >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+            >>> prepared = tfamp.prepare(model, level="O1", dtype="bfloat16")
+            >>> step = prepared.settings.rewrite(lambda x: model(x))
+            >>> step(tf.ones((1, 4))).dtype, step.plan(tf.ones((1, 4))).summary.low_nodes > 0
+            (tf.float32, True)
+        """
+        if function is None:
+            return self.rewrite
+        if self.graph_rewrite is not None:
+            return self.graph_rewrite(function)
+        if isinstance(function, tf.types.experimental.PolymorphicFunction):
+            return function
+        return tf.function(function)
+
+    def __str__(self) -> str:
+        scale = "none" if self.loss_scale is None else _rule_text(self.loss_scale)
+        weights = "float32"
+        if self.level == "O3" or self.master_weights:
+            copies = ", float32 copies in the optimizer" if self.master_weights else ""
+            weights = f"{self.dtype}{copies}"
+        lines = [
+            ("level", f"{self.level} ({LEVEL_FACTS[self.level].how})"),
+            ("dtype", self.dtype),
+            ("weights", weights),
+            ("loss scale", scale),
+            ("gradients", "not clipped" if self.grad_clip is None else _clip_text(self.grad_clip)),
+            ("kept float32", ", ".join(self.keep_float32) or "none by name"),
+        ]
+        text = [f"{name:<15} {value}" for name, value in lines]
+        text += [f"{'':<15} {reason}" for reason in self.reasons]
+        head = ("layer", "class", "compute", "variables", "why")
+        rows = [(x.path, x.kind, x.compute_dtype, x.variable_dtype, x.why) for x in self.layers]
+        return "\n".join([*text, "", *_aligned([head, *rows])])
+
+
+def settings_of(
+    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], rewrite: GraphRewrite | None
+) -> PrecisionSettings:
+    """Returns the settings of a model at a level.
+
+    Args:
+        model: The model as it is now.
+        level: Its level.
+        kept: The layers that the user keeps in float32.
+        rewrite: What rewrites its steps, if anything does.
+    """
+    kept_below = {id(layer) for layer in layers_of(*kept)}
+    return PrecisionSettings(
+        level=level.level,
+        dtype=level.dtype,
+        loss_scale=level.loss_scale,
+        grad_clip=level.grad_clip,
+        master_weights=level.master_weights or _has_masters(model),
+        keep_float32=tuple(path_of(layer) for layer in kept),
+        reasons=level.reasons,
+        layers=tuple(_rows(model, level, kept_below)),
+        graph_rewrite=rewrite,
+    )
+
+
+def _has_masters(model: Any) -> bool:
+    return bool(model.compiled and getattr(model.optimizer, "master_weights", False))
+
+
+def _rows(model: Any, level: EffectiveLevel, kept: set[int]) -> list[LayerSettings]:
+    rows = []
+    for layer in layers_of(model):
+        if isinstance(layer, keras.Model | keras.layers.InputLayer):
+            continue
+        is_kept = id(layer) in kept
+        by_lists = level.level == "O1" and layer.compute_dtype == "float32" and not is_kept
+        compute = f"{level.dtype} by op" if by_lists else layer.compute_dtype
+        variable = layer.weights[0].dtype if layer.weights else layer.variable_dtype
+        why = _why(layer, level, is_kept)
+        rows.append(LayerSettings(path_of(layer), type(layer).__name__, compute, variable, why))
+    return rows
+
+
+def _why(layer: Any, level: EffectiveLevel, is_kept: bool) -> str:
+    record, low = managed_layers.get(layer), layer.compute_dtype in LOW_PRECISION
+    if is_kept:
+        return "keep_float32"
+    if set_by_hand.get(layer):
+        return "set by hand"
+    if level.level == "O1" and not low:
+        return "op lists"
+    if record is not None and record.raised:
+        return "output"
+    if record is not None and record.follows_input:
+        return "statistics"
+    if level.level == "O2" and level.master_weights and layers_before.get(layer) and not low:
+        return "output"
+    if level.level == "O0" and not low:
+        return "level O0"
+    if is_preprocessing(layer):
+        return "data preparation"
+    if layers_before.get(layer) is not None or (low and layer.compute_dtype == level.dtype):
+        return f"level {level.level}"
+    return "own dtype"
+
+
+def _rule_text(rule: LossScale) -> str:
+    if isinstance(rule, FixedLossScale):
+        return f"fixed at {rule.scale:g}"
+    return (
+        f"dynamic from {rule.initial_scale:g}, times {rule.growth_factor:g} after "
+        f"{rule.growth_steps} finite steps, times {rule.backoff_factor:g} after an overflow"
+    )
+
+
+def _clip_text(clip: GradClip) -> str:
+    return f"clipped to norm {clip.max_norm:g} of type {clip.norm_type:g}"
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

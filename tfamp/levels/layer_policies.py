@@ -1,0 +1,187 @@
+"""Changes the dtypes of a model that exists: all of it, or single layers by hand; and back again.
+
+Variables stay what they are. A level is put on a model in two steps: everything that tfamp did to
+it is taken off, and then the policy put on, so that levels can follow each other in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from tfamp.layers import output_dtypes
+from tfamp.layers.methods import unwrap_methods, wrap_method
+from tfamp.layers.model_calls import functional_adopted, layer_adopted
+from tfamp.layers.policy_state import policy_scope
+from tfamp.layers.roles import WeakMap, managed_layers
+from tfamp.levels.model_structure import (
+    correct_symbolic_dtypes,
+    functionals_of,
+    is_graph,
+    is_plain,
+    layers_of,
+    most_common_policy,
+)
+from tfamp.policy import Policy
+
+# What data is made fit for a model with: cheap, and of raw values that low dtypes cannot hold.
+_PREPROCESSING = ".layers.preprocessing."
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What a layer was like when a policy was put on it.
+
+    Attributes:
+        policy: Its own policy.
+        autocast: Its own `autocast`.
+        given: Name of the policy it was given.
+    """
+
+    policy: Any
+    autocast: bool
+    given: str
+
+
+layers_before: WeakMap[Before] = WeakMap()
+set_by_hand: WeakMap[bool] = WeakMap()
+
+
+def default_policy(model: Any) -> str:
+    """Returns the name of the policy that a model's layers have unless someone chose another.
+
+    A model read from a file does not know any more which it was made under, so it is the one that
+    most layers have.
+    """
+    layers = [layer for layer in layers_of(model) if not isinstance(layer, keras.Model)]
+    if any(layers_before.get(layer) for layer in layers):
+        return "float32"
+    own = model.dtype_policy.name if is_plain(model.dtype_policy) else "float32"
+    common = own if own.startswith("mixed_") else most_common_policy(layers)
+    return common if common != "float64" else "float32"
+
+
+def take_off(model: Any, *, keep_by_hand: bool) -> dict[int, Any]:
+    """Takes off a model what a policy of tfamp's, or a level before, put on it.
+
+    Args:
+        model: The model. Its layers then have the dtypes they had, or float32 where they were made
+            under a mixed policy.
+        keep_by_hand: Whether dtypes that were set by hand since stay.
+
+    Returns:
+        For the number of each layer whose dtype a user chose: its policy.
+    """
+    default = default_policy(model)
+    functionals = functionals_of(model)
+    chosen: dict[int, Any] = {}
+    for functional, _ in functionals:
+        output_dtypes.dissolve(functional)
+    for layer in layers_of(model):
+        if isinstance(layer, keras.layers.InputLayer):
+            continue
+        now = layer.dtype_policy
+        is_chosen = _is_chosen(layer, default)
+        _take_off(layer, default, is_chosen)
+        before = layers_before.get(layer)
+        if is_chosen and (keep_by_hand or before is None):
+            layer.dtype_policy = now
+            chosen[id(layer)] = now
+            if before is not None:
+                set_by_hand.set(layer, True)
+                continue  # for the way back, what it was at first
+        else:
+            set_by_hand.discard(layer)
+        layers_before.discard(layer)
+    for functional, _ in functionals:
+        correct_symbolic_dtypes(functional)
+    return chosen
+
+
+def _is_chosen(layer: Any, default: str) -> bool:
+    """Whether a layer's dtype is a user's choice, as far as that can be known."""
+    if set_by_hand.get(layer):
+        return True
+    if is_graph(layer):
+        return False  # it computes nothing itself
+    before, record = layers_before.get(layer), managed_layers.get(layer)
+    name = layer.dtype_policy.name
+    raised = record is not None and bool(record.raised)
+    if before is not None:
+        return name != ("float32" if raised else before.given)
+    if record is not None:
+        return name != ("float32" if raised else record.policy_name)
+    if name == "float32" and default.startswith("mixed_"):
+        # In a model read from a file, BatchNormalization is so without anyone's choice.
+        return not Policy(default).keeps_float32(type(layer))
+    return name != default
+
+
+def _take_off(layer: Any, default: str, is_chosen: bool) -> None:
+    before = layers_before.get(layer)
+    unwrap_methods(layer)
+    managed_layers.discard(layer)
+    if before is not None:
+        layer.autocast = before.autocast
+        layer.dtype_policy = before.policy
+        return
+    if not layer.autocast and isinstance(layer, keras.layers.BatchNormalization):
+        layer.autocast = True  # layers.fused_norms switched it off
+    if not is_chosen and default.startswith("mixed_"):
+        layer.dtype_policy = "float32"
+
+
+def put_on(model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Iterable[int]) -> None:
+    """Puts a policy on every layer of a model that nothing keeps from it.
+
+    Args:
+        model: A model from which everything was taken off.
+        policy: A mixed policy; it keeps BatchNormalization and outputs in float32.
+        kept: Layers that stay float32, with all below them.
+        chosen: Numbers of the layers whose dtype a user chose.
+
+    Raises:
+        ValueError: A layer of the user's own fails in the low dtype.
+    """
+    skipped = {id(layer) for layer in layers_of(*kept)} | set(chosen)
+    for layer in layers_of(model):
+        if id(layer) in skipped or isinstance(layer, keras.layers.InputLayer):
+            continue
+        if is_preprocessing(layer):
+            skipped |= {id(each) for each in layers_of(layer)}
+            continue
+        keeps = policy.keeps_float32(type(layer))
+        if keeps:
+            skipped |= {id(each) for each in layers_of(layer)}
+        _put_on(layer, policy, keeps)
+    for functional, owner in functionals_of(model):
+        correct_symbolic_dtypes(functional)
+        functional_adopted(functional, owner)
+    output_dtypes.models_below_become_parts(model)
+
+
+def _put_on(layer: Any, policy: Policy, keeps: bool) -> None:
+    given = "float32" if keeps else policy.name
+    layers_before.set(layer, Before(layer.dtype_policy, layer.autocast, given))
+    if not keeps:
+        layer.dtype_policy = policy.name
+    layer_adopted(layer, policy)
+    if not layer.built:
+        # Layers that it makes in its own `build` get the policy there.
+        wrap_method(layer, "build", _under(policy))
+
+
+def _under(policy: Policy) -> Callable[..., Any]:
+    def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with policy_scope(policy):
+            return original(*args, **kwargs)
+
+    return build
+
+
+def is_preprocessing(layer: Any) -> bool:
+    """Whether a layer is one of Keras's for preparing data, or derives from one."""
+    return any(_PREPROCESSING in f"{each.__module__}." for each in type(layer).__mro__)

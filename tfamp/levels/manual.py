@@ -1,0 +1,137 @@
+"""Manual mixed precision: the dtype of one layer, or of every layer of a pattern, set by hand."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import keras
+
+from tfamp import keras_hooks
+from tfamp.dtypes import LOW_PRECISION
+from tfamp.layers.methods import unwrap_methods
+from tfamp.layers.output_dtypes import retype_followers
+from tfamp.layers.roles import managed_layers
+from tfamp.levels.compiled_model import drop_traced_functions
+from tfamp.levels.config_values import read_dtype
+from tfamp.levels.layer_policies import layers_before, set_by_hand
+from tfamp.levels.model_state import ModelState
+from tfamp.levels.model_structure import (
+    correct_symbolic_dtypes,
+    functionals_of,
+    is_plain,
+    layers_of,
+    path_of,
+    select,
+)
+
+
+def set_layer_dtype(
+    model_or_layer: Any, dtype: Any, *, pattern: str | None = None
+) -> tuple[str, ...]:
+    """Makes a layer, or every layer of a pattern, compute in a dtype.
+
+    What MindSpore's `to_float` does. Layers inside are set with it. The casts around follow by
+    themselves: a Keras layer casts what it is given, and variables keep the dtype they have, so a
+    built and trained model will do. What is set by hand stays when `prepare` puts another level on
+    the model, outputs and BatchNormalization included; only level O0 leads back.
+
+    Give the model, with a pattern, rather than a layer of it: then all of its symbolic outputs
+    say the new dtype, and its compiled functions are traced anew.
+
+    Args:
+        model_or_layer: A model or layer.
+        dtype: "float16", "bfloat16" or "float32".
+        pattern: Name or path of layers inside, or a regular expression searched for in the paths
+            of layers where none has that very name. None for the given layer itself.
+
+    Returns:
+        The paths of the layers that were set.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: `dtype` is another one, no layer matches, or a layer stores its weights in
+            another low dtype, or does not run in this one. Nothing has changed then.
+
+    Example:
+        >>> import keras, tfamp
+        >>> model = keras.Sequential(
+        ...     [keras.Input((8,)), keras.layers.Dense(4, name="wide"), keras.layers.Dense(2)]
+        ... )
+        >>> tfamp.set_layer_dtype(model, "bfloat16", pattern="wide")
+        ('sequential/wide',)
+        >>> [layer.compute_dtype for layer in model.layers]
+        ['bfloat16', 'float32']
+    """
+    if not isinstance(model_or_layer, keras.Layer):
+        raise TypeError(
+            f"set_layer_dtype takes a keras.Model or keras.Layer; got {model_or_layer!r} of type "
+            f"{type(model_or_layer).__name__}."
+        )
+    name = read_dtype(dtype)
+    if name is None:
+        raise ValueError("dtype must be 'float16', 'bfloat16' or 'float32'; got None or 'auto'.")
+    chosen = _chosen(model_or_layer, pattern)
+    targets = [layer for layer in layers_of(*chosen) if _can_be_set(layer)]
+    for layer in targets:
+        _check_storage(layer, name)
+    state = ModelState(model_or_layer)
+    try:
+        for layer in targets:
+            _set(layer, name)
+        for functional, _ in functionals_of(model_or_layer):
+            correct_symbolic_dtypes(functional)
+        for layer in targets:
+            retype_followers(layer)
+    except BaseException:
+        state.restore()
+        raise
+    drop_traced_functions(model_or_layer)
+    return tuple(path_of(layer) for layer in chosen)
+
+
+def _chosen(owner: Any, pattern: str | None) -> list[Any]:
+    if pattern is None:
+        return [owner]
+    if not isinstance(pattern, str):
+        raise TypeError(
+            f"pattern must be a string; got {pattern!r} of type {type(pattern).__name__}."
+        )
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}.") from error
+    return select(layers_of(owner)[1:], [pattern], "pattern")
+
+
+def _can_be_set(layer: Any) -> bool:
+    return not isinstance(layer, keras.layers.InputLayer) and is_plain(layer.dtype_policy)
+
+
+def _check_storage(layer: Any, dtype: str) -> None:
+    for weight in layer.weights:
+        stored = keras.backend.standardize_dtype(weight.dtype)
+        if stored in LOW_PRECISION and stored != dtype:
+            raise ValueError(
+                f"{path_of(layer)} stores its weights in {stored}, so it cannot compute in "
+                f"{dtype}. Set the dtype first, then prepare the model for O3 or master weights."
+            )
+
+
+def _set(layer: Any, dtype: str) -> None:
+    before, record = layers_before.get(layer), managed_layers.get(layer)
+    low = [
+        keras.backend.standardize_dtype(weight.dtype) in LOW_PRECISION for weight in layer.weights
+    ]
+    policy = dtype if dtype == "float32" or any(low) else f"mixed_{dtype}"
+    if record is not None and isinstance(layer, keras.layers.BatchNormalization):
+        # Its own arithmetic again, in the dtype that was asked for.
+        unwrap_methods(layer)
+        layer.autocast = True if before is None else before.autocast
+    managed_layers.discard(layer)
+    layer.dtype_policy = policy
+    set_by_hand.set(layer, True)
+    for node in keras_hooks.inbound_nodes(layer):
+        for tensor in node.outputs:
+            if tensor.dtype in (*LOW_PRECISION, "float32"):
+                keras_hooks.set_symbolic_dtype(tensor, layer.compute_dtype)

@@ -1,0 +1,249 @@
+"""A model made anew with its weights stored in other dtypes; the given one is left as it was."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+
+from tfamp import keras_hooks
+from tfamp.dtypes import LOW_PRECISION, float_format
+from tfamp.layers.policy_state import policy_scope
+from tfamp.levels.model_structure import is_graph, is_plain, layers_of, path_of
+
+PolicyOf = Callable[[Any], str | None]
+
+
+def copy_model(
+    model: Any, policy_of: PolicyOf, values: Callable[[Any], Iterable[Any]] | None = None
+) -> Any:
+    """Returns a model of the same structure and weights, with other dtype policies.
+
+    Args:
+        model: A built model; not modified.
+        policy_of: Gets a layer and returns the name of the policy that its copy is to have; None
+            for its own.
+        values: Gets the model's weights and returns their exact values; None for those they have.
+
+    Returns:
+        The copy, not compiled.
+
+    Raises:
+        ValueError: The model cannot be made from its configuration, or a weight has no value in its
+            new dtype.
+    """
+    policies = {id(layer): policy_of(layer) for layer in layers_of(model)}
+    made = _from_config(model, policies)
+    _set_late_policies(model, made, policies)
+    _build_like(model, made)
+    for old, new in same_layers(model, made):
+        if new.trainable != old.trainable:
+            new.trainable = old.trainable
+    _copy_weights(model, made, values)
+    return made
+
+
+def _from_config(model: Any, policies: dict[int, str | None]) -> Any:
+    classes = {type(layer).__name__: type(layer) for layer in layers_of(model)}
+    try:
+        config = {
+            "module": type(model).__module__,
+            "class_name": type(model).__name__,
+            "config": _arguments(model, _with_policies(model, policies)),
+            "registered_name": type(model).__name__,
+        }
+        with policy_scope(policies[id(model)] or "float32"):
+            made = keras.saving.deserialize_keras_object(
+                config, custom_objects=classes, safe_mode=False
+            )
+    except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
+        raise ValueError(
+            f"{model.name} ({type(model).__name__}) stores its weights in another dtype at this "
+            "level, so it has to be made anew from its configuration, and that fails: "
+            f"{_first_cause(error)} Give its classes get_config and from_config, or take level "
+            "'O2' without master_weights, which needs no new weights."
+        ) from error
+    return made
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    # Keras puts every error into another one, with the whole configuration.
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+def _entries(model: Any, entries: list[Any]) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Returns each entry of a configuration with its layer, but for what was appended to it."""
+    if isinstance(model, keras.Sequential):
+        yield from zip(entries, keras_hooks.sublayers(model), strict=False)
+        return
+    by_name = {operation.name: operation for operation in model.operations}
+    for entry in entries:
+        yield entry, by_name.get(entry["name"])
+
+
+def _arguments(layer: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out what a user's own constructor does not take but Keras puts into all configs."""
+    if is_graph(layer) or any("from_config" in vars(each) for each in _own_classes(layer)):
+        return config
+    parameters = inspect.signature(type(layer).__init__).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return config
+    general = {"name", "trainable", "dtype"} - set(parameters)
+    return {name: value for name, value in config.items() if name not in general}
+
+
+def _own_classes(layer: Any) -> list[type]:
+    return [
+        each
+        for each in type(layer).__mro__
+        if issubclass(each, keras.Layer) and each.__module__.partition(".")[0] != "keras"
+    ]
+
+
+def same_layers(model: Any, made: Any) -> list[tuple[Any, Any]]:
+    """Returns each layer of a model with the one that its copy has for it.
+
+    Args:
+        model: The model that was copied.
+        made: The copy. What its own code makes has other names; what was appended to it since has
+            no counterpart.
+    """
+    old, new = layers_of(model), layers_of(made)
+    if [type(layer) for layer in old] == [type(layer) for layer in new]:
+        return list(zip(old, new, strict=True))
+    remaining: dict[str, list[Any]] = {}
+    for layer in new:
+        remaining.setdefault(layer.name, []).append(layer)
+    return [(layer, remaining[layer.name].pop(0)) for layer in old if remaining.get(layer.name)]
+
+
+def counterparts(model: Any, made: Any, variables: Iterable[Any]) -> list[Any] | None:
+    """Returns the variables that a copy of a model has for some of the model's.
+
+    Args:
+        model: The model that was copied.
+        made: The copy.
+        variables: Variables of the model.
+
+    Returns:
+        The copy's, in the same order; None where one is not the model's.
+    """
+    new = {id(old): copied for old, copied in zip(model.weights, made.weights, strict=True)}
+    found = [new.get(id(variable)) for variable in variables]
+    return None if any(each is None for each in found) else found
+
+
+def _with_policies(model: Any, policies: dict[int, str | None]) -> dict[str, Any]:
+    """Returns a model's configuration with other policies in it."""
+    config = copy.deepcopy(model.get_config())
+    if not is_graph(model):
+        return config
+    for entry, layer in _entries(model, config.get("layers", [])):
+        entry.pop("compile_config", None)
+        if is_graph(layer):
+            entry["config"] = _with_policies(layer, policies)
+        elif layer is not None:
+            if policies.get(id(layer)) is not None:
+                _replace_policies(entry["config"], layer.dtype_policy.name, policies[id(layer)])
+            if _own_classes(layer):
+                entry.pop("build_config", None)  # the call builds it, which Keras can be sure of
+                entry["config"] = _arguments(layer, entry["config"])
+    return config
+
+
+def _replace_policies(config: Any, old: str, new: str | None) -> None:
+    """Replaces one policy by another in the configuration of a layer and of those it holds."""
+    for holder, key in list(_dtypes_in(config)):
+        if _policy_name(holder[key]) == old:
+            holder[key] = keras.dtype_policies.serialize(keras.DTypePolicy(new))
+
+
+def _dtypes_in(config: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    if isinstance(config, dict):
+        for key, value in config.items():
+            if key == "dtype":
+                yield config, key
+            else:
+                yield from _dtypes_in(value)
+    elif isinstance(config, list | tuple):
+        for value in config:
+            yield from _dtypes_in(value)
+
+
+def _policy_name(value: Any) -> str | None:
+    # A plain string is what an input is fed, or an output holds: no policy of a layer.
+    if isinstance(value, dict) and "config" in value:
+        name = value["config"].get("name")
+        return name if isinstance(name, str) else None
+    return None
+
+
+def _set_late_policies(model: Any, made: Any, policies: dict[int, str | None]) -> None:
+    """Sets the policies of layers that a model's own code makes, while they have no variables."""
+    for old, new in zip(layers_of(model), layers_of(made), strict=False):
+        if type(old) is not type(new) or not is_plain(new.dtype_policy):
+            continue
+        wanted = policies[id(old)] or old.dtype_policy.name
+        if new.dtype_policy.name == wanted:
+            continue
+        if new.weights and not isinstance(new, keras.Model):
+            raise ValueError(
+                f"{path_of(new)} is made with {new.dtype_policy.name} weights by the constructor "
+                f"of {type(model).__name__}, and is to have {wanted} ones. Give its class "
+                "get_config and from_config, or give the layer its dtype there."
+            )
+        new.dtype_policy = wanted
+
+
+def _build_like(model: Any, made: Any) -> None:
+    if len(made.weights) == len(model.weights):
+        return
+    config = model.get_build_config()
+    if config is None:
+        raise ValueError(
+            f"{model.name} cannot be built anew, as it does not say for which shapes it was built; "
+            "build it with model.build(input_shape)."
+        )
+    made.build_from_config(config)
+    made.built = True
+
+
+def _copy_weights(model: Any, made: Any, values: Any) -> None:
+    old, new = model.weights, made.weights
+    same = [tuple(a.shape) for a in old] == [tuple(b.shape) for b in new]
+    if not same:
+        raise ValueError(
+            f"{model.name} made anew has {len(new)} weights of other shapes than its own "
+            f"{len(old)}; it was changed since it was built."
+        )
+    for value, target in zip(old if values is None else values(old), new, strict=True):
+        _check_range(value, target)
+        target.assign(keras.ops.cast(value, target.dtype))
+        dtype = keras.backend.standardize_dtype(target.dtype)
+        regularizer = getattr(target, "regularizer", None)
+        if regularizer is not None and dtype in LOW_PRECISION:
+            target.regularizer = _in_float32(regularizer)
+
+
+def _in_float32(regularizer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a regularizer that computes in float32, in which Keras adds it to the loss."""
+    return lambda variable: regularizer(keras.ops.cast(variable, "float32"))
+
+
+def _check_range(value: Any, target: Any) -> None:
+    dtype = keras.backend.standardize_dtype(target.dtype)
+    if dtype != "float16" or not keras.ops.size(value):
+        return
+    values = keras.ops.cast(value, "float32")
+    largest = float(keras.ops.max(keras.ops.abs(values)))
+    limit = float_format("float16").max
+    if limit < largest < float("inf"):
+        raise ValueError(
+            f"{path_of(target)} holds {largest:g}, and float16 holds up to {limit:g}. Keep its "
+            "layer in float32 with keep_float32=, or use dtype='bfloat16'."
+        )

@@ -1,0 +1,180 @@
+"""What a model is made of: its layers, the graphs of symbolic tensors among them, and their dtypes.
+
+Nothing here decides on a dtype; `layer_policies` does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from tfamp import keras_hooks
+from tfamp.dtypes import FLOAT_DTYPES
+from tfamp.layers.model_calls import computing_specs_of
+from tfamp.layers.symbolic_dtypes import respecify
+from tfamp.levels.config_values import nearest
+
+# Symbolic dtypes are corrected in passes until none changes. A layer called several times may need
+# as many passes; more than this is a layer that changes its mind.
+_MOST_PASSES = 20
+
+
+def layers_of(*roots: Any) -> list[Any]:
+    """Returns layers and all below them, each once, a layer before those it holds."""
+    found: dict[int, Any] = {}
+    pending = list(reversed(roots))
+    while pending:
+        layer = pending.pop()
+        if id(layer) not in found:
+            found[id(layer)] = layer
+            pending.extend(reversed(keras_hooks.sublayers(layer)))
+    return list(found.values())
+
+
+def functionals_of(*roots: Any) -> list[tuple[Any, Any]]:
+    """Returns the Functionals in a model, the innermost first.
+
+    Args:
+        *roots: Models or layers.
+
+    Returns:
+        Pairs of a Functional and the Sequential it is the inside of, or None.
+    """
+    found: dict[int, tuple[Any, Any]] = {}
+    visited: set[int] = set()
+
+    def visit(layer: Any) -> None:
+        if id(layer) in visited:
+            return
+        visited.add(id(layer))
+        for sub in keras_hooks.sublayers(layer):
+            visit(sub)
+        owner = layer if isinstance(layer, keras.Sequential) else None
+        functional = keras_hooks.functional_of(layer) if owner is not None else layer
+        if isinstance(functional, keras_hooks.functional_class()):
+            found.setdefault(id(functional), (functional, owner))
+
+    for root in roots:
+        visit(root)
+    return list(found.values())
+
+
+def is_graph(layer: Any) -> bool:
+    """Whether a layer is a Functional or Sequential model."""
+    return isinstance(layer, keras.Sequential | keras_hooks.functional_class())
+
+
+def correct_symbolic_dtypes(functional: Any) -> None:
+    """Makes the symbolic tensors of a Functional say what its layers return now.
+
+    Args:
+        functional: A Functional; those inside it are right already.
+
+    Raises:
+        ValueError: A layer fails with the dtypes it has now; the message names it.
+    """
+    nodes = [
+        node
+        for operation in functional.operations
+        if not isinstance(operation, keras.layers.InputLayer)
+        for node in keras_hooks.inbound_nodes(operation)
+        if any(tensor.dtype in FLOAT_DTYPES for tensor in node.outputs)
+    ]
+    with computing_specs_of(functional):
+        for _ in range(_MOST_PASSES):
+            # All of them, whatever the first says: every node is to be corrected.
+            changed = [_corrected(node) for node in nodes]
+            if not any(changed):
+                return
+
+
+def _corrected(node: Any) -> bool:
+    import tensorflow as tf
+
+    try:
+        return respecify(node)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, tf.errors.OpError) as error:
+        operation = node.operation
+        dtype = getattr(operation, "compute_dtype", "low precision")
+        raise ValueError(
+            f"{operation.name} ({type(operation).__name__}) cannot be computed in {dtype}: {error} "
+            f"Keep it in float32 with keep_float32=[{operation.name!r}]."
+        ) from error
+
+
+def is_plain(policy: Any) -> bool:
+    """Whether a Keras policy is one dtype, or a mixed one; no map of policies, not quantized."""
+    plain = (keras.DTypePolicy, keras.FloatDTypePolicy)
+    return type(policy) in plain and policy.compute_dtype in FLOAT_DTYPES
+
+
+def most_common_policy(layers: Iterable[Any]) -> str:
+    """Returns the name of the policy that most layers have; "float32" where it is a draw."""
+    counts = Counter(
+        layer.dtype_policy.name
+        for layer in layers
+        if not isinstance(layer, keras.layers.InputLayer) and is_plain(layer.dtype_policy)
+    )
+    if not counts:
+        return "float32"
+    return max(counts, key=lambda name: (counts[name], name == "float32", name))
+
+
+def path_of(layer: Any) -> str:
+    """Returns where a layer is in its model, as Keras says it; its name before it is built."""
+    return str(getattr(layer, "path", None) or layer.name)
+
+
+def select(layers: list[Any], wanted: Iterable[Any], argument: str) -> list[Any]:
+    """Returns the layers that a user means, without those below them.
+
+    Args:
+        layers: What can be meant.
+        wanted: Names or paths of layers; regular expressions, searched for in the paths of layers
+            where no layer has that very name; layer classes; layers.
+        argument: Name of the argument, for the message.
+
+    Returns:
+        The layers, in their order.
+
+    Raises:
+        ValueError: Something means no layer; the message names the nearest one.
+        TypeError: Something is neither of these.
+    """
+    chosen: set[int] = set()
+    for each in wanted:
+        found = _meant(layers, each, argument)
+        if not found:
+            raise ValueError(
+                f"{argument} holds {each!r}, which means no layer of the model. "
+                f"{_what_there_is(layers, each)}"
+            )
+        chosen |= {id(layer) for layer in found}
+    return [layer for layer in layers if id(layer) in chosen]
+
+
+def _meant(layers: list[Any], wanted: Any, argument: str) -> list[Any]:
+    if isinstance(wanted, str):
+        exact = [layer for layer in layers if wanted in (layer.name, path_of(layer))]
+        if exact:
+            return exact
+        pattern = re.compile(wanted)
+        return [x for x in layers if pattern.search(x.name) or pattern.search(path_of(x))]
+    if isinstance(wanted, type):
+        return [layer for layer in layers if isinstance(layer, wanted)]
+    if isinstance(wanted, keras.Layer):
+        return [layer for layer in layers if layer is wanted]
+    raise TypeError(
+        f"{argument} takes names of layers, regular expressions, layer classes and layers; got "
+        f"{wanted!r} of type {type(wanted).__name__}."
+    )
+
+
+def _what_there_is(layers: list[Any], wanted: Any) -> str:
+    if not isinstance(wanted, str):
+        return f"It has {', '.join(sorted({type(layer).__name__ for layer in layers}))}."
+    return f"The nearest name is {nearest(wanted, [layer.name for layer in layers])!r}."

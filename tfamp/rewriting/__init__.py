@@ -1,0 +1,1 @@
+"""What `tfamp.rewrite` needs around `tfamp.graph`: calls, traces and cached low weights."""

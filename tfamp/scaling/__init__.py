@@ -1,0 +1,1 @@
+"""What `LossScaleOptimizer` and `GradScaler` are made of: the scale, and what is unscaled."""
