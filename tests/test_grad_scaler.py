@@ -645,6 +645,8 @@ def test_a_bad_state_dict_restores_nothing():
         scaler.load_state_dict({"scale": 2.0})
     with pytest.raises(RuntimeError, match="state dict is empty"):
         scaler.load_state_dict({})
+    with pytest.raises(TypeError, match=r"the dict that state_dict\(\) returned; got 3"):
+        scaler.load_state_dict(3)
     assert scaler.state_dict() == before
 
 

@@ -141,11 +141,16 @@ class ScalerState(tf.Module):
         Raises:
             RuntimeError: It is empty: it comes from a scaler that was not enabled.
             KeyError: Something is missing.
-            TypeError: A value has the wrong type.
+            TypeError: It is no dict, or a value has the wrong type.
             ValueError: A value is out of range. Nothing is restored then.
         """
         if not self._enabled:
             return
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                "load_state_dict takes the dict that state_dict() returned; got "
+                f"{state_dict!r} of type {type(state_dict).__name__}."
+            )
         if not state_dict:
             raise RuntimeError(
                 "The state dict is empty; it was probably saved by a GradScaler with "
