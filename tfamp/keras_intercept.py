@@ -16,7 +16,7 @@ from tfamp.keras_hooks import keras_module, keras_symbol
 
 
 def intercept_layer_calls(dtype: Callable[[], str | None]) -> Callable[[], None]:
-    """Makes Keras layers read their variables in a dtype while they are called.
+    """Makes Keras layers of float32 read their variables in a dtype while they are called.
 
     Keras does the same for mixed policies. Only variables that take part in it are read so: those
     of BatchNormalization, and of an optimizer, are not.
@@ -32,22 +32,33 @@ def intercept_layer_calls(dtype: Callable[[], str | None]) -> Callable[[], None]
     variables = keras_module("keras.src.backend.common.variables")
     scope_class = keras_symbol(variables, "AutocastScope")
     current_scope = keras_symbol(variables, "get_autocast_scope")
-    original = keras.layers.Layer.__call__
+
+    class Scope(scope_class):  # type: ignore[misc, valid-type]
+        """A scope of this function's, not of a layer with a mixed policy."""
+
+    def reads_float32(layer: Any) -> bool:
+        """Whether a layer reads float32 by itself, and not because a layer around it does."""
+        if not (layer.autocast and layer.compute_dtype == "float32"):
+            return False
+        scope = current_scope()
+        # Inside of a scope of another dtype, which is this one's, layers open their own first.
+        return scope is None or isinstance(scope.original_scope, Scope)
+
+    # What a layer calls when it has chosen its scope.
+    original = keras.Operation.__call__
 
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        low = dtype()
-        if low is None or current_scope() is not None:
+        low = dtype() if isinstance(self, keras.layers.Layer) else None
+        if low is None or not reads_float32(self):
             return original(self, *args, **kwargs)
-        scope = scope_class(low)
-        scope.dtype = _DtypeOfFloat32Layers(low)
-        with scope:
+        with Scope(low):
             return original(self, *args, **kwargs)
 
-    keras.layers.Layer.__call__ = __call__
+    keras.Operation.__call__ = __call__
 
     def restore() -> None:
-        keras.layers.Layer.__call__ = original
+        keras.Operation.__call__ = original
 
     return restore
 
@@ -77,20 +88,6 @@ def intercept_optimizer_steps(
         owner.apply = original
 
     return restore
-
-
-class _DtypeOfFloat32Layers(str):
-    """The name of a dtype that says it does not differ from float32.
-
-    A layer opens a scope of its own where the current scope's dtype differs from its compute dtype.
-    Float32 layers are to stay in this one; those with another policy of their own are not.
-    """
-
-    __slots__ = ()
-    __hash__ = str.__hash__
-
-    def __ne__(self, other: object) -> bool:
-        return other != "float32" and str.__ne__(self, other)
 
 
 def intercept_batch_normalization(

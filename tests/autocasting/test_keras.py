@@ -140,6 +140,72 @@ def test_a_layer_with_a_mixed_policy_of_its_own_keeps_it():
     assert layer(values(*ROW)).dtype == tf.float16
 
 
+def test_a_float32_layer_inside_a_layer_with_a_mixed_policy_stays_float32():
+    class Outer(keras.layers.Layer):
+        def __init__(self):
+            super().__init__(dtype="mixed_float16")
+            self.inner = keras.layers.Dense(3, dtype="float32")
+            self.inner.build((None, 8))
+
+        def call(self, x):
+            seen.append(self.inner.kernel.dtype)
+            return self.inner(x)
+
+    class Inside(keras.layers.Layer):
+        def call(self, x):
+            return outer(x)
+
+    seen, outer = [], Outer()
+    watched = outer.inner.call
+    outer.inner.call = lambda x: (seen.append(outer.inner.kernel.dtype), watched(x))[1]
+    for layer in (outer, Inside()):
+        with tfamp.autocast("bfloat16"):
+            layer(values(*ROW))
+    assert seen == ["float16", "float32"] * 2
+
+
+@both_dtypes
+def test_layers_in_layers_read_their_variables_low_and_those_that_do_not_autocast_do_not(dtype):
+    seen = {}
+
+    class Watched(keras.layers.Dense):
+        def call(self, x):
+            seen[self.name] = self.kernel.dtype
+            return super().call(x)
+
+    def nested(**options):
+        inner = Watched(3, name="inner")
+        inner.build((None, 3))
+        return keras.Sequential([Watched(3, name="outer", **options), inner])
+
+    with tfamp.autocast(dtype):
+        nested()(values(*ROW))
+    assert seen == {"outer": dtype, "inner": dtype}
+    with tfamp.autocast(dtype):
+        nested(autocast=False)(values(*ROW))
+    assert seen == {"outer": "float32", "inner": dtype}
+    with tfamp.autocast(dtype):
+        nested(dtype="float64")(tf.cast(values(*ROW), tf.float64))
+    assert seen == {"outer": "float64", "inner": dtype}
+
+
+def test_no_dtype_but_plain_names_gets_into_keras():
+    seen = []
+
+    class Watched(keras.layers.Dense):
+        def call(self, x):
+            seen.append(self.kernel.dtype)
+            return keras.ops.add(keras.ops.matmul(x, self.kernel), 1.0)
+
+    keras.backend.clear_session()
+    with tfamp.autocast("float16"):
+        Watched(3)(values(*ROW))
+    seen += [keras.backend.result_type("float16", float), keras.backend.result_type("float16")]
+    assert {type(each) for each in seen} == {str}
+    assert seen[0] == "float16" != "float32"
+    assert not seen[0] == "float32"
+
+
 LOSSES = {
     "CategoricalCrossentropy": lambda x: tf.nn.softmax(x),
     "BinaryCrossentropy": lambda x: tf.sigmoid(x),

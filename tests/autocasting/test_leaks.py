@@ -22,7 +22,7 @@ def symbols():
         (each.module, each.name): getattr(each.owner(), each.attribute)
         for each in _tf_intercept.INTERCEPTED
     }
-    found["Layer.__call__"] = keras.layers.Layer.__call__
+    found["Operation.__call__"] = keras.Operation.__call__
     found["Optimizer.apply"] = keras.optimizers.Optimizer.apply
     return found
 

@@ -42,7 +42,8 @@ def cast_before_loops(graph_def: Any) -> tuple[Any, frozenset[tuple[str, str]]]:
     used = {name.removeprefix("^") for node in result.node for name in node.input}
     gone: set[tuple[str, str]] = set()
     for (body_name, condition_name), loops in _groups(result.node).items():
-        if any(calls[name] != len(loops) for name in (body_name, condition_name)):
+        names = (body_name, condition_name)
+        if any(name not in library or calls[name] != len(loops) for name in names):
             continue
         body, condition = library[body_name], library[condition_name]
         for i, number in enumerate(list(loops[0].attr["T"].list.type)):

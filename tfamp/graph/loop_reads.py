@@ -70,7 +70,8 @@ def read_before_loops(
     for loop in graph_def.node:
         if loop.op not in LOOPS or loop.name in kept:
             continue
-        if all(used[name] == 1 for _, name in function_attributes(loop)):
+        functions = [name for _, name in function_attributes(loop)]
+        if all(name in library and used[name] == 1 for name in functions):
             reads = _invariant_reads(loop, library)
             handles = {loop.input[each.handle] for each in reads}
             written = _written_behind(loop, graph_def.node, library, handles)

@@ -96,16 +96,19 @@ def rewrite_graph_def(
         profile=profile,
     )
     choices = request.NodeChoices(fetches, feeds, keep_float32, force_low)
-    weights: Collection[tuple[str, str]] = ()
     if inline:
         graph_def = inline_calls(graph_def, choices.used_names)
-        graph_def, weights = read_before_loops(graph_def, choices.used_names)
     measured, limits = request.measured(ranges, limits, dtype)
     lists = op_lists or OpLists.default(dtype, device)
     colors = request.colors_of(lists)
     kind = request.device_kind(device)
     profile = profile or request.profile_of(kind)
     indexes = build_indexes(graph_def, dtype=dtype, device=kind)
+    weights: Collection[tuple[str, str]] = ()
+    if inline:
+        graph_def, weights = read_before_loops(graph_def, choices.used_names)
+    if weights:
+        indexes = build_indexes(graph_def, dtype=dtype, device=kind)
     choices.check(indexes)
     forced = [choices.forced(index) for index in indexes]
     chosen = [
