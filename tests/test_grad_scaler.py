@@ -103,7 +103,7 @@ def test_scale_tracker_and_weights_are_torchs(optimizers, traced):
         run = one_iteration(scaler, inner, weights, calls)
         return tf.function(run, autograph=False) if traced else run
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(iterations(optimizers))
     def check(history):
         rule = TorchRule(128.0, 2.0, 0.5, 2)
@@ -135,7 +135,7 @@ def test_scale_tracker_and_weights_are_torchs(optimizers, traced):
     check()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.floats(2.0**-20, 2.0**20),
     st.floats(1.01, 1e4),

@@ -57,7 +57,6 @@ def advance(rule, history, xp=np):
     return state
 
 
-@settings(deadline=None)
 @given(dynamic_rules(), st.lists(st.booleans(), max_size=60))
 def test_dynamic_rule_equals_the_reference(rule, history):
     reference = Reference(rule)
@@ -71,7 +70,6 @@ def test_dynamic_rule_equals_the_reference(rule, history):
         assert int(state.consecutive_skipped_steps) == reference.run_of_bad
 
 
-@settings(deadline=None)
 @given(dynamic_rules(), st.lists(st.booleans(), max_size=60))
 def test_scale_never_leaves_its_bounds(rule, history):
     for length in range(len(history) + 1):
@@ -79,7 +77,6 @@ def test_scale_never_leaves_its_bounds(rule, history):
         assert rule.min_scale <= scale <= rule.max_scale
 
 
-@settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=12))
 def test_tensors_and_numbers_give_the_same(history):
     rule = DynamicLossScale(initial_scale=64.0, growth_steps=2, hysteresis=2)
@@ -228,7 +225,6 @@ def assert_same_scales(reference, rule, history):
 HISTORIES = st.lists(st.booleans(), max_size=80)
 
 
-@settings(deadline=None)
 @given(HISTORIES, st.integers(1, 5), st.sampled_from([2.0, 4.0]))
 def test_mindspore_rule(history, window, factor):
     rule = DynamicLossScale(
@@ -238,7 +234,6 @@ def test_mindspore_rule(history, window, factor):
     assert_same_scales(MindSporeManager(2.0**8, factor, window), rule, history[:50])
 
 
-@settings(deadline=None)
 @given(HISTORIES, st.integers(1, 5), st.integers(1, 4), st.booleans())
 def test_deepspeed_rule(history, window, hysteresis, consecutive):
     rule = DynamicLossScale(
@@ -252,7 +247,6 @@ def test_deepspeed_rule(history, window, hysteresis, consecutive):
     assert_same_scales(DeepSpeed(2.0**8, 2.0, window, hysteresis, 1.0, consecutive), rule, history)
 
 
-@settings(deadline=None)
 @given(HISTORIES, st.integers(1, 5), st.integers(1, 4), st.sampled_from([0.5, 0.25]))
 def test_megatron_rule(history, interval, hysteresis, backoff):
     rule = DynamicLossScale(
@@ -275,7 +269,7 @@ def test_hysteresis_since_growth_tells_itself_from_hysteresis_in_a_row():
     assert float(advance(rule, history).scale) == 4.0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.booleans(), max_size=12))
 def test_hysteresis_since_growth_in_tensors(history):
     rule = DynamicLossScale(

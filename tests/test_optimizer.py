@@ -317,7 +317,7 @@ def test_retracing_for_new_shapes_keeps_unscaling_once():
     np.testing.assert_allclose(model.get_weights()[0], reference.get_weights()[0], rtol=1e-5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.booleans())
 def test_state_follows_the_rule_on_random_histories(history, unscale):
     rule = tfamp.DynamicLossScale(

@@ -202,8 +202,8 @@ def test_no_dtype_but_plain_names_gets_into_keras():
         Watched(3)(values(*ROW))
     seen += [keras.backend.result_type("float16", float), keras.backend.result_type("float16")]
     assert {type(each) for each in seen} == {str}
-    assert seen[0] == "float16" != "float32"
-    assert not seen[0] == "float32"
+    assert seen[0] == "float16"
+    assert seen[0] != "float32"
 
 
 LOSSES = {

@@ -40,7 +40,7 @@ def reference(values):
 
 
 @hypothesis.given(st.lists(floats, max_size=40))
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(max_examples=60)
 def test_counts_are_numpys(values):
     values = np.array(values, "float32")
     found, _ = counted(tf.constant(values))
@@ -78,7 +78,7 @@ def test_replicas_add_up():
 
 
 @hypothesis.given(st.lists(numbers, min_size=1, max_size=30), st.integers(-8, 32))
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(max_examples=60)
 def test_a_divisor_shifts_the_histogram_and_both_bounds_are_exact(values, exponent):
     values = np.array(values, "float32")
     unscaled, over = counted(tf.constant(values * 2.0**exponent), 2.0**exponent, 1.0)
@@ -99,7 +99,7 @@ def test_shares_are_of_what_is_neither_zero_nor_nan():
 
 
 @hypothesis.given(st.lists(numbers, min_size=1, max_size=30))
-@hypothesis.settings(deadline=None, max_examples=100)
+@hypothesis.settings(max_examples=100)
 def test_the_suggested_scale_puts_the_most_values_in_the_normal_range(values):
     values = np.array(values)
     suggested = suggested_scale(reference(values))

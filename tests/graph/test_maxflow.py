@@ -35,7 +35,7 @@ def least_sides(edges):
     return least, [side for side in sides if capacity(edges, side) == least]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(networks())
 def test_it_is_the_smallest_of_the_least_cuts(edges):
     least, sides = least_sides(edges)

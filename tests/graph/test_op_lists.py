@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensorflow.python.framework import kernels
 
@@ -556,7 +556,6 @@ def changes_of(draw, lists):
     return changes
 
 
-@settings(deadline=None)
 @given(lists_and_changes())
 def test_any_sequence_of_changes_keeps_the_invariants(case):
     before, changes = case

@@ -140,13 +140,13 @@ def assert_optimal(problem):
     assert (seconds(index, costs, low), len(low)) == min(ranked)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(problems())
 def test_it_is_the_best_of_all_placements(problem):
     assert_optimal(problem)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
 @given(problems(most=11))
 def test_it_is_the_best_of_all_placements_of_larger_graphs(problem):
     assert_optimal(problem)
@@ -224,7 +224,7 @@ def profiles(draw):
 
 
 FLOATS = st.sampled_from(["float16", "bfloat16"])
-RARELY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+RARELY = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
 @RARELY

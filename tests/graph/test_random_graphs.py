@@ -44,7 +44,7 @@ def rewritten(made, dtype, graph_def=None):
         )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(made=graphs(), dtype=st.sampled_from(["float16", "bfloat16"]))
 def test_random_graphs_stay_valid_and_as_they_must(made, dtype):
     before = made.graph_def.SerializeToString(deterministic=True)
@@ -68,7 +68,7 @@ def test_random_graphs_stay_valid_and_as_they_must(made, dtype):
     assert rewritten(made, dtype, result.graph_def).graph_def == result.graph_def
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(made=graphs(), dtype=st.sampled_from(["float16", "bfloat16"]))
 def test_random_graphs_run(made, dtype):
     result = rewritten(made, dtype)

@@ -42,7 +42,9 @@ def few_and_many(few, many):
     def decorate(function):
         def run(count):
             unhurried = [HealthCheck.too_slow, HealthCheck.data_too_large]
-            wrapped = settings(max_examples=count, deadline=None, suppress_health_check=unhurried)
+            wrapped = settings(
+                max_examples=count, suppress_health_check=unhurried, derandomize=count == few
+            )
             return wrapped(given(program=programs(), dtype=DTYPES)(function))
 
         cases = [few, pytest.param(many, marks=pytest.mark.slow)]

@@ -38,7 +38,7 @@ def short_and_long(short, long):
         @functools.wraps(function, assigned=("__doc__", "__name__", "__module__"), updated=())
         def test(examples, tmp_path_factory):
             unhurried = [HealthCheck.too_slow, HealthCheck.data_too_large]
-            options = {"deadline": None, "database": None, "suppress_health_check": unhurried}
+            options = {"suppress_health_check": unhurried, "derandomize": examples == short}
             run = functools.partial(function, tmp_path_factory)
             settings(max_examples=examples, **options)(given(RANDOMS)(lambda source: run(source)))()
 
@@ -171,7 +171,7 @@ REGEX_PARTS = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=60)
 @given(st.lists(REGEX_PARTS, min_size=1, max_size=6))
 def test_regexes_are_searched_for_in_bounded_time(parts):
     from tfamp.graph.name_search import is_found, limited

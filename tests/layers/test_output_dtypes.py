@@ -752,7 +752,7 @@ class _Maker:
         }[kind]()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(steps=_graph, picks=st.lists(st.integers(0, 9), min_size=1, max_size=3))
 def test_any_graph_and_any_outputs(steps, picks):
     for policy in MIXED:

@@ -291,7 +291,7 @@ _steps = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(_steps)
 def test_any_sequence_of_calls_follows_a_stack(steps):
     """Reference: a stack of [tfamp's policy, Keras's or None], restored entry by entry."""

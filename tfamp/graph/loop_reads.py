@@ -101,12 +101,13 @@ def _invariant_reads(loop: Any, library: Mapping[str, Any]) -> list[_Read]:
     if _writes(loop, library):
         return []
     body = library[loop.attr["body"].func.name]
+    arguments, results = body.signature.input_arg, body.signature.output_arg
+    if not len(arguments) == len(results) == len(loop.attr["T"].list.type):
+        return []  # No valid loop.
     # A loop may carry handles, and exchange them.
     same = {
         argument.name: i
-        for i, (argument, result) in enumerate(
-            zip(body.signature.input_arg, body.signature.output_arg, strict=True)
-        )
+        for i, (argument, result) in enumerate(zip(arguments, results, strict=True))
         if _origin(body, body.ret[result.name]) == argument.name
     }
     return [

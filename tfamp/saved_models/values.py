@@ -33,7 +33,7 @@ def variable_values(src: Path, meta_graph: Any, names: Sequence[str]) -> dict[st
             values = _of_objects(src, meta_graph)
         else:
             values = _of_graph(src, meta_graph, names)
-    except (tf.errors.OpError, ValueError) as error:
+    except (tf.errors.OpError, KeyError, TypeError, ValueError) as error:
         raise SavedModelError(
             f"The variables of {src} cannot be read: {first_line(error)}"
         ) from error
