@@ -74,6 +74,7 @@ LAYERS = (
         "graph.fold",
         "graph.loop_constants",
         "graph.loop_reads",
+        "graph.bias_gradients",
         "graph.apply",
         "graph.verify",
         "graph.pruning",

@@ -49,6 +49,18 @@ def test_arithmetic_is_counted_by_dtype():
     assert times(index, estimate(index, ARITHMETIC, "float16"), "y") == pytest.approx((320, 3200))
 
 
+def test_an_op_with_figures_of_its_own_does_not_count_by_its_kind():
+    own = {
+        "MatMul": {"float32": 4.0, "bfloat16": 1.0, "float16": 1.0},
+        "Tanh": {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5},
+    }
+    (index,) = indexes_of(dense())
+    costs = estimate(index, dataclasses.replace(ARITHMETIC, ops=own), "bfloat16")
+    assert times(index, costs, "y") == pytest.approx((80, 320))
+    assert times(index, costs, "z") == pytest.approx((20, 40))
+    assert times(index, costs, "r") == (0, 0)
+
+
 def test_memory_is_counted_by_dtype():
     (index,) = indexes_of(dense())
     costs = estimate(index, MEMORY, "bfloat16")

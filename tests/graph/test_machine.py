@@ -17,6 +17,28 @@ def test_json_round_trip():
     assert MachineProfile.from_json(profile.to_json()) == profile
 
 
+def test_ops_may_be_missing_in_json_and_are_checked():
+    profile = builtin_profile("gpu")
+    fields = json.loads(profile.to_json())
+    del fields["ops"], fields["least_gain"]
+    found = MachineProfile.from_json(json.dumps(fields))
+    assert found == dataclasses.replace(profile, least_gain=0.0, ops={})
+    own = {"Erfc": {"float32": 2.0, "bfloat16": 1.0, "float16": 1.0}}
+    changed = dataclasses.replace(profile, ops=own)
+    assert MachineProfile.from_json(changed.to_json()) == changed
+    assert changed.peaks_of("Erfc", "special") == own["Erfc"]
+    assert changed.peaks_of("Softmax", "special") == profile.peaks["special"]
+    with pytest.raises(ValueError, match="ops must map op types to values; got 'Erfc'"):
+        dataclasses.replace(profile, ops="Erfc")
+    with pytest.raises(ValueError, match=r"ops\['Erfc'\] must have exactly float32, "):
+        dataclasses.replace(profile, ops={"Erfc": {"float32": 1.0}})
+    with pytest.raises(ValueError, match=r"ops\['Erfc'\]\['float16'\] must be a positive"):
+        dataclasses.replace(profile, ops={"Erfc": {**own["Erfc"], "float16": 0}})
+    del fields["bandwidth"]
+    with pytest.raises(ValueError, match="a profile must have exactly name, peaks, "):
+        MachineProfile.from_json(json.dumps(fields))
+
+
 def test_a_cpu_without_float16_multiplies_it_no_faster_and_is_slow_in_its_gradients():
     peaks = builtin_profile("cpu", bfloat16=True, float16=False).peaks
     ratios = {kind: peaks[kind]["float16"] / peaks[kind]["float32"] for kind in KINDS}
@@ -80,3 +102,27 @@ def test_a_given_profile_outweighs_the_machine():
     with pytest.warns(tfamp.NothingToLowerWarning):
         assert low_matmuls("bfloat16", device="cpu", profile=slow) == 0
     assert low_matmuls("bfloat16", device="cpu", profile=builtin_profile("cpu")) == 2
+
+
+def test_an_op_that_is_slow_in_bfloat16_stays_float32_between_matmuls():
+    def function(x):
+        return tf.raw_ops.Erfc(x=x @ x) @ x
+
+    concrete = tf.function(function, autograph=False).get_concrete_function(
+        tf.TensorSpec((2048, 2048))
+    )
+    graph = concrete.graph.as_graph_def(add_shapes=True)
+
+    def dtypes(**choices):
+        choices = {"dtype": "bfloat16", "device": "cpu", **choices}
+        plan = rewrite_graph_def(graph, ["Identity:0"], **choices).plan
+        return [node.dtype for node in plan.nodes if node.op in ("MatMul", "Erfc")]
+
+    profile = dataclasses.replace(builtin_profile("cpu"), ops={})
+    slow = {"Erfc": {"float32": 2e9, "bfloat16": 2e8, "float16": 2e8}}
+    low = ["bfloat16"] * 3
+    assert dtypes(profile=profile) == low
+    profile = dataclasses.replace(profile, ops=slow)
+    assert dtypes(profile=profile) == ["bfloat16", "float32", "bfloat16"]
+    assert dtypes(profile=profile, placement="lists") == low
+    assert dtypes(profile=profile, force_low=["Erfc"]) == low

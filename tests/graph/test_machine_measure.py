@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfamp
 from tfamp.graph.machine import DTYPES, KINDS, MachineProfile, builtin_profile
 from tfamp.graph.machine_measure import NO_KERNEL, measure_profile
-from tfamp.graph.machine_works import Sizes, works
+from tfamp.graph.machine_works import OPS, Sizes, works
 
 TINY = Sizes(
     matmuls=((8, 8, 8),),
@@ -19,6 +19,7 @@ TINY = Sizes(
     elements=64,
     images=(2, 4, 4),
     traffic=64,
+    depthwise=((1, 4, 2, 3),),
 )
 
 
@@ -44,6 +45,8 @@ def results(monkeypatch):
 def check(profile):
     assert isinstance(profile, MachineProfile)  # whose constructor checks every figure
     figures = [profile.peaks[kind][dtype] for kind in KINDS for dtype in DTYPES]
+    assert profile.ops.keys() == set(OPS)
+    figures += [profile.ops[op][dtype] for op in OPS for dtype in DTYPES]
     figures += [profile.bandwidth, profile.cast_bandwidth, profile.op_overhead]
     assert figures == [float(f"{figure:.1e}") for figure in figures]
     assert profile.least_gain == builtin_profile("cpu").least_gain
@@ -58,7 +61,7 @@ def test_every_kind_is_timed_in_every_dtype_by_turns(results):
     last = {dtype: max(i for i, each in enumerate(dtypes) if each == dtype) for dtype in DTYPES}
     first = {dtype: dtypes.index(dtype) for dtype in DTYPES}
     assert max(first.values()) < min(last.values())
-    assert {work.kind for work in works(TINY)} > set(KINDS)
+    assert {work.kind for work in works(TINY)} > {*KINDS, *OPS}
 
 
 def traced(results):

@@ -205,8 +205,8 @@ class _Estimate:
         return rule.kind, 0.0 if flops is None else flops
 
     def _seconds(self, slot: int, kind: str, work: float, dtype: str) -> float:
-        peaks = self._profile.peaks[kind]
         node = self._index.node_of(slot)
+        peaks = self._profile.peaks_of(node.op, kind)
         written = sum(self._elements(tensor) for tensor in self._written[slot])
         # What only moves values reads as much as it writes: a Gather does not read its table.
         if node.op in MOVING_OPS and written:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -37,6 +37,8 @@ class MachineProfile:
         op_overhead: Seconds that every op takes beside.
         least_gain: Seconds that a placement must save over what the lists decide, to be taken in
             its place.
+        ops: The same as `peaks` for single op types, which then do not count by their kind:
+            kernels of an error function or of a depthwise convolution are like no others.
 
     Raises:
         ValueError: A kind or a dtype is missing or unknown, or a number is none that can be.
@@ -55,20 +57,28 @@ class MachineProfile:
     cast_bandwidth: float
     op_overhead: float
     least_gain: float = 0.0
+    ops: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise ValueError(f"name must be a string; got {self.name!r}.")
         _check_names("peaks", self.peaks, KINDS)
-        for kind, peaks in self.peaks.items():
-            _check_names(f"peaks[{kind!r}]", peaks, DTYPES)
-            for dtype, value in peaks.items():
-                _check_number(f"peaks[{kind!r}][{dtype!r}]", value)
+        if not isinstance(self.ops, Mapping):
+            raise ValueError(f"ops must map op types to values; got {self.ops!r}.")
+        for name in ("peaks", "ops"):
+            for key, peaks in getattr(self, name).items():
+                _check_names(f"{name}[{key!r}]", peaks, DTYPES)
+                for dtype, value in peaks.items():
+                    _check_number(f"{name}[{key!r}][{dtype!r}]", value)
         for name in _SPEEDS:
             _check_number(name, getattr(self, name))
         for name in ("op_overhead", "least_gain"):
             if getattr(self, name) != 0:
                 _check_number(name, getattr(self, name))
+
+    def peaks_of(self, op: str, kind: str) -> Mapping[str, float]:
+        """Returns what an op type reaches in each dtype: its own figures, or those of its kind."""
+        return self.ops.get(op, self.peaks[kind])
 
     def to_json(self) -> str:
         """Returns the profile as a JSON object with the fields as keys."""
@@ -79,7 +89,7 @@ class MachineProfile:
         """Returns the profile that `to_json` wrote.
 
         Args:
-            text: A JSON object with the fields as keys.
+            text: A JSON object with the fields as keys; those with a default may be missing.
 
         Returns:
             The profile.
@@ -87,11 +97,12 @@ class MachineProfile:
         Raises:
             ValueError: It is no JSON, a field is missing or unknown, or a value is wrong.
         """
-        fields: Any = json.loads(text)
-        if not isinstance(fields, dict):
-            raise ValueError(f"A profile must be a JSON object; got {type(fields).__name__}.")
-        _check_names("a profile", fields, tuple(MachineProfile.__slots__))
-        return MachineProfile(**fields)
+        values: Any = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError(f"A profile must be a JSON object; got {type(values).__name__}.")
+        optional = {each.name: None for each in fields(MachineProfile) if _has_default(each)}
+        _check_names("a profile", optional | values, tuple(MachineProfile.__slots__))
+        return MachineProfile(**values)
 
 
 def builtin_profile(
@@ -182,6 +193,10 @@ _RATIOS = {
     ("tpu", "bfloat16"): _by_kind(1, 1, 1, 1, 1, 1),
     ("tpu", "float16"): _by_kind(1, 1, 1, 1, 1, 1),
 }
+
+
+def _has_default(each: Any) -> bool:
+    return each.default is not MISSING or each.default_factory is not MISSING
 
 
 def _check_names(what: str, got: object, expected: tuple[str, ...]) -> None:

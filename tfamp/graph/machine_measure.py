@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import tensorflow as tf
 
 from tfamp.graph.machine import DTYPES, KINDS, MachineProfile, builtin_profile
-from tfamp.graph.machine_works import Run, Sizes, Work, works
+from tfamp.graph.machine_works import OPS, Run, Sizes, Work, works
 from tfamp.machine import hardware
 
 # What a kind of op reaches in a dtype that it has no kernel for, in parts of float32's peak.
@@ -72,7 +72,7 @@ def measure_profile(
         tf.errors.OpError: It cannot be measured, for want of memory for instance.
 
     Example:
-        >>> tiny = Sizes(((8, 8, 8),), ((1, 4, 2, 2, 3),), 64, (2, 4, 4), 64)
+        >>> tiny = Sizes(((8, 8, 8),), ((1, 4, 2, 2, 3),), 64, (2, 4, 4), 64, ((1, 4, 2, 3),))
         >>> measure_profile("cpu", seconds=0.01, sizes=tiny).peaks["matmul"]["float32"] > 1
         True
     """
@@ -142,6 +142,7 @@ def _profile(device: str, timers: list[_Timer]) -> MachineProfile:
         cast_bandwidth=_rounded(amount("cast traffic") / total("cast traffic")),
         op_overhead=_rounded(overhead) if overhead > 0 else usual.op_overhead,
         least_gain=usual.least_gain,
+        ops={op: _peaks([each for each in timers if each.work.kind == op]) for op in OPS},
     )
 
 

@@ -11,6 +11,25 @@ import tensorflow as tf
 
 from tfamp.graph.machine import DTYPES
 
+# Op types that are timed by themselves, with the names of their inputs: in low precision their CPU
+# kernels take from half of float32's time to six times it.
+_X, _GRADIENT, _PAIR = ("x",), ("y", "dy"), ("x", "y")
+FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "Elu": ("features",),
+    **dict.fromkeys(("Erf", "Erfc", "Exp", "Log", "Log1p", "Rsqrt", "Sigmoid"), _X),
+    "Softplus": ("features",),
+    "Tanh": _X,
+    **dict.fromkeys(("RsqrtGrad", "SigmoidGrad", "TanhGrad"), _GRADIENT),
+    **dict.fromkeys(("Pow", "RealDiv", "SquaredDifference"), _PAIR),
+}
+SUMS = ("Mean", "Sum")
+DEPTHWISE = (
+    "DepthwiseConv2dNative",
+    "DepthwiseConv2dNativeBackpropFilter",
+    "DepthwiseConv2dNativeBackpropInput",
+)
+OPS = (*FUNCTIONS, *SUMS, *DEPTHWISE)
+
 Run = Callable[[], Any]
 _CHAIN = 60
 _RESERVED = ("reserve_space_1", "reserve_space_2", "reserve_space_3")
@@ -27,6 +46,7 @@ class Sizes:
             their arithmetic that is timed and not the memory.
         images: (batch, height and width, channels) for pooling, normalization, softmax and so on.
         traffic: Elements of what is read and written to time the memory: more than a cache holds.
+        depthwise: (batch, height and width, channels, kernel) of each depthwise convolution.
     """
 
     matmuls: tuple[tuple[int, int, int], ...] = ((256, 2048, 1024), (2048, 512, 256))
@@ -38,6 +58,7 @@ class Sizes:
     elements: int = 1 << 19
     images: tuple[int, int, int] = (16, 32, 32)
     traffic: int = 1 << 23
+    depthwise: tuple[tuple[int, int, int, int], ...] = ((8, 14, 128, 3), (8, 14, 128, 7))
 
     @staticmethod
     def of(device: str) -> Sizes:
@@ -50,6 +71,7 @@ class Sizes:
             elements=1 << 22,
             images=(64, 56, 64),
             traffic=1 << 25,
+            depthwise=((64, 56, 128, 3), (64, 14, 256, 7)),
         )
 
 
@@ -58,8 +80,8 @@ class Work:
     """One piece of work.
 
     Attributes:
-        kind: A kind of a profile's peaks, or "traffic", "cast traffic", "short chain" or "long
-            chain".
+        kind: A kind of a profile's peaks, one of `OPS`, or "traffic", "cast traffic", "short chain"
+            or "long chain".
         amount: How much work it is: operations, elements, bytes or Casts.
         make: Returns what does the work in a dtype.
         dtypes: The dtypes; for the first one there must be a kernel.
@@ -77,7 +99,10 @@ def works(sizes: Sizes) -> Iterator[Work]:
         yield _matmul(rows, depth, columns)
     for shape in sizes.convolutions:
         yield from _convolutions(*shape)
+    for pictures in sizes.depthwise:
+        yield from _depthwise(*pictures)
     yield from _elementwise(sizes.elements)
+    yield from _functions(sizes.elements)
     yield from _special(*sizes.images)
     yield from _traffic(sizes.traffic)
     yield from _chains()
@@ -120,6 +145,32 @@ def _convolutions(
     yield Work("conv_filter", flops, filter_gradient)
 
 
+def _depthwise(batch: int, size: int, channels: int, kernel: int) -> Iterator[Work]:
+    raw: Any = tf.raw_ops
+    common = {"strides": [1, 1, 1, 1], "padding": "SAME"}
+    images, weights = [batch, size, size, channels], [kernel, kernel, channels, 1]
+
+    def forward(dtype: str) -> Run:
+        x, w = tf.ones(images, dtype), tf.ones(weights, dtype)
+        return lambda: raw.DepthwiseConv2dNative(input=x, filter=w, **common)
+
+    def filter_gradient(dtype: str) -> Run:
+        x = tf.ones(images, dtype)
+        return lambda: raw.DepthwiseConv2dNativeBackpropFilter(
+            input=x, filter_sizes=weights, out_backprop=x, **common
+        )
+
+    def input_gradient(dtype: str) -> Run:
+        w, dy = tf.ones(weights, dtype), tf.ones(images, dtype)
+        return lambda: raw.DepthwiseConv2dNativeBackpropInput(
+            input_sizes=images, filter=w, out_backprop=dy, **common
+        )
+
+    flops = 2.0 * math.prod(images) * kernel * kernel
+    for op, make in zip(DEPTHWISE, (forward, filter_gradient, input_gradient), strict=True):
+        yield Work(op, flops, make)
+
+
 def _elementwise(elements: int) -> Iterator[Work]:
     raw: Any = tf.raw_ops
     values = _values([elements])
@@ -128,10 +179,24 @@ def _elementwise(elements: int) -> Iterator[Work]:
         lambda x: raw.Mul(x=x, y=x),
         lambda x: raw.Relu(features=x),
         lambda x: raw.ReluGrad(gradients=x, features=x),
-        lambda x: raw.Tanh(x=x),
     ]
     for work in works:
         yield Work("elementwise", float(elements), _on(values, work))
+
+
+def _functions(elements: int) -> Iterator[Work]:
+    values = _values([elements])
+    rows = tf.reshape(values, [-1, math.gcd(elements, 512)])
+    for op, names in FUNCTIONS.items():
+        yield Work(op, float(elements), _on(values, _call(op, names)))
+    for op in SUMS:
+        yield Work(op, float(elements), _on(rows, _call(op, ("input",), axis=1)))
+
+
+def _call(op: str, names: tuple[str, ...], **options: int) -> Callable[[Any], Any]:
+    """Runs an op on the same tensor for each of its inputs."""
+    function = getattr(tf.raw_ops, op)
+    return lambda x: function(**dict.fromkeys(names, x), **options)
 
 
 def _special(batch: int, size: int, channels: int) -> Iterator[Work]:
@@ -155,9 +220,7 @@ def _special(batch: int, size: int, channels: int) -> Iterator[Work]:
         return lambda: raw.FusedBatchNormGradV3(y_backprop=x, x=x, scale=ones, **reserved)
 
     makers = [
-        _on(rows, lambda x: raw.Sigmoid(x=x)),
         _on(rows, lambda x: raw.Softmax(logits=x)),
-        _on(rows, lambda x: raw.Log(x=x)),
         _on(images, lambda x: raw.MaxPool(input=x, **pool)),
         pool_gradient,
         _on(images, normalized),

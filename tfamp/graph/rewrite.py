@@ -9,6 +9,7 @@ from typing import Any
 from tfamp.errors import NothingToLowerWarning
 from tfamp.graph import request
 from tfamp.graph.apply import apply_plan
+from tfamp.graph.bias_gradients import Sums, as_sums, sums_are_better, without_idle_sums
 from tfamp.graph.coloring import paint, safe_slots
 from tfamp.graph.cost import estimate, with_free_casts
 from tfamp.graph.index import build_indexes
@@ -21,7 +22,7 @@ from tfamp.graph.placement import place
 from tfamp.graph.plan import PaintedScope, make_plan
 from tfamp.graph.ranges import Limits, Ranges, too_large
 from tfamp.graph.regions import find_regions
-from tfamp.graph.structures import RewriteResult
+from tfamp.graph.structures import RewritePlan, RewriteResult
 from tfamp.graph.verify import verify_rewrite
 
 
@@ -105,9 +106,13 @@ def rewrite_graph_def(
     profile = profile or request.profile_of(kind)
     indexes = build_indexes(graph_def, dtype=dtype, device=kind)
     weights: Collection[tuple[str, str]] = ()
+    sums: Sums = {}
+    # Behind the index, which refuses graphs that are not valid.
     if inline:
         graph_def, weights = read_before_loops(graph_def, choices.used_names)
-    if weights:
+    if sums_are_better(lists, dtype, kind):
+        graph_def, sums = as_sums(graph_def, indexes)
+    if weights or sums:
         indexes = build_indexes(graph_def, dtype=dtype, device=kind)
     choices.check(indexes)
     forced = [choices.forced(index) for index in indexes]
@@ -139,9 +144,13 @@ def rewrite_graph_def(
     plan = make_plan(scopes, dtype=dtype, colors=colors)
     result = apply_plan(graph_def, plan)
     verify_rewrite(graph_def, result, scopes, plan, kind)
+    result, plan = without_idle_sums(result, plan, sums)
     if not plan.summary.low_nodes:
-        could = any(node.reason.rule == "cut" for node in plan.nodes)
-        able = "is worth lowering" if could else "can be lowered"
-        text = f"The graph has no op that {able} to {dtype}: it stays as it is."
-        warnings.warn(text, NothingToLowerWarning, stacklevel=2)
+        warnings.warn(_nothing_lowered(plan), NothingToLowerWarning, stacklevel=2)
     return RewriteResult(result, plan)
+
+
+def _nothing_lowered(plan: RewritePlan) -> str:
+    could = any(node.reason.rule == "cut" for node in plan.nodes)
+    able = "is worth lowering" if could else "can be lowered"
+    return f"The graph has no op that {able} to {plan.dtype}: it stays as it is."

@@ -17,7 +17,7 @@ from tfamp.graph.machine import MachineProfile
 from tfamp.machine.file_replacing import replace_text
 
 # Raised when what a profile holds, or how it is measured, changes: older files are then not used.
-_FORMAT = 1
+_FORMAT = 2
 
 
 def cache_folder() -> Path:

@@ -1,0 +1,145 @@
+"""Gradients of biases, which a CPU adds up in bfloat16 -> sums, which it adds up in float32.
+
+On CPUs the bfloat16 kernel of BiasAddGrad loses small terms: over 8192 rows it is off by half, so
+the op is on no list, and a Cast of the whole upstream gradient comes before it. Sum of the same
+rows adds up in float32 and rounds once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp import _tf_private
+from tfamp.graph.op_lists import OpLists
+from tfamp.graph.structures import FLOAT32, MAIN_GRAPH, GraphIndex, RewritePlan
+
+_GRADIENT, _SUM = "BiasAddGrad", "Sum"
+# Where the channels are, by data_format.
+_CHANNELS = {"NHWC": -1, "NCHW": 1}
+
+# (scope, name) of each node that became a Sum -> the node as it was.
+Sums = Mapping[tuple[str, str], Any]
+
+
+def sums_are_better(lists: OpLists, dtype: str, device: str) -> bool:
+    """Returns whether gradients of biases are to be lowered as sums.
+
+    Not where they are on a list, as on Grappler's: then that list decides.
+
+    Args:
+        lists: The lists.
+        dtype: The low dtype.
+        device: Kind of device.
+    """
+    safe = lists.color(_GRADIENT) is None and lists.color(_SUM) in ("allow", "infer")
+    return dtype == "bfloat16" and device == "cpu" and safe
+
+
+def as_sums(graph_def: Any, indexes: Sequence[GraphIndex]) -> tuple[Any, Sums]:
+    """Makes every float32 BiasAddGrad of known rank a Sum, with a constant for its axes.
+
+    Args:
+        graph_def: A `tf.compat.v1.GraphDef`; it is not modified.
+        indexes: Its indexes.
+
+    Returns:
+        A `tf.compat.v1.GraphDef`, and which nodes these are.
+    """
+    ranks = {(index.scope, name): rank for index in indexes for name, rank in _ranks(index)}
+    if not ranks:
+        return graph_def, {}
+    result = tf.compat.v1.GraphDef()
+    result.CopyFrom(graph_def)
+    sums: dict[tuple[str, str], Any] = {}
+    for scope, nodes in _scopes(result):
+        taken = {node.name for node in nodes}
+        for node in list(nodes):
+            rank = ranks.get((scope, node.name))
+            channels = _channels(node)
+            if rank is None or channels is None or _axes_name(node) in taken:
+                continue
+            before = sums[scope, node.name] = type(node)()
+            before.CopyFrom(node)
+            axes = [axis for axis in range(rank) if axis != channels % rank]
+            nodes.append(_constant(node, axes))
+            _become_sum(node, "" if scope == MAIN_GRAPH else ":output:0")
+    return result, sums
+
+
+def without_idle_sums(graph_def: Any, plan: RewritePlan, sums: Sums) -> tuple[Any, RewritePlan]:
+    """Takes back the Sums that were not lowered.
+
+    Args:
+        graph_def: The rewritten `tf.compat.v1.GraphDef`; it is modified.
+        plan: What was changed in it.
+        sums: What `as_sums` returned.
+
+    Returns:
+        The graph and the plan, as if these nodes had never been anything else.
+    """
+    if not sums:
+        return graph_def, plan
+    idle = set()
+    for scope, nodes in _scopes(graph_def):
+        unused = set()
+        for node in nodes:
+            was = sums.get((scope, node.name))
+            if was is not None and _tf_private.dtype_name(node.attr["T"].type) == FLOAT32:
+                idle.add((scope, node.name))
+                unused.add(_axes_name(node))
+                given = node.input[0]
+                node.CopyFrom(was)
+                node.input[0] = given  # Perhaps a Cast now.
+        if unused:
+            kept = [node for node in nodes if node.name not in unused]
+            del nodes[:]
+            nodes.extend(kept)
+    described = tuple(
+        dataclasses.replace(each, op=_GRADIENT) if (each.scope, each.name) in idle else each
+        for each in plan.nodes
+    )
+    return graph_def, dataclasses.replace(plan, nodes=described)
+
+
+def _ranks(index: GraphIndex) -> Iterator[tuple[str, int]]:
+    """Each float32 BiasAddGrad of a scope that runs on the CPU, with the rank of its input."""
+    for edge in index.edges:
+        node = index.node_of(edge.target)
+        if node.op == _GRADIENT and "GPU" not in node.device.upper():
+            shape = index.shapes.get((index.slots[edge.source].node, edge.port))
+            if shape is not None and index.slots[edge.target].dtype == FLOAT32:
+                yield node.name, len(shape)
+
+
+def _scopes(graph_def: Any) -> Iterator[tuple[str, Any]]:
+    yield MAIN_GRAPH, graph_def.node
+    for function in graph_def.library.function:
+        yield function.signature.name, function.node_def
+
+
+def _channels(node: Any) -> int | None:
+    given = node.attr["data_format"].s.decode() if "data_format" in node.attr else "NHWC"
+    return _CHANNELS.get(given)
+
+
+def _axes_name(node: Any) -> str:
+    return f"{node.name}/axes"
+
+
+def _constant(node: Any, axes: Sequence[int]) -> Any:
+    constant = type(node)(name=_axes_name(node), op="Const", device=node.device)
+    constant.attr["dtype"].type = tf.int32.as_datatype_enum
+    constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(axes, tf.int32))
+    return constant
+
+
+def _become_sum(node: Any, output: str) -> None:
+    node.op = _SUM
+    node.input.insert(1, f"{_axes_name(node)}{output}")
+    node.attr.pop("data_format", None)
+    node.attr["Tidx"].type = tf.int32.as_datatype_enum
+    node.attr["keep_dims"].b = False
