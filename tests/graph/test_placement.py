@@ -34,7 +34,8 @@ from tfamp.graph.structures import (
 
 UNIT = 2.0**-20  # of times: sums of these are exact
 BUILT_IN = builtin_profile("cpu", bfloat16=True, float16=False)
-NATIVE = dataclasses.replace(BUILT_IN, least_gain=0.0)
+# Kinds decide what becomes of these graphs.
+NATIVE = dataclasses.replace(BUILT_IN, least_gain=0.0, ops={})
 
 # Graphs of integers, without TensorFlow
 

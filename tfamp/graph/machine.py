@@ -145,7 +145,20 @@ def builtin_profile(
         cast_bandwidth=base.cast_bandwidth,
         op_overhead=base.op_overhead,
         least_gain=_LEAST_GAIN,
+        ops=_cpu_ops(native["bfloat16"]) if device == "cpu" else {},
     )
+
+
+def _cpu_ops(native_bfloat16: bool) -> dict[str, dict[str, float]]:
+    column = 1 if native_bfloat16 else 2
+    return {
+        op: {
+            "float32": row[0] * 1e9,
+            "bfloat16": row[0] * row[column] * 1e9,
+            "float16": row[0] * row[3] * 1e9,
+        }
+        for op, row in _CPU_OPS.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +205,32 @@ _RATIOS = {
     ("tpu", "native"): _by_kind(3, 3, 3, 3, 2, 2),
     ("tpu", "bfloat16"): _by_kind(1, 1, 1, 1, 1, 1),
     ("tpu", "float16"): _by_kind(1, 1, 1, 1, 1, 1),
+}
+
+# Op types that CPUs compute at other speeds than their kind: 10^9 elements or operations per second
+# in float32, to go with the base; in parts of that bfloat16, native and not, and float16.
+_CPU_OPS = {
+    "Elu": (0.5, 0.4, 0.4, 0.4),
+    "Erf": (0.7, 0.5, 0.5, 0.8),
+    "Erfc": (0.8, 0.14, 0.14, 0.13),
+    "Exp": (0.6, 0.6, 0.6, 0.8),
+    "Log": (0.4, 0.65, 0.65, 0.3),
+    "Log1p": (0.3, 0.7, 0.7, 0.95),
+    "Rsqrt": (1.7, 0.4, 0.4, 0.9),
+    "Sigmoid": (0.5, 0.33, 0.33, 0.55),
+    "Softplus": (0.13, 0.7, 0.7, 0.65),
+    "Tanh": (0.9, 0.5, 0.5, 0.9),
+    "RsqrtGrad": (1.9, 0.12, 0.12, 0.4),
+    "SigmoidGrad": (2.1, 0.15, 0.15, 0.5),
+    "TanhGrad": (2.2, 0.16, 0.16, 0.5),
+    "Pow": (0.04, 1.9, 1.9, 1.9),
+    "RealDiv": (2.0, 0.42, 0.42, 1.0),
+    "SquaredDifference": (2.2, 0.2, 0.2, 0.7),
+    "Mean": (2.6, 0.9, 0.9, 0.5),
+    "Sum": (2.6, 0.9, 0.9, 0.5),
+    "DepthwiseConv2dNative": (20, 1.0, 0.57, 0.24),
+    "DepthwiseConv2dNativeBackpropFilter": (6, 0.8, 0.34, 1.0),
+    "DepthwiseConv2dNativeBackpropInput": (14, 1.1, 0.8, 0.2),
 }
 
 

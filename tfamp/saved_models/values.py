@@ -33,9 +33,11 @@ def variable_values(src: Path, meta_graph: Any, names: Sequence[str]) -> dict[st
             values = _of_objects(src, meta_graph)
         else:
             values = _of_graph(src, meta_graph, names)
-    except (tf.errors.OpError, KeyError, TypeError, ValueError) as error:
+    except SavedModelError:
+        raise
+    except Exception as error:  # What TensorFlow raises for broken objects and graphs is anything.
         raise SavedModelError(
-            f"The variables of {src} cannot be read: {first_line(error)}"
+            f"The variables of {src} cannot be read: {type(error).__name__}: {first_line(error)}"
         ) from error
     missing = sorted(set(names) - values.keys())
     if missing:
