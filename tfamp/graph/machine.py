@@ -192,7 +192,7 @@ _BASES = {
 # Operations per second in a low dtype over those in float32: where it is native, or by dtype where
 # it is not.
 _RATIOS = {
-    ("cpu", "native"): _by_kind(1.9, 1.8, 1.8, 1.6, 0.7, 0.85),
+    ("cpu", "native"): _by_kind(2.1, 1.8, 1.8, 1.6, 0.7, 0.85),
     # With oneDNN kept from using AVX512-BF16.
     ("cpu", "bfloat16"): _by_kind(0.37, 0.43, 0.45, 0.46, 0.7, 0.85),
     # The gradients of float16 convolutions have no kernel of oneDNN's.

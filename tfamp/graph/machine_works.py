@@ -40,7 +40,7 @@ class Sizes:
     """The shapes that are timed: of the size that a small training step has.
 
     Args:
-        matmuls: (rows, depth, columns) of each matmul.
+        matmuls: (rows, depth, columns) of each matmul; its gradients are timed as well.
         convolutions: (batch, height and width, channels, filters, kernel) of each convolution.
         elements: Elements of what elementwise ops take: few enough for the cache, so that it is
             their arithmetic that is timed and not the memory.
@@ -49,7 +49,11 @@ class Sizes:
         depthwise: (batch, height and width, channels, kernel) of each depthwise convolution.
     """
 
-    matmuls: tuple[tuple[int, int, int], ...] = ((256, 2048, 1024), (2048, 512, 256))
+    matmuls: tuple[tuple[int, int, int], ...] = (
+        (256, 1024, 1024),
+        (2048, 512, 256),
+        (32, 512, 2048),
+    )
     convolutions: tuple[tuple[int, int, int, int, int], ...] = (
         (4, 32, 64, 32, 3),
         (8, 16, 256, 64, 1),
@@ -96,7 +100,7 @@ class Work:
 def works(sizes: Sizes) -> Iterator[Work]:
     """Makes everything that is timed for a profile, on the device that is current."""
     for rows, depth, columns in sizes.matmuls:
-        yield _matmul(rows, depth, columns)
+        yield from _matmuls(rows, depth, columns)
     for shape in sizes.convolutions:
         yield from _convolutions(*shape)
     for pictures in sizes.depthwise:
@@ -108,12 +112,24 @@ def works(sizes: Sizes) -> Iterator[Work]:
     yield from _chains()
 
 
-def _matmul(rows: int, depth: int, columns: int) -> Work:
-    def make(dtype: str) -> Run:
-        a, b = tf.ones((rows, depth), dtype), tf.ones((depth, columns), dtype)
-        return lambda: tf.raw_ops.MatMul(a=a, b=b)
+def _matmuls(rows: int, depth: int, columns: int) -> Iterator[Work]:
+    """A layer's product and those of its gradients, which are slower in float32."""
+    raw: Any = tf.raw_ops
 
-    return Work("matmul", 2.0 * rows * depth * columns, make)
+    def forward(dtype: str) -> Run:
+        x, w = tf.ones((rows, depth), dtype), tf.ones((depth, columns), dtype)
+        return lambda: raw.MatMul(a=x, b=w)
+
+    def input_gradient(dtype: str) -> Run:
+        dy, w = tf.ones((rows, columns), dtype), tf.ones((depth, columns), dtype)
+        return lambda: raw.MatMul(a=dy, b=w, transpose_b=True)
+
+    def weight_gradient(dtype: str) -> Run:
+        x, dy = tf.ones((rows, depth), dtype), tf.ones((rows, columns), dtype)
+        return lambda: raw.MatMul(a=x, b=dy, transpose_a=True)
+
+    for make in (forward, input_gradient, weight_gradient):
+        yield Work("matmul", 2.0 * rows * depth * columns, make)
 
 
 def _convolutions(
