@@ -97,6 +97,11 @@ class GradientAccumulator(tf.Module):
         self._window = _Window()
 
     @property
+    def optimizer(self) -> LossScaleOptimizer:
+        """The optimizer that scales the loss and applies the mean."""
+        return self._optimizer
+
+    @property
     def steps(self) -> int:
         """Number of micro-batches in a window."""
         return self._steps

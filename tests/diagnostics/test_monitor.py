@@ -415,6 +415,28 @@ def test_bad_arguments_say_what_is_wrong(arguments, error, message):
         NumericsMonitor(**arguments)
 
 
+def test_a_folder_that_cannot_be_made_for_events_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "events"
+    with pytest.raises(OSError, match="No event file can be made in .*file/events"):
+        NumericsMonitor(tensorboard=folder)
+
+
+def test_micro_batches_have_the_scale_of_their_accumulators_optimizer():
+    variables = [keras.Variable(np.zeros(2, "float32"), name="weight")]
+    scaling = optimizer(initial_scale=256.0)
+    accumulator = tfamp.GradientAccumulator(scaling, steps=2)
+    assert accumulator.optimizer is scaling
+    monitor = NumericsMonitor(every=1)
+    for _ in range(2):
+        scaled = [tf.constant([256.0, 512.0])]
+        monitor.record(scaled, variables, optimizer=accumulator)
+        accumulator.apply_gradients(zip(scaled, variables, strict=True))
+    assert [record["loss_scale"] for record in monitor.history] == [256.0, 256.0]
+    assert [record["skipped_steps"] for record in monitor.history] == [0, 0]
+    assert monitor.history[1]["variables"]["weight"]["largest"] == 2.0
+
+
 def test_bad_records_say_what_is_wrong():
     weight, monitor = keras.Variable(1.0), NumericsMonitor()
     with pytest.raises(TypeError, match="optimizer must be a Keras optimizer"):

@@ -11,6 +11,7 @@ from helpers.graph_asserts import graph_op_dtypes
 from helpers.tolerances import tolerance
 from tfamp import OpLists
 from tfamp.graph import rewrite_graph_def
+from tfamp.graph.function_names import rename_functions
 from tfamp.graph.machine import DTYPES, builtin_profile
 
 ROWS, WIDTH = 4096, 4
@@ -34,6 +35,8 @@ def run(function, x):
     graph = rewritten(graph_of(function)).graph_def
     assert graph_op_dtypes(graph)["Sum"] == {"bfloat16"}
     assert "BiasAddGrad" not in graph_op_dtypes(graph)
+    # A process knows one function by each name, and those of loops have their names still.
+    graph = rename_functions(graph, "_rewritten")
 
     def imported(x):
         return tf.graph_util.import_graph_def(graph, {"x": x}, ["Identity:0"])[0]
@@ -125,6 +128,7 @@ def test_what_is_not_lowered_is_as_it_was():
     assert graph.SerializeToString(deterministic=True) == before
     (node,) = [each for each in result.plan.nodes if each.name == "bias"]
     assert (node.op, node.dtype) == ("BiasAddGrad", "float32")
+    assert node.inputs == ("Reshape",)
 
 
 @pytest.mark.filterwarnings("ignore::tfamp.NothingToLowerWarning")
@@ -166,4 +170,13 @@ def test_a_rewritten_graph_is_its_own_rewrite():
 
 def test_a_node_that_has_the_name_of_the_axes_is_left_alone():
     graph = graph_of(lambda x: gradient(x) + tf.constant(1.0, name="bias/axes"))
+    assert graph_op_dtypes(rewritten(graph).graph_def)["BiasAddGrad"] == {"float32"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_be_is_left_to_tensorflow(rank):
+    graph = graph_of(gradient)
+    (upper,) = [node for node in graph.node if node.name == "bias"]
+    maker = next(node for node in graph.node if node.name == upper.input[0])
+    maker.attr["_output_shapes"].list.shape[0].CopyFrom(tf.TensorShape([4] * rank).as_proto())
     assert graph_op_dtypes(rewritten(graph).graph_def)["BiasAddGrad"] == {"float32"}

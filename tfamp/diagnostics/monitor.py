@@ -65,6 +65,7 @@ class NumericsMonitor(keras.callbacks.Callback):
     Raises:
         ValueError: `every` or `max_consecutive_skips` is less than 1.
         TypeError: One of them is no integer.
+        OSError: No event file can be made in the folder `tensorboard`.
 
     Example:
         >>> import keras, numpy, tfamp
@@ -184,8 +185,9 @@ class NumericsMonitor(keras.callbacks.Callback):
             gradients: Float tensors, `tf.IndexedSlices` or None, as `tape.gradient` returns them;
                 or, without `variables`, pairs of gradient and variable.
             variables: The variables they belong to, in the same order.
-            optimizer: The `tfamp.LossScaleOptimizer` or `tfamp.GradScaler` the loss was scaled
-                with, or any Keras optimizer. None: there is no loss scale but `loss_scale`.
+            optimizer: The `tfamp.LossScaleOptimizer`, `tfamp.GradScaler` or
+                `tfamp.GradientAccumulator` the loss was scaled with, or any Keras optimizer. None:
+                there is no loss scale but `loss_scale`.
             loss_scale: The scale of this step's loss, scalar. None: the optimizer's.
             unscaled: Whether the gradients have been divided by the loss scale already.
             finite: Whether this step is applied, scalar bool, such as `GradScaler.step` returns.

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.grad_scaler import GradScaler
+from tfamp.gradient_accumulator import GradientAccumulator
 from tfamp.optimizer import LossScaleOptimizer
 from tfamp.updates import gradients as gradient_lib
 from tfamp.updates.conditional_apply import outside_the_graph
@@ -40,11 +41,14 @@ def scaling_of(optimizer: Any) -> Scaling:
 
     Args:
         optimizer: A `keras.optimizers.Optimizer`, a `tfamp.LossScaleOptimizer`, a
-            `tfamp.GradScaler`, or None for no scaling.
+            `tfamp.GradScaler`, a `tfamp.GradientAccumulator`, which scales as its optimizer does,
+            or None for no scaling.
 
     Raises:
         TypeError: It is something else.
     """
+    if isinstance(optimizer, GradientAccumulator):
+        optimizer = optimizer.optimizer
     if isinstance(optimizer, LossScaleOptimizer):
         return Scaling(
             lambda: tf.convert_to_tensor(optimizer.dynamic_scale.value),
@@ -65,8 +69,8 @@ def scaling_of(optimizer: Any) -> Scaling:
     if optimizer is None:
         return Scaling(lambda: 1.0, None, lambda: 0)
     raise TypeError(
-        "optimizer must be a Keras optimizer, a tfamp.LossScaleOptimizer or a tfamp.GradScaler; "
-        f"got {optimizer!r} of type {type(optimizer).__name__}."
+        "optimizer must be a Keras optimizer, a tfamp.LossScaleOptimizer, a tfamp.GradScaler or a "
+        f"tfamp.GradientAccumulator; got {optimizer!r} of type {type(optimizer).__name__}."
     )
 
 

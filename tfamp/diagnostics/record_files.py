@@ -32,11 +32,20 @@ class EventWriter:
     """Writes records as scalars and histograms for TensorBoard.
 
     Args:
-        folder: Where the event file goes.
+        folder: Where the event file goes; it is made if need be.
+
+    Raises:
+        OSError: The file cannot be made there.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._writer = tf.summary.create_file_writer(os.fspath(folder))
+        try:
+            self._writer = tf.summary.create_file_writer(os.fspath(folder))
+        except tf.errors.OpError as error:
+            raise OSError(
+                f"No event file can be made in {os.fspath(folder)!r}: {error.message}. Give a "
+                "folder that can be written to."
+            ) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes one record; it is in the file when this returns."""

@@ -15,11 +15,12 @@ import tensorflow as tf
 
 from tfamp import _tf_private
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.structures import FLOAT32, MAIN_GRAPH, GraphIndex, RewritePlan
+from tfamp.graph.structures import FLOAT32, MAIN_GRAPH, GraphIndex, NodePlan, RewritePlan
 
 _GRADIENT, _SUM = "BiasAddGrad", "Sum"
 # Where the channels are, by data_format.
 _CHANNELS = {"NHWC": -1, "NCHW": 1}
+_LEAST_RANK = 2
 
 # (scope, name) of each node that became a Sum -> the node as it was.
 Sums = Mapping[tuple[str, str], Any]
@@ -94,15 +95,19 @@ def without_idle_sums(graph_def: Any, plan: RewritePlan, sums: Sums) -> tuple[An
                 given = node.input[0]
                 node.CopyFrom(was)
                 node.input[0] = given  # Perhaps a Cast now.
-        if unused:
-            kept = [node for node in nodes if node.name not in unused]
-            del nodes[:]
-            nodes.extend(kept)
-    described = tuple(
-        dataclasses.replace(each, op=_GRADIENT) if (each.scope, each.name) in idle else each
-        for each in plan.nodes
+        for position in reversed(range(len(nodes))):
+            if nodes[position].name in unused:
+                del nodes[position]
+    nodes = tuple(
+        _described(each) if (each.scope, each.name) in idle else each for each in plan.nodes
     )
-    return graph_def, dataclasses.replace(plan, nodes=described)
+    return graph_def, dataclasses.replace(plan, nodes=nodes)
+
+
+def _described(plan: NodePlan) -> NodePlan:
+    """What a plan says of a Sum, said of what it is again."""
+    inputs = tuple(name for name in plan.inputs if name != _axes_name(plan))
+    return dataclasses.replace(plan, op=_GRADIENT, inputs=inputs)
 
 
 def _ranks(index: GraphIndex) -> Iterator[tuple[str, int]]:
@@ -111,8 +116,9 @@ def _ranks(index: GraphIndex) -> Iterator[tuple[str, int]]:
         node = index.node_of(edge.target)
         if node.op == _GRADIENT and "GPU" not in node.device.upper():
             shape = index.shapes.get((index.slots[edge.source].node, edge.port))
-            if shape is not None and index.slots[edge.target].dtype == FLOAT32:
-                yield node.name, len(shape)
+            rank = 0 if shape is None else len(shape)
+            if rank >= _LEAST_RANK and index.slots[edge.target].dtype == FLOAT32:
+                yield node.name, rank
 
 
 def _scopes(graph_def: Any) -> Iterator[tuple[str, Any]]:
