@@ -13,13 +13,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp import _tf_private
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.structures import FLOAT32, MAIN_GRAPH, GraphIndex, NodePlan, RewritePlan
+from tfamp.graph.structures import MAIN_GRAPH, NodePlan, RewritePlan
 
 _GRADIENT, _SUM = "BiasAddGrad", "Sum"
+_SHAPES = "_output_shapes"
+_FLOAT32 = tf.float32.as_datatype_enum
 # Where the channels are, by data_format.
-_CHANNELS = {"NHWC": -1, "NCHW": 1}
+_CHANNELS = {b"NHWC": -1, b"NCHW": 1}
 _LEAST_RANK = 2
 
 # (scope, name) of each node that became a Sum -> the node as it was.
@@ -40,28 +41,27 @@ def sums_are_better(lists: OpLists, dtype: str, device: str) -> bool:
     return dtype == "bfloat16" and device == "cpu" and safe
 
 
-def as_sums(graph_def: Any, indexes: Sequence[GraphIndex]) -> tuple[Any, Sums]:
+def as_sums(graph_def: Any) -> tuple[Any, Sums]:
     """Makes every float32 BiasAddGrad of known rank a Sum, with a constant for its axes.
 
     Args:
         graph_def: A `tf.compat.v1.GraphDef`; it is not modified.
-        indexes: Its indexes.
 
     Returns:
         A `tf.compat.v1.GraphDef`, and which nodes these are.
     """
-    ranks = {(index.scope, name): rank for index in indexes for name, rank in _ranks(index)}
-    if not ranks:
+    if not any(node.op == _GRADIENT for _, nodes, _ in _scopes(graph_def) for node in nodes):
         return graph_def, {}
     result = tf.compat.v1.GraphDef()
     result.CopyFrom(graph_def)
     sums: dict[tuple[str, str], Any] = {}
-    for scope, nodes in _scopes(result):
-        taken = {node.name for node in nodes}
-        for node in list(nodes):
-            rank = ranks.get((scope, node.name))
+    for scope, nodes, arguments in _scopes(result):
+        gradients = [node for node in nodes if _is_gradient(node)]
+        makers = {node.name: node for node in nodes} if gradients else {}
+        for node in gradients:
+            rank = _rank(node.input[0], makers, arguments)
             channels = _channels(node)
-            if rank is None or channels is None or _axes_name(node) in taken:
+            if rank < _LEAST_RANK or channels is None or _axes_name(node) in makers:
                 continue
             before = sums[scope, node.name] = type(node)()
             before.CopyFrom(node)
@@ -85,11 +85,11 @@ def without_idle_sums(graph_def: Any, plan: RewritePlan, sums: Sums) -> tuple[An
     if not sums:
         return graph_def, plan
     idle = set()
-    for scope, nodes in _scopes(graph_def):
+    for scope, nodes, _ in _scopes(graph_def):
         unused = set()
         for node in nodes:
             was = sums.get((scope, node.name))
-            if was is not None and _tf_private.dtype_name(node.attr["T"].type) == FLOAT32:
+            if was is not None and node.attr["T"].type == _FLOAT32:
                 idle.add((scope, node.name))
                 unused.add(_axes_name(node))
                 given = node.input[0]
@@ -110,25 +110,39 @@ def _described(plan: NodePlan) -> NodePlan:
     return dataclasses.replace(plan, op=_GRADIENT, inputs=inputs)
 
 
-def _ranks(index: GraphIndex) -> Iterator[tuple[str, int]]:
-    """Each float32 BiasAddGrad of a scope that runs on the CPU, with the rank of its input."""
-    for edge in index.edges:
-        node = index.node_of(edge.target)
-        if node.op == _GRADIENT and "GPU" not in node.device.upper():
-            shape = index.shapes.get((index.slots[edge.source].node, edge.port))
-            rank = 0 if shape is None else len(shape)
-            if rank >= _LEAST_RANK and index.slots[edge.target].dtype == FLOAT32:
-                yield node.name, rank
+def _is_gradient(node: Any) -> bool:
+    """Whether a node is a float32 BiasAddGrad that runs on the CPU."""
+    if node.op != _GRADIENT or "T" not in node.attr or not node.input:
+        return False
+    return node.attr["T"].type == _FLOAT32 and "GPU" not in node.device.upper()
 
 
-def _scopes(graph_def: Any) -> Iterator[tuple[str, Any]]:
-    yield MAIN_GRAPH, graph_def.node
+def _rank(tensor: str, makers: Mapping[str, Any], arguments: Mapping[str, Any]) -> int:
+    """The rank of a tensor, as far as the graph tells; else 0."""
+    name, _, place = tensor.partition(":")
+    attrs = makers[name].attr if name in makers else arguments.get(name, {})
+    shapes = attrs[_SHAPES].list.shape if _SHAPES in attrs else ()
+    # In functions "name:output:0", where only an op with one output has no other "0".
+    port = int(place) if place.isdigit() else 0
+    if port >= len(shapes) or (":" in place and len(shapes) > 1) or shapes[port].unknown_rank:
+        return 0
+    return len(shapes[port].dim)
+
+
+def _scopes(graph_def: Any) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """Name, nodes and attributes of the arguments of the graph itself and of each function."""
+    yield MAIN_GRAPH, graph_def.node, {}
     for function in graph_def.library.function:
-        yield function.signature.name, function.node_def
+        arguments = {
+            each.name: function.arg_attr[i].attr
+            for i, each in enumerate(function.signature.input_arg)
+            if i in function.arg_attr
+        }
+        yield function.signature.name, function.node_def, arguments
 
 
 def _channels(node: Any) -> int | None:
-    given = node.attr["data_format"].s.decode() if "data_format" in node.attr else "NHWC"
+    given = node.attr["data_format"].s if "data_format" in node.attr else b"NHWC"
     return _CHANNELS.get(given)
 
 

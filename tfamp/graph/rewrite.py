@@ -104,15 +104,15 @@ def rewrite_graph_def(
     colors = request.colors_of(lists)
     kind = request.device_kind(device)
     profile = profile or request.profile_of(kind)
+    sums: Sums = {}
+    if sums_are_better(lists, dtype, kind):
+        graph_def, sums = as_sums(graph_def)
     indexes = build_indexes(graph_def, dtype=dtype, device=kind)
     weights: Collection[tuple[str, str]] = ()
-    sums: Sums = {}
-    # Behind the index, which refuses graphs that are not valid.
     if inline:
+        # Behind the index, which refuses graphs that are not valid.
         graph_def, weights = read_before_loops(graph_def, choices.used_names)
-    if sums_are_better(lists, dtype, kind):
-        graph_def, sums = as_sums(graph_def, indexes)
-    if weights or sums:
+    if weights:
         indexes = build_indexes(graph_def, dtype=dtype, device=kind)
     choices.check(indexes)
     forced = [choices.forced(index) for index in indexes]
