@@ -44,7 +44,7 @@ def test_a_model_that_gains_has_a_gain_and_nothing_to_explain():
     found = report(wide(), batch_size=256)
     assert found.speed_up > 1.5
     assert found.seconds_float32 / found.seconds_planned == pytest.approx(found.speed_up)
-    assert found.low_share > 0.8
+    assert found.low_share > 0.7
     assert 0 < found.low_nodes < found.nodes
     assert found.batch_size == 256
     assert [(misfit.layer, misfit.padded) for misfit in found.misfits] == [
