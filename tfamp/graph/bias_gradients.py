@@ -8,12 +8,13 @@ rows adds up in float32 and rounds once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
 
 from tfamp.graph.op_lists import OpLists
+from tfamp.graph.reason import Reason
 from tfamp.graph.structures import MAIN_GRAPH, NodePlan, RewritePlan
 
 _GRADIENT, _SUM = "BiasAddGrad", "Sum"
@@ -72,7 +73,7 @@ def as_sums(graph_def: Any) -> tuple[Any, Sums]:
 
 
 def without_idle_sums(graph_def: Any, plan: RewritePlan, sums: Sums) -> tuple[Any, RewritePlan]:
-    """Takes back the Sums that were not lowered.
+    """Takes back the Sums that were not lowered, and has the plan speak of the nodes as they were.
 
     Args:
         graph_def: The rewritten `tf.compat.v1.GraphDef`; it is modified.
@@ -80,7 +81,7 @@ def without_idle_sums(graph_def: Any, plan: RewritePlan, sums: Sums) -> tuple[An
         sums: What `as_sums` returned.
 
     Returns:
-        The graph and the plan, as if these nodes had never been anything else.
+        The graph and the plan.
     """
     if not sums:
         return graph_def, plan
@@ -99,15 +100,18 @@ def without_idle_sums(graph_def: Any, plan: RewritePlan, sums: Sums) -> tuple[An
             if nodes[position].name in unused:
                 del nodes[position]
     nodes = tuple(
-        _described(each) if (each.scope, each.name) in idle else each for each in plan.nodes
+        _described(each, idle) if (each.scope, each.name) in sums else each for each in plan.nodes
     )
     return graph_def, dataclasses.replace(plan, nodes=nodes)
 
 
-def _described(plan: NodePlan) -> NodePlan:
-    """What a plan says of a Sum, said of what it is again."""
+def _described(plan: NodePlan, idle: Set[tuple[str, str]]) -> NodePlan:
+    """What a plan says of a Sum, said of what it was."""
     inputs = tuple(name for name in plan.inputs if name != _axes_name(plan))
-    return dataclasses.replace(plan, op=_GRADIENT, inputs=inputs)
+    reason = plan.reason
+    if (plan.scope, plan.name) not in idle:
+        reason = Reason(reason.rule, f"{reason}; as a Sum, which adds up in float32")
+    return dataclasses.replace(plan, op=_GRADIENT, inputs=inputs, reason=reason)
 
 
 def _is_gradient(node: Any) -> bool:
