@@ -99,7 +99,7 @@ class Trainer:
                 return keras.optimizers.LossScaleOptimizer(optimizer)
             return optimizer
         # bfloat16 needs no loss scale; the update in one pass is faster in any dtype.
-        scale = "dynamic" if self._dtype == "float16" else 1.0
+        scale = None if self._dtype == "float16" else 1.0  # None: dynamic.
         return tfamp.LossScaleOptimizer(optimizer, loss_scale=scale)
 
 

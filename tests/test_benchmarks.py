@@ -398,11 +398,12 @@ def test_nothing_is_compared_with_a_float32_that_fails(monkeypatch):
         pass
 
 
-def test_a_tiny_run_from_the_command_line(tmp_path):
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_tiny_run_from_the_command_line(tmp_path, dtype):
     pytest.importorskip("matplotlib")
     written = {name: tmp_path / f"run.{name}" for name in ("json", "png")}
     command = [sys.executable, "-m", "benchmarks", "--small", "--workload", "mlp"]
-    command += ["--system", "rewrite", "--dtype", "bfloat16"]
+    command += ["--system", "rewrite", "--dtype", dtype]
     command += ["--rounds", "2", "--loss-steps", "10"]
     command += ["--json", str(written["json"]), "--plot", str(written["png"])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
