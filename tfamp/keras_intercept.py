@@ -21,7 +21,8 @@ def intercept_layer_calls(dtype: Callable[[], str | None]) -> Callable[[], None]
     Keras does the same for mixed policies. Only variables that take part in it are read so: those
     of BatchNormalization, and of an optimizer, are not.
 
-    Symbols: `keras.src.backend.common.variables.AutocastScope` and `get_autocast_scope`.
+    Symbols: `keras.src.backend.common.variables.AutocastScope`, whose `original_scope` is the scope
+    around it, and `get_autocast_scope`.
 
     Args:
         dtype: Returns the dtype for the calling thread; None for the layers' own.

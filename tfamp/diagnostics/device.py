@@ -105,7 +105,7 @@ class DeviceReport:
 def device_report() -> DeviceReport:
     """Looks at this machine; measures where only a measurement can tell.
 
-    That is how slow float16 is, some ms, and for about two seconds the machine profile, unless it
+    That is how slow float16 is, some ms, and for about three seconds the machine profile, unless it
     is in the user's cache folder already. `TFAMP_PROFILE` gives another; see `tfamp.rewrite`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Measures a machine profile in about two seconds.
+"""Measures a machine profile in about three seconds.
 
 Everything is timed by turns, round after round: all kinds of work in all dtypes. What else the
 machine does then slows all of them, and the best of the rounds is taken.
@@ -32,7 +32,7 @@ _LEAST_ROUNDS = 3
 _IMPROVEMENT = 0.9
 _FEW = 0.1
 _LONGEST = 3.0
-# Speeds closer than this cannot be told from equal ones in two seconds; see `_believed`.
+# Speeds closer than this cannot be told from equal ones in a few seconds; see `_believed`.
 _NOISE = 1.1
 # From this many times float32's time on the ratio need not be precise: timed this often only. Once
 # would not do, as the machine may have been busy just then.

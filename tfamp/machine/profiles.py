@@ -88,7 +88,7 @@ def resolve_profile(profile: Any, placement: str) -> MachineProfile | None:
 def find_profile() -> FoundProfile:
     """Returns the profile of this machine, as the environment variable TFAMP_PROFILE says.
 
-    Unset, it is the cached one; where there is none, what is measured now, which takes about two
+    Unset, it is the cached one; where there is none, what is measured now, which takes about three
     seconds. In a process a machine is measured once. A machine that cannot be measured gets the
     built-in profile and a `TfampWarning`, a cache that cannot be written the same warning.
 
