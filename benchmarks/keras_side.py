@@ -21,7 +21,7 @@ from benchmarks.data import Batch
 from benchmarks.step_graph import trace
 from benchmarks.systems import BASE, CONTROL, grappler_options
 from benchmarks.workloads import Sizes, Workload
-from tfamp.machine.profiles import find_profile
+from tfamp.machine.profile_choice import find_profile
 
 Step = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 _MOMENTUM = 0.9

@@ -15,8 +15,8 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from tfamp.graph.machine import DTYPES, KINDS
-from tfamp.graph.machine_measure import measure_profile
+from tfamp.machine.profile import DTYPES, KINDS
+from tfamp.machine.profile_measure import measure_profile
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from benchmarks.step_graph import Trace, trace
 from benchmarks.systems import BASE, SYSTEMS, grappler_options
 from benchmarks.tables import Table, show, to_markdown
 from benchmarks.workloads import WORKLOADS
-from tfamp.graph.machine import MachineProfile
+from tfamp.machine.profile import MachineProfile
 
 # Below this a ratio to the roofline tells only what starting an op takes.
 _NOTICEABLE = 1e-5
@@ -156,7 +156,7 @@ def to_tables(title: str, found: StepProfile, machine: str, most: int) -> list[T
 def main() -> None:
     args = _arguments()
     from benchmarks.keras_side import Trainer
-    from tfamp.machine.profiles import find_profile
+    from tfamp.machine.profile_choice import find_profile
 
     workload = WORKLOADS[args.workload]
     size = workload.sizes["small" if args.small else "full"]

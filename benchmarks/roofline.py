@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from benchmarks.step_graph import Node, Tensor
 from benchmarks.widths import WIDTHS, is_float
 from tfamp.graph.flops import FLOP_RULES, FREE_OPS, MOVING_OPS, SPECIAL_OPS
-from tfamp.graph.machine import DTYPES, MachineProfile
+from tfamp.machine.profile import DTYPES, MachineProfile
 
 # Ops that update a variable in place: how many tensors of the update's size they read and write.
 _UPDATES = {

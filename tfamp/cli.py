@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import tfamp
-from tfamp.diagnostics import device
+from tfamp.diagnostics.estimating import device
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import TfampError, TfampWarning
 from tfamp.graph.name_search import limited
@@ -205,7 +205,7 @@ def _doctor(args: argparse.Namespace) -> int:
         print(report.to_json() if args.json else report.to_text())
         return 1 if report.problems else 0
     with _prepared():
-        from tfamp.diagnostics import expected_gain
+        from tfamp.diagnostics.estimating import expected_gain
 
         found = expected_gain.model_report(
             args.model,
@@ -262,7 +262,7 @@ def _choices(args: argparse.Namespace, saved_model: Any) -> dict[str, Any]:
 
 
 def _what_was_done(args: argparse.Namespace, plan: RewritePlan) -> str:
-    from tfamp.saved_models.files import directory_bytes
+    from tfamp.converting.files import directory_bytes
 
     before, after = directory_bytes(Path(args.src)), directory_bytes(Path(args.dst))
     totals = plan.summary

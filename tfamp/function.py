@@ -15,18 +15,18 @@ import tensorflow as tf
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import NothingToLowerWarning, RewriteError, TfampWarning
 from tfamp.graph import request
-from tfamp.graph.calibration import measure
-from tfamp.graph.calibration_data import Calibration
-from tfamp.graph.graft import graft
-from tfamp.graph.inline import inline_calls
-from tfamp.graph.machine import MachineProfile
+from tfamp.graph.measuring.calibration import measure
+from tfamp.graph.measuring.calibration_data import Calibration
+from tfamp.graph.measuring.ranges import Ranges
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.ranges import Ranges
 from tfamp.graph.structures import RewritePlan
+from tfamp.graph.transforms.inline import inline_calls
 from tfamp.keras_backend import require_tensorflow
+from tfamp.machine.profile import MachineProfile
 from tfamp.policy import Policy
 from tfamp.rewriting.flat_call import FlatCall
 from tfamp.rewriting.fused_tracing import fused_batch_normalization
+from tfamp.rewriting.graft import graft
 from tfamp.rewriting.graph_rewriter import GraphRewriter, RewriteSettings, rewrite_gradient
 from tfamp.rewriting.traced_function import TracedFunction
 from tfamp.rewriting.weight_cache import WeightCache, cacheable_variables, cached_casts

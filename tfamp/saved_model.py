@@ -8,17 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfamp.converting import files
+from tfamp.converting.calibration import measure_meta_graph
+from tfamp.converting.freeze import KEPT_IN_FROZEN, freeze_meta_graph, store_low_constants
+from tfamp.converting.graph import find_roles, rewrite_meta_graph
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import SavedModelError
 from tfamp.graph import request
-from tfamp.graph.calibration_data import Calibration
+from tfamp.graph.measuring.calibration_data import Calibration
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.structures import RewritePlan, RewriteSummary
 from tfamp.machine import hardware
-from tfamp.saved_models import files
-from tfamp.saved_models.calibration import measure_meta_graph
-from tfamp.saved_models.freeze import KEPT_IN_FROZEN, freeze_meta_graph, store_low_constants
-from tfamp.saved_models.graph import find_roles, rewrite_meta_graph
 
 
 def rewrite_saved_model(

@@ -857,7 +857,7 @@ def slow_float16(monkeypatch):
     """A CPU without float16, on which nothing has been said yet."""
 
     def configure(*, bfloat16=True, slowdown=7.04):
-        from tfamp.diagnostics import device
+        from tfamp.diagnostics.estimating import device
 
         found = hardware.Hardware("", cpu_bfloat16=bfloat16, cpu_float16=False, gpus=(), tpu=False)
         monkeypatch.setattr(hardware, "detect", lambda: found)

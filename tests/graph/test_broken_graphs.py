@@ -4,8 +4,8 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.graph import inline
 from tfamp.graph.rewrite import rewrite_graph_def
+from tfamp.graph.transforms import inline
 
 FLOAT = tf.float32.as_datatype_enum
 

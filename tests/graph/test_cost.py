@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfamp.graph.cost import UNKNOWN_DIMENSION, crossing_tensors, estimate, scope_seconds
 from tfamp.graph.index import build_indexes
-from tfamp.graph.machine import KINDS, MachineProfile
+from tfamp.machine.profile import KINDS, MachineProfile
 
 # So slow in arithmetic that memory does not count, and the other way round.
 PEAKS = {kind: {"float32": 1.0, "bfloat16": 2.0, "float16": 0.1} for kind in KINDS}

@@ -16,7 +16,6 @@ from tfamp.errors import NothingToLowerWarning
 from tfamp.graph.coloring import paint, safe_slots
 from tfamp.graph.cost import ScopeCosts, estimate, scope_seconds
 from tfamp.graph.index import build_indexes
-from tfamp.graph.machine import KINDS, MachineProfile, builtin_profile
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.placement import place
 from tfamp.graph.regions import find_regions
@@ -31,6 +30,7 @@ from tfamp.graph.structures import (
     Regions,
     TypeSlot,
 )
+from tfamp.machine.profile import KINDS, MachineProfile, builtin_profile
 
 UNIT = 2.0**-20  # of times: sums of these are exact
 BUILT_IN = builtin_profile("cpu", bfloat16=True, float16=False)

@@ -18,9 +18,8 @@ import tensorflow as tf
 import tfamp
 from helpers import saved_models
 from helpers.training import small_model
-from tfamp.graph import machine_measure
-from tfamp.graph.machine import builtin_profile
-from tfamp.machine import profile_cache, profiles
+from tfamp.machine import profile_cache, profile_choice, profile_measure
+from tfamp.machine.profile import builtin_profile
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -221,7 +220,7 @@ _CACHING = """
 import sys, dataclasses
 from pathlib import Path
 from tfamp.machine import profile_cache
-from tfamp.graph.machine import builtin_profile
+from tfamp.machine.profile import builtin_profile
 
 print("writing", flush=True)
 for number in range(10**9):
@@ -246,7 +245,7 @@ from pathlib import Path
 import tensorflow  # Importing it looks for a folder it can write to.
 import tfamp
 from tfamp.machine import profile_cache
-from tfamp.graph.machine import builtin_profile
+from tfamp.machine.profile import builtin_profile
 source, target, cache = map(Path, sys.argv[1:])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -289,11 +288,11 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
         folder.parent.chmod(0o700)
         folder.write_text("")
     monkeypatch.setattr(profile_cache, "cache_folder", lambda: folder)
-    monkeypatch.setattr(machine_measure, "measure_profile", lambda: builtin_profile("cpu"))
+    monkeypatch.setattr(profile_measure, "measure_profile", lambda: builtin_profile("cpu"))
     monkeypatch.setenv("TFAMP_PROFILE", "")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = profiles.find_profile()
+        found = profile_choice.find_profile()
     assert found.profile == builtin_profile("cpu")
     assert "it cannot be kept" in found.source
     (warning,) = [each for each in caught if issubclass(each.category, tfamp.TfampWarning)]

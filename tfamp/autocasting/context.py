@@ -209,7 +209,7 @@ def _warn_once_where_float16_is_slow() -> None:
     if _slow_float16_checked.is_set():
         return
     _slow_float16_checked.set()
-    from tfamp.diagnostics import device
+    from tfamp.diagnostics.estimating import device
 
     with current_modes.set_to(None):
         message = device.float16_warning()

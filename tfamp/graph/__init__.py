@@ -9,17 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfamp.graph.calibration_data import Calibration as Calibration
-    from tfamp.graph.machine import MachineProfile as MachineProfile
+    from tfamp.graph.measuring.calibration_data import Calibration as Calibration
     from tfamp.graph.op_lists import OpLists as OpLists
     from tfamp.graph.rewrite import rewrite_graph_def as rewrite_graph_def
     from tfamp.graph.structures import RewritePlan as RewritePlan
     from tfamp.graph.structures import RewriteResult as RewriteResult
+    from tfamp.machine.profile import MachineProfile as MachineProfile
 
 # Public name -> module that defines it.
 _HOMES = {
-    "Calibration": "tfamp.graph.calibration_data",
-    "MachineProfile": "tfamp.graph.machine",
+    "Calibration": "tfamp.graph.measuring.calibration_data",
+    "MachineProfile": "tfamp.machine.profile",
     "OpLists": "tfamp.graph.op_lists",
     "RewritePlan": "tfamp.graph.structures",
     "RewriteResult": "tfamp.graph.structures",

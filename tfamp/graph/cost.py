@@ -13,8 +13,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from tfamp.graph.flops import FLOP_RULES, FREE_OPS, MOVING_OPS, SPECIAL_OPS, Shape
-from tfamp.graph.machine import MachineProfile
 from tfamp.graph.structures import ARGUMENT, FLOAT32, RESULT, GraphIndex
+from tfamp.machine.profile import MachineProfile
 
 # Dimensions that are not known, batches mostly, count as this many. A tensor of unknown rank counts
 # nothing: where it may be low the lists decide, see `tfamp.graph.placement`; others, such as what

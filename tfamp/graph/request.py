@@ -11,14 +11,14 @@ import tensorflow as tf
 
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.graph.coloring import Updates
-from tfamp.graph.machine import MachineProfile, builtin_profile
+from tfamp.graph.measuring.ranges import Limits, Ranges
 from tfamp.graph.name_search import is_found
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
-from tfamp.graph.ranges import Limits, Ranges
 from tfamp.graph.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, IndexedNode, Reason
 from tfamp.graph.tensor_names import node_name
 from tfamp.machine import hardware
+from tfamp.machine.profile import MachineProfile, builtin_profile
 
 PLACEMENTS = ("min_cut", "lists")
 
@@ -118,11 +118,13 @@ def measured(ranges: Ranges | None, limits: Limits | None, dtype: str) -> tuple[
     for name, value, kind in (("ranges", ranges, Ranges), ("limits", limits, Limits)):
         if value is not None and not isinstance(value, kind):
             raise TypeError(
-                f"{name} must be a {kind.__name__} of tfamp.graph.ranges or None; got "
+                f"{name} must be a {kind.__name__} of tfamp.graph.measuring.ranges or None; got "
                 f"{type(value).__name__}."
             )
     if limits is not None and ranges is None:
-        raise ValueError("limits need ranges: measure them with tfamp.graph.calibration.measure.")
+        raise ValueError(
+            "limits need ranges: measure them with tfamp.graph.measuring.calibration.measure."
+        )
     return ranges or Ranges(), limits or Limits.default(dtype)
 
 

@@ -9,21 +9,21 @@ from typing import Any
 from tfamp.errors import NothingToLowerWarning
 from tfamp.graph import request
 from tfamp.graph.apply import apply_plan
-from tfamp.graph.bias_gradients import Sums, as_sums, sums_are_better, without_idle_sums
 from tfamp.graph.coloring import paint, safe_slots
 from tfamp.graph.cost import estimate, with_free_casts
 from tfamp.graph.index import build_indexes
-from tfamp.graph.inline import inline_calls
 from tfamp.graph.linking import join
-from tfamp.graph.loop_reads import read_before_loops
-from tfamp.graph.machine import MachineProfile
+from tfamp.graph.measuring.ranges import Limits, Ranges, too_large
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.placement import place
 from tfamp.graph.plan import PaintedScope, make_plan
-from tfamp.graph.ranges import Limits, Ranges, too_large
 from tfamp.graph.regions import find_regions
 from tfamp.graph.structures import RewritePlan, RewriteResult
+from tfamp.graph.transforms.bias_gradients import Sums, as_sums, sums_are_better, without_idle_sums
+from tfamp.graph.transforms.inline import inline_calls
+from tfamp.graph.transforms.loop_reads import read_before_loops
 from tfamp.graph.verify import verify_rewrite
+from tfamp.machine.profile import MachineProfile
 
 
 def rewrite_graph_def(
@@ -61,8 +61,8 @@ def rewrite_graph_def(
             for this machine's. A node without a kernel there stays float32.
         inline: Whether the nodes of called functions take the place of the calls first. A function
             that is left is rewritten by itself, with float32 arguments and results.
-        ranges: What `tfamp.graph.calibration.measure` found when it ran the graph on data; nodes
-            that exceed the limits stay float32, unless `force_low` matches them.
+        ranges: What `measuring.calibration.measure` found when it ran the graph on data; nodes that
+            exceed the limits stay float32, unless `force_low` matches them.
         limits: From where on measured values need float32; `Limits.default(dtype)` if None.
         cached: Names of handles of variables of which somebody keeps low-precision copies: Casts
             of what is read from them take no time.
@@ -80,7 +80,7 @@ def rewrite_graph_def(
     Example:
         >>> import tensorflow as tf
         >>> graph = tf.function(lambda x: x @ x).get_concrete_function(tf.TensorSpec((2, 2))).graph
-        >>> from tfamp.graph.machine import builtin_profile
+        >>> from tfamp.machine.profile import builtin_profile
         >>> profile = builtin_profile("cpu", bfloat16=True)
         >>> result = rewrite_graph_def(
         ...     graph.as_graph_def(), ["Identity:0"], dtype="bfloat16", profile=profile

@@ -10,13 +10,13 @@ from typing import Any
 
 from tfamp.errors import NothingToLowerWarning
 from tfamp.graph import request
-from tfamp.graph.calibration_data import Calibration
-from tfamp.graph.machine import MachineProfile
+from tfamp.graph.measuring.calibration_data import Calibration
+from tfamp.graph.measuring.ranges import Ranges
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.ranges import Ranges
 from tfamp.graph.rewrite import rewrite_graph_def
 from tfamp.graph.structures import RewritePlan
-from tfamp.machine.profiles import check_profile, resolve_profile
+from tfamp.machine.profile import MachineProfile
+from tfamp.machine.profile_choice import check_profile, resolve_profile
 
 _ON_ERROR = ("raise", "keep")
 

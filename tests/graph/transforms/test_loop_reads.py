@@ -1,0 +1,356 @@
+"""Weights that the loops of a training step read in every round: read, and cast, once a step."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.tolerances import assert_close
+from tfamp.graph.transforms.loop_reads import read_before_loops
+
+DTYPES = ("float16", "bfloat16")
+ROUNDS, WIDTH, RATE = 6, 8, 0.125
+X = tf.random.stateless_normal((4, WIDTH), (1, 2)) * 0.3
+START = tf.random.stateless_normal((WIDTH, WIDTH), (3, 4)) * 0.3
+
+
+def rounds(body, *start):
+    """What a loop makes of its first variable; it is one in graphs too, and never unrolled."""
+    return tf.while_loop(
+        lambda i, *_: i < ROUNDS,
+        lambda i, *values: (i + 1, *body(*values)),
+        (0, *start),
+        maximum_iterations=ROUNDS,
+    )[1]
+
+
+def recurrent(weight):
+    return rounds(lambda state: (tf.tanh(state @ weight + X),), X)
+
+
+def training_step(weight):
+    """Takes a step of gradient descent; the loss and the gradient are from before it."""
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(recurrent(weight) ** 2)
+        gradient = tape.gradient(loss, weight)
+        weight.assign_sub(RATE * gradient)
+        return loss, gradient
+
+    return step
+
+
+def reads_in_loops(fast, *args):
+    library = fast.concrete(*args).graph.as_graph_def().library.function
+    return [node.name for f in library for node in f.node_def if node.op == "ReadVariableOp"]
+
+
+@pytest.mark.parametrize("placement", ["lists", "min_cut"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_casts_a_weight_once_and_not_in_every_round(dtype, placement):
+    weight = tf.Variable(START)
+    step = training_step(weight)
+    fast = tfamp.rewrite(step, dtype=dtype, placement=placement, force_low=["MatMul"])
+    assert reads_in_loops(fast) == []
+    low = [node for node in fast.plan().nodes if node.op == "MatMul"]
+    assert {node.dtype for node in low} == {dtype}
+    (cast,) = [cast for cast in fast.plan().casts if "ReadVariableOp" in cast.tensor]
+    assert (cast.scope, cast.to) == ("", dtype)
+    found = [each.numpy() for each in fast()]
+    moved = weight.numpy()
+    weight.assign(START)
+    expected = [each.numpy() for each in step()]
+    for got, wanted in zip((*found, moved), (*expected, weight.numpy()), strict=True):
+        assert_close(got, wanted, dtype, depth=4 * ROUNDS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_step_reads_what_the_last_one_wrote(dtype):
+    weight, other = tf.Variable(START), tf.Variable(START)
+    fast = tfamp.rewrite(training_step(weight), dtype=dtype, placement="lists")
+    step = training_step(other)
+    losses = [(fast()[0].numpy(), step()[0].numpy()) for _ in range(20)]
+    assert losses[-1][0] < losses[0][0]
+    for got, wanted in losses:
+        assert_close(got, wanted, dtype, depth=8 * ROUNDS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_through_what_does_not_write_its_weights_add_up_in_float32(dtype):
+    weight = tf.Variable(START)
+    fast = tfamp.rewrite(tf.function(lambda: recurrent(weight)), dtype=dtype, placement="lists")
+    assert len(reads_in_loops(fast)) == 1
+    with tf.GradientTape(persistent=True) as tape:
+        got, wanted = (tf.reduce_sum(f()) for f in (fast, lambda: recurrent(weight)))
+    assert_close(*(tape.gradient(each, weight) for each in (got, wanted)), dtype, depth=4 * ROUNDS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_can_still_be_differentiated(dtype):
+    # What the loop keeps for the gradient inside comes behind the weight in its variables.
+    weight = tf.Variable(START)
+    step = training_step(weight)
+    fast = tfamp.rewrite(step, dtype=dtype, placement="lists")
+    assert reads_in_loops(fast) == []
+    with tf.GradientTape() as tape:
+        loss, _ = fast()
+    got = tape.gradient(loss, weight)
+    weight.assign(START)
+    _, wanted = step()
+    assert_close(got, wanted, dtype, depth=4 * ROUNDS)
+
+
+def written_by_assignment(weight):
+    def body(state):
+        state = tf.tanh(state @ weight)
+        weight.assign(weight * 0.5)
+        return (state,)
+
+    return body
+
+
+def written_by_a_branch(weight):
+    def write():
+        weight.assign(weight * 0.5)
+        return 0
+
+    def body(state):
+        state = tf.tanh(state @ weight)
+        tf.cond(tf.reduce_sum(state) > -1000.0, write, lambda: 0)
+        return (state,)
+
+    return body
+
+
+def written_by_python(weight):
+    def body(state):
+        state = tf.tanh(state @ weight)
+        halved = tf.py_function(lambda: (weight.assign(weight * 0.5), 0)[1], [], tf.int32)
+        with tf.control_dependencies([halved]):
+            return (tf.identity(state),)
+
+    return body
+
+
+def written_by_a_slice(weight):
+    def body(state):
+        state = tf.tanh(state @ weight)
+        weight[0, 0].assign(weight[0, 0] + 1.0)
+        return (state,)
+
+    return body
+
+
+WRITERS = [written_by_assignment, written_by_a_branch, written_by_a_slice, written_by_python]
+
+
+@pytest.mark.parametrize("make", WRITERS)
+def test_a_weight_that_the_loop_writes_is_read_in_every_round(make):
+    weight = tf.Variable(START)
+
+    @tf.function
+    def step():
+        state = rounds(make(weight), X)
+        weight.assign_sub(tf.ones_like(weight) * 0.01 * tf.reduce_mean(state))
+        return state
+
+    fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists")
+    assert len(reads_in_loops(fast)) >= 1
+    if make is written_by_python:  # TensorFlow does not order Python and reads.
+        return
+    found, moved = fast().numpy(), weight.numpy()
+    weight.assign(START)
+    assert_close(found, step().numpy(), "bfloat16", depth=4 * ROUNDS)
+    assert_close(moved, weight.numpy(), "bfloat16", depth=4 * ROUNDS)
+
+
+def test_the_read_waits_for_what_the_loop_waits_for():
+    weight = tf.Variable(START)
+
+    @tf.function
+    def step():
+        weight.assign(2.0 * weight)
+        state = recurrent(weight)
+        weight.assign(0.0 * weight * tf.reduce_mean(state))
+        return state
+
+    fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists")
+    assert reads_in_loops(fast) == []
+    assert_close(fast(), recurrent(2.0 * START), "bfloat16", depth=4 * ROUNDS)
+    assert np.all(weight.numpy() == 0.0)
+
+
+def test_a_weight_that_the_condition_of_a_loop_writes_is_read_in_every_round():
+    weight = tf.Variable(START)
+
+    def condition(i, _):
+        with tf.control_dependencies([weight.assign(weight * 0.5)]):
+            return tf.identity(i) < ROUNDS
+
+    @tf.function
+    def step():
+        state = tf.while_loop(condition, lambda i, s: (i + 1, tf.tanh(s @ weight + X)), (0, X))[1]
+        weight.assign_sub(tf.ones_like(weight) * 0.01 * tf.reduce_mean(state))
+        return state
+
+    fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists")
+    found, moved = fast().numpy(), weight.numpy()
+    weight.assign(START)
+    assert_close(found, step().numpy(), "bfloat16", depth=4 * ROUNDS)
+    assert_close(moved, weight.numpy(), "bfloat16", depth=4 * ROUNDS)
+
+
+def test_handles_that_a_loop_exchanges_are_read_in_every_round():
+    weight, other = tf.Variable(START), tf.Variable(0.5 * START)
+
+    def body(i, state, handle, next_handle):
+        value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32)
+        value = tf.ensure_shape(value, START.shape)
+        return i + 1, tf.tanh(state @ value + X), next_handle, handle
+
+    @tf.function
+    def step():
+        start = (0, X, weight.handle, other.handle)
+        state = tf.while_loop(lambda i, *_: i < ROUNDS, body, start)[1]
+        for variable in (weight, other):
+            variable.assign_sub(tf.ones_like(variable) * 0.01 * tf.reduce_mean(state))
+        return state
+
+    fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists")
+    assert len(reads_in_loops(fast)) == 1
+    found = fast().numpy()
+    weight.assign(START)
+    other.assign(0.5 * START)
+    assert_close(found, step().numpy(), "bfloat16", depth=4 * ROUNDS)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_gradients_of_what_only_clips_its_weights_add_up_in_float32(first):
+    weight = tf.Variable(START)
+
+    @tf.function
+    def forward():
+        if first:
+            weight.assign(tf.clip_by_norm(weight, 1.0))
+        state = recurrent(weight)
+        if not first:
+            weight.assign(tf.clip_by_norm(weight, 1.0))
+        return tf.reduce_sum(state)
+
+    fast = tfamp.rewrite(forward, dtype="bfloat16", placement="lists")
+    assert len(reads_in_loops(fast)) == 1
+    with tf.GradientTape() as tape:
+        loss = fast()
+    got = tape.gradient(loss, weight)
+    weight.assign(START)
+    with tf.GradientTape() as tape:
+        loss = forward()
+    assert_close(got, tape.gradient(loss, weight), "bfloat16", depth=4 * ROUNDS)
+
+
+def test_loops_in_called_functions_are_helped_too():
+    weight = tf.Variable(START)
+    model = tf.function(lambda: recurrent(weight))
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model() ** 2)
+        weight.assign_sub(RATE * tape.gradient(loss, weight))
+        return loss
+
+    fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists")
+    assert reads_in_loops(fast) == []
+    losses = [fast().numpy() for _ in range(3)]
+    weight.assign(START)
+    expected = [step().numpy() for _ in range(3)]
+    assert_close(np.array(losses), np.array(expected), "bfloat16", depth=4 * ROUNDS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_loop_in_a_loop_with_its_gradient(dtype):
+    # What the inner loop keeps for the gradient is a list, which the outer loop keeps in a list.
+    weight = tf.Variable(START)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            state = rounds(lambda s: (rounds(lambda z: (tf.tanh(z @ weight + X),), s),), X)
+            loss = tf.reduce_mean(state**2)
+        return loss, tape.gradient(loss, weight)
+
+    fast = tfamp.rewrite(step, dtype=dtype, placement="lists")
+    pops = {node.dtype for node in fast.plan().nodes if node.op == "TensorListPopBack"}
+    assert dtype in pops
+    for got, wanted in zip(fast(), step(), strict=True):
+        assert_close(got, wanted, dtype, depth=4 * ROUNDS**2)
+
+
+def test_force_low_leaves_what_a_branch_keeps_for_its_gradient():
+    weight = tf.Variable(START)
+
+    def body(state):
+        return (
+            tf.cond(
+                tf.reduce_sum(state) > 0.0, lambda: tf.tanh(state @ weight), lambda: state @ weight
+            ),
+        )
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(rounds(body, X) ** 2)
+        return loss, tape.gradient(loss, weight)
+
+    fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists", force_low=["MatMul"])
+    kept = {node.dtype for node in fast.plan().nodes if node.op.startswith("Optional")}
+    assert kept == {"float32"}
+    for got, wanted in zip(fast(), step(), strict=True):
+        assert_close(got, wanted, "bfloat16", depth=4 * ROUNDS)
+
+
+def test_a_fetched_loop_and_the_given_graph_stay_as_they_are():
+    step = training_step(tf.Variable(START)).get_concrete_function()
+    graph_def = step.graph.as_graph_def(add_shapes=True)
+    before = graph_def.SerializeToString(deterministic=True)
+    changed, added = read_before_loops(graph_def)
+    assert len(added) == 1
+    assert changed.SerializeToString(deterministic=True) != before
+    assert graph_def.SerializeToString(deterministic=True) == before
+    loops = [node.name for node in graph_def.node if "While" in node.op]
+    kept, added = read_before_loops(graph_def, [f"{name}:1" for name in loops])
+    assert (kept.SerializeToString(deterministic=True), added) == (before, frozenset())
+
+
+@pytest.mark.parametrize("layer", ["LSTM", "GRU"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keras_rnns_train_with_their_weights_cast_once(layer, dtype):
+    def trained(rewritten):
+        keras.utils.set_random_seed(0)
+        made = getattr(keras.layers, layer)(16)
+        model = keras.Sequential([keras.Input((ROUNDS, WIDTH)), made, keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+
+        @tf.function
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x, training=True) - 1.0) ** 2)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply(gradients, model.trainable_variables)
+            return loss
+
+        x = tf.random.stateless_normal((4, ROUNDS, WIDTH), (5, 6))
+        if rewritten:
+            step = tfamp.rewrite(step, dtype=dtype, placement="lists")
+            weights = [cast for cast in step.plan(x).casts if "ReadVariableOp" in cast.tensor]
+            assert weights
+            assert {cast.scope for cast in weights} == {""}
+        return [step(x).numpy() for _ in range(15)]
+
+    got, wanted = trained(True), trained(False)
+    assert wanted[-1] < 0.5 * wanted[0]
+    assert_close(np.array(got), np.array(wanted), dtype, depth=32)

@@ -1,0 +1,128 @@
+"""Machine profiles: values that are checked, written and read, and what the built-in ones say."""
+
+import dataclasses
+import json
+
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp.graph import rewrite_graph_def
+from tfamp.machine import hardware
+from tfamp.machine.profile import KINDS, MachineProfile, builtin_profile
+
+
+def test_json_round_trip():
+    profile = builtin_profile("gpu")
+    assert MachineProfile.from_json(profile.to_json()) == profile
+
+
+def test_ops_may_be_missing_in_json_and_are_checked():
+    profile = builtin_profile("gpu")
+    fields = json.loads(profile.to_json())
+    del fields["ops"], fields["least_gain"]
+    found = MachineProfile.from_json(json.dumps(fields))
+    assert found == dataclasses.replace(profile, least_gain=0.0, ops={})
+    own = {"Erfc": {"float32": 2.0, "bfloat16": 1.0, "float16": 1.0}}
+    changed = dataclasses.replace(profile, ops=own)
+    assert MachineProfile.from_json(changed.to_json()) == changed
+    assert changed.peaks_of("Erfc", "special") == own["Erfc"]
+    assert changed.peaks_of("Softmax", "special") == profile.peaks["special"]
+    with pytest.raises(ValueError, match="ops must map op types to values; got 'Erfc'"):
+        dataclasses.replace(profile, ops="Erfc")
+    with pytest.raises(ValueError, match=r"ops\['Erfc'\] must have exactly float32, "):
+        dataclasses.replace(profile, ops={"Erfc": {"float32": 1.0}})
+    with pytest.raises(ValueError, match=r"ops\['Erfc'\]\['float16'\] must be a positive"):
+        dataclasses.replace(profile, ops={"Erfc": {**own["Erfc"], "float16": 0}})
+    del fields["bandwidth"]
+    with pytest.raises(ValueError, match="a profile must have exactly name, peaks, "):
+        MachineProfile.from_json(json.dumps(fields))
+
+
+def test_a_cpu_without_float16_multiplies_it_no_faster_and_is_slow_in_its_gradients():
+    peaks = builtin_profile("cpu", bfloat16=True, float16=False).peaks
+    ratios = {kind: peaks[kind]["float16"] / peaks[kind]["float32"] for kind in KINDS}
+    assert max(ratios["matmul"], ratios["conv"]) < 1
+    assert max(ratios["conv_input"], ratios["conv_filter"]) < 0.2
+    assert min(peaks[kind]["bfloat16"] / peaks[kind]["float32"] for kind in KINDS[:4]) > 1.5
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu", "tpu"])
+def test_what_is_native_multiplies_faster_and_what_is_not_does_not(device):
+    native = builtin_profile(device, bfloat16=True, float16=True).peaks["matmul"]
+    assert min(native["bfloat16"], native["float16"]) > native["float32"]
+    emulated = builtin_profile(device, bfloat16=False, float16=False).peaks["matmul"]
+    assert max(emulated["bfloat16"], emulated["float16"]) <= emulated["float32"]
+
+
+def test_wrong_profiles_are_refused_with_what_is_expected():
+    with pytest.raises(ValueError, match="device must be one of cpu, gpu, tpu; got 'npu'"):
+        builtin_profile("npu")
+    profile = builtin_profile("cpu")
+    with pytest.raises(ValueError, match="bandwidth must be a positive finite number; got -1"):
+        dataclasses.replace(profile, bandwidth=-1)
+    with pytest.raises(ValueError, match="peaks must have exactly matmul, .*; got matmul"):
+        dataclasses.replace(profile, peaks={"matmul": profile.peaks["matmul"]})
+    with pytest.raises(ValueError, match=r"peaks\['conv'\] must have exactly float32, "):
+        dataclasses.replace(profile, peaks={**profile.peaks, "conv": {"float64": 1.0}})
+    fields = json.loads(profile.to_json())
+    fields["peaks"]["matmul"]["float16"] = "fast"
+    with pytest.raises(ValueError, match=r"\['matmul'\]\['float16'\] must be .*; got 'fast'"):
+        MachineProfile.from_json(json.dumps(fields))
+    with pytest.raises(ValueError, match="must be a JSON object; got list"):
+        MachineProfile.from_json("[]")
+
+
+def low_matmuls(dtype, **choices):
+    function = tf.function(lambda x: x @ x @ x, autograph=False)
+    graph = function.get_concrete_function(tf.TensorSpec((2048, 2048))).graph
+    plan = rewrite_graph_def(
+        graph.as_graph_def(add_shapes=True), ["Identity:0"], dtype=dtype, **choices
+    ).plan
+    return sum(node.dtype == dtype for node in plan.nodes if node.op == "MatMul")
+
+
+@pytest.mark.filterwarnings("ignore::tfamp.NothingToLowerWarning")
+def test_without_a_profile_the_machine_decides(monkeypatch):
+    found = hardware.Hardware("", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
+    monkeypatch.setattr(hardware, "detect", lambda: found)
+    assert low_matmuls("bfloat16", device="cpu") == 2
+    assert low_matmuls("float16", device="cpu") == 0
+    assert low_matmuls("float16", device="gpu") == 2  # for another machine
+    found = dataclasses.replace(found, cpu_bfloat16=False, cpu_float16=True)
+    assert low_matmuls("bfloat16", device="cpu") == 0
+    assert low_matmuls("float16", device="cpu") == 2
+    found = dataclasses.replace(found, gpus=(hardware.Gpu("", (7, 5)), hardware.Gpu("", (8, 0))))
+    assert low_matmuls("bfloat16", device="gpu") == 0
+    assert low_matmuls("float16", device="gpu") == 2
+
+
+def test_a_given_profile_outweighs_the_machine():
+    slow = builtin_profile("cpu", bfloat16=False)
+    with pytest.warns(tfamp.NothingToLowerWarning):
+        assert low_matmuls("bfloat16", device="cpu", profile=slow) == 0
+    assert low_matmuls("bfloat16", device="cpu", profile=builtin_profile("cpu")) == 2
+
+
+def test_an_op_that_is_slow_in_bfloat16_stays_float32_between_matmuls():
+    def function(x):
+        return tf.raw_ops.Erfc(x=x @ x) @ x
+
+    concrete = tf.function(function, autograph=False).get_concrete_function(
+        tf.TensorSpec((2048, 2048))
+    )
+    graph = concrete.graph.as_graph_def(add_shapes=True)
+
+    def dtypes(**choices):
+        choices = {"dtype": "bfloat16", "device": "cpu", **choices}
+        plan = rewrite_graph_def(graph, ["Identity:0"], **choices).plan
+        return [node.dtype for node in plan.nodes if node.op in ("MatMul", "Erfc")]
+
+    profile = dataclasses.replace(builtin_profile("cpu"), ops={})
+    slow = {"Erfc": {"float32": 2e9, "bfloat16": 2e8, "float16": 2e8}}
+    low = ["bfloat16"] * 3
+    assert dtypes(profile=profile) == low
+    profile = dataclasses.replace(profile, ops=slow)
+    assert dtypes(profile=profile) == ["bfloat16", "float32", "bfloat16"]
+    assert dtypes(profile=profile, placement="lists") == low
+    assert dtypes(profile=profile, force_low=["Erfc"]) == low

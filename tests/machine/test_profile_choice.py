@@ -1,0 +1,273 @@
+"""Which machine profile holds: TFAMP_PROFILE, the cache, an argument of `tfamp.rewrite`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import warnings
+
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp import diagnostics
+from tfamp.cli import main
+from tfamp.machine import hardware, profile_cache, profile_choice, profile_measure
+from tfamp.machine.profile import DTYPES, KINDS, builtin_profile
+
+USUAL = builtin_profile("cpu")
+# A machine on which nothing low pays.
+SLOW = dataclasses.replace(
+    USUAL,
+    name="slow",
+    peaks={kind: {dtype: 1e9 if dtype == "float32" else 1e6 for dtype in DTYPES} for kind in KINDS},
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty cache, and TFAMP_PROFILE not set."""
+    monkeypatch.delenv("TFAMP_PROFILE")
+    monkeypatch.setattr(profile_cache, "cache_folder", lambda: tmp_path / "cache")
+    profile_choice._of_machine.cache_clear()
+    yield tmp_path / "cache"
+    profile_choice._of_machine.cache_clear()
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """What was measured, by a measurement that takes no time and finds SLOW."""
+    calls = []
+
+    def measure():
+        calls.append(SLOW)
+        return SLOW
+
+    monkeypatch.setattr(profile_measure, "measure_profile", measure)
+    return calls
+
+
+def another_process():
+    profile_choice._of_machine.cache_clear()
+
+
+def test_it_is_measured_once_and_kept(folder, measured):
+    first = profile_choice.find_profile()
+    assert first.profile == SLOW
+    assert "measured now, kept in" in first.source
+    assert profile_choice.find_profile() == first
+    another_process()
+    second = profile_choice.find_profile()
+    assert second.profile == SLOW
+    (path,) = folder.iterdir()
+    assert second.source == f"measured before, kept in {path}"
+    assert len(measured) == 1
+
+
+def test_what_is_kept_is_read_from_the_file(folder, measured):
+    profile_cache.put_profile(folder, profile_choice.machine_key(), USUAL)
+    assert profile_choice.find_profile().profile == USUAL
+    assert not measured
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setattr(tf, "__version__", "9.9"),
+        lambda patch: patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2"),
+        lambda patch: patch.setenv("TF_ENABLE_ONEDNN_OPTS", "0"),
+        lambda patch: patch.setattr("os.sched_getaffinity", lambda _: range(77), raising=False),
+        lambda patch: set_machine(patch, cpu_model="another"),
+        lambda patch: set_machine(patch, cpu_bfloat16=not hardware.detect().cpu_bfloat16),
+        lambda patch: set_machine(patch, gpus=(hardware.Gpu("A100", (8, 0)),)),
+    ],
+    ids=["tensorflow", "isa", "onednn", "cores", "cpu", "native", "gpus"],
+)
+def test_another_machine_or_tensorflow_is_measured_anew(change, folder, measured, monkeypatch):
+    profile_choice.find_profile()
+    change(monkeypatch)
+    profile_choice.find_profile()
+    assert len(measured) == 2
+    assert len(list(folder.iterdir())) == 2
+
+
+def set_machine(monkeypatch, **facts):
+    found = dataclasses.replace(hardware.detect(), **facts)
+    monkeypatch.setattr(hardware, "detect", lambda: found)
+
+
+def test_a_spoilt_file_is_measured_again_and_replaced(folder, measured):
+    profile_choice.find_profile()
+    (path,) = folder.iterdir()
+    path.write_text("{")
+    another_process()
+    assert "measured now" in profile_choice.find_profile().source
+    assert len(measured) == 2
+    assert json.loads(path.read_text())["profile"]["name"] == "slow"
+
+
+def test_a_cache_that_cannot_be_written_is_said_once(folder, measured):
+    folder.write_text("a file where the folder should be")
+    with pytest.warns(tfamp.TfampWarning, match="cannot be kept.*Make .*cache writable") as caught:
+        first = profile_choice.find_profile()
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert profile_choice.find_profile() == first
+    assert first.profile == SLOW
+    assert first.source == "measured now; it cannot be kept"
+    assert len(measured) == 1
+
+
+def test_a_machine_that_cannot_be_measured_gets_the_built_in_table(folder, monkeypatch):
+    def fail():
+        raise tf.errors.ResourceExhaustedError(None, None, "no memory")
+
+    monkeypatch.setattr(profile_measure, "measure_profile", fail)
+    with pytest.warns(tfamp.TfampWarning, match="cannot be measured.*no memory"):
+        found = profile_choice.find_profile()
+    assert found.profile.name.startswith("built-in")
+    assert "cannot be measured" in found.source
+    assert not folder.exists()
+
+
+def test_of_processes_that_measure_at_once_all_go_by_what_was_kept_first(folder, monkeypatch):
+    def measure():
+        profile_cache.put_profile(folder, profile_choice.machine_key(), USUAL)  # the other one's
+        return SLOW
+
+    monkeypatch.setattr(profile_measure, "measure_profile", measure)
+    assert profile_choice.find_profile().profile == USUAL
+
+
+def test_threads_measure_once(folder, measured):
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(profile_choice.find_profile()))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [found[0]] * 8
+    assert len(measured) == 1
+
+
+def test_the_variable_chooses(folder, measured, monkeypatch, tmp_path):
+    monkeypatch.setenv("TFAMP_PROFILE", "builtin")
+    found = profile_choice.find_profile()
+    assert found.profile.name.startswith("built-in")
+    assert not measured
+
+    monkeypatch.setenv("TFAMP_PROFILE", "measure")
+    profile_cache.put_profile(folder, profile_choice.machine_key(), USUAL)
+    assert profile_choice.find_profile().profile == SLOW
+    profile_choice.find_profile()
+    assert len(measured) == 1  # in a process
+    assert profile_cache.get_profile(folder, profile_choice.machine_key()) == USUAL
+
+    given = dataclasses.replace(USUAL, name="given")
+    (tmp_path / "given.json").write_text(given.to_json())
+    monkeypatch.setenv("TFAMP_PROFILE", str(tmp_path / "given.json"))
+    assert profile_choice.find_profile().profile == given
+
+    monkeypatch.setenv("TFAMP_PROFILE", "")
+    assert profile_choice.find_profile().profile == USUAL
+    assert len(measured) == 1
+
+
+@pytest.mark.parametrize("value", ["buildin", "nowhere/profile.json", "."])
+def test_another_value_of_the_variable_is_an_error_that_names_the_choices(
+    value, folder, measured, monkeypatch, capsys
+):
+    monkeypatch.setenv("TFAMP_PROFILE", value)
+    with pytest.raises(ValueError, match='must be "builtin" .*"measure" .*path of a JSON') as error:
+        profile_choice.find_profile()
+    assert repr(value) in str(error.value)
+    with pytest.raises(ValueError, match="TFAMP_PROFILE"):
+        matmul_dtypes()
+    assert main(["doctor"]) == 1
+    assert "TFAMP_PROFILE must be" in capsys.readouterr().err
+    assert not measured
+
+
+def test_a_file_that_holds_no_profile_is_an_error_that_says_why(folder, monkeypatch, tmp_path):
+    path = tmp_path / "profile.json"
+    monkeypatch.setenv("TFAMP_PROFILE", str(path))
+    for text, what in (("{}", "a profile must have exactly name, peaks"), ("{", "Expecting")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=what):
+            profile_choice.find_profile()
+
+
+def matmul_dtypes(**choices):
+    function = tfamp.rewrite(lambda x: x @ x @ x, dtype="bfloat16", **choices)
+    plan = function.plan(tf.TensorSpec((2048, 2048)))
+    return {node.dtype for node in plan.nodes if node.op == "MatMul"}
+
+
+def test_a_rewrite_goes_by_the_measured_machine(folder, measured):
+    with pytest.warns(tfamp.NothingToLowerWarning):
+        assert matmul_dtypes() == {"float32"}
+    assert len(measured) == 1
+    assert list(folder.iterdir())
+
+
+def test_an_argument_gives_the_profile_or_the_built_in_one(folder, measured, monkeypatch):
+    set_machine(monkeypatch, cpu_bfloat16=True, gpus=())
+    assert matmul_dtypes(profile="builtin") == {"bfloat16"}
+    assert matmul_dtypes(profile=USUAL) == {"bfloat16"}
+    with pytest.warns(tfamp.NothingToLowerWarning):
+        assert matmul_dtypes(profile=SLOW) == {"float32"}
+    assert matmul_dtypes(placement="lists") == {"bfloat16"}
+    assert not measured
+    assert not folder.exists()
+
+
+def test_a_wrong_argument_is_refused_before_anything_is_traced(measured):
+    with pytest.raises(ValueError, match="\"builtin\" or a .*MachineProfile; got 'measure'"):
+        tfamp.rewrite(profile="measure")
+    with pytest.raises(TypeError, match="MachineProfile; got dict"):
+        tfamp.rewrite(lambda x: x, profile={})
+    assert not measured
+
+
+def test_a_graph_def_is_rewritten_without_a_look_at_cache_or_environment(
+    folder, measured, monkeypatch
+):
+    monkeypatch.setenv("TFAMP_PROFILE", "nonsense")
+    function = tf.function(lambda x: x @ x, autograph=False)
+    graph = function.get_concrete_function(tf.TensorSpec((2048, 2048))).graph
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", tfamp.NothingToLowerWarning)
+        tfamp.graph.rewrite_graph_def(graph.as_graph_def(add_shapes=True), ["Identity:0"])
+    assert not measured
+    assert not folder.exists()
+
+
+def test_the_report_and_doctor_show_the_profile(folder, measured, capsys):
+    report = diagnostics.device_report()
+    assert report.profile == SLOW
+    assert "measured now, kept in" in report.profile_source
+    assert main(["doctor"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["profile", "slow"] in lines
+    assert ["speed", "float16", "bfloat16", "over", "float32's"] in lines
+    assert all([kind, "0.001", "0.001"] in lines for kind in KINDS)
+    assert ["memory", "10", "GB/s"] in lines
+    assert ["Casts", "10", "GB/s"] in lines
+    another_process()
+    assert main(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)["machine_profile"]
+    assert facts["source"].startswith("measured before, kept in")
+    fields = {name: value for name, value in facts.items() if name != "source"}
+    assert type(SLOW).from_json(json.dumps(fields)) == SLOW
+    assert len(measured) == 1
+
+
+def test_doctor_says_that_the_table_is_the_built_in_one(capsys):
+    assert main(["doctor"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "from the built-in table, as TFAMP_PROFILE says" in printed

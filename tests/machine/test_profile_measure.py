@@ -1,0 +1,193 @@
+"""Measuring a machine: what a profile holds and where it can be measured, on tiny sizes.
+
+How fast anything is is not tested: machines differ, and are busy.
+"""
+
+import threading
+
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp.machine.profile import DTYPES, KINDS, MachineProfile, builtin_profile
+from tfamp.machine.profile_measure import NO_KERNEL, measure_profile
+from tfamp.machine.profile_works import OPS, Sizes, works
+
+TINY = Sizes(
+    matmuls=((8, 8, 8),),
+    convolutions=((1, 4, 2, 2, 3),),
+    elements=64,
+    images=(2, 4, 4),
+    traffic=64,
+    depthwise=((1, 4, 2, 3),),
+)
+
+
+def measure():
+    return measure_profile("cpu", seconds=0.01, sizes=TINY)
+
+
+@pytest.fixture
+def results(monkeypatch):
+    """The (eager, dtype) of every product of two matrices that is computed."""
+    found = []
+    matmul = tf.raw_ops.MatMul
+
+    def watched(**inputs):
+        result = matmul(**inputs)
+        found.append((tf.executing_eagerly(), result.dtype.name))
+        return result
+
+    monkeypatch.setattr(tf.raw_ops, "MatMul", watched)
+    return found
+
+
+def check(profile):
+    assert isinstance(profile, MachineProfile)  # whose constructor checks every figure
+    figures = [profile.peaks[kind][dtype] for kind in KINDS for dtype in DTYPES]
+    assert profile.ops.keys() == set(OPS)
+    figures += [profile.ops[op][dtype] for op in OPS for dtype in DTYPES]
+    figures += [profile.bandwidth, profile.cast_bandwidth, profile.op_overhead]
+    assert figures == [float(f"{figure:.1e}") for figure in figures]
+    assert profile.least_gain == builtin_profile("cpu").least_gain
+    assert tf.__version__ in profile.name
+    assert MachineProfile.from_json(profile.to_json()) == profile
+
+
+def test_every_kind_is_timed_in_every_dtype_by_turns(results):
+    check(measure())
+    dtypes = [dtype for _, dtype in results]
+    assert set(dtypes) == set(DTYPES)
+    last = {dtype: max(i for i, each in enumerate(dtypes) if each == dtype) for dtype in DTYPES}
+    first = {dtype: dtypes.index(dtype) for dtype in DTYPES}
+    assert max(first.values()) < min(last.values())
+    assert {work.kind for work in works(TINY)} > {*KINDS, *OPS}
+
+
+def traced(results):
+    @tf.function
+    def function(x):
+        profiles.append(measure())
+        return x
+
+    profiles = []
+    graph = function.get_concrete_function(tf.TensorSpec((2,))).graph
+    assert {op.type for op in graph.get_operations()} <= {"Placeholder", "Identity", "NoOp"}
+    return profiles[0]
+
+
+def in_a_graph(results):
+    with tf.Graph().as_default() as graph:
+        profile = measure()
+    assert not graph.get_operations()
+    return profile
+
+
+def autocast(results):
+    with tfamp.autocast("bfloat16"):
+        return measure()
+
+
+def eager_functions(results):
+    tf.config.run_functions_eagerly(True)
+    profile = measure()
+    assert tf.config.functions_run_eagerly()
+    return profile
+
+
+def taped(results):
+    with tf.GradientTape() as tape:
+        profile = measure()
+    assert not tape.watched_variables()
+    return profile
+
+
+def pinned(results):
+    with tf.device("CPU:1"):
+        return measure()
+
+
+@pytest.mark.parametrize(
+    "where",
+    [traced, in_a_graph, autocast, eager_functions, taped, pinned],
+    ids=lambda f: f.__name__,
+)
+def test_it_is_measured_the_same_wherever_it_is_asked_for(where, results):
+    check(where(results))
+    assert {eager for eager, _ in results} == {True}
+    # Each dtype as it is: an autocast would have made bfloat16 of float32's.
+    assert {dtype for _, dtype in results} == set(DTYPES)
+
+
+def test_it_can_be_measured_under_a_distribution_strategy(two_replicas, results):
+    profiles = []
+
+    @tf.function
+    def step():
+        profiles.append(measure())
+        return tf.constant(1.0)
+
+    with two_replicas.scope():
+        profiles.append(measure())
+        two_replicas.run(step)
+    assert len(profiles) > 1
+    for profile in profiles:
+        check(profile)
+    assert {eager for eager, _ in results} == {True}
+
+
+def without_kernel(monkeypatch, op, dtype, error):
+    kernel = getattr(tf.raw_ops, op)
+
+    def refuses(**inputs):
+        if any(getattr(each, "dtype", None) == dtype for each in inputs.values()):
+            raise error(None, None, "no kernel")
+        return kernel(**inputs)
+
+    monkeypatch.setattr(tf.raw_ops, op, refuses)
+
+
+def test_a_dtype_without_a_kernel_counts_as_very_slow(monkeypatch):
+    without_kernel(monkeypatch, "Conv2DBackpropFilter", tf.float16, tf.errors.UnimplementedError)
+    profile = measure()
+    check(profile)
+    peaks = profile.peaks["conv_filter"]
+    assert peaks["float16"] == pytest.approx(NO_KERNEL * peaks["float32"], rel=0.2)
+    assert (
+        profile.peaks["conv_input"]["float16"] > NO_KERNEL * profile.peaks["conv_input"]["float32"]
+    )
+
+
+def test_one_op_without_a_kernel_leaves_the_others_of_its_kind(monkeypatch):
+    without_kernel(monkeypatch, "FusedBatchNormV3", tf.float16, tf.errors.NotFoundError)
+    peaks = measure().peaks["special"]
+    assert peaks["float16"] > 5 * NO_KERNEL * peaks["float32"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"),
+    [
+        (tf.float32, tf.errors.UnimplementedError),
+        (tf.float16, tf.errors.ResourceExhaustedError),
+    ],
+)
+def test_what_cannot_be_measured_is_an_error_of_the_caller(dtype, error, monkeypatch):
+    without_kernel(monkeypatch, "MatMul", dtype, error)
+    with pytest.raises(error, match="no kernel"):
+        measure()
+    assert "tfamp machine profile" not in [each.name for each in threading.enumerate()]
+
+
+def test_wrong_arguments_name_what_is_allowed():
+    with pytest.raises(ValueError, match="device must be one of auto, cpu, gpu; got 'tpu'"):
+        measure_profile("tpu")
+    with pytest.raises(ValueError, match="seconds must be a positive number; got 0"):
+        measure_profile("cpu", seconds=0)
+    if not tf.config.list_physical_devices("GPU"):
+        with pytest.raises(ValueError, match="sees no GPU; 'cpu' can be measured"):
+            measure_profile("gpu")
+
+
+@pytest.mark.gpu
+def test_the_gpu_is_measured_where_there_is_one():
+    check(measure_profile(seconds=0.01, sizes=TINY))

@@ -1,0 +1,265 @@
+"""What this machine computes fast: facts, the policy `auto` makes of them, and measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import tfamp
+from tfamp.diagnostics.estimating.known_issues import KnownIssue, known_issues
+from tfamp.dtypes import LOW_PRECISION
+from tfamp.machine import hardware
+from tfamp.machine.profile import KINDS, MachineProfile
+
+_ROUNDS = 5
+# Below this ratio the difference may be noise.
+SLOWER = 1.2
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """What a machine computes natively and what follows from it; `tfamp doctor` prints it.
+
+    Attributes:
+        versions: "tfamp", "tensorflow", "keras" and "python" -> version; "cuda" and "cudnn" -> the
+            versions TensorFlow was built for, if it was.
+        hardware: CPU, GPUs and TPU, as `tfamp.machine.hardware.Hardware`.
+        policy: What the policy "auto" stands for here.
+        reason: Why.
+        float16_slowdown: Measured time of float16 matmuls and convolutions with their gradients
+            over float32's, on a CPU that does not compute float16 natively and has no GPU or TPU
+            beside it; None elsewhere.
+        profile: How fast the machine is in each dtype, which a rewrite's placement goes by.
+        profile_source: Where the profile comes from, in words: the built-in table, a file, the
+            cache, or a measurement made just now.
+        problems: What keeps tfamp from working here.
+        known_issues: What is known to go wrong, or to cost the speed-up, with these versions,
+            settings and devices; each a `KnownIssue` with reason, advice and source.
+
+    Example:
+        >>> report = device_report()
+        >>> report.policy in ("mixed_bfloat16", "mixed_float16", "float32")
+        True
+    """
+
+    versions: Mapping[str, str]
+    hardware: hardware.Hardware
+    policy: str
+    reason: str
+    float16_slowdown: float | None
+    profile: MachineProfile
+    profile_source: str
+    problems: tuple[str, ...]
+    known_issues: tuple[KnownIssue, ...] = ()
+
+    def to_json(self) -> str:
+        """Returns the report as one JSON object."""
+        return json.dumps(
+            {
+                "versions": dict(self.versions),
+                "hardware": dataclasses.asdict(self.hardware),
+                "auto_policy": {"name": self.policy, "reason": self.reason},
+                "float16_slowdown": self.float16_slowdown,
+                "machine_profile": {
+                    "source": self.profile_source,
+                    **json.loads(self.profile.to_json()),
+                },
+                "problems": list(self.problems),
+                "known_issues": [dataclasses.asdict(issue) for issue in self.known_issues],
+            },
+            indent=2,
+        )
+
+    def to_text(self) -> str:
+        """Returns the report as a table of two columns."""
+        machine = self.hardware
+        native = {"bfloat16": machine.cpu_bfloat16, "float16": machine.cpu_float16}
+        rows = list(self.versions.items())
+        rows += [("CPU", machine.cpu_model or "unknown model")]
+        rows += [
+            (f"CPU {dtype}", "native" if native[dtype] else "not native") for dtype in LOW_PRECISION
+        ]
+        rows += [("GPU", _gpu_text(gpu)) for gpu in machine.gpus] or [("GPU", "none")]
+        rows += _gpu_dtypes(machine.gpus)
+        rows += [("TPU", "yes" if machine.tpu else "none")]
+        if self.float16_slowdown is not None:
+            rows += [("float16 takes", f"{self.float16_slowdown:.1f} times as long as float32")]
+        rows += [("policy auto", self.policy), ("because", self.reason)]
+        rows += _profile_rows(self.profile, self.profile_source)
+        rows += [("problem", problem) for problem in self.problems]
+        for issue in self.known_issues:
+            rows += [("known issue", f"{issue.name}: {issue.text}")]
+            rows += [("", issue.advice), ("", f"source: {issue.source}")]
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+
+
+def device_report() -> DeviceReport:
+    """Looks at this machine; measures where only a measurement can tell.
+
+    That is how slow float16 is, some ms, and for about three seconds the machine profile, unless it
+    is in the user's cache folder already. `TFAMP_PROFILE` gives another; see `tfamp.rewrite`.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: TFAMP_PROFILE is neither "builtin", nor "measure", nor the file of a profile.
+
+    Example:
+        >>> print(device_report().to_text())
+        tfamp ...
+    """
+    import keras
+    import tensorflow as tf
+
+    from tfamp.diagnostics.estimating.surroundings import cuda_versions, read_environment
+    from tfamp.keras_backend import runs_tensorflow
+    from tfamp.machine.profile_choice import find_profile
+
+    found = hardware.detect()
+    profile = find_profile()
+    policy, reason = hardware.automatic_policy(found)
+    problems = () if runs_tensorflow() else (_wrong_backend(keras.backend.backend()),)
+    return DeviceReport(
+        versions={
+            "tfamp": tfamp.__version__,
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+            "python": platform.python_version(),
+            **cuda_versions(),
+        },
+        hardware=found,
+        policy=policy,
+        reason=reason,
+        float16_slowdown=measure_float16_slowdown() if float16_is_emulated(found) else None,
+        profile=profile.profile,
+        profile_source=profile.source,
+        problems=problems,
+        known_issues=known_issues(read_environment(found)),
+    )
+
+
+def float16_is_emulated(machine: hardware.Hardware) -> bool:
+    """Whether float16 would run on a CPU that converts it to float32 and back at every op."""
+    return not (machine.cpu_float16 or machine.gpus or machine.tpu)
+
+
+def float16_warning() -> str | None:
+    """What speaks against float16 on this machine, None if nothing does."""
+    found = hardware.detect()
+    if not float16_is_emulated(found):
+        return None
+    slowdown = measure_float16_slowdown()
+    if slowdown < SLOWER:
+        return None
+    alternative = (
+        'Use "bfloat16", which this CPU multiplies natively.'
+        if found.cpu_bfloat16
+        else "Use float32 here, and float16 on a GPU."
+    )
+    return (
+        "This CPU has no float16 arithmetic: matmuls and convolutions with their gradients took "
+        f"{slowdown:.1f} times as long in float16 as in float32, as just measured. {alternative}"
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def measure_float16_slowdown() -> float:
+    """Times small matmuls and convolutions with their gradients; once per process, some ms.
+
+    Returns:
+        Time in float16 over time in float32.
+    """
+    import tensorflow as tf
+
+    def measure() -> float:
+        with tf.device("CPU:0"):
+            return _slowdown(tf)
+
+    # A thread of its own is eager wherever this is called: in a function that is being traced, and
+    # under `tf.Graph().as_default()`, which `tf.init_scope` does not leave.
+    with ThreadPoolExecutor(1) as own_thread:
+        return own_thread.submit(measure).result()
+
+
+def _slowdown(tf: Any) -> float:
+    works = {dtype: _work(tf, dtype) for dtype in ("float32", "float16")}
+    times: dict[str, list[float]] = {dtype: [] for dtype in works}
+    for work in works.values():
+        work()
+    for _ in range(_ROUNDS):  # Interleaved, so that a busy machine slows down both.
+        for dtype, work in works.items():
+            start = time.perf_counter()
+            work()
+            times[dtype].append(time.perf_counter() - start)
+    return statistics.median(times["float16"]) / statistics.median(times["float32"])
+
+
+def _work(tf: Any, dtype: str) -> Callable[[], None]:
+    matrix = tf.ones((256, 256), dtype)
+    image, kernel = tf.ones((8, 16, 16, 16), dtype), tf.ones((3, 3, 16, 16), dtype)
+    common = {"strides": [1, 1, 1, 1], "padding": "SAME"}
+
+    def work() -> None:
+        product = tf.raw_ops.MatMul(a=matrix, b=matrix)
+        tf.raw_ops.MatMul(a=product, b=matrix, transpose_b=True)
+        tf.raw_ops.MatMul(a=matrix, b=product, transpose_a=True)
+        out = tf.raw_ops.Conv2D(input=image, filter=kernel, **common)
+        filters = tf.raw_ops.Conv2DBackpropFilter(
+            input=image, filter_sizes=[3, 3, 16, 16], out_backprop=out, **common
+        )
+        filters.numpy()
+
+    return work
+
+
+def _wrong_backend(backend: str) -> str:
+    from tfamp.keras_backend import how_to_change
+
+    return (
+        f"Keras runs on the {backend} backend, where policies and LossScaleOptimizer work, and "
+        f"autocast, rewrite and GradScaler do not. {how_to_change()}"
+    )
+
+
+def _profile_rows(profile: MachineProfile, source: str) -> list[tuple[str, str]]:
+    rows = [("profile", profile.name), ("from", source)]
+    rows += [("speed", "".join(f"{dtype:>10}" for dtype in LOW_PRECISION) + "  over float32's")]
+    for kind in KINDS:
+        peaks = profile.peaks[kind]
+        ratios = (peaks[dtype] / peaks["float32"] for dtype in LOW_PRECISION)
+        rows += [(kind, "".join(f"{ratio:10.2g}" for ratio in ratios))]
+    rows += [("memory", f"{profile.bandwidth / 1e9:.3g} GB/s")]
+    rows += [("Casts", f"{profile.cast_bandwidth / 1e9:.3g} GB/s")]
+    return rows
+
+
+def _gpu_dtypes(gpus: tuple[hardware.Gpu, ...]) -> list[tuple[str, str]]:
+    """Whether the weakest GPU multiplies a dtype on Tensor Cores."""
+    least = {
+        "bfloat16": hardware.BFLOAT16_CAPABILITY,
+        "float16": hardware.FLOAT16_CAPABILITY,
+    }
+    if not gpus or any(gpu.capability is None for gpu in gpus):
+        return []
+    weakest = min(gpu.capability or (0, 0) for gpu in gpus)
+    return [
+        (f"GPU {dtype}", "native" if weakest >= least[dtype] else "not native")
+        for dtype in LOW_PRECISION
+    ]
+
+
+def _gpu_text(gpu: hardware.Gpu) -> str:
+    if gpu.capability is None:
+        return f"{gpu.name}, compute capability unknown"
+    major, minor = gpu.capability
+    return f"{gpu.name}, compute capability {major}.{minor}"

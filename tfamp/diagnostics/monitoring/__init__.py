@@ -1,0 +1,1 @@
+"""`NumericsMonitor`: what gradients, layers and the loss scale do during training."""

@@ -1,0 +1,389 @@
+"""`NumericsMonitor`: what loss scale and gradients do during training."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfamp.diagnostics.monitoring.layer_watch import chosen_layers, watch_layers
+from tfamp.diagnostics.monitoring.monitor_text import scale_text, to_rich, to_text, write_summary
+from tfamp.diagnostics.monitoring.optimizer_watch import (
+    Scaling,
+    is_watched_by,
+    scaling_of,
+    watch_optimizer,
+)
+from tfamp.diagnostics.monitoring.record_files import EventWriter, append_line
+from tfamp.diagnostics.monitoring.records import activations_of, make_record
+from tfamp.diagnostics.monitoring.step_statistics import SampledCounts, StepStatistics, only_if
+from tfamp.errors import SkippedStepsError
+from tfamp.tracing import as_written
+from tfamp.updates import gradients as gradient_lib
+from tfamp.updates.conditional_apply import outside_the_graph
+
+
+class NumericsMonitor(keras.callbacks.Callback):
+    """Watches loss scale, skipped steps and the size of gradients; tells if float16 is enough.
+
+    As a callback of `model.fit` it sees the gradients the optimizer applies, whichever Keras
+    optimizer that is, under a `MirroredStrategy`, with `jit_compile`, `run_eagerly` and several
+    steps per execution too. In a custom loop call `record` in the step and `advance` behind it.
+
+    Every `every` steps the gradients of one step are counted by binary exponent, on the device.
+    What there is to count is kept in variables; between the records the host never waits for the
+    device, but to read one number every `max_consecutive_skips` steps, to know when to stop.
+
+    `history` is a list with one dict per record:
+
+    - "step": the step whose gradients were counted, from 1. "loss_scale": its loss scale, 1.0
+      without. "suggested_scale": the power of two that would have put the most gradient values in
+      float16's normal range and none over 65504; None if all are zero.
+    - "skipped_steps", "consecutive_skipped_steps": how many there have been when the record was
+      made. "skipped": those since the last record. "loss_scales": pairs of a step since the last
+      record and the loss scale from this step on.
+    - "first_nonfinite": the first variable with an inf or NaN in its gradient, or None.
+    - "variables": for each variable, "exponents" (e -> number of gradient values with
+      2**e <= |value| < 2**(e + 1), without loss scale), "values" (number of them), "zeros" (share
+      of them), "nonfinite" (number), "largest" (without loss scale), and as shares of what is not
+      zero "under_2**-24", "under_2**-14" and "over_65504", with loss scale as in the backward pass.
+      "unscaled" has the same three without it. What float16 has flushed already is among the zeros.
+    - "gradients": the same of all variables together. "activations": of layers' outputs.
+
+    Source: the exponents of gradients are Figure 3 of Micikevicius et al., "Mixed Precision
+    Training", ICLR 2018.
+
+    Args:
+        every: Steps between records.
+        jsonl: File that each record is appended to, as one line of JSON.
+        tensorboard: Folder for an event file with scalars and histograms.
+        max_consecutive_skips: Training stops with a `SkippedStepsError` after this many skipped
+            steps in a row; None never stops it.
+        activations: True to count the outputs of the model's layers too, or a list of layers or
+            names of layers. Counted are those of the train step, each layer's first output.
+        verbose: 1 writes the summary to standard output when training ends.
+
+    Raises:
+        ValueError: `every` or `max_consecutive_skips` is less than 1.
+        TypeError: One of them is no integer.
+        OSError: No event file can be made in the folder `tensorboard`.
+
+    Example:
+        >>> import keras, numpy, tfamp
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(tfamp.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
+        >>> monitor = tfamp.diagnostics.NumericsMonitor(every=2)
+        >>> x = numpy.ones((8, 4), "float32")
+        >>> _ = model.fit(x, x[:, :1], batch_size=2, verbose=0, callbacks=[monitor])
+        >>> [(record["step"], record["loss_scale"]) for record in monitor.history]
+        [(2, 32768.0), (4, 32768.0)]
+    """
+
+    def __init__(
+        self,
+        every: int = 100,
+        *,
+        jsonl: str | os.PathLike[str] | None = None,
+        tensorboard: str | os.PathLike[str] | None = None,
+        max_consecutive_skips: int | None = 50,
+        activations: bool | Sequence[Any] = False,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__()
+        _check_positive("every", every)
+        if max_consecutive_skips is not None:
+            _check_positive("max_consecutive_skips", max_consecutive_skips)
+        self.every = every
+        self.max_consecutive_skips = max_consecutive_skips
+        self.history: list[dict[str, Any]] = []
+        self._jsonl = jsonl
+        self._events = None if tensorboard is None else EventWriter(tensorboard)
+        self._activations = activations
+        self._verbose = verbose
+        self._statistics: StepStatistics | None = None
+        self._outputs: dict[str, SampledCounts] = {}
+        self._scaling: Scaling = scaling_of(None)
+        self._take_off: list[Any] = []
+        self._taken = 0  # Steps the device has taken, at most; known exactly after each look.
+        self._next_look = 0
+        self._reported = 0  # The last step whose loss scale is in a record.
+        self._pending = 0
+        self._observer = as_written(self._observe)
+
+    # Training with model.fit.
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Starts to watch the model's optimizer; its train function is traced anew."""
+        self.detach()
+        model = self.model
+        layers = chosen_layers(model, self._activations)
+        self._scaling = scaling_of(model.optimizer)
+        with model.distribute_strategy.scope():
+            if self._statistics is None:
+                self._start(int(model.steps_per_execution))
+            names = unique([layer.name for layer in layers])
+            for name in names:
+                self._outputs.setdefault(name, SampledCounts(1))
+        self._take_off.append(watch_optimizer(model.optimizer, self._observer))
+        if layers:
+            see = as_written(lambda i, tensor: self._see_output(names[i], tensor))
+            self._take_off.append(watch_layers(model, layers, see))
+        self._take_off.append(lambda: model.make_train_function(force=True))
+        model.make_train_function(force=True)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Looks at what the steps before left, if it is time."""
+        # Not on_train_batch_end: for a callback that has it Keras waits for every step's loss.
+        self.advance(self._pending)
+        self._pending = int(self.model.steps_per_execution)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Looks at what the last steps of the epoch left, if it is time."""
+        self.advance(self._pending)
+        self._pending = 0
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Stops watching."""
+        optimizer = self.model.optimizer
+        if self._take_off and not is_watched_by(optimizer, self._observer):
+            raise ValueError(
+                "Another NumericsMonitor took this one's place during the same fit; pass one only."
+            )
+        self.advance(self._pending)
+        self._pending = 0
+        self.detach()
+        if self._verbose:
+            self.print_summary()
+
+    def detach(self) -> None:
+        """Stops watching; only needed if `model.fit` was interrupted and goes on without it."""
+        take_off, self._take_off = self._take_off, []
+        for each in take_off:
+            each()
+
+    # Custom loops.
+
+    @as_written
+    def record(
+        self,
+        gradients: Iterable[Any],
+        variables: Sequence[Any] | None = None,
+        *,
+        optimizer: Any = None,
+        loss_scale: Any = None,
+        unscaled: bool = False,
+        finite: Any = None,
+        step: Any = None,
+        activations: dict[str, Any] | None = None,
+    ) -> None:
+        """Looks at the gradients of one step of a custom loop, before they are applied.
+
+        Call it once a step, in eager mode or in a `tf.function`, in `strategy.run` too. Whatever
+        is not at hand there, `advance` does, called behind each step from plain Python; in eager
+        mode `record` calls it.
+
+        Args:
+            gradients: Float tensors, `tf.IndexedSlices` or None, as `tape.gradient` returns them;
+                or, without `variables`, pairs of gradient and variable.
+            variables: The variables they belong to, in the same order.
+            optimizer: The `tfamp.LossScaleOptimizer`, `tfamp.GradScaler` or
+                `tfamp.GradientAccumulator` the loss was scaled with, or any Keras optimizer. None:
+                there is no loss scale but `loss_scale`.
+            loss_scale: The scale of this step's loss, scalar. None: the optimizer's.
+            unscaled: Whether the gradients have been divided by the loss scale already.
+            finite: Whether this step is applied, scalar bool, such as `GradScaler.step` returns.
+                Only needed where the optimizer does not count the skipped steps itself, as a
+                `tfamp.LossScaleOptimizer` does; None: it is.
+            step: Number of this step, from 1, scalar. None: one more than the last.
+            activations: Name -> float tensor, counted as `activations` of `model.fit` are. All
+                names must be there at the first call.
+
+        Raises:
+            ValueError: The gradients do not fit the variables, or the variables are others than
+                at the first call.
+            TypeError: A gradient is no float tensor, or `optimizer` is neither.
+        """
+        if variables is None:
+            grads, owners = gradient_lib.split_pairs(gradients, "record")
+        else:
+            grads, owners = gradient_lib.listed(gradients, "record"), list(variables)
+        gradient_lib.check_gradients(grads, owners)
+        self._scaling = scaling_of(optimizer)
+        names = unique(list(activations or {}))
+        if self._statistics is None:
+            outside_the_graph(lambda: self._start(1, names))
+        if step is not None and self._statistics is not None:
+            self._statistics.set_step(step)
+        for name, tensor in (activations or {}).items():
+            self._see_output(name, tensor)
+        scale = self._scaling.scale() if loss_scale is None else loss_scale
+        self._observe(grads, owners, None if unscaled else scale, finite, scale)
+        if tf.executing_eagerly() and not tf.distribute.has_strategy():
+            self.advance()
+
+    def advance(self, steps: int = 1) -> None:
+        """Says that steps were taken; makes a record and may stop the loop, if it is time.
+
+        Reads from the device only then. Call it outside any `tf.function`.
+
+        Args:
+            steps: How many steps there have been since the last call, or more.
+
+        Raises:
+            SkippedStepsError: `max_consecutive_skips` steps in a row were skipped.
+        """
+        self._taken += steps
+        if self._taken >= self._next_look and self._statistics is not None:
+            self._look(self._statistics)
+
+    # Results.
+
+    def to_text(self) -> str:
+        """Returns a summary of the last record: the run, and a table of the variables."""
+        return to_text(self.history)
+
+    def print_summary(self, file: Any = None) -> None:
+        """Writes the summary: a table where rich is installed, else plain text.
+
+        Args:
+            file: Text file to write to; None: standard output.
+        """
+        write_summary(self.history, sys.stdout if file is None else file)
+
+    def __rich__(self) -> Any:
+        return to_rich(self.history)
+
+    # What runs on the device.
+
+    def _start(self, steps_at_once: int, outputs: Sequence[str] = ()) -> None:
+        skips = self._scaling.skips
+        skipped = int(skips()[0]) if skips else 0
+        start = self._scaling.steps()
+        # The host comes to look after as many steps at once as Keras takes.
+        remembered = self.every + steps_at_once
+        self._statistics = StepStatistics(self.every, remembered, start, skipped)
+        self._outputs |= {name: SampledCounts(1) for name in outputs}
+        self._taken = self._reported = start
+        self._plan_next_look(0)
+
+    def _observe(
+        self, grads: list[Any], variables: list[Any], divisor: Any, finite: Any, scale: Any = None
+    ) -> None:
+        statistics = self._statistics
+        if statistics is None:
+            return
+        skips = self._scaling.skips
+        if skips is None:
+            finite = tf.constant(True) if finite is None else tf.convert_to_tensor(finite)
+            before, faulty = statistics.own_skips(finite), tf.logical_not(finite)
+        else:
+            before, in_a_row = skips()
+            # Before a step is applied nobody knows yet whether it will be skipped: the gradients
+            # of a step behind a skipped one are looked at.
+            faulty = in_a_row > 0 if finite is None else tf.logical_not(finite)
+            if finite is None and self.max_consecutive_skips == 1:
+                faulty = tf.logical_not(gradient_lib.all_finite(grads))
+        statistics.observe(
+            grads,
+            variables,
+            scale=self._scaling.scale() if scale is None else scale,
+            divisor=1.0 if divisor is None else divisor,
+            skipped_before=before,
+            faulty=faulty,
+        )
+
+    def _see_output(self, name: str, tensor: Any) -> None:
+        statistics, sample = self._statistics, self._outputs.get(name)
+        if statistics is None or sample is None:
+            raise ValueError(
+                f"activations has a new name, {name!r}; every name must be there at the first call."
+            )
+        step, due = statistics.next_is_due()
+        only_if(due, lambda: sample.write_row(tensor, step))
+
+    # What runs on the host.
+
+    def _look(self, statistics: StepStatistics) -> None:
+        self._taken = statistics.step()
+        skipped, consecutive = statistics.skips()
+        if self._scaling.skips is not None:
+            skipped, consecutive = (int(each) for each in self._scaling.skips())
+        last = self.history[-1]["step"] if self.history else 0
+        stops = self.max_consecutive_skips is not None and (
+            consecutive >= self.max_consecutive_skips
+        )
+        if statistics.sampled is not None and statistics.faulty is not None:
+            sampled = statistics.faulty if stops else statistics.sampled
+            if sampled.step() > last:
+                self._add_record(statistics, sampled, skipped, consecutive)
+        if stops:
+            self.detach()
+            raise SkippedStepsError(self._why_stopped(consecutive))
+        self._plan_next_look(consecutive)
+
+    def _plan_next_look(self, consecutive: int) -> None:
+        self._next_look = self._taken - self._taken % self.every + self.every
+        if self.max_consecutive_skips is not None:
+            # No sooner can there be so many skipped steps in a row.
+            soonest = self._taken + self.max_consecutive_skips - consecutive
+            self._next_look = min(self._next_look, soonest)
+
+    def _add_record(
+        self, statistics: StepStatistics, sampled: SampledCounts, skipped: int, consecutive: int
+    ) -> None:
+        names = unique([gradient_lib.variable_name(v) for v in statistics.variables])
+        record = make_record(
+            sampled.read(),
+            names,
+            past=statistics.past(self._reported + 1, self._taken),
+            skipped=skipped,
+            consecutive=consecutive,
+        )
+        if self._outputs:
+            samples = ((name, sample.read()) for name, sample in self._outputs.items())
+            record["activations"] = activations_of(samples)
+        self._reported = self._taken
+        self.history.append(record)
+        if self._jsonl is not None:
+            append_line(self._jsonl, record)
+        if self._events is not None:
+            self._events.write(record)
+
+    def _why_stopped(self, consecutive: int) -> str:
+        record = self.history[-1] if self.history else {}
+        bad = [name for name, each in record.get("variables", {}).items() if each["nonfinite"]]
+        where = "; their sum over the replicas overflowed, no replica's own did"
+        if bad:
+            where = (
+                f"; at step {record['step']}, with loss scale {scale_text(record['loss_scale'])}, "
+                f"the first bad variable was {bad[0]}"
+            )
+        if len(bad) > 1:
+            where += f", of {len(bad)} in all; the backward pass comes to {bad[-1]} first"
+        return (
+            f"{consecutive} steps in a row were skipped because gradients were not finite{where}. "
+            "No weight has changed in these steps. A lower loss scale does not help any more: look "
+            "for an inf or NaN in the data, the weights or the model with "
+            "tfamp.diagnostics.find_nonfinite, lower the learning rate, or use bfloat16."
+        )
+
+
+def unique(names: Sequence[str]) -> list[str]:
+    """Returns names with "#2", "#3" and so on behind those that are there more than once."""
+    counts: dict[str, int] = {}
+    made = []
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+        made.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
+    return made
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer; got {value!r}.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1; got {value}.")

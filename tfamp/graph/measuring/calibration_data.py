@@ -1,0 +1,188 @@
+"""The data a graph is calibrated with, and the limits that go with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tfamp.graph.measuring.ranges import Limits
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Data to run a function on before it is rewritten, to find values too large for low precision.
+
+    The function runs in float32 on each element of the data; a few batches that are typical, and
+    some that are extreme, are enough. What exceeds a limit stays float32, and the plan gives the
+    number. A loss scale makes gradients large on purpose: for a train step with one, give a larger
+    `data_max`, such as 2**15, or calibrate with a scale of 1.
+
+    Args:
+        data: One element for each call: a tuple of its arguments, a dict of its keyword arguments,
+            or its only argument, such as an array. A `tf.data.Dataset` will do. An iterator is read
+            when the calibration is made, as data may be gone through more than once.
+        data_max: Largest magnitude that may be in low precision; None is 512 for float16 and no
+            limit for bfloat16. `math.inf` switches it off.
+        reduction_depth: Largest number of values that may be added up for a result in low
+            precision, in matmuls and convolutions as well. None is 2 / eps, 2048 for float16 and
+            256 for bfloat16, in ops that add up in the dtype of their tensors, and no limit in
+            matmuls and convolutions, whose kernels add up in float32.
+
+    Raises:
+        TypeError: The data is one array or dict, or no iterable; or a limit is no number.
+        ValueError: The data is empty or endless; or a limit is not positive.
+
+    Example:
+        >>> calibration = Calibration([([1.0, 2.0],), {"x": [3.0]}], data_max=1000.0)
+        >>> list(calibration.calls())
+        [(([1.0, 2.0],), {}), ((), {'x': [3.0]})]
+    """
+
+    data: Any
+    data_max: float | None = field(default=None, kw_only=True)
+    reduction_depth: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_data(self.data)
+        if isinstance(self.data, Iterator):
+            # The dataclass is frozen for its users; this is where its values are made.
+            object.__setattr__(self, "data", tuple(self.data))
+        if hasattr(self.data, "__len__") and not _is_dataset(self.data) and not len(self.data):
+            raise ValueError(_EMPTY)
+        for name in ("data_max", "reduction_depth"):
+            _check_limit(name, getattr(self, name))
+
+    @staticmethod
+    def of(value: Any) -> Calibration:
+        """Returns a calibration as it is, and one of plain data with the default limits.
+
+        Args:
+            value: A `Calibration`, or data as it takes it.
+
+        Raises:
+            TypeError, ValueError: As for `Calibration`.
+
+        Example:
+            >>> Calibration.of([1.0, 2.0]).data_max is None
+            True
+        """
+        return value if isinstance(value, Calibration) else Calibration(value)
+
+    @staticmethod
+    def from_npz(
+        path: str | os.PathLike[str],
+        *,
+        data_max: float | None = None,
+        reduction_depth: int | None = None,
+    ) -> Calibration:
+        """Reads a file that `numpy.savez` wrote: one call, with its arrays as keyword arguments.
+
+        Args:
+            path: The file. Its arrays have the names of the function's inputs; their first axis is
+                that of the batch.
+            data_max: As for `Calibration`.
+            reduction_depth: As for `Calibration`.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It is no such file, is empty, or holds an array of objects.
+
+        Example:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     np.savez(f"{folder}/batch.npz", x=np.ones((8, 4)))
+            ...     calibration = Calibration.from_npz(f"{folder}/batch.npz")
+            >>> [(name, array.shape) for name, array in calibration.data[0].items()]
+            [('x', (8, 4))]
+        """
+        arrays = _read_npz(path)
+        if not arrays:
+            raise ValueError(f"{os.fspath(path)} holds no array; save one for each input.")
+        return Calibration([arrays], data_max=data_max, reduction_depth=reduction_depth)
+
+    def calls(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Gives the arguments and keyword arguments of each call.
+
+        Raises:
+            ValueError: The data turns out to be empty.
+        """
+        is_empty = True
+        for each in self.data:
+            is_empty = False
+            if isinstance(each, Mapping):
+                yield (), {str(name): value for name, value in each.items()}
+            else:
+                yield (tuple(each) if isinstance(each, tuple) else (each,)), {}
+        if is_empty:
+            raise ValueError(_EMPTY)
+
+    def limits(self, dtype: str) -> Limits:
+        """Returns the limits for a dtype, the defaults where none were given.
+
+        Args:
+            dtype: "float16" or "bfloat16".
+        """
+        limits = Limits.default(dtype)
+        if self.data_max is not None:
+            limits = dataclasses.replace(limits, data_max=float(self.data_max))
+        if self.reduction_depth is not None:
+            depth = float(self.reduction_depth)
+            limits = dataclasses.replace(limits, sum_depth=depth, matmul_depth=depth)
+        return limits
+
+
+_ENDLESS = -1  # tf.data.INFINITE_CARDINALITY
+_EMPTY = "Calibration needs at least one call's data; got none."
+_EXPECTED = (
+    "data must be an iterable with one element for each call: a tuple of arguments, a dict of "
+    "keyword arguments, or the only argument"
+)
+
+
+def _check_data(data: Any) -> None:
+    if _is_dataset(data):
+        if int(data.cardinality()) == _ENDLESS:
+            raise ValueError("data must end; this dataset repeats for ever. Use dataset.take(n).")
+        return
+    if isinstance(data, Mapping):
+        raise TypeError(f"{_EXPECTED}; got a dict. For one call put it into a list: [{{...}}].")
+    if isinstance(data, str | bytes) or not isinstance(data, Iterable):
+        raise TypeError(f"{_EXPECTED}; got {type(data).__name__}.")
+    if hasattr(data, "shape"):
+        # Its elements would be single examples, where a batch is meant.
+        raise TypeError(
+            f"{_EXPECTED}; got {type(data).__name__} of shape {tuple(data.shape)}. For one call "
+            "put it into a list: [x]."
+        )
+
+
+def _is_dataset(data: Any) -> bool:
+    return hasattr(data, "cardinality") and hasattr(data, "element_spec")
+
+
+def _check_limit(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"{name} must be a number or None; got {value!r}.")
+    if math.isnan(value) or value <= 0:
+        raise ValueError(f"{name} must be more than 0; got {value!r}.")
+
+
+def _read_npz(path: str | os.PathLike[str]) -> dict[str, Any]:
+    name = os.fspath(path)
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if not isinstance(loaded, np.ndarray):
+            with loaded:
+                return {each: loaded[each] for each in loaded.files}
+    except (zipfile.BadZipFile, EOFError, ValueError) as error:
+        raise ValueError(f"{name} is no .npz file of numbers: {error}") from error
+    raise ValueError(f"{name} holds one array without a name; use numpy.savez.")

@@ -1,0 +1,175 @@
+"""Which machine profile holds here: built-in, given in a file, cached, or measured now."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp.errors import TfampWarning
+from tfamp.graph import request
+from tfamp.machine import hardware, profile_cache, profile_measure
+from tfamp.machine.profile import MachineProfile
+
+VARIABLE = "TFAMP_PROFILE"
+_CHOICES = (
+    f'{VARIABLE} must be "builtin" for the built-in table, "measure" to measure and leave the '
+    "cache alone, or the path of a JSON file that MachineProfile.to_json() wrote; unset it for the "
+    "cached measurement"
+)
+# What oneDNN and cuBLAS are told from outside about the instructions they may use.
+_FLAGS = (
+    "TF_ENABLE_ONEDNN_OPTS",
+    "TF_SET_ONEDNN_FPMATH_MODE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_CPU_ISA_HINTS",
+    "DNNL_CPU_ISA_HINTS",
+    "NVIDIA_TF32_OVERRIDE",
+)
+# Two measurements at once would slow each other.
+_MEASURING = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class FoundProfile:
+    """A machine profile and where it comes from.
+
+    Attributes:
+        profile: The profile.
+        source: Where it comes from, in words.
+    """
+
+    profile: MachineProfile
+    source: str
+
+
+def check_profile(profile: Any) -> None:
+    """Checks an argument that says which profile to use.
+
+    Raises:
+        TypeError: It is neither None, nor a string, nor a `MachineProfile`.
+        ValueError: It is another string than "builtin".
+    """
+    if isinstance(profile, str):
+        if profile != "builtin":
+            raise ValueError(
+                'profile must be None for this machine\'s, "builtin" or a '
+                f"tfamp.graph.MachineProfile; got {profile!r}. A file's is "
+                "MachineProfile.from_json(text)."
+            )
+    elif profile is not None and not isinstance(profile, MachineProfile):
+        raise TypeError(
+            'profile must be None for this machine\'s, "builtin" or a tfamp.graph.MachineProfile; '
+            f"got {type(profile).__name__}."
+        )
+
+
+def resolve_profile(profile: Any, placement: str) -> MachineProfile | None:
+    """Returns the profile that an argument stands for; None is the built-in one.
+
+    Args:
+        profile: An argument that `check_profile` let pass.
+        placement: "lists" asks for no measurement: its plan only tells estimated times.
+    """
+    if isinstance(profile, MachineProfile):
+        return profile
+    return find_profile().profile if profile is None and placement == "min_cut" else None
+
+
+def find_profile() -> FoundProfile:
+    """Returns the profile of this machine, as the environment variable TFAMP_PROFILE says.
+
+    Unset, it is the cached one; where there is none, what is measured now, which takes about three
+    seconds. In a process a machine is measured once. A machine that cannot be measured gets the
+    built-in profile and a `TfampWarning`, a cache that cannot be written the same warning.
+
+    Returns:
+        The profile, and where it comes from.
+
+    Raises:
+        ValueError: TFAMP_PROFILE is neither "builtin", nor "measure", nor such a file.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if asked == "builtin":
+        return _built_in(f"the built-in table, as {VARIABLE} says")
+    if asked not in ("", "measure"):
+        return FoundProfile(_read(asked), f"{asked}, as {VARIABLE} says")
+    folder = None if asked else profile_cache.cache_folder()
+    with _MEASURING:
+        return _of_machine(tuple(machine_key().items()), folder)
+
+
+def machine_key() -> dict[str, str]:
+    """Returns what the speed of this machine depends on, by name: the key of its cached profile."""
+    found = hardware.detect()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    facts = {
+        "tensorflow": tf.__version__,
+        "cpu": found.cpu_model,
+        "cpu native": f"bfloat16 {found.cpu_bfloat16}, float16 {found.cpu_float16}",
+        "cores": str(cores),
+        "threads": str(tf.config.threading.get_intra_op_parallelism_threads()),
+        "gpus": ", ".join(gpu.name for gpu in found.gpus),
+    }
+    if found.gpus:
+        facts["tf32"] = str(tf.config.experimental.tensor_float_32_execution_enabled())
+    return facts | {name: os.environ[name] for name in _FLAGS if name in os.environ}
+
+
+def _read(path: str) -> MachineProfile:
+    try:
+        return MachineProfile.from_json(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{_CHOICES}. Got {path!r}: {error}") from error
+
+
+def _built_in(source: str) -> FoundProfile:
+    return FoundProfile(request.profile_of(request.device_kind("auto")), source)
+
+
+@functools.cache
+def _of_machine(key: tuple[tuple[str, str], ...], folder: Path | None) -> FoundProfile:
+    """Looks up or measures; once for each key and folder, so that a process has one profile."""
+    facts = dict(key)
+    if folder is not None and (found := _cached(folder, facts)):
+        return found
+    try:
+        profile = profile_measure.measure_profile()
+    except tf.errors.OpError as error:
+        text = f"This machine cannot be measured, tfamp's built-in figures are used: {error}"
+        warnings.warn(text, TfampWarning, stacklevel=3)
+        return _built_in("the built-in table, as this machine cannot be measured")
+    if folder is None:
+        return FoundProfile(profile, f"measured now, as {VARIABLE} says")
+    # Processes that started together go by one measurement.
+    if found := _cached(folder, facts):
+        return found
+    try:
+        path = profile_cache.put_profile(folder, facts, profile)
+    except OSError as error:
+        text = (
+            "The measured machine profile cannot be kept, so every process that needs it takes two "
+            f"seconds to measure it again: {error}. Make {folder} writable, or set {VARIABLE} to "
+            '"builtin" or to a file.'
+        )
+        warnings.warn(text, TfampWarning, stacklevel=3)
+        return FoundProfile(profile, "measured now; it cannot be kept")
+    return FoundProfile(profile, f"measured now, kept in {path}")
+
+
+def _cached(folder: Path, key: dict[str, str]) -> FoundProfile | None:
+    profile = profile_cache.get_profile(folder, key)
+    if profile is None:
+        return None
+    return FoundProfile(
+        profile, f"measured before, kept in {profile_cache.profile_path(folder, key)}"
+    )
