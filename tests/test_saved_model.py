@@ -386,6 +386,13 @@ def break_variables(model):
     data.write_bytes(data.read_bytes()[:1000])
 
 
+def break_index(model):
+    index = model / "variables" / "variables.index"
+    data = bytearray(index.read_bytes())
+    data[-44] ^= 64  # In the footer: a block that ends behind the end of the file.
+    index.write_bytes(data)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -394,6 +401,7 @@ def break_variables(model):
         (lose_graph, "is no SavedModel: it has no saved_model.pb"),
         (lose_variables, "The variables of the SavedModel .* cannot be read"),
         (break_variables, "The variables of the SavedModel .* cannot be read"),
+        (break_index, "The variables of the SavedModel .* cannot be read"),
         (shutil.rmtree, "There is no directory"),
     ],
 )

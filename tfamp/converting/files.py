@@ -125,7 +125,8 @@ def _check_variables(src: Path) -> None:
             tf.raw_ops.RestoreV2(
                 prefix=prefix, tensor_names=[name], shape_and_slices=[""], dtypes=[dtype]
             )
-    except (tf.errors.OpError, ValueError) as error:
+    except (tf.errors.OpError, ValueError, IndexError, NotImplementedError) as error:
+        # The reader's statuses without a Python error of TensorFlow's come as Python's own.
         raise SavedModelError(
             f"The variables of the SavedModel {src} cannot be read: {first_line(error)}"
         ) from error

@@ -325,6 +325,18 @@ def test_a_fetched_loop_and_the_given_graph_stay_as_they_are():
     assert (kept.SerializeToString(deterministic=True), added) == (before, frozenset())
 
 
+@pytest.mark.parametrize("part", ["body", "cond"])
+def test_a_loop_without_one_of_its_functions_keeps_its_reads(part):
+    step = training_step(tf.Variable(START)).get_concrete_function()
+    graph_def = step.graph.as_graph_def(add_shapes=True)
+    for node in graph_def.node:
+        if "While" in node.op:
+            node.attr.pop(part)
+    before = graph_def.SerializeToString(deterministic=True)
+    kept, added = read_before_loops(graph_def)
+    assert (kept.SerializeToString(deterministic=True), added) == (before, frozenset())
+
+
 @pytest.mark.parametrize("layer", ["LSTM", "GRU"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_keras_rnns_train_with_their_weights_cast_once(layer, dtype):

@@ -19,7 +19,6 @@ from tfamp import _tf_private
 from tfamp.graph.control_flow import LOOPS
 from tfamp.graph.function_names import (
     called_functions,
-    function_attributes,
     reached_functions,
 )
 from tfamp.graph.op_signatures import PYTHON, writes_variable
@@ -70,7 +69,7 @@ def read_before_loops(
     for loop in graph_def.node:
         if loop.op not in LOOPS or loop.name in kept:
             continue
-        functions = [name for _, name in function_attributes(loop)]
+        functions = [loop.attr[part].func.name for part in ("body", "cond")]
         if all(name in library and used[name] == 1 for name in functions):
             reads = _invariant_reads(loop, library)
             handles = {loop.input[each.handle] for each in reads}
