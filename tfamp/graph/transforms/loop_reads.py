@@ -19,6 +19,7 @@ from tfamp import _tf_private
 from tfamp.graph.control_flow import LOOPS
 from tfamp.graph.function_names import (
     called_functions,
+    function_attributes,
     reached_functions,
 )
 from tfamp.graph.op_signatures import PYTHON, writes_variable
@@ -69,8 +70,9 @@ def read_before_loops(
     for loop in graph_def.node:
         if loop.op not in LOOPS or loop.name in kept:
             continue
-        functions = [loop.attr[part].func.name for part in ("body", "cond")]
-        if all(name in library and used[name] == 1 for name in functions):
+        functions = dict(function_attributes(loop))
+        names = [functions.get(part) for part in ("body", "cond")]
+        if all(name in library and used[name] == 1 for name in names):
             reads = _invariant_reads(loop, library)
             handles = {loop.input[each.handle] for each in reads}
             written = _written_behind(loop, graph_def.node, library, handles)
