@@ -71,7 +71,7 @@ def read_before_loops(
         if loop.op not in LOOPS or loop.name in kept:
             continue
         functions = dict(function_attributes(loop))
-        names = [functions.get(part) for part in ("body", "cond")]
+        names = [functions.get(part, "") for part in ("body", "cond")]
         if all(name in library and used[name] == 1 for name in names):
             reads = _invariant_reads(loop, library)
             handles = {loop.input[each.handle] for each in reads}
