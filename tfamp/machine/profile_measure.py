@@ -37,7 +37,7 @@ _NOISE = 1.1
 # From this many times float32's time on the ratio need not be precise: timed this often only. Once
 # would not do, as the machine may have been busy just then.
 _HOPELESS = 4.0
-_HOPELESS_RUNS = 3
+_HOPELESS_RUNS = 2
 # How TensorFlow says that there is no kernel, or none for this dtype on this device.
 _NO_KERNEL_ERRORS = (
     tf.errors.InvalidArgumentError,

@@ -61,7 +61,7 @@ class Sizes:
     )
     elements: int = 1 << 19
     images: tuple[int, int, int] = (16, 32, 32)
-    traffic: int = 1 << 23
+    traffic: int = 1 << 22
     depthwise: tuple[tuple[int, int, int, int], ...] = ((8, 14, 128, 3), (8, 14, 128, 7))
 
     @staticmethod
