@@ -16,6 +16,7 @@ import tfamp
 from helpers import saved_models
 from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
 from helpers.tolerances import assert_close
+from tfamp import _tf_private
 from tfamp.machine import hardware
 from tfamp.saved_model import inspect_saved_model
 
@@ -386,6 +387,16 @@ def break_variables(model):
     data.write_bytes(data.read_bytes()[:1000])
 
 
+def lose_value(model):
+    # TensorFlow, which writes the fingerprint, looks at it without a check.
+    graph = _tf_private.saved_model_message()
+    graph.ParseFromString((model / "saved_model.pb").read_bytes())
+    (meta_graph,) = graph.meta_graphs
+    constant = next(node for node in meta_graph.graph_def.node if node.op == "Const")
+    constant.attr.pop("value")
+    (model / "saved_model.pb").write_bytes(graph.SerializeToString())
+
+
 def break_index(model):
     index = model / "variables" / "variables.index"
     data = bytearray(index.read_bytes())
@@ -401,6 +412,7 @@ def break_index(model):
         (lose_graph, "is no SavedModel: it has no saved_model.pb"),
         (lose_variables, "The variables of the SavedModel .* cannot be read"),
         (break_variables, "The variables of the SavedModel .* cannot be read"),
+        (lose_value, "is broken: its node '.*', a Const, has no attribute 'value'"),
         (break_index, "The variables of the SavedModel .* cannot be read"),
         (shutil.rmtree, "There is no directory"),
     ],
