@@ -34,6 +34,16 @@ def test_policy_object_as_the_guide_prints_it():
     assert mixed_precision.global_policy() == policy
 
 
+def test_arguments_as_keras_2_hands_them_on():
+    inner = keras.optimizers.SGD()
+    given = mixed_precision.LossScaleOptimizer(
+        inner, dynamic=True, initial_scale=None, dynamic_growth_steps=None
+    )
+    assert (given.initial_scale, given.dynamic_growth_steps) == (2.0**15, 2000)
+    fixed = mixed_precision.LossScaleOptimizer(inner, dynamic=False, initial_scale=128)
+    assert (fixed.dynamic, float(fixed.loss_scale)) == (False, 128.0)
+
+
 @pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16"])
 def test_fit_flow(digits, name):
     x, y = digits

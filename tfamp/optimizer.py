@@ -56,8 +56,8 @@ class LossScaleOptimizer(
         loss_scale: A `FixedLossScale` or `DynamicLossScale`; a number means a fixed scale. None
             builds a `DynamicLossScale` from the arguments below.
         dynamic: False keeps the scale at `initial_scale`; steps that overflow are still skipped.
-        initial_scale: Scale of the first step.
-        dynamic_growth_steps: Finite steps in a row before the scale grows.
+        initial_scale: Scale of the first step; None, Keras 2's default, is ours.
+        dynamic_growth_steps: Finite steps in a row before the scale grows; None is the default.
         growth_factor: Factor it grows by, greater than 1.
         backoff_factor: Factor it backs off by after an overflow, between 0 and 1.
         hysteresis: The scale backs off from this overflow in a row on.
@@ -95,8 +95,8 @@ class LossScaleOptimizer(
         *,
         loss_scale: LossScale | float | None = None,
         dynamic: bool = True,
-        initial_scale: float = DynamicLossScale.initial_scale,
-        dynamic_growth_steps: int = DynamicLossScale.growth_steps,
+        initial_scale: float | None = DynamicLossScale.initial_scale,
+        dynamic_growth_steps: int | None = DynamicLossScale.growth_steps,
         growth_factor: float = DynamicLossScale.growth_factor,
         backoff_factor: float = DynamicLossScale.backoff_factor,
         hysteresis: int = DynamicLossScale.hysteresis,
@@ -110,6 +110,11 @@ class LossScaleOptimizer(
     ) -> None:
         check_inner(inner_optimizer)
         clip = resolve_grad_clip(grad_clip)
+        # Keras 2's class has None for both, and programs hand it on.
+        if initial_scale is None:
+            initial_scale = DynamicLossScale.initial_scale
+        if dynamic_growth_steps is None:
+            dynamic_growth_steps = DynamicLossScale.growth_steps
         check_features(
             inner_optimizer,
             clip,
