@@ -94,7 +94,8 @@ def work(args: argparse.Namespace) -> int:
 
     def replica_step(x, y):
         with tf.GradientTape() as tape:
-            loss = cross_entropy(y, model(x, training=True)) / workers  # Gradients are summed.
+            # Gradients are summed, so Keras's losses divide by the number of replicas here.
+            loss = cross_entropy(y, model(x, training=True))
             scaled_loss = optimizer.get_scaled_loss(loss)
         grads = tape.gradient(scaled_loss, [v.value for v in model.trainable_variables])
         grads = optimizer.get_unscaled_gradients(grads)

@@ -274,6 +274,47 @@ def test_replicas_take_the_steps_of_one(two_replicas, arguments, traced):
     assert_close(*flat, dtype, depth=64)
 
 
+class AccumulatingModel(keras.Model):
+    """As in the guide: a step of `fit` with an accumulator."""
+
+    def train_step(self, given):
+        x, y = given
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=y_pred)
+            scaled = self.optimizer.get_scaled_loss(loss)
+        gradients = tape.gradient(scaled, [v.value for v in self.trainable_variables])
+        self.accumulator.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return self.compute_metrics(x, y, y_pred)
+
+
+def fitted(strategy, batches_of_epoch=2 * WINDOW + 2):
+    with strategy.scope():
+        plain = small_model()
+        model = AccumulatingModel(plain.inputs, plain.outputs)
+        optimizer, accumulator = make()
+        model.compile(optimizer, "mse", jit_compile=False)
+        model.accumulator = accumulator
+    flush = tf.function(lambda: strategy.run(accumulator.flush))
+    ends = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: flush())
+    model.fit(
+        *data(batches_of_epoch), batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[ends]
+    )
+    return model, optimizer, accumulator
+
+
+def test_fit_with_a_step_of_ones_own_takes_the_same_steps_on_replicas(two_replicas):
+    model, optimizer, accumulator = fitted(two_replicas)
+    reference, alone, _ = fitted(tf.distribute.get_strategy())
+    # Two windows and a flushed one in each of two epochs.
+    assert int(optimizer.iterations) == int(alone.iterations) == 6
+    assert int(accumulator.count) == 0
+    start = np.concatenate([w.ravel() for w in small_model().get_weights()])
+    flat = [np.concatenate([w.ravel() for w in m.get_weights()]) for m in (model, reference)]
+    assert np.abs(flat[1] - start).max() > 0.01
+    assert_close(*flat, "float32", depth=64)
+
+
 # ---- What is refused ---------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from helpers.tolerances import assert_close
 from helpers.training import assert_identical, data, small_model, snapshot, train_step
 
 
@@ -74,6 +75,32 @@ def test_finite_steps_sum_the_gradients_of_both_replicas(two_replicas, unscale):
         inner.apply_gradients(zip(grads, variables, strict=True))
     for actual, expected in zip(model.variables, reference.variables, strict=True):
         np.testing.assert_allclose(actual.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_loop_of_the_guide_takes_the_steps_of_one_replica(two_replicas):
+    """Keras's losses divide by the number of replicas where the gradients are summed."""
+    loss_fn = keras.losses.MeanSquaredError()
+
+    def loop(model, optimizer):
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                scaled = optimizer.get_scaled_loss(loss_fn(y, model(x, training=True)))
+            grads = tape.gradient(scaled, [v.value for v in model.trainable_variables])
+            grads = optimizer.get_unscaled_gradients(grads)
+            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+        return step
+
+    model, optimizer = make(two_replicas)
+    reference, alone = make(tf.distribute.get_strategy())
+    both, one = distributed(two_replicas, loop(model, optimizer)), loop(reference, alone)
+    x, y = data(2)
+    for _ in range(3):
+        both(per_replica(two_replicas, x[:8], x[8:]), per_replica(two_replicas, y[:8], y[8:]))
+        one(tf.constant(x), tf.constant(y))
+    assert int(optimizer.iterations) == int(alone.iterations) == 3
+    for actual, expected in zip(model.variables, reference.variables, strict=True):
+        assert_close(actual.numpy(), expected.numpy(), "float32", depth=64)
 
 
 def test_random_faults_keep_the_replicas_bit_identical(two_replicas):
