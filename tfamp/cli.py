@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
         "gains",
         description="Tells which low-precision dtypes this machine multiplies natively, which "
         "policy 'auto' therefore picks, which versions are installed, and how fast each dtype is: "
-        "measured in about 2 s and kept in the user's cache folder, unless TFAMP_PROFILE says "
+        "measured in about 3 s and kept in the user's cache folder, unless TFAMP_PROFILE says "
         "otherwise. Of a model it tells the expected gain, and why it is not more. A .keras file "
         "is loaded in Keras's safe mode; loading a SavedModel runs what initialises it.",
     )
@@ -159,7 +159,8 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--placement",
         default="lists",
-        help="what decides where Casts go: lists, or min_cut for what is worth it on this machine",
+        help="what decides where Casts go: lists, the default, or min_cut for what is worth it on a "
+        "device of this kind, by tfamp's built-in table",
     )
     for name, what in (("keep-float32", "stay float32"), ("force-low", "are lowered")):
         parser.add_argument(

@@ -72,7 +72,7 @@ def rewrite(
         placement: "min_cut": the lists decide what may be low, a minimum cut what is worth it on
             this machine. "lists": the lists decide alone.
         profile: What min_cut goes by: a `tfamp.graph.MachineProfile`, "builtin" for fixed figures,
-            or None for this machine's, measured in 2 s once and cached; see `TFAMP_PROFILE`.
+            or None for this machine's, measured in 3 s once and cached; see `TFAMP_PROFILE`.
         on_error: "raise", or "keep": warn and run the float32 function where a graph cannot be
             rewritten.
         cache_weights: Keeps low-precision copies of the weights that the function only reads from

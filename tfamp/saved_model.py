@@ -57,7 +57,8 @@ def rewrite_saved_model(
         keep_float32: Regular expressions, searched for in node names: these stay float32.
         force_low: The same: these are lowered wherever the op has a kernel for it.
         placement: "lists": the lists decide alone, as the model may run on another machine than
-            this. "min_cut": they decide what may be low, a minimum cut what is worth it here.
+            this. "min_cut": they decide what may be low, a minimum cut what is worth it on a device
+            of this kind, by the built-in table.
         device: Kind of device the model will run on: "cpu", "gpu", "tpu", or "auto" for this
             machine's. A node without a kernel there stays float32.
         overwrite: Whether a SavedModel in `dst` is replaced.

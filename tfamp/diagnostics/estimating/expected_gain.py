@@ -137,7 +137,7 @@ def model_report(
         training: Whether to look at a Keras model's forward and backward pass in place of its call.
         example_args: Arguments of a call, for a function or a model that does not tell its inputs.
         profile: What the times go by: a `tfamp.graph.MachineProfile`, "builtin" for fixed figures,
-            or None for this machine's, measured in 2 s once and cached; see `TFAMP_PROFILE`.
+            or None for this machine's, measured in 3 s once and cached; see `TFAMP_PROFILE`.
 
     Returns:
         The report.
