@@ -285,6 +285,8 @@ class AccumulatingModel(keras.Model):
             scaled = self.optimizer.get_scaled_loss(loss)
         gradients = tape.gradient(scaled, [v.value for v in self.trainable_variables])
         self.accumulator.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        self.metrics[0].update_state(loss * replicas)
         return self.compute_metrics(x, y, y_pred)
 
 
@@ -297,17 +299,17 @@ def fitted(strategy, batches_of_epoch=2 * WINDOW + 2):
         model.accumulator = accumulator
     flush = tf.function(lambda: strategy.run(accumulator.flush))
     ends = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: flush())
-    model.fit(
-        *data(batches_of_epoch), batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[ends]
-    )
-    return model, optimizer, accumulator
+    given = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": [ends]}
+    history = model.fit(*data(batches_of_epoch), **given).history
+    return model, accumulator, history["loss"]
 
 
 def test_fit_with_a_step_of_ones_own_takes_the_same_steps_on_replicas(two_replicas):
-    model, optimizer, accumulator = fitted(two_replicas)
-    reference, alone, _ = fitted(tf.distribute.get_strategy())
+    model, accumulator, losses = fitted(two_replicas)
+    reference, alone, expected = fitted(tf.distribute.get_strategy())
     # Two windows and a flushed one in each of two epochs.
-    assert int(optimizer.iterations) == int(alone.iterations) == 6
+    assert int(accumulator.optimizer.iterations) == int(alone.optimizer.iterations) == 6
+    assert_close(losses, expected, "float32", depth=64)
     assert int(accumulator.count) == 0
     start = np.concatenate([w.ravel() for w in small_model().get_weights()])
     flat = [np.concatenate([w.ravel() for w in m.get_weights()]) for m in (model, reference)]

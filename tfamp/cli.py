@@ -159,8 +159,8 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--placement",
         default="lists",
-        help="what decides where Casts go: lists, the default, or min_cut for what is worth it on a "
-        "device of this kind, by tfamp's built-in table",
+        help="what decides where Casts go: lists, the default, or min_cut for what is worth it on "
+        "a device of this kind, by tfamp's built-in table",
     )
     for name, what in (("keep-float32", "stay float32"), ("force-low", "are lowered")):
         parser.add_argument(
