@@ -44,6 +44,29 @@ def test_arguments_as_keras_2_hands_them_on():
     assert (fixed.dynamic, float(fixed.loss_scale)) == (False, 128.0)
 
 
+@pytest.mark.parametrize("unscale", [True, False])
+def test_a_loss_that_is_multiplied_by_hand(unscale):
+    """`loss * optimizer.get_scale()`, as some tutorials have it."""
+    weight = keras.Variable(1.0)
+    optimizer = mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.25))
+
+    @tf.function
+    def step(sign):
+        with tf.GradientTape() as tape:
+            scaled = tf.square(weight) * sign * optimizer.get_scale()
+        grads = tape.gradient(scaled, [weight.value])
+        if unscale:
+            grads = optimizer.get_unscaled_gradients(grads)
+            grads, _ = tf.clip_by_global_norm(grads, 1.0)
+        optimizer.apply_gradients(zip(grads, [weight], strict=True))
+
+    step(1.0)
+    assert float(weight) == (0.75 if unscale else 0.5)
+    step(np.inf)
+    assert float(weight) == (0.75 if unscale else 0.5)
+    assert float(optimizer.loss_scale) == 2.0**14
+
+
 @pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16"])
 def test_fit_flow(digits, name):
     x, y = digits
