@@ -38,8 +38,8 @@ class GradientAccumulator(tf.Module):
     what it is until the window ends, a micro-batch with an inf or NaN, on any replica, drops the
     whole window, and on several replicas nothing is sent until then.
 
-    The `gradient_accumulation_steps` of Keras's optimizers serve `model.fit` and are the simpler
-    choice there. They do not keep the above: every micro-batch is a step of the loss scale, which
+    In `model.fit` call it in a `train_step` of the model. The `gradient_accumulation_steps` of
+    Keras's optimizers are simpler there, and do not keep the above: every micro-batch is a step of the loss scale, which
     may change in the middle of a window; a bad micro-batch is left out and the others still divided
     by their full number; and they fail under `MirroredStrategy`.
 
