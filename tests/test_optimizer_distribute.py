@@ -103,6 +103,30 @@ def test_the_loop_of_the_guide_takes_the_steps_of_one_replica(two_replicas):
         assert_close(actual.numpy(), expected.numpy(), "float32", depth=64)
 
 
+def test_a_rewritten_function_may_call_strategy_run(two_replicas):
+    """The guide's way to have the optimizer inside a rewritten function."""
+    model, optimizer = make(two_replicas)
+    step = train_step(model, optimizer)
+
+    def run(x, y):
+        two_replicas.run(step, args=(x, y))
+
+    fast = tfamp.rewrite(run, dtype="bfloat16", placement="lists")
+    x, y = data(2)
+    ys = per_replica(two_replicas, y[:8], y[8:])
+    fast(per_replica(two_replicas, x[:8], x[8:]), ys)
+    ops = fast.concrete(per_replica(two_replicas, x[:8], x[8:]), ys).graph.get_operations()
+    assert {op.outputs[0].dtype for op in ops if op.type == "MatMul"} == {tf.bfloat16}
+    moved = snapshot(model, optimizer.inner_optimizer)
+    assert int(optimizer.iterations) == 1
+    fast(per_replica(two_replicas, x[:8], x[8:] * np.float32(np.inf)), ys)
+    assert_identical(snapshot(model, optimizer.inner_optimizer), moved)
+    assert replica_values(optimizer.dynamic_scale) == [2.0**9, 2.0**9]
+    for variable in model.variables:
+        first, second = variable.value.values
+        np.testing.assert_array_equal(first.numpy(), second.numpy())
+
+
 def test_random_faults_keep_the_replicas_bit_identical(two_replicas):
     model, optimizer = make(two_replicas, dynamic_growth_steps=3)
     step = distributed(two_replicas, train_step(model, optimizer))

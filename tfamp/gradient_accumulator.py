@@ -39,9 +39,9 @@ class GradientAccumulator(tf.Module):
     whole window, and on several replicas nothing is sent until then.
 
     In `model.fit` call it in a `train_step` of the model. The `gradient_accumulation_steps` of
-    Keras's optimizers are simpler there, and do not keep the above: every micro-batch is a step of the loss scale, which
-    may change in the middle of a window; a bad micro-batch is left out and the others still divided
-    by their full number; and they fail under `MirroredStrategy`.
+    Keras's optimizers are simpler there, and do not keep the above: every micro-batch is a step of
+    the loss scale, which may change in the middle of a window; a bad micro-batch is left out and
+    the others still divided by their full number; and they fail under `MirroredStrategy`.
 
     Works in eager mode, in a `tf.function`, traced once, and in `strategy.run`; create it under
     `strategy.scope()`. `tf.train.Checkpoint` saves it, an unfinished window too. The sums take the
