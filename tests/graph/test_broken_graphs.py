@@ -63,6 +63,16 @@ def test_a_call_with_too_many_arguments():
     refused(graph, "Node 'c' .*it has 2 inputs, and the function 'f0' takes 1")
 
 
+def test_a_call_of_itself_without_arguments():
+    graph = chain(1)
+    function = graph.library.function[0]
+    itself = function.node_def.add(name="itself", op="PartitionedCall")
+    itself.attr["f"].func.name = function.signature.name
+    for types in ("Tin", "Tout"):
+        itself.attr[types].list.SetInParent()
+    refused(graph, "Node 'itself' .*it has 0 inputs, and the function 'f0' takes 1")
+
+
 @pytest.mark.parametrize("tensor", ["nowhere:y:0", "n0:other:0", "n0:y:first", ""])
 def test_a_function_that_uses_what_no_node_gives(tensor):
     graph = chain(1)

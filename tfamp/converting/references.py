@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-# TensorFlow reads these without a look whether they are there: where they are not, the process dies.
+# TensorFlow reads these unseen: where they are not, the process dies.
 _READ_UNSEEN = {
     "Const": ("dtype", "value"),
     "PartitionedCall": ("f",),

@@ -98,6 +98,8 @@ class _Bodies:
         else:
             return None
         function = self._functions.get(name)
+        if function is not None:
+            _check_arguments(node, function)
         if function is None or name in self._active or _is_opaque(node) or _is_opaque(function):
             return None
         if any(each.op in _OLD_CONTROL_FLOW for each in function.node_def):
@@ -245,11 +247,6 @@ class _Inner:
         self._nodes = {node.name: node for node in function.node_def}
         data = [name for name in call.input if not name.startswith("^")]
         names = [arg.name for arg in function.signature.input_arg]
-        if len(names) != len(data):
-            raise RewriteError(
-                f"Node {call.name!r} ({call.op}): it has {len(data)} inputs, and the function "
-                f"{function.signature.name!r} takes {len(names)}."
-            )
         self._given = dict(zip(names, data, strict=True))
         self._ports: dict[str, Mapping[str, int]] = {}
 
@@ -318,6 +315,16 @@ class _Inner:
             name = each.decode().removeprefix("loc:@")
             if name in self._nodes:
                 yield f"loc:@{self._prefix}{name}".encode()
+
+
+def _check_arguments(call: Any, function: Any) -> None:
+    given = sum(not name.startswith("^") for name in call.input)
+    taken = len(function.signature.input_arg)
+    if given != taken:
+        raise RewriteError(
+            f"Node {call.name!r} ({call.op}): it has {given} inputs, and the function "
+            f"{function.signature.name!r} takes {taken}."
+        )
 
 
 def argument_name(prefix: str, position: int) -> str:
