@@ -360,3 +360,22 @@ def test_replicas_update_their_masters_alike(two_replicas, arguments):
     step(half(x), half(y))
     kernel = spread.master_variables[0].numpy()
     assert np.all(np.abs(kernel) < 0.5), "assigned weights hold"
+
+
+def test_fit_on_replicas_ends_with_the_masters_rounded(two_replicas):
+    """`fit` finalizes the weights outside the strategy's scope."""
+    x, y = data(2)
+    with two_replicas.scope():
+        model = low_model("bfloat16")
+        # The average is what finalizing puts into the weights.
+        model.compile(make(keras.optimizers.SGD(0.01, use_ema=True)), "mse", jit_compile=False)
+    before = [variable.numpy() for variable in model.trainable_variables]
+    model.fit(x, y, batch_size=8, verbose=0)
+    averages = model.optimizer.inner_optimizer._model_variables_moving_average
+    for variable, master, average, old in zip(
+        model.trainable_variables, model.optimizer.master_variables, averages, before, strict=True
+    ):
+        np.testing.assert_array_equal(master.numpy(), average.numpy())
+        for copy, of in zip(variable.value.values, master.value.values, strict=True):
+            assert tf.reduce_all(tf.cast(of, copy.dtype) == copy)
+        assert np.any(master.numpy() != old)

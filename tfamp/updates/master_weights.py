@@ -119,9 +119,16 @@ def write_to_model(pairs: Sequence[Mastered]) -> None:
 
 def _update(target: Any, function: Any, source: Any) -> None:
     # On every device its own copies, with nothing sent between them: an assignment in a replica
-    # would average the replicas' values, which are the same.
+    # would average the replicas' values, which are the same. `model.fit` finalizes the variables
+    # outside the scope of their strategy, which then is not the current one.
+    native = _native(target)
     strategy = tf.distribute.get_strategy()
-    strategy.extended.update(_native(target), function, args=(_native(source),), group=False)
+    scope: Any = contextlib.nullcontext()
+    if not tf.distribute.has_strategy() and hasattr(native, "distribute_strategy"):
+        strategy = native.distribute_strategy
+        scope = strategy.scope()
+    with scope:
+        strategy.extended.update(native, function, args=(_native(source),), group=False)
 
 
 def _native(variable: Any) -> Any:
