@@ -91,6 +91,7 @@ LAYERS = (
         "graph",
     ),
     (
+        "autocasting.finished_graphs",
         "autocasting.state",
         "machine.profile_cache",
         "machine.profile_measure",

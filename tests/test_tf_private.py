@@ -1,6 +1,7 @@
 """Each private TensorFlow symbol, so that a release that changes one says which."""
 
 import importlib
+import tempfile
 
 import numpy as np
 import pytest
@@ -100,6 +101,14 @@ def _reach_for(x):
     return x
 
 
+def _loaded():
+    module = tf.Module()
+    module.run = tf.function(lambda x: tf.tanh(x), input_signature=[FLOATS])
+    with tempfile.TemporaryDirectory() as directory:
+        tf.saved_model.save(module, directory)
+        return tf.saved_model.load(directory).run
+
+
 REACHED_BY = {
     "TFE_Py_FastPathExecute": lambda: tf.matmul(X, X),
     "_apply_op_helper": lambda: _trace(lambda x: tf.matmul(x, x), FLOATS),
@@ -112,6 +121,8 @@ REACHED_BY = {
     "_eager_mode_decorator": _reach_custom_gradient,
     "_graph_mode_decorator": lambda: _trace(_reach_custom_gradient),
     "make_function_context": lambda: tf.function(lambda x: x)(tf.constant(X)),
+    "ConcreteFunction.__call__": lambda: _trace(tf.tanh, FLOATS)(tf.constant(X)),
+    "_call_concrete_function": lambda: _loaded()(tf.constant(X)),
     "while_loop": lambda: tf.while_loop(lambda i: i < 2, lambda i: [i + 1], [tf.constant(0)]),
     "_verify_single_loop_var": lambda: _trace(_reach_for, FLOATS),
     "verify_single_cond_var": lambda: _trace(_reach_if, FLOATS),

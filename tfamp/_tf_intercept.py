@@ -293,6 +293,16 @@ def _array_method(place: int, handler: Interception, original: Any) -> Any:
     return method
 
 
+def _finished_graph(handler: Interception, original: Any) -> Any:
+    @functools.wraps(original)
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if handler.active():
+            handler.finished_graph(function)
+        return original(function, *args, **kwargs)
+
+    return call
+
+
 def _signature_cast(handler: Interception, original: Any) -> Any:
     @functools.wraps(original)
     def cast(self: Any, value: Any, casting_context: Any) -> Any:
@@ -345,6 +355,10 @@ INTERCEPTED = (
     Intercepted(
         "eager.polymorphic_function.function_context", "make_function_context", _function_context
     ),
+    Intercepted(
+        "eager.polymorphic_function.concrete_function", "ConcreteFunction.__call__", _finished_graph
+    ),
+    Intercepted("saved_model.function_deserialization", "_call_concrete_function", _finished_graph),
     Intercepted("ops.while_loop", "while_loop", _while_loop),
     Intercepted("autograph.operators.control_flow", "_verify_single_loop_var", _loop_check),
     Intercepted("autograph.operators.control_flow", "verify_single_cond_var", _branch_check),

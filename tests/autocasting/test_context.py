@@ -578,8 +578,39 @@ def test_a_function_inside_a_function_is_traced_for_the_mode(a):
 def test_a_concrete_function_stays_what_it_is_and_takes_low_arguments(a):
     product = tf.function(lambda x: tf.matmul(x, x)).get_concrete_function(a)
     with tfamp.autocast("bfloat16"):
-        assert product(a).dtype == tf.float32
-        assert product(tf.matmul(a, a)).dtype == tf.float32
+        with pytest.warns(tfamp.TfampWarning, match="1 MatMul in float32. Call the tf.function"):
+            assert product(a).dtype == tf.float32
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # It has been said once.
+            assert product(tf.matmul(a, a)).dtype == tf.float32
+
+
+@eager_and_traced
+@pytest.mark.parametrize("signature", [True, False])
+def test_a_loaded_function_warns_that_it_stays_float32(a, tmp_path, run, signature):
+    module = tf.Module()
+    module.product = tf.function(
+        lambda x: {"y": tf.matmul(x, x)}, input_signature=[tf.TensorSpec((4, 4), name="x")]
+    )
+    tf.saved_model.save(module, str(tmp_path), signatures=module.product)
+    loaded = tf.saved_model.load(str(tmp_path))
+    call = loaded.signatures["serving_default"] if signature else loaded.product
+    call(x=a)
+    with tfamp.autocast("bfloat16"), pytest.warns(tfamp.TfampWarning, match="finished graph"):
+        assert run(lambda x: call(x=x))(a)["y"].dtype == tf.float32
+
+
+def test_finished_graphs_that_autocast_would_leave_alone_do_not_warn(a):
+    softmax = tf.function(tf.nn.softmax).get_concrete_function(a)
+    rewritten = tfamp.rewrite(lambda x: tf.matmul(x, x), dtype="bfloat16", placement="lists")
+    low = rewritten.concrete(a)
+    assert op_dtypes(rewritten, a)["MatMul"] == {"bfloat16"}
+    with tfamp.autocast("bfloat16"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert softmax(a).dtype == tf.float32
+        assert low(a).dtype == tf.float32
+        with tfamp.autocast(enabled=False):
+            tf.function(lambda x: tf.matmul(x, x)).get_concrete_function(a)(a)
 
 
 def test_a_function_with_an_input_signature_takes_low_arguments(a):

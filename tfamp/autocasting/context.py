@@ -83,7 +83,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
 
     It counts in its own thread, and one object can be entered again while it is in force. A
     `tf.function` called inside is traced anew for it, whenever it was traced before; a
-    `ConcreteFunction` stays what it is. Put the context inside the function that
+    `ConcreteFunction` stays what it is, and warns. Put the context inside the function that
     `tf.distribute.Strategy.run` is given: replicas run in threads of their own.
 
     Source: the semantics are those of `torch.autocast` and `paddle.amp.auto_cast`; the lists are
@@ -101,7 +101,8 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
 
     Warns:
         TfampWarning: Once per process, where float16 is in force on a CPU without float16
-            arithmetic, with the slowdown measured.
+            arithmetic, with the slowdown measured. Once for each function called inside whose
+            graph was finished before and has float32 ops that would be lowered.
 
     Raises:
         ValueError: `dtype` is no low-precision dtype.

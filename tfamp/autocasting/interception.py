@@ -47,5 +47,8 @@ class Interception(Protocol):
     def trace_key(self) -> Hashable:
         """What a trace of a `tf.function` depends on, None where on nothing."""
 
+    def finished_graph(self, function: Any) -> None:
+        """Called with a function whose graph is finished, before it runs."""
+
     def cross_entropy_input(self, logits: Any) -> Any:
         """Returns the logits a cross-entropy function is to work on."""

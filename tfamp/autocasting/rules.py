@@ -21,6 +21,7 @@ from tfamp._tf_private import (
     no_tape_is_active,
     op_inputs,
 )
+from tfamp.autocasting.finished_graphs import warn_of_finished_graph
 from tfamp.autocasting.state import Mode, current_modes
 from tfamp.dtypes import LOW_PRECISION
 
@@ -175,6 +176,12 @@ class Autocaster:
         """The mode in force."""
         mode = current_modes.current
         return None if mode is None else mode.key
+
+    def finished_graph(self, function: Any) -> None:
+        """Warns of a function that was traced before and stays float32."""
+        mode = current_modes.current
+        if mode is not None:
+            warn_of_finished_graph(function, mode.dtype, mode.targets)
 
     def layer_dtype(self) -> str | None:
         """The dtype Keras layers read their variables in; None for the layers' own."""
