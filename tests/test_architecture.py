@@ -93,6 +93,7 @@ LAYERS = (
     (
         "autocasting.finished_graphs",
         "autocasting.state",
+        "autocasting.trace_casts",
         "machine.profile_cache",
         "machine.profile_measure",
         "machine.profile_works",

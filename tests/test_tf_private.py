@@ -79,6 +79,7 @@ def _trace(function, *specs):
 def _tape():
     x = tf.Variable(X)
     with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
         y = tf.tanh(x)
     return tape, y, x
 
@@ -109,11 +110,21 @@ def _loaded():
         return tf.saved_model.load(directory).run
 
 
+def _accumulate():
+    x = tf.constant(X)
+    with tf.autodiff.ForwardAccumulator(x, x) as accumulator:
+        return accumulator.jvp(tf.tanh(x))
+
+
 REACHED_BY = {
     "TFE_Py_FastPathExecute": lambda: tf.matmul(X, X),
     "_apply_op_helper": lambda: _trace(lambda x: tf.matmul(x, x), FLOATS),
     "cast": lambda: tf.cast(tf.constant(X), tf.float64),
     "imperative_grad": lambda: (lambda tape, y, x: tape.gradient(y, x))(*_tape()),
+    "GradientTape._push_tape": _tape,
+    "GradientTape.watch": _tape,
+    "ForwardAccumulator._push_accumulator": _accumulate,
+    "ForwardAccumulator._watch": _accumulate,
     "GradientTape.jacobian": lambda: (lambda tape, y, x: tape.jacobian(y, x))(*_tape()),
     "GradientTape.batch_jacobian": lambda: (lambda tape, y, x: tape.batch_jacobian(y, x))(*_tape()),
     "_GradientsHelper": lambda: _trace(lambda x: tf.gradients(tf.tanh(x), x), FLOATS),
@@ -172,6 +183,16 @@ def test_no_tape_is_active_tells_whether_one_records():
             assert _tf_private.no_tape_is_active()
     with tf.autodiff.ForwardAccumulator(tf.constant(X), tf.constant(X)):
         assert not _tf_private.no_tape_is_active()
+
+
+def test_place_in_trace_is_the_order_in_which_operations_were_made():
+    def places(x):
+        first = tf.tanh(x)
+        second = tf.exp(x)
+        assert _tf_private.place_in_trace(first.op) < _tf_private.place_in_trace(second.op)
+        return first + second
+
+    _trace(places, FLOATS)
 
 
 def test_op_inputs_are_in_order_with_their_dtypes():

@@ -173,6 +173,15 @@ def _gradient(handler: Interception, original: Any) -> Any:
     return gradient
 
 
+def _recording(handler: Interception, original: Any) -> Any:
+    @functools.wraps(original)
+    def change(*args: Any, **kwargs: Any) -> Any:
+        handler.recording_changed()
+        return original(*args, **kwargs)
+
+    return change
+
+
 def _custom_gradient(handler: Interception, original: Any) -> Any:
     @functools.wraps(original)
     def decorator(f: Any, args: Any, kwargs: Any) -> Any:
@@ -346,6 +355,10 @@ INTERCEPTED = (
     Intercepted("framework.op_def_library", "_apply_op_helper", _graph_op),
     Intercepted("ops.gen_math_ops", "cast", _cast),
     Intercepted("eager.imperative_grad", "imperative_grad", _gradient),
+    Intercepted("eager.backprop", "GradientTape._push_tape", _recording),
+    Intercepted("eager.backprop", "GradientTape.watch", _recording),
+    Intercepted("eager.forwardprop", "ForwardAccumulator._push_accumulator", _recording),
+    Intercepted("eager.forwardprop", "ForwardAccumulator._watch", _recording),
     Intercepted("eager.backprop", "GradientTape.jacobian", _gradient),
     Intercepted("eager.backprop", "GradientTape.batch_jacobian", _gradient),
     Intercepted("ops.gradients_util", "_GradientsHelper", _gradient),

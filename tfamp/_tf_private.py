@@ -92,6 +92,17 @@ def no_tape_is_active() -> bool:
     return bool(private_symbol(private_module("pywrap_tfe"), "TFE_Py_TapeSetIsEmpty")())
 
 
+def place_in_trace(op: Any) -> int:
+    """The number of an operation in the order in which those of its graph were made.
+
+    Symbol: `tf.Operation._id`.
+
+    Args:
+        op: A `tf.Operation`.
+    """
+    return int(private_symbol(op, "_id"))
+
+
 @functools.cache
 def chooses_its_output_dtype(op: str) -> bool:
     """Whether an op takes a float output's dtype as an argument, apart from its inputs' dtypes.

@@ -48,6 +48,12 @@ class Silent:
     def custom_gradient(self, function):
         return function
 
+    def recording_changed(self):
+        pass
+
+    def finished_graph(self, function):
+        pass
+
     def trace_key(self):
         return None
 

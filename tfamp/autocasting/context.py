@@ -95,9 +95,9 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
             multiplies neither, nothing is cast.
         enabled: False makes a float32 island inside another autocast: ops run as given.
         op_lists: A `tfamp.OpLists`; None for tfamp's own for the dtype.
-        cache_casts: Whether a tensor that several ops use is cast once. Only in eager mode and
-            while no tape records: on a tape every use needs a cast of its own, and in a graph
-            TensorFlow merges equal casts itself. A variable is read anew at every use.
+        cache_casts: Whether what several ops use is cast once: in a trace a variable that is not
+            assigned in between, for each tape; in eager mode a tensor, while no tape records. Its
+            gradients are then added up in the low dtype.
 
     Warns:
         TfampWarning: Once per process, where float16 is in force on a CPU without float16

@@ -44,6 +44,9 @@ class Interception(Protocol):
     def custom_gradient(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that `tf.custom_gradient` decorates, fit for this thread's mode."""
 
+    def recording_changed(self) -> None:
+        """Called when a tape or an accumulator of this thread begins to record or to watch."""
+
     def trace_key(self) -> Hashable:
         """What a trace of a `tf.function` depends on, None where on nothing."""
 

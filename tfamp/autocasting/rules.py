@@ -23,6 +23,7 @@ from tfamp._tf_private import (
 )
 from tfamp.autocasting.finished_graphs import warn_of_finished_graph
 from tfamp.autocasting.state import Mode, current_modes
+from tfamp.autocasting.trace_casts import trace_casts
 from tfamp.dtypes import LOW_PRECISION
 
 _EDITABLE = frozenset({*LOW_PRECISION, "float32"})
@@ -87,6 +88,9 @@ class Autocaster:
             )
         if needless and target != source:
             return tensor
+        mode = current_modes.current
+        if mode.cache_casts and source == "float32" and module.startswith(_library_code.LIBRARIES):
+            return trace_casts.once(tensor, target, run)  # Keras's, of a layer's weights.
         result = run()
         if not module.startswith(_library_code.LIBRARIES):
             setattr(result, _EXPLICIT, True)
@@ -171,6 +175,10 @@ class Autocaster:
             return result, gradient
 
         return with_gradient
+
+    def recording_changed(self) -> None:
+        """Forgets casts that a tape has not seen."""
+        trace_casts.recording_changed()
 
     def trace_key(self) -> Hashable:
         """The mode in force."""
@@ -337,14 +345,12 @@ def _recast(value: Any, dtype: str) -> Any:
 
 
 def _cast_once(value: Any, dtype: str, cache_casts: bool) -> Any:
+    if cache_casts and not tf.executing_eagerly():
+        tensor = tf.convert_to_tensor(value) if isinstance(value, tf.Variable) else value
+        return trace_casts.once(tensor, dtype, lambda: tf.cast(tensor, dtype))
     # Immutable tensors only, so no assignment can be missed; off the tape only, because a tape
-    # that did not see the cast would lose the gradient; and none of a graph's, which end with it.
-    reusable = (
-        cache_casts
-        and isinstance(value, tf.Tensor)
-        and tf.executing_eagerly()
-        and no_tape_is_active()
-    )
+    # that did not see the cast would lose the gradient.
+    reusable = cache_casts and isinstance(value, tf.Tensor) and no_tape_is_active()
     if not reusable:
         return tf.cast(value, dtype)
     cast = current_modes.casts.get(value, dtype)

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tfamp.autocasting.trace_casts import trace_casts
 from tfamp.graph.op_lists import OpLists
 
 
@@ -55,6 +56,7 @@ class _Modes(threading.local):
                 break
         if not self._entered:
             self.casts.clear()
+            trace_casts.clear()
 
     @property
     def current(self) -> Mode | None:

@@ -1,0 +1,265 @@
+"""A variable is cast once in a trace, and never to what it, a tape or a graph no longer has."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.tolerances import assert_close
+from tfamp.autocasting.trace_casts import trace_casts
+
+DTYPES = ["float16", "bfloat16"]
+X = np.random.default_rng(0).uniform(-1, 1, (4, 4)).astype("float32")
+
+
+@pytest.fixture
+def w():
+    return tf.Variable(np.random.default_rng(1).uniform(-1, 1, (4, 4)).astype("float32"))
+
+
+def casts_of_reads(graph, dtype):
+    """How often what was read from a variable is cast to a dtype, in a graph and its functions."""
+    graph_def = graph.as_graph_def()
+    count = 0
+    for nodes in [graph_def.node, *(f.node_def for f in graph_def.library.function)]:
+        reads = {node.name for node in nodes if node.op == "ReadVariableOp"}
+        count += sum(
+            node.op == "Cast"
+            and node.attr["DstT"].type == tf.as_dtype(dtype).as_datatype_enum
+            and node.input[0].partition(":")[0] in reads
+            for node in nodes
+        )
+    return count
+
+
+def traced(function, dtype, cache_casts=True, around=False):
+    """Traces a function under autocast; returns the number of casts of variables and its result."""
+
+    @tf.function
+    def inside(x):
+        with tfamp.autocast(dtype, cache_casts=cache_casts):
+            return function(x)
+
+    if around:
+        with tfamp.autocast(dtype, cache_casts=cache_casts):
+            concrete = tf.function(function).get_concrete_function(tf.TensorSpec((4, 4)))
+    else:
+        concrete = inside.get_concrete_function(tf.TensorSpec((4, 4)))
+    assert len(trace_casts) == 0
+    return casts_of_reads(concrete.graph, dtype), concrete(tf.constant(X))
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_variable_used_twice_is_cast_once(w, dtype, around):
+    def twice(x):
+        return tf.matmul(x, w), tf.linalg.matvec(w, x[0]), tf.einsum("ij,jk->ik", x, w)
+
+    kept, results = traced(twice, dtype, around=around)
+    fresh, expected = traced(twice, dtype, cache_casts=False, around=around)
+    assert (kept, fresh) == (1, 3)
+    for result, other in zip(results, expected, strict=True):
+        assert result.dtype == dtype
+        np.testing.assert_array_equal(result, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_keras_layer_called_twice_casts_its_weights_once(dtype):
+    dense = keras.layers.Dense(4)
+    dense.build((4, 4))
+
+    def twice(x):
+        return dense(x), dense(x + 1.0)
+
+    kept, results = traced(twice, dtype)
+    fresh, expected = traced(twice, dtype, cache_casts=False)
+    assert (kept, fresh) == (2, 4)  # kernel and bias
+    for result, other in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(result, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_assignment_between_two_uses_is_seen(w, dtype):
+    def assigning(x):
+        first = tf.matmul(x, w)
+        w.assign(tf.eye(4))
+        second = tf.matmul(x, w)
+        third = tf.matmul(x, w)
+        w.assign_add(tf.eye(4))
+        return first, second, third, tf.matmul(x, w)
+
+    start = w.numpy()
+    count, (first, second, third, fourth) = traced(assigning, dtype)
+    assert count == 3
+    assert_close(first, X @ start, dtype, depth=4)
+    low = tf.cast(tf.cast(X, dtype), tf.float32).numpy()
+    for result, expected in ((second, low), (third, low), (fourth, 2 * low)):
+        np.testing.assert_array_equal(tf.cast(result, tf.float32), expected)
+
+
+def test_a_value_read_before_an_assignment_stays_the_old_one(w):
+    def old(x):
+        before = w.value()
+        w.assign(tf.zeros((4, 4)))
+        return tf.matmul(x, before), tf.matmul(x, w), tf.matmul(x, before)
+
+    count, (first, second, third) = traced(old, "bfloat16")
+    assert count >= 2
+    assert np.any(first)
+    assert not np.any(second)
+    np.testing.assert_array_equal(first, third)
+
+
+def test_an_assignment_in_a_called_function_or_in_a_branch_is_seen(w):
+    @tf.function
+    def reset():
+        w.assign(tf.zeros((4, 4)))
+
+    def calling(x):
+        first = tf.matmul(x, w)
+        reset()
+        second = tf.matmul(x, w)
+        tf.cond(tf.reduce_sum(x) < 1e9, lambda: w.assign(tf.eye(4)).value(), lambda: w.value())
+        return first, second, tf.matmul(x, w)
+
+    _, (first, second, third) = traced(calling, "bfloat16")
+    assert np.any(first)
+    assert not np.any(second)
+    np.testing.assert_array_equal(third, tf.cast(X, tf.bfloat16))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_tape_gets_its_gradient(w, dtype, persistent):
+    def taping(x):
+        tf.matmul(x, w)
+        with tf.GradientTape(persistent=persistent) as outer:
+            y = tf.reduce_sum(tf.matmul(x, w))
+            with tf.GradientTape() as inner:
+                z = tf.reduce_sum(tf.square(tf.matmul(tf.matmul(x, w), w)))
+            first = inner.gradient(z, w)
+            total = y + tf.reduce_sum(first) + tf.reduce_sum(tf.matmul(x, w))
+        return first, outer.gradient(total, w)
+
+    kept, gradients = traced(taping, dtype)
+    fresh, expected = traced(taping, dtype, cache_casts=False)
+    assert kept < fresh
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert gradient.dtype == tf.float32
+        assert_close(gradient, other, dtype, depth=16)
+
+
+def test_what_a_tape_did_not_record_is_cast_again(w):
+    def pausing(x):
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tf.matmul(x, w)
+            tape.watch(w)
+            watched = tf.reduce_sum(tf.matmul(x, w))
+            with tape.stop_recording():
+                w.assign_add(tf.eye(4))
+                tf.matmul(x, w)
+            total = watched + tf.reduce_sum(tf.matmul(x, w))
+        return tape.gradient(total, w)
+
+    _, gradient = traced(pausing, "bfloat16")
+    assert_close(gradient, 2 * X.sum(axis=0)[:, None] * np.ones((1, 4)), "bfloat16", depth=8)
+
+
+def test_an_accumulator_sees_its_casts(w):
+    def forward(x):
+        tf.matmul(x, w)
+        with tf.autodiff.ForwardAccumulator(w, tf.eye(4)) as accumulator:
+            y = tf.matmul(x, w)
+        return accumulator.jvp(y)
+
+    _, tangent = traced(forward, "bfloat16")
+    np.testing.assert_array_equal(tangent, tf.cast(X, tf.bfloat16))
+
+
+def test_custom_gradients_and_recomputed_ones_know_their_variables(w):
+    @tf.custom_gradient
+    def doubled(x):
+        def gradient(dy, variables=None):
+            return dy, [tf.fill((4, 4), 7.0) for _ in variables]
+
+        return tf.matmul(x, w), gradient
+
+    recomputed = tf.recompute_grad(lambda x: tf.matmul(x, w))
+
+    def differentiated(x):
+        tf.matmul(x, w)
+        with tf.GradientTape(persistent=True) as tape:
+            tf.matmul(x, w)
+            one, other = tf.reduce_sum(doubled(x)), tf.reduce_sum(recomputed(x))
+        return tape.gradient(one, w), tape.gradient(other, w)
+
+    _, (one, other) = traced(differentiated, "bfloat16")
+    np.testing.assert_array_equal(one, np.full((4, 4), 7.0))
+    assert_close(other, X.sum(axis=0)[:, None] * np.ones((1, 4)), "bfloat16", depth=4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_loops_and_functions_inside_have_casts_of_their_own(w, dtype):
+    inner = tf.function(lambda x: tf.matmul(x, w))
+
+    def nested(x):
+        y = tf.matmul(x, w)
+        looped = tf.while_loop(
+            lambda i, _: i < 3, lambda i, v: (i + 1, tf.matmul(tf.matmul(v, w), w)), (0, y)
+        )[1]
+        return looped + inner(x) + tf.matmul(x, w)
+
+    kept, result = traced(nested, dtype)
+    fresh, expected = traced(nested, dtype, cache_casts=False)
+    # A loop and a call that are given the variable may assign it.
+    assert (kept, fresh) == (4, 5)
+    np.testing.assert_array_equal(result, expected)
+
+
+def test_two_low_dtypes_and_an_island_share_nothing(w):
+    def mixed(x):
+        first = tf.matmul(x, w)
+        with tfamp.autocast("float16"):
+            second = tf.matmul(x, w)
+        with tfamp.autocast(enabled=False):
+            third = tf.matmul(x, w)
+        return first, second, third, tf.matmul(x, w)
+
+    count, results = traced(mixed, "bfloat16")
+    assert count == 1
+    assert [each.dtype.name for each in results] == ["bfloat16", "float16", "float32", "bfloat16"]
+
+
+def test_a_graph_is_not_kept_while_autocast_is_in_force(w):
+    with tfamp.autocast("bfloat16"):
+        function = tf.function(lambda x: tf.matmul(x, w) + tf.matmul(x, w))
+        graph = weakref.ref(function.get_concrete_function(tf.TensorSpec((4, 4))).graph)
+        del function
+        gc.collect()
+        assert graph() is None
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_train_step_trains_as_without(w, jit_compile):
+    def trained(cache_casts):
+        variable = tf.Variable(w)
+
+        @tf.function(jit_compile=jit_compile)
+        def step(x):
+            with tf.GradientTape() as tape, tfamp.autocast("bfloat16", cache_casts=cache_casts):
+                loss = tf.reduce_mean(tf.square(tf.matmul(tf.matmul(x, variable), variable) - x))
+            gradient = tape.gradient(loss, variable)
+            variable.assign_sub(0.1 * gradient)
+            return loss
+
+        losses = [float(step(tf.constant(X))) for _ in range(5)]
+        assert losses[-1] < losses[0]
+        return variable.numpy()
+
+    assert_close(trained(True), trained(False), "bfloat16", depth=16)
