@@ -142,12 +142,12 @@ def apply_constants(strategy, gradients, **arguments):
     return weight.numpy()[0], optimizer
 
 
-# At a scale of 2**10: 2**-34 is 2**-24 there, float16's smallest number; 48 is 49152.
+# At a scale of 2**10: 2**-34 is 2**-24 there, float16's smallest number; 24 is 24576.
 @pytest.mark.parametrize(
     ("gradients", "total"),
     [
-        ((48.0, 48.0), 96.0),  # Would be inf if it were not divided before the sum.
-        ((2.0**-33, 2.0**-33), 2.0**-32),
+        ((24.0, 24.0), 48.0),
+        ((2.0**-34, 2.0**-34), 2.0**-33),
         ((2.0**-36, 2.0**-36), 0.0),  # What float16 cannot hold at this scale.
         ((1.0, -1.0), 0.0),
         ((0.1, 0.3), 0.4),
@@ -159,9 +159,9 @@ def test_gradients_are_sent_at_the_scale(two_replicas, gradients, total):
     assert int(optimizer.skipped_steps) == 0
 
 
-@pytest.mark.parametrize("gradients", [(200.0, 0.0), (127.9, 127.9), (-200.0, 0.0)])
+@pytest.mark.parametrize("gradients", [(100.0, 0.0), (48.0, 48.0), (-100.0, 0.0)])
 def test_what_overflows_float16_is_skipped(two_replicas, gradients):
-    # 200 * 2**10 / 2 is more than 65504; so is the sum of twice 127.9 * 2**10 / 2.
+    # 100 * 2**10 is more than 65504; so is the sum of twice 48 * 2**10, each of which is not.
     weight, optimizer = apply_constants(two_replicas, gradients, initial_scale=2.0**10)
     assert weight == 0.0
     assert int(optimizer.skipped_steps) == 1

@@ -40,9 +40,9 @@ def summed_in_float16(
 ) -> tuple[list[Any], Any]:
     """Sums gradients over the replicas, sent as float16 at the loss scale.
 
-    What is sent is the gradient times the loss scale over the number of replicas: the division
-    comes first, so that replicas that agree do not overflow in the sum. What overflows in spite of
-    that, in a cast or a sum, is inf in the result; so the result has to be checked.
+    What is sent is the gradient times the loss scale, as on one replica. What overflows, in a cast
+    or in the sum, is inf in the result: so the result has to be checked, and a loss scale that is
+    too large for the sum backs off.
 
     Source: TensorFlow RFC 293, "Keras mixed precision", which designed it and was not built.
 
@@ -56,9 +56,7 @@ def summed_in_float16(
         The sums, float32 or float64, in the same order, and the scalar float32 that they are still
         to be divided by.
     """
-    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
-    sent_at = loss_scale / replicas
-    factor = sent_at if scale is None else sent_at / scale
+    factor = loss_scale if scale is None else loss_scale / scale
 
     def packed(values: Any) -> Any:
         wire = "float16" if values.dtype == tf.float32 else values.dtype
@@ -68,7 +66,7 @@ def summed_in_float16(
         gradient if _is_value(variable) else _mapped(packed, gradient)
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
-    return [_mapped(_widened, gradient) for gradient in _all_reduced(grads, variables)], sent_at
+    return [_mapped(_widened, gradient) for gradient in _all_reduced(grads, variables)], loss_scale
 
 
 def _all_reduced(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
