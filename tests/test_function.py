@@ -339,6 +339,12 @@ class TestChoices:
     def test_what_is_no_function_is_refused(self):
         with pytest.raises(TypeError, match="takes a tf.function, a concrete function"):
             tfamp.rewrite(3, dtype="bfloat16")
+        with pytest.raises(TypeError, match="got the class Dense"):
+            tfamp.rewrite(keras.layers.Dense, dtype="bfloat16")
+
+    def test_arguments_that_are_no_list_are_refused(self):
+        with pytest.raises(TypeError, match=r"example_args must be a list or tuple .* got int"):
+            tfamp.rewrite(lambda x: x, dtype="bfloat16", example_args=3)
 
     def test_a_name_that_matches_nothing_is_refused(self, weights, x):
         fast = tfamp.rewrite(lambda x: x @ weights, dtype="bfloat16", keep_float32=["logits"])

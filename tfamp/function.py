@@ -164,6 +164,11 @@ def _low_dtype(dtype: str | None) -> str | None:
 def _make(
     fn: Any, settings: RewriteSettings, example_args: Sequence[Any] | None
 ) -> RewrittenFunction:
+    if example_args is not None and not isinstance(example_args, list | tuple):
+        raise TypeError(
+            "example_args must be a list or tuple of the arguments of a call, e.g. (x,); got "
+            f"{type(example_args).__name__}."
+        )
     rewritten = RewrittenFunction(fn, settings)
     if example_args is not None:
         rewritten.concrete(*example_args)
@@ -182,10 +187,11 @@ class RewrittenFunction:
     def __init__(
         self, fn: Any, settings: RewriteSettings, traced: TracedFunction | None = None
     ) -> None:
-        if not callable(fn):
+        if not callable(fn) or isinstance(fn, type):
+            got = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
             raise TypeError(
                 f"rewrite takes a tf.function, a concrete function, a Keras model or a Python "
-                f"function; got {type(fn).__name__}."
+                f"function; got {got}."
             )
         self._fn = fn
         self._settings = settings

@@ -203,6 +203,12 @@ class NodeChoices:
                     near = difflib.get_close_matches(node_name(name), sorted(nodes))
                     hint = f" The nearest names are {near}." if near else ""
                     raise ValueError(f"{argument}: the graph has no node {name!r}.{hint}")
+                _, colon, port = name.partition(":")
+                if colon and not port.isdecimal():
+                    raise ValueError(
+                        f"{argument}: {name!r} is no name of a tensor; those of the node are "
+                        f"'{node_name(name)}:0', '{node_name(name)}:1' and so on."
+                    )
         everywhere = [node for index in indexes for node in _real_nodes(index)]
         for argument, patterns in (("keep_float32", self._keep), ("force_low", self._force)):
             for pattern in patterns:

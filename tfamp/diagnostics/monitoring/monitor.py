@@ -100,7 +100,8 @@ class NumericsMonitor(keras.callbacks.Callback):
         self.every = every
         self.max_consecutive_skips = max_consecutive_skips
         self.history: list[dict[str, Any]] = []
-        self._jsonl = jsonl
+        # A number would be written to as a file that is open already.
+        self._jsonl = None if jsonl is None else os.fspath(jsonl)
         self._events = None if tensorboard is None else EventWriter(tensorboard)
         self._activations = activations
         self._verbose = verbose
