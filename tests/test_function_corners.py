@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.graph_asserts import op_dtypes
+from helpers.graph_asserts import graph_op_dtypes, op_dtypes
 from helpers.tolerances import assert_close
 
 X = tf.constant(np.random.default_rng(1).standard_normal((3, 4)).astype("float32"))
@@ -55,6 +55,28 @@ def test_a_method_keeps_its_object():
     method = Module().method
     gc.collect()
     assert_close(method(X, factor=3.0), X * 3, "bfloat16")
+
+
+@pytest.mark.parametrize("around", ["float16", "bfloat16"])
+def test_an_autocast_around_the_call_changes_nothing(around):
+    weight = tf.Variable(tf.eye(4))
+
+    def product(x):
+        return tf.matmul(x, weight) + x
+
+    def inside(x):
+        with tfamp.autocast("float16"):
+            return tf.matmul(x, weight)
+
+    fast, own = tfamp.rewrite(product, dtype="bfloat16"), tfamp.rewrite(inside, dtype="bfloat16")
+    with tfamp.autocast(around):
+        result, nested = fast(X), tf.function(lambda x: fast(x))(X)
+        graph_def = fast.concrete(X).graph.as_graph_def()
+        assert graph_op_dtypes(graph_def)["MatMul"] == {"bfloat16"}
+        assert own(X).dtype == "float16"
+    assert result.dtype == nested.dtype == "float32"
+    np.testing.assert_array_equal(result, fast(X))
+    np.testing.assert_array_equal(nested, result)
 
 
 def test_methods_have_the_signature_of_methods():

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfamp.autocasting.state import current_modes
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import NothingToLowerWarning, RewriteError, TfampWarning
 from tfamp.graph import request
@@ -287,8 +288,12 @@ class RewrittenFunction:
 
     def float32_trace(self, call: FlatCall) -> Any:
         """Returns the concrete function of a call as it is before it is rewritten."""
-        with fused_batch_normalization():
-            return self._traced.trace(call)[0]
+        return self._float32_trace(call)[0]
+
+    def _float32_trace(self, call: FlatCall) -> Any:
+        # An autocast around the call would decide before the rewrite, about the outputs too.
+        with fused_batch_normalization(), current_modes.set_to(None):
+            return self._traced.trace(call)
 
     def rewritten_graph(self, call: FlatCall, *, keep_float32: Iterable[str] = ()) -> Any:
         """Returns the float32 trace of a call, and what its graph, inlined, is rewritten to.
@@ -312,8 +317,7 @@ class RewrittenFunction:
             return self._traced.python_function(*args, **kwargs)
         host = tf.compat.v1.get_default_graph()
         call = FlatCall(args, kwargs)
-        with fused_batch_normalization():
-            traced, result = self._traced.trace(call)
+        traced, result = self._float32_trace(call)
         variables = functools.partial(cacheable_variables, traced)
         measured = functools.partial(self._measure, traced)
         rewriter = GraphRewriter(self._settings, measured, None if cache is None else variables)
