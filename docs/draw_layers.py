@@ -21,7 +21,7 @@ TITLES = {
     "graph.op_signatures": "graph: what TensorFlow says of ops",
     "graph.index": "graph: reading and writing GraphDefs",
     "graph.rewrite": "graph: the stages in their order",
-    "keras_hooks": "hooks and parts of optimizers",
+    "keras_hooks": "hooks and parts of each way",
     "autocasting.rules": "rules of each way",
     "optimizer": "optimizer, policy, SavedModels",
     "function": "the public ways",
