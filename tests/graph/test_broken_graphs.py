@@ -124,3 +124,29 @@ def test_an_output_with_a_number_that_is_none():
     node = graph.node.add(name="e", op="Exp", input=["x:first"])
     node.attr["T"].type = FLOAT
     refused(graph, "its input 'x:first' is no output")
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_node_of_a_loop_that_feeds_itself(written):
+    weight = tf.Variable(tf.eye(2))
+
+    @tf.function
+    def loop(x):
+        for _ in tf.range(3):
+            x = tf.identity(x @ weight)
+        if written:
+            weight.assign(x)
+        return x
+
+    concrete = loop.get_concrete_function(tf.TensorSpec((2, 2)))
+    graph = concrete.graph.as_graph_def(add_shapes=True)
+    bodies = [f for f in graph.library.function if any(n.op == "MatMul" for n in f.node_def)]
+    for body in bodies:
+        for node in body.node_def:
+            if node.op == "Identity":
+                node.input[0] = f"{node.name}:output:0"
+    before = graph.SerializeToString(deterministic=True)
+    names = [tensor.name for tensor in concrete.outputs]
+    result = rewrite_graph_def(graph, names, dtype="bfloat16", device="cpu")
+    assert "bfloat16" in {node.dtype for node in result.plan.nodes}
+    assert graph.SerializeToString(deterministic=True) == before

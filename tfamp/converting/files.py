@@ -117,6 +117,17 @@ def _has_variables(meta_graph: Any) -> bool:
     return "variable" in kinds or (not kinds and meta_graph.HasField("saver_def"))
 
 
+# Where the reader has no error of TensorFlow's it raises one of Python's; a damaged size may ask for
+# more memory than there is.
+_READER_ERRORS = (
+    tf.errors.OpError,
+    ValueError,
+    IndexError,
+    NotImplementedError,
+    MemoryError,
+)
+
+
 def _check_variables(src: Path) -> None:
     prefix = str(src / VARIABLES_PREFIX)
     try:
@@ -125,8 +136,7 @@ def _check_variables(src: Path) -> None:
             tf.raw_ops.RestoreV2(
                 prefix=prefix, tensor_names=[name], shape_and_slices=[""], dtypes=[dtype]
             )
-    except (tf.errors.OpError, ValueError, IndexError, NotImplementedError) as error:
-        # The reader's statuses without a Python error of TensorFlow's come as Python's own.
+    except _READER_ERRORS as error:
         raise SavedModelError(
             f"The variables of the SavedModel {src} cannot be read: {first_line(error)}"
         ) from error

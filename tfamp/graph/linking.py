@@ -341,7 +341,9 @@ def _origins(body: GraphIndex, slot: int) -> list[int]:
     """The slots that a slot's values come from, past Identity nodes."""
     found = []
     for source in body.fanin[slot]:
-        while body.node_of(source).op == "Identity":
+        passed: set[int] = set()  # In a broken function a node may feed itself.
+        while body.node_of(source).op == "Identity" and source not in passed:
+            passed.add(source)
             (source,) = body.fanin[source]
         found.append(source)
     return found

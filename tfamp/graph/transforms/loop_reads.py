@@ -123,7 +123,9 @@ def _invariant_reads(loop: Any, library: Mapping[str, Any]) -> list[_Read]:
 def _origin(body: Any, tensor: str) -> str:
     """Where a tensor of a body comes from, past Identity nodes."""
     identities = {f"{n.name}:output:0": n.input[0] for n in body.node_def if n.op == "Identity"}
-    while tensor in identities:
+    passed: set[str] = set()  # In a broken function a node may feed itself.
+    while tensor in identities and tensor not in passed:
+        passed.add(tensor)
         tensor = identities[tensor]
     return tensor
 
