@@ -117,8 +117,8 @@ def _has_variables(meta_graph: Any) -> bool:
     return "variable" in kinds or (not kinds and meta_graph.HasField("saver_def"))
 
 
-# Where the reader has no error of TensorFlow's it raises one of Python's; a damaged size may ask for
-# more memory than there is.
+# Where the reader has no error of TensorFlow's it raises one of Python's; a damaged size may ask
+# for more memory than there is.
 _READER_ERRORS = (
     tf.errors.OpError,
     ValueError,
