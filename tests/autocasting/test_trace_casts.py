@@ -9,6 +9,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tfamp
 from helpers.tolerances import assert_close
@@ -243,6 +245,75 @@ def test_a_graph_is_not_kept_while_autocast_is_in_force(w):
         del function
         gc.collect()
         assert graph() is None
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["use", "assign", "call", "read", "use_read", "loop", "tape", "pause"]),
+        st.integers(0, 1),
+    ),
+    min_size=2,
+    max_size=8,
+)
+
+
+def program(steps, variables, cache_casts):
+    """Uses and assigns variables by the steps; returns each result and each tape's gradients."""
+    assigning = [tf.function(lambda v=v: v.assign_add(tf.eye(4) * 0.25)) for v in variables]
+
+    @tf.function
+    def run(x):
+        results, reads = [], [v.value() for v in variables]
+
+        def use(weight):
+            return tf.reduce_sum(tf.cast(tf.matmul(x, weight), tf.float32))
+
+        with (
+            tfamp.autocast("bfloat16", cache_casts=cache_casts),
+            tf.GradientTape(persistent=True) as outer,
+        ):
+            total = tf.constant(0.0)
+            for name, number in steps:
+                v = variables[number]
+                if name == "use":
+                    total += use(v)
+                elif name == "assign":
+                    v.assign(v * 0.5)
+                elif name == "call":
+                    assigning[number]()
+                elif name == "read":
+                    reads[number] = v.value()
+                elif name == "use_read":
+                    total += use(reads[number])
+                elif name == "loop":
+                    total += tf.while_loop(
+                        lambda i, _: i < 2, lambda i, y, v=v: (i + 1, y + use(v)), (0, 0.0)
+                    )[1]
+                elif name == "tape":
+                    with tf.GradientTape() as tape:
+                        loss = use(v) + use(v)
+                    results.append(tape.gradient(loss, v))
+                else:
+                    with outer.stop_recording():
+                        results.append(use(v))
+            total += use(variables[0]) + use(variables[1])
+        return results, total, [outer.gradient(total, v) for v in variables]
+
+    return run(tf.constant(X))
+
+
+@settings(max_examples=25)
+@given(STEPS)
+def test_random_uses_and_assignments_give_what_they_give_without(steps):
+    def outcome(cache_casts):
+        variables = [tf.Variable(X), tf.Variable(X.T * 0.5)]
+        return tf.nest.flatten(program(steps, variables, cache_casts))
+
+    for kept, fresh in zip(outcome(True), outcome(False), strict=True):
+        # Values are the same bits; gradients of several uses are added up in bfloat16.
+        assert_close(kept, fresh, "bfloat16", depth=4 * len(steps))
+        if not fresh.shape.rank:
+            assert float(kept) == float(fresh)
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -24,35 +25,54 @@ class _Cast:
     Attributes:
         result: The tensor; weak, as it keeps its graph alive.
         read: Place in the trace of the read that was cast.
+        made: Place of the cast.
         recorded: Whether a tape saw the cast.
-        watching: Number of times anything had begun to record.
     """
 
     result: weakref.ref[Any]
     read: int
+    made: int
     recorded: bool
-    watching: int
+
+
+@dataclass(slots=True)
+class _Trace:
+    """What is known of one graph.
+
+    Attributes:
+        casts: The last cast of each variable, by its handle and the dtype.
+        recordings: After which places a tape began to record or to watch.
+    """
+
+    casts: dict[tuple[str, str], _Cast] = field(default_factory=dict)
+    recordings: list[int] = field(default_factory=list)
+
+    def recording(self, place: int) -> int:
+        """How often something had begun to record at a place."""
+        return bisect.bisect_left(self.recordings, place)
 
 
 class TraceCasts(threading.local):
     """The casts of variables in the graphs this thread traces, until the last autocast is left."""
 
     def __init__(self) -> None:
-        self._by_graph: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], _Cast]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._watching = 0
+        self._traces: weakref.WeakKeyDictionary[Any, _Trace] = weakref.WeakKeyDictionary()
 
     def __len__(self) -> int:
-        return sum(map(len, self._by_graph.values()))
+        return sum(len(trace.casts) for trace in self._traces.values())
 
     def recording_changed(self) -> None:
-        """Notes that a tape begins to record or to watch: it did not see what was cast before."""
-        self._watching += 1
+        """Notes that a tape begins to record or to watch: it did not see what was made before."""
+        if tf.executing_eagerly():
+            return
+        graph = tf.compat.v1.get_default_graph()
+        if made := graph.get_operations():
+            trace = self._traces.setdefault(graph, _Trace())
+            trace.recordings.append(place_in_trace(made[-1]))
 
     def clear(self) -> None:
         """Forgets all casts."""
-        self._by_graph.clear()
+        self._traces.clear()
 
     def once(self, value: Any, dtype: str, cast: Callable[[], Any]) -> Any:
         """Casts a tensor, or takes what the same variable was cast to before.
@@ -67,28 +87,31 @@ class TraceCasts(threading.local):
         """
         if not _is_read_in_this_trace(value):
             return cast()
-        handle = value.op.inputs[0]
-        casts = self._by_graph.setdefault(value.graph, {})
-        known = casts.get((handle.name, dtype))
+        handle, read = value.op.inputs[0], place_in_trace(value.op)
+        trace = self._traces.setdefault(value.graph, _Trace())
+        known = trace.casts.get((handle.name, dtype))
         found = None if known is None else known.result()
-        if known is not None and found is not None and self._holds(known, handle, value):
+        if known is not None and found is not None and _holds(known, trace, handle, read):
             return found
         made = cast()
-        recorded = not no_tape_is_active()
-        place = place_in_trace(value.op)
-        casts[handle.name, dtype] = _Cast(weakref.ref(made), place, recorded, self._watching)
+        place, recorded = place_in_trace(made.op), not no_tape_is_active()
+        trace.casts[handle.name, dtype] = _Cast(weakref.ref(made), read, place, recorded)
         return made
 
-    def _holds(self, known: _Cast, handle: Any, value: Any) -> bool:
-        """Whether a cast is what casting this read would give, for values and for gradients."""
-        seen = known.recorded and known.watching == self._watching
-        if not seen and not no_tape_is_active():
-            return False
-        first, last = sorted((known.read, place_in_trace(value.op)))
-        return all(
-            op.type in _ONLY_READ or not first < place_in_trace(op) < last
-            for op in handle.consumers()
-        )
+
+def _holds(known: _Cast, trace: _Trace, handle: Any, read: int) -> bool:
+    """Whether a cast is what casting a read would give now, for values and for gradients."""
+    seen = (
+        known.recorded
+        and trace.recording(known.read) == trace.recording(read)
+        and trace.recording(known.made) == len(trace.recordings)
+    )
+    if not seen and not no_tape_is_active():
+        return False
+    first, last = sorted((known.read, read))
+    return all(
+        op.type in _ONLY_READ or not first < place_in_trace(op) < last for op in handle.consumers()
+    )
 
 
 def _is_read_in_this_trace(value: Any) -> bool:
