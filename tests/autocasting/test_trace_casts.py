@@ -173,6 +173,22 @@ def test_what_a_tape_did_not_record_is_cast_again(w):
     assert_close(gradient, 2 * X.sum(axis=0)[:, None] * np.ones((1, 4)), "bfloat16", depth=8)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_read_from_before_the_tape_lends_its_cast_to_nothing_on_it(w, again):
+    @tf.function
+    def run(x):
+        before = w.value()
+        with tf.GradientTape() as tape:
+            if again:
+                with tfamp.autocast("bfloat16"):
+                    tf.matmul(x, w)
+            with tfamp.autocast("bfloat16"):
+                total = tf.reduce_sum(tf.matmul(x, before)) + tf.reduce_sum(tf.matmul(x, w))
+        return tape.gradient(total, w)
+
+    assert_close(run(X), X.sum(axis=0)[:, None] * np.ones((1, 4)), "bfloat16", depth=4)
+
+
 def test_an_accumulator_sees_its_casts(w):
     def forward(x):
         tf.matmul(x, w)

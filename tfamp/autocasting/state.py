@@ -46,6 +46,9 @@ class _Modes(threading.local):
         self.casts = _CastCache()
 
     def push(self, owner: Any, mode: Mode | None) -> None:
+        if not self._entered:
+            # What began to record before, nobody was told of.
+            trace_casts.recording_changed()
         self._entered.append((owner, mode))
 
     def pop(self, owner: Any) -> None:
