@@ -15,7 +15,7 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from tfamp.machine.profile import DTYPES, KINDS
+from tfamp.core.profile import DTYPES, KINDS
 from tfamp.machine.profile_measure import measure_profile
 
 

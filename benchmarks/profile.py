@@ -25,7 +25,7 @@ from benchmarks.step_graph import Trace, trace
 from benchmarks.systems import BASE, SYSTEMS, grappler_options
 from benchmarks.tables import Table, show, to_markdown
 from benchmarks.workloads import WORKLOADS
-from tfamp.machine.profile import MachineProfile
+from tfamp.core.profile import MachineProfile
 
 # Below this a ratio to the roofline tells only what starting an op takes.
 _NOTICEABLE = 1e-5

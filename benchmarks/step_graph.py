@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp._tf_private import private_symbol
+from tfamp.interop.tf_private import private_symbol
 
 v1 = tf.compat.v1
 # oneDNN's kernels stand in for ops under names of their own.

@@ -285,7 +285,7 @@ def _runtime_nodes(node: ast.AST):
 
 
 def _imports(module: str) -> set[str]:
-    """Full names of the modules a module imports, in functions too: {"tfamp.errors", "keras"}."""
+    """Full names of the modules a module imports, in functions too: {"tfamp.core.errors", "keras"}."""
     package = SOURCES[module].name == "__init__.py"
     found = set()
     for node in _runtime_nodes(_tree(module)):

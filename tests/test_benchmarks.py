@@ -30,8 +30,8 @@ from benchmarks.roofline import compute_dtype, work
 from benchmarks.step_graph import Node, Tensor, plain_op, trace
 from benchmarks.systems import SYSTEMS, grappler_options, why_not
 from benchmarks.workloads import SIZES, WORKLOADS
+from tfamp.core.profile import builtin_profile
 from tfamp.machine import hardware
-from tfamp.machine.profile import builtin_profile
 
 ROOT = Path(__file__).parents[1]
 MACHINE = builtin_profile("cpu")

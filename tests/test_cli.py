@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.cli import main
-from tfamp.errors import UnsupportedVersionError
+from tfamp.core.errors import UnsupportedVersionError
 from tfamp.machine import hardware
 
 

@@ -13,7 +13,7 @@ import tfamp
 from helpers import saved_models
 from helpers.graph_asserts import assert_computes_in, op_dtypes
 from tfamp.cli import main
-from tfamp.saved_model import inspect_saved_model
+from tfamp.rewriting.saved_model import inspect_saved_model
 
 
 @pytest.fixture(scope="module")

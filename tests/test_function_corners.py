@@ -136,7 +136,7 @@ def test_a_tensor_array_is_refused_as_a_result():
 def test_where_functions_are_run_eagerly_it_says_that_nothing_is_rewritten():
     fast = tfamp.rewrite(lambda x: x @ x, dtype="bfloat16")
     tf.config.run_functions_eagerly(True)
-    with pytest.warns(tfamp.errors.TfampWarning, match="run_functions_eagerly"):
+    with pytest.warns(tfamp.core.errors.TfampWarning, match="run_functions_eagerly"):
         result = fast(X[:, :3])
     np.testing.assert_array_equal(result, X[:, :3] @ X[:, :3])
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import tfamp
-from tfamp.keras_backend import require_tensorflow
+from tfamp.interop.keras_backend import require_tensorflow
 
 # One fresh process per backend, as Keras picks its backend when it is imported.
 _PROGRAM = """

@@ -10,7 +10,7 @@ import pytest
 from keras.src.models.functional import Functional, functional_like_constructor
 
 import tfamp
-from tfamp import keras_hooks
+from tfamp.interop import keras_hooks
 
 WRAPPED = [keras.layers.Layer, Functional]
 

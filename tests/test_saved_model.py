@@ -16,9 +16,9 @@ import tfamp
 from helpers import saved_models
 from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
 from helpers.tolerances import assert_close
-from tfamp import _tf_private
+from tfamp.interop import tf_private
 from tfamp.machine import hardware
-from tfamp.saved_model import inspect_saved_model
+from tfamp.rewriting.saved_model import inspect_saved_model
 
 DTYPES = ["float16", "bfloat16"]
 
@@ -389,7 +389,7 @@ def break_variables(model):
 
 def lose_value(model):
     # TensorFlow, which writes the fingerprint, looks at it without a check.
-    graph = _tf_private.saved_model_message()
+    graph = tf_private.saved_model_message()
     graph.ParseFromString((model / "saved_model.pb").read_bytes())
     (meta_graph,) = graph.meta_graphs
     constant = next(node for node in meta_graph.graph_def.node if node.op == "Const")

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp import _tf_functions, _tf_private
+from tfamp.interop import tf_functions, tf_private
 
 
 def test_capture_gives_the_tensor_of_the_function_being_traced():
@@ -15,7 +15,7 @@ def test_capture_gives_the_tensor_of_the_function_being_traced():
 
     @tf.function
     def fn():
-        captured.append(_tf_functions.capture_into_graph(outside))
+        captured.append(tf_functions.capture_into_graph(outside))
         return captured[0] * 2.0
 
     assert fn().numpy().tolist() == [2.0, 4.0]
@@ -28,7 +28,7 @@ def test_noted_variables_are_watched_by_tapes_outside():
 
     @tf.function
     def fn():
-        _tf_functions.note_variables([variable])
+        tf_functions.note_variables([variable])
         return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=tf.float32)
 
     with tf.GradientTape() as tape:
@@ -46,8 +46,8 @@ def test_registered_functions_can_be_called_until_their_owner_is_gone():
     definition.CopyFrom(traced.function_def)
     definition.signature.name = "registered_by_a_test"
     owner = Owner()
-    _tf_functions.register_functions([definition], owner)
-    context = _tf_private.private_module("eager.context").context()
+    tf_functions.register_functions([definition], owner)
+    context = tf_private.private_module("eager.context").context()
     assert context.has_function(definition.signature.name)
     del owner
     gc.collect()
@@ -59,9 +59,9 @@ def test_registered_gradient_finds_a_function_and_says_when_there_is_none():
     def gradient(op, upstream):
         return upstream
 
-    assert _tf_functions.registered_gradient("TfampTestGradient") is gradient
+    assert tf_functions.registered_gradient("TfampTestGradient") is gradient
     with pytest.raises(LookupError):
-        _tf_functions.registered_gradient("TfampNoSuchGradient")
+        tf_functions.registered_gradient("TfampNoSuchGradient")
 
 
 def test_an_imported_call_is_differentiated():
@@ -79,7 +79,7 @@ def test_an_imported_call_is_differentiated():
         (result,) = tf.graph_util.import_graph_def(
             graph_def, {"x:0": x}, [f"{nodes[0].name}:0"], name="imported"
         )
-        return _tf_functions.differentiate_call(result.op, [tf.constant(1.0)])
+        return tf_functions.differentiate_call(result.op, [tf.constant(1.0)])
 
     assert [float(each) for each in fn(tf.constant(3.0))] == [6.0]
 
@@ -90,7 +90,7 @@ def test_options_of_a_function(jit):
     function = tf.function(
         lambda x: x, signature, autograph=False, jit_compile=jit, reduce_retracing=True
     )
-    options = _tf_functions.function_options(function)
+    options = tf_functions.function_options(function)
     assert list(options.input_signature) == signature
     assert options.jit_compile is jit
     assert options.reduce_retracing
@@ -103,12 +103,12 @@ def test_a_missing_attribute_names_itself_and_the_versions():
         input_signature = None
 
     with pytest.raises(tfamp.UnsupportedVersionError, match="_jit_compile is not in TensorFlow"):
-        _tf_functions.function_options(Changed())
+        tf_functions.function_options(Changed())
 
 
 def test_noted_constants_have_the_value_that_was_given():
     found = []
-    with _tf_functions.constants_noted(lambda value, tensor: found.append((value, tensor.dtype))):
+    with tf_functions.constants_noted(lambda value, tensor: found.append((value, tensor.dtype))):
         tf.function(lambda x: x + 1e-8).get_concrete_function(tf.TensorSpec((), tf.float16))
     assert (1e-8, tf.float16) in found
     count = len(found)
@@ -118,10 +118,10 @@ def test_noted_constants_have_the_value_that_was_given():
 
 def test_marked_ops_and_set_attributes_are_in_the_graph():
     def function(x):
-        with _tf_functions.ops_marked("_tfamp_test", "here"):
+        with tf_functions.ops_marked("_tfamp_test", "here"):
             y = tf.exp(x)
         z = tf.sqrt(y)
-        _tf_functions.set_attribute(z.op, "_tfamp_value", tf.make_tensor_proto(3.0))
+        tf_functions.set_attribute(z.op, "_tfamp_value", tf.make_tensor_proto(3.0))
         return z
 
     graph = tf.function(function).get_concrete_function(tf.TensorSpec(())).graph.as_graph_def()
@@ -135,7 +135,7 @@ def test_gradients_are_noted_with_their_sources():
     found = []
     original = tf.GradientTape.gradient
     x = tf.Variable(2.0)
-    with _tf_functions.gradients_noted(lambda *each: found.append(each)):
+    with tf_functions.gradients_noted(lambda *each: found.append(each)):
         with tf.GradientTape() as tape:
             y = x * x
         gradients = tape.gradient(y, [x])
@@ -147,6 +147,6 @@ def test_gradients_are_noted_with_their_sources():
 
 def test_the_dtype_behind_a_handle():
     variable = tf.Variable([1.0], dtype=tf.bfloat16)
-    assert _tf_functions.variable_dtype(variable.handle) == tf.bfloat16
+    assert tf_functions.variable_dtype(variable.handle) == tf.bfloat16
     table = tf.lookup.experimental.DenseHashTable(tf.int64, tf.int64, 0, -1, -2)
-    assert _tf_functions.variable_dtype(table.resource_handle) is None
+    assert tf_functions.variable_dtype(table.resource_handle) is None

@@ -8,16 +8,16 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp import _tf_intercept, _tf_private
+from tfamp.interop import tf_intercept, tf_private
 
 
 def test_no_strategy_needs_no_merge_call():
-    assert not _tf_private.strategy_needs_merge_call()
+    assert not tf_private.strategy_needs_merge_call()
 
 
 def test_mirrored_strategy_on_cpus_needs_merge_call(two_replicas):
     answers = []
-    two_replicas.run(lambda: answers.append(_tf_private.strategy_needs_merge_call()))
+    two_replicas.run(lambda: answers.append(tf_private.strategy_needs_merge_call()))
     assert answers == [True, True]
 
 
@@ -27,11 +27,11 @@ def test_missing_symbol_names_itself_and_the_versions(monkeypatch):
         tfamp.UnsupportedVersionError,
         match=rf"strategy_supports_no_merge_call is not in TensorFlow {tf.__version__}",
     ):
-        _tf_private.strategy_needs_merge_call()
+        tf_private.strategy_needs_merge_call()
 
 
 def test_op_definition_holds_inputs_and_type_attributes():
-    matmul = _tf_private.op_definition("MatMul")
+    matmul = tf_private.op_definition("MatMul")
     assert [argument.type_attr for argument in matmul.input_arg] == ["T", "T"]
     (attr,) = [attr for attr in matmul.attr if attr.name == "T"]
     allowed = {tf.as_dtype(value).name for value in attr.allowed_values.list.type}
@@ -39,20 +39,20 @@ def test_op_definition_holds_inputs_and_type_attributes():
 
 
 def test_op_definition_of_an_internal_op_and_of_none():
-    assert _tf_private.op_definition("_FusedBatchNormEx").name == "_FusedBatchNormEx"
-    assert _tf_private.op_definition("MatMull") is None
+    assert tf_private.op_definition("_FusedBatchNormEx").name == "_FusedBatchNormEx"
+    assert tf_private.op_definition("MatMull") is None
 
 
 def test_known_ops_are_the_public_ones_and_more():
     public = {name for name in dir(tf.raw_ops) if not name.startswith("_")}
-    assert public | {"_FusedBatchNormEx"} <= _tf_private.known_ops()
+    assert public | {"_FusedBatchNormEx"} <= tf_private.known_ops()
 
 
 @pytest.mark.parametrize(
     ("module", "name", "call"),
     [
-        ("op_def_registry", "get", lambda: _tf_private.op_definition("MatMul")),
-        ("c_api_util", "ApiDefMap", _tf_private.known_ops),
+        ("op_def_registry", "get", lambda: tf_private.op_definition("MatMul")),
+        ("c_api_util", "ApiDefMap", tf_private.known_ops),
     ],
 )
 def test_a_missing_registry_names_itself_and_the_versions(monkeypatch, module, name, call):
@@ -155,7 +155,7 @@ REACHED_BY = {
 }
 
 
-@pytest.mark.parametrize("symbol", _tf_intercept.INTERCEPTED, ids=lambda each: each.name)
+@pytest.mark.parametrize("symbol", tf_intercept.INTERCEPTED, ids=lambda each: each.name)
 def test_an_intercepted_symbol_exists_and_is_what_the_public_api_calls(monkeypatch, symbol):
     original = getattr(symbol.owner(), symbol.attribute)
     assert callable(original)
@@ -172,43 +172,43 @@ def test_an_intercepted_symbol_exists_and_is_what_the_public_api_calls(monkeypat
 
 
 def test_every_intercepted_symbol_has_a_way_to_reach_it():
-    assert {each.name for each in _tf_intercept.INTERCEPTED} == set(REACHED_BY)
+    assert {each.name for each in tf_intercept.INTERCEPTED} == set(REACHED_BY)
 
 
 def test_no_tape_is_active_tells_whether_one_records():
-    assert _tf_private.no_tape_is_active()
+    assert tf_private.no_tape_is_active()
     with tf.GradientTape() as tape:
-        assert not _tf_private.no_tape_is_active()
+        assert not tf_private.no_tape_is_active()
         with tape.stop_recording():
-            assert _tf_private.no_tape_is_active()
+            assert tf_private.no_tape_is_active()
     with tf.autodiff.ForwardAccumulator(tf.constant(X), tf.constant(X)):
-        assert not _tf_private.no_tape_is_active()
+        assert not tf_private.no_tape_is_active()
 
 
 def test_place_in_trace_is_the_order_in_which_operations_were_made():
     def places(x):
         first = tf.tanh(x)
         second = tf.exp(x)
-        assert _tf_private.place_in_trace(first.op) < _tf_private.place_in_trace(second.op)
+        assert tf_private.place_in_trace(first.op) < tf_private.place_in_trace(second.op)
         return first + second
 
     _trace(places, FLOATS)
 
 
 def test_op_inputs_are_in_order_with_their_dtypes():
-    condition, then, otherwise = _tf_private.op_inputs("SelectV2")
+    condition, then, otherwise = tf_private.op_inputs("SelectV2")
     assert (condition.name, condition.type_attr, condition.dtype) == ("condition", None, tf.bool)
     assert then.type_attr == otherwise.type_attr == "T"
     assert {"float16", "bfloat16", "float32", "float64"} <= then.floats
-    values, axis = _tf_private.op_inputs("ConcatV2")
+    values, axis = tf_private.op_inputs("ConcatV2")
     assert values.is_list
     assert not axis.is_list
     assert not axis.floats
-    assert _tf_private.op_inputs("MatMull") == ()
+    assert tf_private.op_inputs("MatMull") == ()
 
 
 def test_op_inputs_leave_out_dtypes_without_a_kernel():
-    (given,) = _tf_private.op_inputs("Erfinv")
+    (given,) = tf_private.op_inputs("Erfinv")
     assert {"float32", "float64"} <= given.floats
     for dtype in {"float16", "bfloat16"} & given.floats:  # on a GPU
         tf.raw_ops.Erfinv(x=tf.zeros((1,), dtype))
@@ -219,29 +219,29 @@ def test_op_inputs_leave_out_dtypes_without_a_kernel():
     [("BatchMatMulV3", True), ("MatMul", False), ("LowerBound", False), ("MatMull", False)],
 )
 def test_chooses_its_output_dtype(op, chooses):
-    assert _tf_private.chooses_its_output_dtype(op) is chooses
+    assert tf_private.chooses_its_output_dtype(op) is chooses
 
 
 def test_float_attrs():
-    assert _tf_private.float_attrs("LRN") == {"alpha", "beta", "bias"}
-    assert _tf_private.float_attrs("MatMull") == frozenset()
+    assert tf_private.float_attrs("LRN") == {"alpha", "beta", "bias"}
+    assert tf_private.float_attrs("MatMull") == frozenset()
 
 
 # ---- For the graph rewrite ---------------------------------------------------------------------
 
 
 def test_kernels_tell_device_and_dtypes():
-    matmul = _tf_private.kernels("MatMul")
+    matmul = tf_private.kernels("MatMul")
     assert any(k.device == "cpu" and "bfloat16" in k.dtypes["T"] for k in matmul)
-    assert any(k.device == "default" for k in _tf_private.kernels("Merge"))
-    assert _tf_private.kernels("MatMull") == ()
+    assert any(k.device == "default" for k in tf_private.kernels("Merge"))
+    assert tf_private.kernels("MatMull") == ()
 
 
 def test_dtypes_have_names_and_numbers_of_graphs():
-    assert _tf_private.dtype_name(1) == "float32"
-    assert _tf_private.dtype_name(101) == "float32"  # a reference to one
-    assert _tf_private.dtype_name(_tf_private.dtype_number("bfloat16")) == "bfloat16"
-    assert _tf_private.dtype_name(0) == "dtype 0"
+    assert tf_private.dtype_name(1) == "float32"
+    assert tf_private.dtype_name(101) == "float32"  # a reference to one
+    assert tf_private.dtype_name(tf_private.dtype_number("bfloat16")) == "bfloat16"
+    assert tf_private.dtype_name(0) == "dtype 0"
 
 
 # ---- For SavedModels -----------------------------------------------------------------------------
@@ -249,14 +249,14 @@ def test_dtypes_have_names_and_numbers_of_graphs():
 
 def test_a_saved_model_is_read_and_its_fingerprint_written(tmp_path):
     tf.saved_model.save(tf.Module(), str(tmp_path))
-    message = _tf_private.saved_model_message()
+    message = tf_private.saved_model_message()
     message.ParseFromString((tmp_path / "saved_model.pb").read_bytes())
     assert [list(graph.meta_info_def.tags) for graph in message.meta_graphs] == [["serve"]]
     (tmp_path / "fingerprint.pb").unlink()
-    _tf_private.write_fingerprint(str(tmp_path))
+    tf_private.write_fingerprint(str(tmp_path))
     assert tf.saved_model.experimental.read_fingerprint(str(tmp_path)).saved_model_checksum
 
 
 def test_what_is_no_message_raises_the_error_of_messages():
-    with pytest.raises(_tf_private.message_error()):
-        _tf_private.saved_model_message().ParseFromString(b"\x12\xff\xff")
+    with pytest.raises(tf_private.message_error()):
+        tf_private.saved_model_message().ParseFromString(b"\x12\xff\xff")

@@ -14,17 +14,18 @@ if TYPE_CHECKING:
     from tfamp import graph as graph
     from tfamp import mixed_precision as mixed_precision
     from tfamp.autocasting.context import autocast as autocast
-    from tfamp.errors import NothingToLowerWarning as NothingToLowerWarning
-    from tfamp.errors import RewriteError as RewriteError
-    from tfamp.errors import SavedModelError as SavedModelError
-    from tfamp.errors import SkippedStepsError as SkippedStepsError
-    from tfamp.errors import TfampDeprecationWarning as TfampDeprecationWarning
-    from tfamp.errors import TfampError as TfampError
-    from tfamp.errors import TfampWarning as TfampWarning
-    from tfamp.errors import UnsupportedBackendError as UnsupportedBackendError
-    from tfamp.errors import UnsupportedVersionError as UnsupportedVersionError
-    from tfamp.function import rewrite as rewrite
-    from tfamp.grad_scaler import GradScaler as GradScaler
+    from tfamp.core.errors import NothingToLowerWarning as NothingToLowerWarning
+    from tfamp.core.errors import RewriteError as RewriteError
+    from tfamp.core.errors import SavedModelError as SavedModelError
+    from tfamp.core.errors import SkippedStepsError as SkippedStepsError
+    from tfamp.core.errors import TfampDeprecationWarning as TfampDeprecationWarning
+    from tfamp.core.errors import TfampError as TfampError
+    from tfamp.core.errors import TfampWarning as TfampWarning
+    from tfamp.core.errors import UnsupportedBackendError as UnsupportedBackendError
+    from tfamp.core.errors import UnsupportedVersionError as UnsupportedVersionError
+    from tfamp.core.grad_clip import GradClip as GradClip
+    from tfamp.core.options import DynamicLossScale as DynamicLossScale
+    from tfamp.core.options import FixedLossScale as FixedLossScale
     from tfamp.gradient_accumulator import GradientAccumulator as GradientAccumulator
     from tfamp.graph.op_lists import OpLists as OpLists
     from tfamp.layers.policy_state import global_policy as global_policy
@@ -35,35 +36,34 @@ if TYPE_CHECKING:
     from tfamp.levels.preparation import precision_settings as precision_settings
     from tfamp.levels.preparation import prepare as prepare
     from tfamp.optimizer import LossScaleOptimizer as LossScaleOptimizer
-    from tfamp.options import DynamicLossScale as DynamicLossScale
-    from tfamp.options import FixedLossScale as FixedLossScale
     from tfamp.policy import Policy as Policy
-    from tfamp.saved_model import rewrite_saved_model as rewrite_saved_model
-    from tfamp.updates.grad_clip import GradClip as GradClip
+    from tfamp.rewriting.function import rewrite as rewrite
+    from tfamp.rewriting.saved_model import rewrite_saved_model as rewrite_saved_model
+    from tfamp.training.grad_scaler import GradScaler as GradScaler
 
 __version__ = "0.1.0"
 
 # Public name -> module that defines it. No function shares its module's name: importing the module
 # would put the module in the function's place.
 _HOMES = {
-    "DynamicLossScale": "tfamp.options",
-    "FixedLossScale": "tfamp.options",
-    "GradClip": "tfamp.updates.grad_clip",
-    "GradScaler": "tfamp.grad_scaler",
+    "DynamicLossScale": "tfamp.core.options",
+    "FixedLossScale": "tfamp.core.options",
+    "GradClip": "tfamp.core.grad_clip",
+    "GradScaler": "tfamp.training.grad_scaler",
     "GradientAccumulator": "tfamp.gradient_accumulator",
     "LossScaleOptimizer": "tfamp.optimizer",
-    "NothingToLowerWarning": "tfamp.errors",
+    "NothingToLowerWarning": "tfamp.core.errors",
     "OpLists": "tfamp.graph.op_lists",
     "Policy": "tfamp.policy",
     "PrecisionConfig": "tfamp.levels.precision_config",
-    "RewriteError": "tfamp.errors",
-    "SavedModelError": "tfamp.errors",
-    "SkippedStepsError": "tfamp.errors",
-    "TfampDeprecationWarning": "tfamp.errors",
-    "TfampError": "tfamp.errors",
-    "TfampWarning": "tfamp.errors",
-    "UnsupportedBackendError": "tfamp.errors",
-    "UnsupportedVersionError": "tfamp.errors",
+    "RewriteError": "tfamp.core.errors",
+    "SavedModelError": "tfamp.core.errors",
+    "SkippedStepsError": "tfamp.core.errors",
+    "TfampDeprecationWarning": "tfamp.core.errors",
+    "TfampError": "tfamp.core.errors",
+    "TfampWarning": "tfamp.core.errors",
+    "UnsupportedBackendError": "tfamp.core.errors",
+    "UnsupportedVersionError": "tfamp.core.errors",
     "autocast": "tfamp.autocasting.context",
     "diagnostics": "tfamp.diagnostics",
     "global_policy": "tfamp.layers.policy_state",
@@ -72,8 +72,8 @@ _HOMES = {
     "policy_scope": "tfamp.layers.policy_state",
     "precision_settings": "tfamp.levels.preparation",
     "prepare": "tfamp.levels.preparation",
-    "rewrite": "tfamp.function",
-    "rewrite_saved_model": "tfamp.saved_model",
+    "rewrite": "tfamp.rewriting.function",
+    "rewrite_saved_model": "tfamp.rewriting.saved_model",
     "set_global_policy": "tfamp.layers.policy_state",
     "set_layer_dtype": "tfamp.levels.manual",
 }

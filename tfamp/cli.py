@@ -21,13 +21,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import tfamp
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.errors import TfampError, TfampWarning
 from tfamp.diagnostics.estimating import device
-from tfamp.dtypes import LOW_PRECISION
-from tfamp.errors import TfampError, TfampWarning
-from tfamp.graph.name_search import limited
+from tfamp.planning.name_search import limited
 
 if TYPE_CHECKING:
-    from tfamp.graph.structures import RewritePlan
+    from tfamp.planning.structures import RewritePlan
 
 _COLORS = {
     "allow": "is always lowered",
@@ -263,7 +263,7 @@ def _choices(args: argparse.Namespace, saved_model: Any) -> dict[str, Any]:
 
 
 def _what_was_done(args: argparse.Namespace, plan: RewritePlan) -> str:
-    from tfamp.converting.files import directory_bytes
+    from tfamp.rewriting.saved_files import directory_bytes
 
     before, after = directory_bytes(Path(args.src)), directory_bytes(Path(args.dst))
     totals = plan.summary
@@ -291,7 +291,7 @@ def _prepared() -> Iterator[Any]:
     A termination is taken like Ctrl-C, so that what was begun is removed. All is undone at the end.
     """
     _import_quietly()
-    from tfamp import saved_model
+    from tfamp.rewriting import saved_model
 
     logger = logging.getLogger("tensorflow")
     level, handler = logger.level, _on_termination()

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tfamp.errors import TfampDeprecationWarning
+from tfamp.core.errors import TfampDeprecationWarning
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 

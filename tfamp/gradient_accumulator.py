@@ -9,12 +9,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp._tf_private import strategy_needs_merge_call
+from tfamp.core.options import checked_count
+from tfamp.interop.tf_private import strategy_needs_merge_call
+from tfamp.interop.tracing import as_written
 from tfamp.optimizer import LossScaleOptimizer
-from tfamp.options import checked_count
-from tfamp.tracing import as_written
-from tfamp.updates import gradients as gradient_lib
-from tfamp.updates.conditional_apply import check_in_replica, outside_the_graph
+from tfamp.training import gradients as gradient_lib
+from tfamp.training.conditional_apply import check_in_replica, outside_the_graph
 
 
 @dataclass(slots=True)

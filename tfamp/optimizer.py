@@ -10,25 +10,25 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from tfamp.dtypes import LOW_PRECISION
-from tfamp.errors import TfampWarning
-from tfamp.options import DynamicLossScale, LossScale, resolve_loss_scale
-from tfamp.scaling.inner_settings import InnerSettings
-from tfamp.scaling.optimizer_config import (
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.errors import TfampWarning
+from tfamp.core.grad_clip import GradClip, resolve_grad_clip
+from tfamp.core.options import DynamicLossScale, LossScale, resolve_loss_scale
+from tfamp.interop.tracing import as_written
+from tfamp.training import gradients as gradient_lib
+from tfamp.training.conditional_apply import apply_if_finite, check_in_replica, outside_the_graph
+from tfamp.training.gradient_norm import clipped_scale, gradient_norm
+from tfamp.training.inner_settings import InnerSettings
+from tfamp.training.master_keeping import MasterKeeping
+from tfamp.training.optimizer_config import (
     check_features,
     check_inner,
     rule_from_config,
     scale_config,
 )
-from tfamp.scaling.scale_variables import as_tensor
-from tfamp.scaling.stateless_apply import StatelessApply
-from tfamp.tracing import as_written
-from tfamp.updates import gradients as gradient_lib
-from tfamp.updates.conditional_apply import apply_if_finite, check_in_replica, outside_the_graph
-from tfamp.updates.grad_clip import GradClip, resolve_grad_clip
-from tfamp.updates.gradient_norm import clipped_scale, gradient_norm
-from tfamp.updates.master_keeping import MasterKeeping
-from tfamp.updates.replica_sum import several_replicas, summed, summed_in_float16
+from tfamp.training.replica_sum import several_replicas, summed, summed_in_float16
+from tfamp.training.scale_variables import as_tensor
+from tfamp.training.stateless_apply import StatelessApply
 
 
 @keras.saving.register_keras_serializable(package="tfamp")

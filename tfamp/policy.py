@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tfamp import dtypes
+from tfamp.core import dtypes
 
 _MIXED = {f"mixed_{dtype}": dtype for dtype in dtypes.LOW_PRECISION}
 _DEFAULT_FLOAT32_LAYERS = ("BatchNormalization",)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp._tf_intercept import intercept
+from tfamp.interop.tf_intercept import intercept
 
 
 class Silent:

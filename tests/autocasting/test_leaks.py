@@ -11,16 +11,16 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp import _tf_intercept, keras_intercept
 from tfamp.autocasting.context import _hooks
-from tfamp.errors import UnsupportedVersionError
+from tfamp.core.errors import UnsupportedVersionError
+from tfamp.interop import keras_intercept, tf_intercept
 
 
 def symbols():
     """What every symbol that is ever replaced stands for now."""
     found = {
         (each.module, each.name): getattr(each.owner(), each.attribute)
-        for each in _tf_intercept.INTERCEPTED
+        for each in tf_intercept.INTERCEPTED
     }
     found["Operation.__call__"] = keras.Operation.__call__
     found["Optimizer.apply"] = keras.optimizers.Optimizer.apply
@@ -82,12 +82,12 @@ def test_after_a_trace_that_fails(a):
     assert tf.matmul(a, a).dtype == tf.float32
 
 
-@pytest.mark.parametrize("missing", _tf_intercept.INTERCEPTED, ids=lambda each: each.name)
+@pytest.mark.parametrize("missing", tf_intercept.INTERCEPTED, ids=lambda each: each.name)
 def test_a_missing_symbol_replaces_none(monkeypatch, a, missing):
     owner = missing.owner()
     with monkeypatch.context() as patch:
         patch.delattr(owner, missing.attribute)
-        others = [each for each in _tf_intercept.INTERCEPTED if each is not missing]
+        others = [each for each in tf_intercept.INTERCEPTED if each is not missing]
         before = [getattr(each.owner(), each.attribute) for each in others]
         with (
             pytest.raises(UnsupportedVersionError, match=f"{missing.attribute} is not in TensorFl"),

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import tensorflow as tf
 
-from tfamp.graph.cost import UNKNOWN_DIMENSION, crossing_tensors, estimate, scope_seconds
+from tfamp.core.profile import KINDS, MachineProfile
 from tfamp.graph.index import build_indexes
-from tfamp.machine.profile import KINDS, MachineProfile
+from tfamp.planning.cost import UNKNOWN_DIMENSION, crossing_tensors, estimate, scope_seconds
 
 # So slow in arithmetic that memory does not count, and the other way round.
 PEAKS = {kind: {"float32": 1.0, "bfloat16": 2.0, "float16": 0.1} for kind in KINDS}

@@ -5,7 +5,7 @@ import tensorflow as tf
 from helpers import graph_models, loops
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_signatures import has_kernel
-from tfamp.graph.structures import ARGUMENT, RESULT
+from tfamp.planning.structures import ARGUMENT, RESULT
 
 
 def indexes(function, dtype="float16", device="cpu"):

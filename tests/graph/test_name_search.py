@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tfamp.graph.name_search import is_found, limited
+from tfamp.planning.name_search import is_found, limited
 
 ENDLESS = re.compile(r"(a+)+$")
 NAME = "a" * 60 + "b"

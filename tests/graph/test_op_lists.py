@@ -18,9 +18,10 @@ from tensorflow.python.framework import kernels
 
 import tfamp
 from helpers.tolerances import assert_close
-from tfamp import _tf_private
-from tfamp.graph import autocast_lists, grappler_lists, op_lists
+from tfamp.graph import op_lists
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
+from tfamp.interop import tf_private
+from tfamp.planning import autocast_lists, grappler_lists
 
 DTYPES = ("float16", "bfloat16")
 DEFAULTS = [(dtype, device) for dtype in DTYPES for device in DEVICES]
@@ -44,7 +45,7 @@ def type_attributes(op: str) -> dict[str, set[str] | None]:
     """Type attributes of an op and the dtypes each admits; None stands for any."""
     return {
         attr.name: {tf.as_dtype(value).name for value in attr.allowed_values.list.type} or None
-        for attr in _tf_private.op_definition(op).attr
+        for attr in tf_private.op_definition(op).attr
         if attr.type in ("type", "list(type)")
     }
 
@@ -72,13 +73,13 @@ def kernel_dtypes(op: str, device: str) -> set[str]:
 
 @pytest.mark.parametrize("name", SETS)
 def test_every_op_is_one_tensorflow_knows(name):
-    unknown = SETS[name] - _tf_private.known_ops() - grappler_lists.EXTERNAL
+    unknown = SETS[name] - tf_private.known_ops() - grappler_lists.EXTERNAL
     assert not unknown, "a comma lost between two names shows here too"
 
 
 def test_external_ops_are_on_grapplers_float16_list_only():
     assert OpLists.grappler("float16").allow >= grappler_lists.EXTERNAL
-    assert not grappler_lists.EXTERNAL & _tf_private.known_ops()
+    assert not grappler_lists.EXTERNAL & tf_private.known_ops()
     for dtype, device in DEFAULTS:
         assert not grappler_lists.EXTERNAL & all_ops(OpLists.default(dtype, device))
 
@@ -341,7 +342,7 @@ def test_a_sample_of_autocasts_sets(dtype, expected, ops):
 
 def test_joining_ops_take_several_tensors_of_one_low_dtype():
     for op in sorted(autocast_lists.JOINING):
-        arguments = _tf_private.op_definition(op).input_arg
+        arguments = tf_private.op_definition(op).input_arg
         attributes = [
             argument.type_attr
             for argument in arguments

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 
 from helpers import graph_dsl, graph_models, loops
 from helpers.tolerances import assert_close
-from tfamp.errors import NothingToLowerWarning
-from tfamp.graph.coloring import paint, safe_slots
-from tfamp.graph.cost import ScopeCosts, estimate, scope_seconds
+from tfamp.core.errors import NothingToLowerWarning
+from tfamp.core.profile import KINDS, MachineProfile, builtin_profile
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.placement import place
-from tfamp.graph.regions import find_regions
 from tfamp.graph.request import NodeChoices, colors_of
 from tfamp.graph.rewrite import rewrite_graph_def
-from tfamp.graph.structures import (
+from tfamp.planning.coloring import paint, safe_slots
+from tfamp.planning.cost import ScopeCosts, estimate, scope_seconds
+from tfamp.planning.placement import place
+from tfamp.planning.regions import find_regions
+from tfamp.planning.structures import (
     Edge,
     GraphIndex,
     IndexedNode,
@@ -30,7 +31,6 @@ from tfamp.graph.structures import (
     Regions,
     TypeSlot,
 )
-from tfamp.machine.profile import KINDS, MachineProfile, builtin_profile
 
 UNIT = 2.0**-20  # of times: sums of these are exact
 BUILT_IN = builtin_profile("cpu", bfloat16=True, float16=False)

@@ -14,7 +14,7 @@ import tensorflow as tf
 from helpers import graph_dsl, graph_models
 from helpers.browser import open_page
 from tfamp.graph.rewrite import rewrite_graph_def
-from tfamp.graph.structures import CastSite, NodePlan, Reason, RewritePlan, RewriteSummary
+from tfamp.planning.structures import CastSite, NodePlan, Reason, RewritePlan, RewriteSummary
 
 # Attributes whose value a browser would load.
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background"}
@@ -150,7 +150,7 @@ def test_names_cannot_leave_the_data(page):
 def test_the_same_plan_gives_the_same_bytes(plan):
     assert plan.to_html() == plan.to_html()
     code = (
-        "from tfamp.graph.structures import RewritePlan, RewriteSummary\n"
+        "from tfamp.planning.structures import RewritePlan, RewriteSummary\n"
         "plan = RewritePlan('float16', (), (), (), RewriteSummary(0, 0, 0, 0, 0, 0))\n"
         "print(plan.to_html())\n"
     )

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers import graph_dsl
-from tfamp.errors import NothingToLowerWarning
+from tfamp.core.errors import NothingToLowerWarning
 from tfamp.graph import rewrite
 from tfamp.graph.op_lists import OpLists
 

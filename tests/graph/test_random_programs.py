@@ -165,7 +165,7 @@ def test_gradients_of_random_programs_are_close_to_float32s(program, dtype):
 _HASHED = """
 import hashlib, random, warnings
 from helpers import random_programs
-from tfamp.errors import NothingToLowerWarning
+from tfamp.core.errors import NothingToLowerWarning
 from tfamp.graph.rewrite import rewrite_graph_def
 warnings.simplefilter("ignore", NothingToLowerWarning)
 digest = hashlib.sha256()

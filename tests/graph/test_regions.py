@@ -4,8 +4,8 @@ import tensorflow as tf
 
 from helpers import graph_models, loops
 from tfamp.graph.index import build_indexes
-from tfamp.graph.regions import find_regions
-from tfamp.graph.structures import Reason
+from tfamp.planning.regions import find_regions
+from tfamp.planning.structures import Reason
 
 
 def regions_of(graph_def, chosen=None):

@@ -16,9 +16,9 @@ import tensorflow as tf
 import tfamp
 from helpers import graph_dsl, graph_models, loops
 from helpers.tolerances import assert_close
+from tfamp.core.profile import builtin_profile
 from tfamp.graph import rewrite
 from tfamp.graph.op_lists import OpLists
-from tfamp.machine.profile import builtin_profile
 
 # These tests are about what the lists decide.
 rewrite_graph_def = functools.partial(rewrite.rewrite_graph_def, placement="lists")
@@ -419,7 +419,7 @@ def test_bytes_of_casts_come_from_the_shapes_in_the_graph():
 _HASHED = """
 import hashlib
 from helpers import loops
-from tfamp.machine.profile import builtin_profile
+from tfamp.core.profile import builtin_profile
 from tfamp.graph.rewrite import rewrite_graph_def
 function = loops.nested_functions()
 for placement in ("lists", "min_cut"):

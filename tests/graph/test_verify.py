@@ -8,13 +8,13 @@ import tensorflow as tf
 import tfamp
 from helpers import graph_dsl
 from tfamp.graph import rewrite
-from tfamp.graph.coloring import paint
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.plan import PaintedScope, make_plan
-from tfamp.graph.regions import find_regions
 from tfamp.graph.request import NodeChoices, colors_of
 from tfamp.graph.verify import verify_rewrite
+from tfamp.planning.coloring import paint
+from tfamp.planning.plan import PaintedScope, make_plan
+from tfamp.planning.regions import find_regions
 
 # These tests are about what the lists decide.
 rewrite_graph_def = functools.partial(rewrite.rewrite_graph_def, placement="lists")

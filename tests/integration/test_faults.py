@@ -18,8 +18,8 @@ import tensorflow as tf
 import tfamp
 from helpers import saved_models
 from helpers.training import small_model
+from tfamp.core.profile import builtin_profile
 from tfamp.machine import profile_cache, profile_choice, profile_measure
-from tfamp.machine.profile import builtin_profile
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -160,7 +160,7 @@ def test_killed_at_batches_and_resumed_by_keras_callback(tmp_path, batches):
 
 _REWRITING = """
 import sys
-from tfamp.saved_model import rewrite_saved_model
+from tfamp.rewriting.saved_model import rewrite_saved_model
 source, target = sys.argv[1:]
 rewrite_saved_model(source, target + ".first", dtype="bfloat16")  # All is imported and traced.
 print("writing", flush=True)
@@ -220,7 +220,7 @@ _CACHING = """
 import sys, dataclasses
 from pathlib import Path
 from tfamp.machine import profile_cache
-from tfamp.machine.profile import builtin_profile
+from tfamp.core.profile import builtin_profile
 
 print("writing", flush=True)
 for number in range(10**9):
@@ -245,7 +245,7 @@ from pathlib import Path
 import tensorflow  # Importing it looks for a folder it can write to.
 import tfamp
 from tfamp.machine import profile_cache
-from tfamp.machine.profile import builtin_profile
+from tfamp.core.profile import builtin_profile
 source, target, cache = map(Path, sys.argv[1:])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]

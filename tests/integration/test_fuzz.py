@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 import tfamp
 from helpers import mutations, random_programs, saved_models
-from tfamp import _tf_private, cli
+from tfamp import cli
 from tfamp.graph.rewrite import rewrite_graph_def
+from tfamp.interop import tf_private
 
 PACKAGE = str(Path(tfamp.__file__).parent)
 # Seconds one damaged input may take; sound ones take a hundredth of it.
@@ -82,7 +83,7 @@ def damaged_graph(source):
         damaged.CopyFrom(graph)
         mutations.damage_graph(source, damaged)
     else:
-        with contextlib.suppress(_tf_private.message_error()):
+        with contextlib.suppress(tf_private.message_error()):
             damaged.ParseFromString(mutations.damage_bytes(source, graph.SerializeToString()))
     return damaged, outputs
 
@@ -122,7 +123,7 @@ def damage_files(source, folder):
     if kind < 2:
         path.write_bytes(mutations.damage_bytes(source, path.read_bytes()))
         return
-    message = _tf_private.saved_model_message()
+    message = tf_private.saved_model_message()
     message.ParseFromString(path.read_bytes())
     mutations.damage_saved_model(source, message)
     path.write_bytes(message.SerializeToString())
@@ -174,8 +175,8 @@ REGEX_PARTS = st.sampled_from(
 @settings(max_examples=60)
 @given(st.lists(REGEX_PARTS, min_size=1, max_size=6))
 def test_regexes_are_searched_for_in_bounded_time(parts):
-    from tfamp.graph.name_search import is_found, limited
     from tfamp.graph.request import patterns
+    from tfamp.planning.name_search import is_found, limited
 
     began = time.monotonic()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from keras.config import dtype_policy as imported_long_ago
 
 import tfamp
-from tfamp import keras_hooks
+from tfamp.interop import keras_hooks
 
 MIXED = ["mixed_float16", "mixed_bfloat16"]
 NAMES = ["float16", "bfloat16", "float32", "float64", *MIXED]

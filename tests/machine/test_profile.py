@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tfamp.core.profile import KINDS, MachineProfile, builtin_profile
 from tfamp.graph import rewrite_graph_def
 from tfamp.machine import hardware
-from tfamp.machine.profile import KINDS, MachineProfile, builtin_profile
 
 
 def test_json_round_trip():

@@ -11,8 +11,8 @@ from pathlib import Path
 import platformdirs
 import pytest
 
+from tfamp.core.profile import builtin_profile
 from tfamp.machine import profile_cache
-from tfamp.machine.profile import builtin_profile
 
 KEY = {"cpu": "My CPU", "tensorflow": "2.21.0"}
 PROFILE = dataclasses.replace(builtin_profile("cpu"), name="mine", op_overhead=1e-6)
@@ -98,7 +98,7 @@ _WRITER = """
 import sys, dataclasses
 from pathlib import Path
 from tfamp.machine import profile_cache
-from tfamp.machine.profile import builtin_profile
+from tfamp.core.profile import builtin_profile
 
 folder, name = Path(sys.argv[1]), sys.argv[2]
 profile = dataclasses.replace(builtin_profile("cpu"), name=name)

@@ -13,8 +13,8 @@ import tensorflow as tf
 import tfamp
 from tfamp import diagnostics
 from tfamp.cli import main
+from tfamp.core.profile import DTYPES, KINDS, builtin_profile
 from tfamp.machine import hardware, profile_cache, profile_choice, profile_measure
-from tfamp.machine.profile import DTYPES, KINDS, builtin_profile
 
 USUAL = builtin_profile("cpu")
 # A machine on which nothing low pays.

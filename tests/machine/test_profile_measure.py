@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.machine.profile import DTYPES, KINDS, MachineProfile, builtin_profile
+from tfamp.core.profile import DTYPES, KINDS, MachineProfile, builtin_profile
 from tfamp.machine.profile_measure import NO_KERNEL, measure_profile
 from tfamp.machine.profile_works import OPS, Sizes, works
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import tfamp
 from helpers.tolerances import assert_close
-from tfamp.machine.profile import builtin_profile
+from tfamp.core.profile import builtin_profile
 from tfamp.rewriting.weight_cache import LEAST_ELEMENTS, WeightCache
 
 DTYPES = ("float16", "bfloat16")

@@ -483,7 +483,7 @@ def test_grad_scaler_steps_in_one_pass_too(traced):
 
 
 def test_where_xla_does_not_work_keras_updates(monkeypatch):
-    from tfamp.updates import fused_update
+    from tfamp.training import fused_update
 
     monkeypatch.setattr(fused_update, "xla_works", lambda device: False)
     (optimizer, ours, step), (bare, theirs, bare_step) = wrapped_and_bare(OPTIMIZERS["adam"])
@@ -496,6 +496,6 @@ def test_where_xla_does_not_work_keras_updates(monkeypatch):
 
 
 def test_xla_works_where_the_tests_run():
-    from tfamp.updates.fused_update import xla_works
+    from tfamp.training.fused_update import xla_works
 
     assert xla_works(tf.Variable(1.0).device)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
-from tfamp import keras_intercept
-from tfamp._tf_intercept import intercept
 from tfamp.autocasting.rules import Autocaster
 from tfamp.autocasting.state import Mode, current_modes
-from tfamp.dtypes import FLOAT_DTYPES, LOW_PRECISION
-from tfamp.errors import TfampWarning
+from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.core.errors import TfampWarning
 from tfamp.graph.op_lists import OpLists
-from tfamp.keras_backend import require_tensorflow
+from tfamp.interop import keras_intercept
+from tfamp.interop.keras_backend import require_tensorflow
+from tfamp.interop.tf_intercept import intercept
 from tfamp.policy import Policy
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])

@@ -11,8 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp import _library_code
-from tfamp.errors import TfampWarning
+from tfamp.core.errors import TfampWarning
+from tfamp.interop import library_code
 
 # What has been looked at, by graph: the functions themselves cannot all be referred to weakly.
 _seen: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -60,7 +60,7 @@ def _float32_ops(graph: Any, dtype: str, targets: Mapping[str, str]) -> Counter[
 def _level_of_user() -> int:
     """The stack level, seen from the caller, of the first frame that is no library's."""
     level, frame = 1, sys._getframe(1)
-    skipped = ("tfamp.", *_library_code.LIBRARIES)
+    skipped = ("tfamp.", *library_code.LIBRARIES)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(skipped):
         level, frame = level + 1, frame.f_back
     return level

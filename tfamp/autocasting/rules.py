@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfamp import _library_code
-from tfamp._tf_private import (
+from tfamp.autocasting.finished_graphs import warn_of_finished_graph
+from tfamp.autocasting.state import Mode, current_modes
+from tfamp.autocasting.trace_casts import trace_casts
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.interop import library_code
+from tfamp.interop.tf_private import (
     OpInput,
     chooses_its_output_dtype,
     no_tape_is_active,
     op_inputs,
 )
-from tfamp.autocasting.finished_graphs import warn_of_finished_graph
-from tfamp.autocasting.state import Mode, current_modes
-from tfamp.autocasting.trace_casts import trace_casts
-from tfamp.dtypes import LOW_PRECISION
 
 _EDITABLE = frozenset({*LOW_PRECISION, "float32"})
 _EXPLICIT = "_tfamp_explicit_cast"
@@ -80,19 +80,19 @@ class Autocaster:
             return run()
         module, function = _asker()
         if source == "float32":
-            needless = (module, function) in _library_code.RESULTS_CAST_BACK
+            needless = (module, function) in library_code.RESULTS_CAST_BACK
         else:
             needless = (
-                module in _library_code.KERAS_UPCASTS
-                and function not in _library_code.NEEDS_KERAS_UPCAST
+                module in library_code.KERAS_UPCASTS
+                and function not in library_code.NEEDS_KERAS_UPCAST
             )
         if needless and target != source:
             return tensor
         mode = current_modes.current
-        if mode.cache_casts and source == "float32" and module.startswith(_library_code.LIBRARIES):
+        if mode.cache_casts and source == "float32" and module.startswith(library_code.LIBRARIES):
             return trace_casts.once(tensor, target, run)  # Keras's, of a layer's weights.
         result = run()
-        if not module.startswith(_library_code.LIBRARIES):
+        if not module.startswith(library_code.LIBRARIES):
             setattr(result, _EXPLICIT, True)
         return result
 
@@ -101,7 +101,7 @@ class Autocaster:
         if current_modes.current is None or not tf.is_tensor(tensor):
             return tensor
         module, _ = _asker()
-        if _dtype_name(tensor) not in _EDITABLE or module.startswith(_library_code.LIBRARIES):
+        if _dtype_name(tensor) not in _EDITABLE or module.startswith(library_code.LIBRARIES):
             return tensor
         with current_modes.set_to(None):
             result = tf.identity(tensor)  # The tensor itself may be used elsewhere.
@@ -127,14 +127,14 @@ class Autocaster:
             return value, dtype
         module = asker.f_globals.get("__name__", "")
         function = (module, asker.f_code.co_name)
-        if function in _library_code.FLOAT32_FUNCTIONS or (
-            function in _library_code.SAME_DTYPE_FUNCTIONS and _mixes(asker.f_locals.values())
+        if function in library_code.FLOAT32_FUNCTIONS or (
+            function in library_code.SAME_DTYPE_FUNCTIONS and _mixes(asker.f_locals.values())
         ):
             return _recast(value, "float32"), None
         wanted = given if dtype is None else tf.as_dtype(dtype).base_dtype.name
         if given == wanted or wanted not in _EDITABLE:
             return value, dtype
-        if wanted == "float32" or module in _library_code.FIXED_DTYPES:
+        if wanted == "float32" or module in library_code.FIXED_DTYPES:
             return _recast(value, wanted), dtype
         return value, None
 
@@ -386,7 +386,7 @@ def _asker() -> tuple[str, str]:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if not module.startswith(_library_code.IN_BETWEEN):
+        if not module.startswith(library_code.IN_BETWEEN):
             return str(module), frame.f_code.co_name
         frame = frame.f_back
     return "", ""

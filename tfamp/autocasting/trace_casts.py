@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp._tf_private import no_tape_is_active, place_in_trace
+from tfamp.interop.tf_private import no_tape_is_active, place_in_trace
 
 _READ = "ReadVariableOp"
 # Whatever else takes a variable's handle, a call of a function included, may assign.

@@ -14,9 +14,9 @@ from typing import Any
 
 import keras
 
-from tfamp import keras_hooks
-from tfamp.dtypes import FLOAT_DTYPES, LOW_PRECISION
-from tfamp.keras_intercept import observe_layer_calls
+from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.interop import keras_hooks
+from tfamp.interop.keras_intercept import observe_layer_calls
 from tfamp.layers import output_dtypes
 from tfamp.layers.roles import is_built_in
 from tfamp.policy import Policy

@@ -9,8 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.dtypes import FLOAT_DTYPES
-from tfamp.function import RewrittenFunction
+from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.graph.function_names import called_functions
 from tfamp.graph.op_signatures import (
     Argument,
@@ -18,6 +17,7 @@ from tfamp.graph.op_signatures import (
     attribute_value,
     registered_signature,
 )
+from tfamp.rewriting.function import RewrittenFunction
 
 # Ops that compute nothing: they hold or pass on a value, or call what is counted itself.
 _NOT_COUNTED = frozenset(

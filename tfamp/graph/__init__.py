@@ -9,20 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tfamp.core.profile import MachineProfile as MachineProfile
     from tfamp.graph.measuring.calibration_data import Calibration as Calibration
     from tfamp.graph.op_lists import OpLists as OpLists
     from tfamp.graph.rewrite import rewrite_graph_def as rewrite_graph_def
-    from tfamp.graph.structures import RewritePlan as RewritePlan
-    from tfamp.graph.structures import RewriteResult as RewriteResult
-    from tfamp.machine.profile import MachineProfile as MachineProfile
+    from tfamp.planning.structures import RewritePlan as RewritePlan
+    from tfamp.planning.structures import RewriteResult as RewriteResult
 
 # Public name -> module that defines it.
 _HOMES = {
     "Calibration": "tfamp.graph.measuring.calibration_data",
-    "MachineProfile": "tfamp.machine.profile",
+    "MachineProfile": "tfamp.core.profile",
     "OpLists": "tfamp.graph.op_lists",
-    "RewritePlan": "tfamp.graph.structures",
-    "RewriteResult": "tfamp.graph.structures",
+    "RewritePlan": "tfamp.planning.structures",
+    "RewriteResult": "tfamp.planning.structures",
     "rewrite_graph_def": "tfamp.graph.rewrite",
 }
 

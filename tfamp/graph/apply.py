@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp import _tf_private
 from tfamp.graph.op_signatures import STATISTICS_ATTR, SUCCESSORS
-from tfamp.graph.structures import ARGUMENT, FLOAT32, MAIN_GRAPH, RESULT, CastSite, RewritePlan
-from tfamp.graph.structures import Retype as _Retype
+from tfamp.interop import tf_private
+from tfamp.planning.structures import ARGUMENT, FLOAT32, MAIN_GRAPH, RESULT, CastSite, RewritePlan
+from tfamp.planning.structures import Retype as _Retype
 
 
 def apply_plan(graph_def: Any, plan: RewritePlan) -> Any:
@@ -51,7 +51,7 @@ def _rewrite_signature(signature: Any, retypes: tuple[_Retype, ...], dtype: str)
     named |= {f"{RESULT}{each.name}": each for each in signature.output_arg}
     for retype in retypes:
         if not retype.attr:
-            named[retype.node].type = _tf_private.dtype_number(dtype)
+            named[retype.node].type = tf_private.dtype_number(dtype)
 
 
 def _rewrite_nodes(
@@ -84,10 +84,10 @@ def _rewrite_nodes(
 
 
 def _retype(node: Any, retype: _Retype, dtype: str) -> None:
-    number = _tf_private.dtype_number(dtype)
+    number = tf_private.dtype_number(dtype)
     if node.op in SUCCESSORS:
         node.op = SUCCESSORS[node.op]
-        node.attr[STATISTICS_ATTR].type = _tf_private.dtype_number(FLOAT32)
+        node.attr[STATISTICS_ATTR].type = tf_private.dtype_number(FLOAT32)
     if retype.index is None:
         node.attr[retype.attr].type = number
     else:
@@ -96,7 +96,7 @@ def _retype(node: Any, retype: _Retype, dtype: str) -> None:
 
 def _cast_node(cast: CastSite) -> Any:
     node = tf.compat.v1.NodeDef(name=cast.name, op="Cast", input=[cast.tensor], device=cast.device)
-    node.attr["SrcT"].type = _tf_private.dtype_number(cast.source)
-    node.attr["DstT"].type = _tf_private.dtype_number(cast.target)
+    node.attr["SrcT"].type = tf_private.dtype_number(cast.source)
+    node.attr["DstT"].type = tf_private.dtype_number(cast.target)
     node.attr["Truncate"].b = False
     return node

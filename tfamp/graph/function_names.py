@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.control_flow import BRANCHING
+from tfamp.planning.control_flow import BRANCHING
 
 _NUMBERS = itertools.count(1)
 

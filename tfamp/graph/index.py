@@ -15,13 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from tfamp.errors import RewriteError
+from tfamp.core.errors import RewriteError
 from tfamp.graph.function_names import (
     called_functions,
     function_attributes,
     reached_functions,
 )
-from tfamp.graph.kernel_limits import kernel_refuses
 from tfamp.graph.op_signatures import (
     SUCCESSORS,
     Argument,
@@ -32,7 +31,8 @@ from tfamp.graph.op_signatures import (
     registered_signature,
     signature,
 )
-from tfamp.graph.structures import (
+from tfamp.planning.kernel_limits import kernel_refuses
+from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,
     MAIN_GRAPH,

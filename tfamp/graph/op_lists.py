@@ -1,7 +1,7 @@
 """Which ops may run in the low precision, as an immutable value; framework-free.
 
-TensorFlow's own lists are in `tfamp.graph.grappler_lists`; what autocast needs beyond the four
-colours is in `tfamp.graph.autocast_lists`. This file holds the value, how tfamp's defaults differ
+TensorFlow's own lists are in `tfamp.planning.grappler_lists`; what autocast needs beyond the four
+colours is in `tfamp.planning.autocast_lists`. This file holds the value, how tfamp's defaults differ
 from TensorFlow's, and how a user changes them.
 """
 
@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import tfamp.graph.autocast_lists as _autocast
-import tfamp.graph.grappler_lists as _grappler
-from tfamp.dtypes import LOW_PRECISION
-from tfamp.graph.control_flow import LOOPS
+import tfamp.planning.autocast_lists as _autocast
+import tfamp.planning.grappler_lists as _grappler
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.planning.control_flow import LOOPS
 
 Color = Literal["allow", "infer", "deny", "clear"]
 
@@ -271,12 +271,12 @@ class OpLists:
         doubtful = sorted(ops - self.allow - self.infer - self.deny - self.clear)
         if not doubtful:
             return
-        from tfamp import _tf_private
+        from tfamp.interop import tf_private
 
         for op in doubtful:
-            if _tf_private.op_definition(op) is None:
+            if tf_private.op_definition(op) is None:
                 raise ValueError(
-                    f"TensorFlow knows no op {op!r}{_suggestion(op, _tf_private.known_ops())} Give "
+                    f"TensorFlow knows no op {op!r}{_suggestion(op, tf_private.known_ops())} Give "
                     "op types as in a graph; an op of a library of yours is known once "
                     "tf.load_op_library has loaded it."
                 )

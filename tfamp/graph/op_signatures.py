@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tfamp import _tf_private
+from tfamp.interop import tf_private
 
 # Ops that accept float32 only, with the successors that do the same and also take low precision.
 # The successors keep the statistics in float32.
@@ -91,7 +91,7 @@ def signature(definition: Any) -> OpSignature:
 @functools.cache
 def registered_signature(op: str) -> OpSignature | None:
     """Returns the signature of an op type of TensorFlow's; None for one it does not know."""
-    definition = _tf_private.op_definition(op)
+    definition = tf_private.op_definition(op)
     return None if definition is None else signature(definition)
 
 
@@ -102,11 +102,11 @@ def attribute_value(value: Any) -> Any:
     """
     kind = value.WhichOneof("value")
     if kind == "type":
-        return _tf_private.dtype_name(value.type)
+        return tf_private.dtype_name(value.type)
     if kind == "i":
         return value.i
     if kind == "list":
-        return tuple(_tf_private.dtype_name(each) for each in value.list.type)
+        return tuple(tf_private.dtype_name(each) for each in value.list.type)
     return None
 
 
@@ -127,7 +127,7 @@ def has_kernel(op: str, device: str, types: tuple[tuple[str, tuple[str, ...]], .
     return any(
         kernel.device in (device, "default")
         and all(kernel.dtypes[attr].issuperset(got) for attr, got in types if attr in kernel.dtypes)
-        for kernel in _tf_private.kernels(op)
+        for kernel in tf_private.kernels(op)
     )
 
 
@@ -157,11 +157,11 @@ def argument(arg: Any) -> Argument:
         number_attr=arg.number_attr,
         type_attr=arg.type_attr,
         type_list_attr=arg.type_list_attr,
-        dtype=_tf_private.dtype_name(arg.type) if arg.type else "",
+        dtype=tf_private.dtype_name(arg.type) if arg.type else "",
     )
 
 
 def _allowed(attr: Any) -> frozenset[str] | None:
     if not attr.HasField("allowed_values"):
         return None
-    return frozenset(_tf_private.dtype_name(each) for each in attr.allowed_values.list.type)
+    return frozenset(tf_private.dtype_name(each) for each in attr.allowed_values.list.type)

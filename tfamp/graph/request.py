@@ -9,16 +9,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.dtypes import LOW_PRECISION
-from tfamp.graph.coloring import Updates
-from tfamp.graph.measuring.ranges import Limits, Ranges
-from tfamp.graph.name_search import is_found
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.profile import MachineProfile, builtin_profile
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
-from tfamp.graph.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, IndexedNode, Reason
-from tfamp.graph.tensor_names import node_name
 from tfamp.machine import hardware
-from tfamp.machine.profile import MachineProfile, builtin_profile
+from tfamp.planning.coloring import Updates
+from tfamp.planning.name_search import is_found
+from tfamp.planning.ranges import Limits, Ranges
+from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, IndexedNode, Reason
+from tfamp.planning.tensor_names import node_name
 
 PLACEMENTS = ("min_cut", "lists")
 
@@ -118,7 +118,7 @@ def measured(ranges: Ranges | None, limits: Limits | None, dtype: str) -> tuple[
     for name, value, kind in (("ranges", ranges, Ranges), ("limits", limits, Limits)):
         if value is not None and not isinstance(value, kind):
             raise TypeError(
-                f"{name} must be a {kind.__name__} of tfamp.graph.measuring.ranges or None; got "
+                f"{name} must be a {kind.__name__} of tfamp.planning.ranges or None; got "
                 f"{type(value).__name__}."
             )
     if limits is not None and ranges is None:

@@ -6,24 +6,24 @@ import warnings
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from tfamp.errors import NothingToLowerWarning
+from tfamp.core.errors import NothingToLowerWarning
+from tfamp.core.profile import MachineProfile
 from tfamp.graph import request
 from tfamp.graph.apply import apply_plan
-from tfamp.graph.coloring import paint, safe_slots
-from tfamp.graph.cost import estimate, with_free_casts
 from tfamp.graph.index import build_indexes
-from tfamp.graph.linking import join
-from tfamp.graph.measuring.ranges import Limits, Ranges, too_large
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.placement import place
-from tfamp.graph.plan import PaintedScope, make_plan
-from tfamp.graph.regions import find_regions
-from tfamp.graph.structures import RewritePlan, RewriteResult
 from tfamp.graph.transforms.bias_gradients import Sums, as_sums, sums_are_better, without_idle_sums
 from tfamp.graph.transforms.inline import inline_calls
 from tfamp.graph.transforms.loop_reads import read_before_loops
 from tfamp.graph.verify import verify_rewrite
-from tfamp.machine.profile import MachineProfile
+from tfamp.planning.coloring import paint, safe_slots
+from tfamp.planning.cost import estimate, with_free_casts
+from tfamp.planning.linking import join
+from tfamp.planning.placement import place
+from tfamp.planning.plan import PaintedScope, make_plan
+from tfamp.planning.ranges import Limits, Ranges, too_large
+from tfamp.planning.regions import find_regions
+from tfamp.planning.structures import RewritePlan, RewriteResult
 
 
 def rewrite_graph_def(
@@ -80,7 +80,7 @@ def rewrite_graph_def(
     Example:
         >>> import tensorflow as tf
         >>> graph = tf.function(lambda x: x @ x).get_concrete_function(tf.TensorSpec((2, 2))).graph
-        >>> from tfamp.machine.profile import builtin_profile
+        >>> from tfamp.core.profile import builtin_profile
         >>> profile = builtin_profile("cpu", bfloat16=True)
         >>> result = rewrite_graph_def(
         ...     graph.as_graph_def(), ["Identity:0"], dtype="bfloat16", profile=profile

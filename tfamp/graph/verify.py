@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tfamp.errors import RewriteError
+from tfamp.core.errors import RewriteError
 from tfamp.graph.index import build_indexes
-from tfamp.graph.linking import boundaries_agree
 from tfamp.graph.op_signatures import SUCCESSORS
-from tfamp.graph.plan import PaintedScope
-from tfamp.graph.structures import GraphIndex, IndexedNode, RewritePlan
+from tfamp.planning.linking import boundaries_agree
+from tfamp.planning.plan import PaintedScope
+from tfamp.planning.structures import GraphIndex, IndexedNode, RewritePlan
 
 
 def verify_rewrite(

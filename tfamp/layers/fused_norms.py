@@ -16,8 +16,8 @@ from typing import Any
 
 import keras
 
-from tfamp.dtypes import FLOAT_DTYPES
-from tfamp.keras_backend import runs_tensorflow
+from tfamp.core.dtypes import FLOAT_DTYPES
+from tfamp.interop.keras_backend import runs_tensorflow
 from tfamp.layers.methods import wrap_method
 from tfamp.layers.roles import managed_layers
 
@@ -107,7 +107,7 @@ def fits(layer: Any, inputs: Any, dtype: str) -> bool:
     """
     import tensorflow as tf
 
-    from tfamp.batch_norm import has_fused_kernel
+    from tfamp.layers.batch_norm import has_fused_kernel
 
     if not isinstance(inputs, tf.Tensor) or inputs.shape.rank is None:
         return False
@@ -134,7 +134,7 @@ def normalize(layer: Any, inputs: Any, training: Any) -> Any:
     Returns:
         Tensor of the inputs' shape and dtype.
     """
-    from tfamp.batch_norm import normalize_batch, normalize_by
+    from tfamp.layers.batch_norm import normalize_batch, normalize_by
 
     mean, variance = _float32(layer.moving_mean), _float32(layer.moving_variance)
     gamma = _float32(layer.gamma) if layer.scale else None

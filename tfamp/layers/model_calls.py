@@ -17,8 +17,8 @@ from typing import Any
 
 import keras
 
-from tfamp import keras_hooks
-from tfamp.dtypes import LOW_PRECISION
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.interop import keras_hooks
 from tfamp.layers import fused_norms, output_dtypes
 from tfamp.layers.methods import wrap_method
 from tfamp.layers.roles import ManagedLayer, graph_of, is_built_in, managed_layers

@@ -23,8 +23,8 @@ from typing import Any
 
 import keras
 
-from tfamp import keras_hooks
-from tfamp.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.interop import keras_hooks
 from tfamp.layers.roles import (
     ManagedLayer,
     ModelGraph,

@@ -16,7 +16,7 @@ from typing import Any
 
 import keras
 
-from tfamp import keras_hooks
+from tfamp.interop import keras_hooks
 from tfamp.layers import model_calls
 from tfamp.policy import POLICY_NAMES, Policy
 

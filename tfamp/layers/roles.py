@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import keras
 
-from tfamp import keras_hooks
+from tfamp.interop import keras_hooks
 from tfamp.policy import Policy
 
 _Value = TypeVar("_Value")

@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
-from tfamp import keras_hooks
-from tfamp.dtypes import FLOAT_DTYPES
+from tfamp.core.dtypes import FLOAT_DTYPES
+from tfamp.interop import keras_hooks
 
 
 def spec_now(node: Any) -> list[Any]:

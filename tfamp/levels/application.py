@@ -10,8 +10,8 @@ from typing import Any
 
 import keras
 
-from tfamp.dtypes import LOW_PRECISION
-from tfamp.errors import NothingToLowerWarning
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.errors import NothingToLowerWarning
 from tfamp.layers import fused_norms
 from tfamp.layers.model_calls import layer_adopted
 from tfamp.layers.roles import ManagedLayer, WeakMap, managed_layers

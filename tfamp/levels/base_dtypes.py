@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfamp.dtypes import LOW_PRECISION
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.levels.layer_policies import (
     Before,
     default_policy,

@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
-from tfamp import keras_hooks
-from tfamp.errors import TfampWarning
+from tfamp.core.errors import TfampWarning
+from tfamp.interop import keras_hooks
 from tfamp.layers.methods import wrap_method
 from tfamp.levels.meaning import EffectiveLevel
 from tfamp.levels.model_structure import layers_of

@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tfamp.dtypes import LOW_PRECISION
-from tfamp.options import DynamicLossScale, FixedLossScale, LossScale
-from tfamp.updates.grad_clip import GradClip, resolve_grad_clip
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.grad_clip import GradClip, resolve_grad_clip
+from tfamp.core.options import DynamicLossScale, FixedLossScale, LossScale
 
 LEVELS = ("O0", "O1", "O2", "O3", "auto")
 _DTYPES = {

@@ -9,14 +9,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.dtypes import LOW_PRECISION
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.grad_clip import GradClip
+from tfamp.core.options import FixedLossScale, LossScale
 from tfamp.layers.roles import managed_layers
 from tfamp.levels.layer_policies import is_preprocessing, layers_before, set_by_hand
 from tfamp.levels.meaning import LEVEL_FACTS, EffectiveLevel
 from tfamp.levels.model_structure import layers_of, path_of
 from tfamp.levels.step_rewriting import GraphRewrite
-from tfamp.options import FixedLossScale, LossScale
-from tfamp.updates.grad_clip import GradClip
 
 
 @dataclass(frozen=True, slots=True)

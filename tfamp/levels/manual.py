@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from tfamp import keras_hooks
-from tfamp.dtypes import LOW_PRECISION
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.interop import keras_hooks
 from tfamp.layers.methods import unwrap_methods
 from tfamp.layers.output_dtypes import retype_followers
 from tfamp.layers.roles import managed_layers

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tfamp.dtypes import LOW_PRECISION
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.grad_clip import GradClip
+from tfamp.core.options import DynamicLossScale, FixedLossScale, LossScale
 from tfamp.levels.precision_config import PrecisionConfig
 from tfamp.machine import hardware
 from tfamp.machine.hardware import Hardware
-from tfamp.options import DynamicLossScale, FixedLossScale, LossScale
 from tfamp.policy import Policy
-from tfamp.updates.grad_clip import GradClip
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
-from tfamp import keras_hooks
-from tfamp.dtypes import LOW_PRECISION, float_format
+from tfamp.core.dtypes import LOW_PRECISION, float_format
+from tfamp.interop import keras_hooks
 from tfamp.layers.policy_state import policy_scope
 from tfamp.levels.model_structure import is_graph, is_plain, layers_of, path_of
 

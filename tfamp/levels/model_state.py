@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tfamp import keras_hooks
+from tfamp.interop import keras_hooks
 from tfamp.layers.methods import rewrap_methods, wrapped_methods
 from tfamp.layers.roles import ManagedLayer, ModelGraph, WeakMap, graphs, managed_layers
 from tfamp.levels.layer_policies import Before, layers_before, set_by_hand

@@ -12,8 +12,8 @@ from typing import Any
 
 import keras
 
-from tfamp import keras_hooks
-from tfamp.dtypes import FLOAT_DTYPES
+from tfamp.core.dtypes import FLOAT_DTYPES
+from tfamp.interop import keras_hooks
 from tfamp.layers.model_calls import computing_specs_of
 from tfamp.layers.symbolic_dtypes import respecify
 from tfamp.levels.config_values import nearest

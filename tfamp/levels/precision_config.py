@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from tfamp.core.grad_clip import GradClip
+from tfamp.core.options import LossScale
 from tfamp.levels import config_values
-from tfamp.options import LossScale
-from tfamp.updates.grad_clip import GradClip
 
 PREFIX = "TFAMP_"
 # Read elsewhere: what the cost model goes by is no matter of precision.

@@ -9,7 +9,9 @@ from typing import Any
 
 import keras
 
-from tfamp.errors import TfampWarning
+from tfamp.core.errors import TfampWarning
+from tfamp.core.grad_clip import GradClip
+from tfamp.core.options import LossScale
 from tfamp.levels.application import (
     is_stored_so,
     level_in_place,
@@ -28,8 +30,6 @@ from tfamp.levels.prepared_optimizer import (
     with_needed_masters,
 )
 from tfamp.machine import hardware
-from tfamp.options import LossScale
-from tfamp.updates.grad_clip import GradClip
 
 
 class _NotGiven(str):

@@ -8,11 +8,11 @@ from typing import Any
 
 import keras
 
+from tfamp.core.options import DynamicLossScale, LossScale
 from tfamp.layers.roles import WeakMap
 from tfamp.levels.meaning import EffectiveLevel
 from tfamp.levels.model_copy import counterparts
 from tfamp.optimizer import LossScaleOptimizer
-from tfamp.options import DynamicLossScale, LossScale
 
 # Wrappers that `prepare` made: another level takes them off, where it leaves a user's own.
 _made_here: WeakMap[bool] = WeakMap()

@@ -17,11 +17,11 @@ import keras
 import tensorflow as tf
 
 from tfamp.autocasting.context import autocast
-from tfamp.dtypes import LOW_PRECISION
-from tfamp.errors import TfampWarning
-from tfamp.function import rewrite_step
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.errors import TfampWarning
 from tfamp.layers.methods import wrap_method
 from tfamp.levels.model_structure import layers_of
+from tfamp.rewriting.function import rewrite_step
 from tfamp.rewriting.fused_tracing import traces_for_a_rewrite
 
 # Nodes of kept layers, and of their gradients, are under this scope. The scopes that Keras gives

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import platformdirs
 
+from tfamp.core.profile import MachineProfile
 from tfamp.machine.file_replacing import replace_text
-from tfamp.machine.profile import MachineProfile
 
 # Raised when what a profile holds, or how it is measured, changes: older files are then not used.
 _FORMAT = 2

@@ -12,10 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.errors import TfampWarning
+from tfamp.core.errors import TfampWarning
+from tfamp.core.profile import MachineProfile
 from tfamp.graph import request
 from tfamp.machine import hardware, profile_cache, profile_measure
-from tfamp.machine.profile import MachineProfile
 
 VARIABLE = "TFAMP_PROFILE"
 _CHOICES = (

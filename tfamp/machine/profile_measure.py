@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
+from tfamp.core.profile import DTYPES, KINDS, MachineProfile, builtin_profile
 from tfamp.machine import hardware
-from tfamp.machine.profile import DTYPES, KINDS, MachineProfile, builtin_profile
 from tfamp.machine.profile_works import OPS, Run, Sizes, Work, works
 
 # What a kind of op reaches in a dtype that it has no kernel for, in parts of float32's peak.

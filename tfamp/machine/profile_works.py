@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.machine.profile import DTYPES
+from tfamp.core.profile import DTYPES
 
 # Op types that are timed by themselves, with the names of their inputs: in low precision their CPU
 # kernels take from half of float32's time to six times it.

@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeAlias
 
 import tensorflow as tf
 
-from tfamp import _tf_functions
-from tfamp.errors import RewriteError
+from tfamp.core.errors import RewriteError
 from tfamp.graph.transforms.inline import GRADIENT, INLINED_INTO, argument_name
+from tfamp.interop import tf_functions
 
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _CUSTOM = "CustomGradient-"
@@ -95,7 +95,7 @@ class _AdoptedGradient:
 
     def __call__(self, op: Any, *gradients: Any) -> list[Any]:
         """Returns a gradient for each input of the op, or None."""
-        closure = _tf_functions.registered_gradient(self.name)
+        closure = tf_functions.registered_gradient(self.name)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         dense = [tf.cast(tf.convert_to_tensor(gradients[i]), self.dtypes[i]) for i in present]
         structure: list[Any] = []
@@ -157,10 +157,10 @@ def _register(gradient: Callable[..., Any]) -> str:
 def _call_gradient() -> str:
     """Registers the gradient of imported calls when it is first needed."""
     try:
-        _tf_functions.registered_gradient(_CALL_GRADIENT)
+        tf_functions.registered_gradient(_CALL_GRADIENT)
     except LookupError:
         tf.RegisterGradient(_CALL_GRADIENT)(
-            lambda op, *gradients: _tf_functions.differentiate_call(op, gradients)
+            lambda op, *gradients: tf_functions.differentiate_call(op, gradients)
         )
     return _CALL_GRADIENT
 

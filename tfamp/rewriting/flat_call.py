@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.tracing import as_written
+from tfamp.interop.tracing import as_written
 
 
 @dataclass(frozen=True)

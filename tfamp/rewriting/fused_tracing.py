@@ -29,7 +29,7 @@ class _Hook:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        from tfamp.keras_intercept import intercept_batch_normalization
+        from tfamp.interop.keras_intercept import intercept_batch_normalization
 
         with self._lock:
             if not self._users:

@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from tfamp import _tf_functions
-from tfamp.graph.control_flow import LOOPS
 from tfamp.graph.function_names import (
     called_functions,
     new_suffix,
@@ -23,6 +21,8 @@ from tfamp.graph.function_names import (
     unshare_branches,
 )
 from tfamp.graph.transforms.inline import INLINED_INTO, inline_calls
+from tfamp.interop import tf_functions
+from tfamp.planning.control_flow import LOOPS
 from tfamp.rewriting.custom_gradients import Origin, adopt_gradients
 
 # GraphDef, fetches, feeds -> GraphDef
@@ -61,7 +61,7 @@ def graft(
     suffix = new_suffix()
     graph_def = rename_functions(transform(given, outputs, inputs), suffix)
     host = tf.compat.v1.get_default_graph()
-    values = [_tf_functions.capture_into_graph(value) for value in values]
+    values = [tf_functions.capture_into_graph(value) for value in values]
     by_name = dict(zip(inputs, values, strict=True))
     scope = _free_scope(graph_def, host, inputs)
 
@@ -72,7 +72,7 @@ def graft(
     adopt_gradients(graph_def, origin, _Host(host, scope, by_name), differentiate)
     others = substitutes(given, graph_def) if substitutes is not None else {}
     results = _import(graph_def, {**by_name, **others}, outputs, scope)
-    _tf_functions.note_variables(traced.graph.variables)
+    tf_functions.note_variables(traced.graph.variables)
     return results
 
 
@@ -103,7 +103,7 @@ def _import(
         for attr in ("_output_shapes", "_class", INLINED_INTO):
             if attr in node.attr:
                 del node.attr[attr]
-    _tf_functions.register_functions(bare.library.function, tf.compat.v1.get_default_graph())
+    tf_functions.register_functions(bare.library.function, tf.compat.v1.get_default_graph())
     used = {_full_name(name) for node in bare.node for name in node.input}
     waited_for = {f"^{name}" for name in fed} & {n for node in bare.node for n in node.input}
     mapped = {name: value for name, value in values.items() if name in used}
@@ -114,7 +114,7 @@ def _import(
         bare, input_map=mapped, return_elements=[*made, *loops], name=scope
     )
     for loop in imported[len(made) :]:
-        _tf_functions.copy_handle_data(loop.inputs, loop.outputs)
+        tf_functions.copy_handle_data(loop.inputs, loop.outputs)
     found = dict(zip(made, imported, strict=False))
     return [found[name] if name in found else tf.identity(values[name]) for name in outputs]
 

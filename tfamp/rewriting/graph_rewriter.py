@@ -8,15 +8,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tfamp.errors import NothingToLowerWarning
+from tfamp.core.errors import NothingToLowerWarning
+from tfamp.core.profile import MachineProfile
 from tfamp.graph import request
 from tfamp.graph.measuring.calibration_data import Calibration
-from tfamp.graph.measuring.ranges import Ranges
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.rewrite import rewrite_graph_def
-from tfamp.graph.structures import RewritePlan
-from tfamp.machine.profile import MachineProfile
 from tfamp.machine.profile_choice import check_profile, resolve_profile
+from tfamp.planning.ranges import Ranges
+from tfamp.planning.structures import RewritePlan
 
 _ON_ERROR = ("raise", "keep")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp import _tf_functions
+from tfamp.interop import tf_functions
 from tfamp.rewriting.flat_call import FlatCall, trace_flat
 
 _NUMBERS = itertools.count(1)
@@ -26,13 +26,13 @@ class TracedFunction:
     """
 
     python_function: Callable[..., Any]
-    options: _tf_functions.FunctionOptions | None
+    options: tf_functions.FunctionOptions | None
 
     @classmethod
     def of(cls, fn: Any) -> TracedFunction:
         """Returns what is known of a `tf.function`, or of anything else that can be called."""
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
-            return cls(fn.python_function, _tf_functions.function_options(fn))
+            return cls(fn.python_function, tf_functions.function_options(fn))
         return cls(fn, None)
 
     @property

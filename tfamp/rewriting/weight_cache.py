@@ -18,8 +18,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp import _tf_private
 from tfamp.graph.op_signatures import PYTHON
+from tfamp.interop import tf_private
 
 # Casting fewer elements is faster than looking whether it is needed.
 LEAST_ELEMENTS = 2**14
@@ -49,7 +49,7 @@ class WeightCache:
     @staticmethod
     def can_be_used() -> bool:
         """Whether a call now could use copies: gradients must reach the variables themselves."""
-        return bool(tf.executing_eagerly()) and _tf_private.no_tape_is_active()
+        return bool(tf.executing_eagerly()) and tf_private.no_tape_is_active()
 
     def copy_of(self, variable: tf.Variable, dtype: str) -> tf.Variable:
         """Returns the copy of a variable, made when it is first asked for."""
@@ -121,7 +121,7 @@ def cached_casts(
         for node in graph_def.node
         if node.op == "ReadVariableOp" and (name := node.input[0].partition(":")[0]) in variables
     }
-    number = _tf_private.dtype_number(dtype)
+    number = tf_private.dtype_number(dtype)
     return {
         f"{node.name}:0": cache.copy_of(reads[name], dtype).read_value()
         for node in graph_def.node

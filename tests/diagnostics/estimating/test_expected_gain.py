@@ -11,10 +11,10 @@ import pytest
 import tensorflow as tf
 
 from tfamp.cli import main
+from tfamp.core.errors import SavedModelError
+from tfamp.core.profile import builtin_profile
 from tfamp.diagnostics import ModelReport, model_report
-from tfamp.errors import SavedModelError
 from tfamp.machine import hardware
-from tfamp.machine.profile import builtin_profile
 
 CPU = builtin_profile("cpu", bfloat16=True)
 

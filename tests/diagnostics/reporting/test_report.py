@@ -10,7 +10,7 @@ import pytest
 from helpers.browser import open_page
 from helpers.monitor_records import made_record
 from tfamp.diagnostics import training_report
-from tfamp.graph.structures import NodePlan, Reason, RewritePlan, RewriteSummary
+from tfamp.planning.structures import NodePlan, Reason, RewritePlan, RewriteSummary
 
 pytest.importorskip("matplotlib")
 

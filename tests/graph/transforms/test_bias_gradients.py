@@ -10,9 +10,9 @@ import tfamp
 from helpers.graph_asserts import graph_op_dtypes
 from helpers.tolerances import tolerance
 from tfamp import OpLists
+from tfamp.core.profile import DTYPES, builtin_profile
 from tfamp.graph import rewrite_graph_def
 from tfamp.graph.function_names import rename_functions
-from tfamp.machine.profile import DTYPES, builtin_profile
 
 ROWS, WIDTH = 4096, 4
 CPU = {"device": "cpu", "placement": "lists"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tfamp.dtypes import float_format
+from tfamp.core.dtypes import float_format
 
 
 @dataclass(frozen=True, slots=True)

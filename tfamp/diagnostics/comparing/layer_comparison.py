@@ -17,10 +17,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp import keras_hooks
 from tfamp.diagnostics import model_runs
 from tfamp.diagnostics.comparing.comparison import ComparisonRow
 from tfamp.diagnostics.comparing.error_measures import RangeShares, largest_error, range_shares
+from tfamp.interop import keras_hooks
 from tfamp.policy import Policy
 
 # What a layer raises that cannot run in the low dtype on float32 inputs.

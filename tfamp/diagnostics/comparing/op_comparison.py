@@ -17,17 +17,17 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.autocasting.context import autocast
+from tfamp.core.dtypes import FLOAT_DTYPES
+from tfamp.core.errors import TfampWarning
 from tfamp.diagnostics.comparing.comparison import ComparisonRow
 from tfamp.diagnostics.comparing.error_measures import largest_error, range_shares, relative_error
 from tfamp.diagnostics.model_runs import unchanged
-from tfamp.dtypes import FLOAT_DTYPES
-from tfamp.errors import TfampWarning
-from tfamp.function import RewrittenFunction
 from tfamp.graph.function_names import new_suffix, rename_functions, unshare_branches
 from tfamp.graph.measuring.feeding import Feeds
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.transforms.inline import inline_calls
 from tfamp.rewriting.flat_call import FlatCall
+from tfamp.rewriting.function import RewrittenFunction
 from tfamp.rewriting.traced_function import TracedFunction
 
 # Hold or pass on a value, or change its dtype: no op of the function's own has their errors.

@@ -10,14 +10,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.diagnostics.comparing.comparison import Comparison
 from tfamp.diagnostics.comparing.keep_search import Found, search_list
 from tfamp.diagnostics.comparing.layer_comparison import LayerComparison
 from tfamp.diagnostics.comparing.op_comparison import OpComparison
 from tfamp.diagnostics.model_runs import low_dtype_of
-from tfamp.dtypes import LOW_PRECISION
-from tfamp.function import RewrittenFunction
 from tfamp.machine import hardware
+from tfamp.rewriting.function import RewrittenFunction
 
 
 def compare(

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import tfamp
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.profile import KINDS, MachineProfile
 from tfamp.diagnostics.estimating.known_issues import KnownIssue, known_issues
-from tfamp.dtypes import LOW_PRECISION
 from tfamp.machine import hardware
-from tfamp.machine.profile import KINDS, MachineProfile
 
 _ROUNDS = 5
 # Below this ratio the difference may be noise.
@@ -122,7 +122,7 @@ def device_report() -> DeviceReport:
     import tensorflow as tf
 
     from tfamp.diagnostics.estimating.surroundings import cuda_versions, read_environment
-    from tfamp.keras_backend import runs_tensorflow
+    from tfamp.interop.keras_backend import runs_tensorflow
     from tfamp.machine.profile_choice import find_profile
 
     found = hardware.detect()
@@ -223,7 +223,7 @@ def _work(tf: Any, dtype: str) -> Callable[[], None]:
 
 
 def _wrong_backend(backend: str) -> str:
-    from tfamp.keras_backend import how_to_change
+    from tfamp.interop.keras_backend import how_to_change
 
     return (
         f"Keras runs on the {backend} backend, where policies and LossScaleOptimizer work, and "

@@ -11,21 +11,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.errors import NothingToLowerWarning
+from tfamp.core.profile import MachineProfile
 from tfamp.diagnostics.estimating.gain_text import findings, report_lines
 from tfamp.diagnostics.estimating.model_files import TracedModel, traced_model
 from tfamp.diagnostics.estimating.padding import Misfit, find_misfits
-from tfamp.dtypes import LOW_PRECISION
-from tfamp.errors import NothingToLowerWarning
 from tfamp.graph import request
-from tfamp.graph.cost import ScopeCosts, estimate, scope_seconds
 from tfamp.graph.index import build_indexes
 from tfamp.graph.rewrite import rewrite_graph_def
-from tfamp.graph.structures import GraphIndex, NodePlan, RewritePlan
 from tfamp.graph.transforms.inline import inline_calls
 from tfamp.graph.transforms.pruning import drop_unused_nodes
 from tfamp.machine import hardware
-from tfamp.machine.profile import MachineProfile
 from tfamp.machine.profile_choice import FoundProfile, check_profile, find_profile
+from tfamp.planning.cost import ScopeCosts, estimate, scope_seconds
+from tfamp.planning.structures import GraphIndex, NodePlan, RewritePlan
 from tfamp.rewriting.fused_tracing import fused_batch_normalization
 
 

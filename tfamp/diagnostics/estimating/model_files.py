@@ -13,9 +13,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.converting import files
+from tfamp.core.errors import SavedModelError
 from tfamp.diagnostics.model_runs import computing_in, layer_path, observing_layers
-from tfamp.errors import SavedModelError
+from tfamp.rewriting import saved_files
 from tfamp.rewriting.graft import graft
 
 DEFAULT_SIGNATURE = "serving_default"
@@ -121,7 +121,7 @@ def _load(path: Path) -> Any:
                 f"{path} is neither a .keras file nor the directory of a SavedModel. Load it in "
                 "Python and give model_report the model."
             )
-        files.read_saved_model(path)  # It says what is missing or broken.
+        saved_files.read_saved_model(path)  # It says what is missing or broken.
         return tf.saved_model.load(os.fspath(path))
     if not path.exists():
         raise SavedModelError(f"There is no file {path}; give a .keras file or a SavedModel.")
@@ -129,7 +129,7 @@ def _load(path: Path) -> Any:
         return keras.saving.load_model(path, compile=False, safe_mode=True)
     except _KERAS_ERRORS as error:
         raise SavedModelError(
-            f"{path} cannot be loaded: {files.first_line(error)} Load a model with "
+            f"{path} cannot be loaded: {saved_files.first_line(error)} Load a model with "
             "code of its own in Python and give model_report the model."
         ) from error
 

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tfamp.graph.flops import FLOP_RULES
-from tfamp.graph.structures import GraphIndex
+from tfamp.planning.flops import FLOP_RULES
+from tfamp.planning.structures import GraphIndex
 
 MULTIPLE = 8
 

@@ -10,8 +10,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.dtypes import FLOAT_DTYPES
-from tfamp.updates.gradients import dtype_name
+from tfamp.core.dtypes import FLOAT_DTYPES
+from tfamp.training.gradients import dtype_name
 
 
 def chosen_layers(model: keras.Model, activations: Any) -> list[keras.layers.Layer]:

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfamp.core.errors import SkippedStepsError
 from tfamp.diagnostics.monitoring.layer_watch import chosen_layers, watch_layers
 from tfamp.diagnostics.monitoring.monitor_text import scale_text, to_rich, to_text, write_summary
 from tfamp.diagnostics.monitoring.optimizer_watch import (
@@ -21,10 +22,9 @@ from tfamp.diagnostics.monitoring.optimizer_watch import (
 from tfamp.diagnostics.monitoring.record_files import EventWriter, append_line
 from tfamp.diagnostics.monitoring.records import activations_of, make_record
 from tfamp.diagnostics.monitoring.step_statistics import SampledCounts, StepStatistics, only_if
-from tfamp.errors import SkippedStepsError
-from tfamp.tracing import as_written
-from tfamp.updates import gradients as gradient_lib
-from tfamp.updates.conditional_apply import outside_the_graph
+from tfamp.interop.tracing import as_written
+from tfamp.training import gradients as gradient_lib
+from tfamp.training.conditional_apply import outside_the_graph
 
 
 class NumericsMonitor(keras.callbacks.Callback):

@@ -9,11 +9,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.grad_scaler import GradScaler
 from tfamp.gradient_accumulator import GradientAccumulator
 from tfamp.optimizer import LossScaleOptimizer
-from tfamp.updates import gradients as gradient_lib
-from tfamp.updates.conditional_apply import outside_the_graph
+from tfamp.training import gradients as gradient_lib
+from tfamp.training.conditional_apply import outside_the_graph
+from tfamp.training.grad_scaler import GradScaler
 
 # Called with gradients, variables, what the gradients are still to be divided by, and whether all
 # are finite; None where the optimizer does not skip steps.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
 
-from tfamp.graph.plan_page import palette, security_policy, sources
+from tfamp.planning.plan_page import palette, security_policy, sources
 
 
 def render_report(

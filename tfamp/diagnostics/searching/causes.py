@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tfamp.dtypes import float_format
+from tfamp.core.dtypes import float_format
 from tfamp.graph.measuring.first_nonfinite import Place, Scopes
-from tfamp.graph.measuring.ranges import TensorKey
 from tfamp.graph.measuring.tensor_stats import Run, TensorStats
+from tfamp.planning.ranges import TensorKey
 
 OVERFLOW, UNDERFLOW, INVALID = "overflow", "underflow", "invalid"
 ALSO_IN_FLOAT32 = "also_in_float32"

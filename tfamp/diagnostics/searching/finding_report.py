@@ -13,8 +13,8 @@ from tfamp.diagnostics.searching.investigation import Finding, Investigation
 from tfamp.diagnostics.searching.nonfinite_report import NonFiniteReport, ValueRange
 from tfamp.diagnostics.searching.step_graph import shown_name
 from tfamp.graph.measuring.first_nonfinite import Place
-from tfamp.graph.measuring.ranges import TensorKey
 from tfamp.graph.measuring.tensor_stats import Run
+from tfamp.planning.ranges import TensorKey
 
 _LOSS = re.compile(r"loss|cross_?entropy", re.IGNORECASE)
 _CONSTANTS = frozenset({"Const", "HostConst"})

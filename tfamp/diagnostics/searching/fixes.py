@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tfamp.dtypes import LOW_PRECISION, float_format
+from tfamp.core.dtypes import LOW_PRECISION, float_format
 
 _LOGS = frozenset({"Log", "Log1p", "Xlogy"})
 _DIVISIONS = frozenset({"Div", "DivNoNan", "RealDiv", "Reciprocal", "Inv", "Rsqrt", "RsqrtGrad"})

@@ -9,19 +9,19 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfamp.core.dtypes import FLOAT_DTYPES, float_format
 from tfamp.diagnostics.searching import causes
 from tfamp.diagnostics.searching.causes import Cause
 from tfamp.diagnostics.searching.step_graph import LayerFinder, StepGraph
-from tfamp.dtypes import FLOAT_DTYPES, float_format
 from tfamp.graph.function_names import called_functions
 from tfamp.graph.measuring.first_nonfinite import Place, Scopes, find_first
-from tfamp.graph.measuring.ranges import TensorKey
 from tfamp.graph.measuring.tensor_stats import Run
 from tfamp.graph.measuring.value_probes import Observer, measured_scopes
-from tfamp.graph.structures import MAIN_GRAPH
-from tfamp.graph.tensor_names import node_name
 from tfamp.graph.transforms.pruning import drop_unused_nodes
 from tfamp.graph.transforms.retype import low_dtypes, retyped
+from tfamp.planning.ranges import TensorKey
+from tfamp.planning.structures import MAIN_GRAPH
+from tfamp.planning.tensor_names import node_name
 
 _BACKWARD = re.compile(r"(^|/)(gradient_tape|gradients)/")
 

@@ -9,11 +9,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.diagnostics.model_runs import layer_path
 from tfamp.diagnostics.searching import causes
 from tfamp.diagnostics.searching.fixes import Fault, fix_for
 from tfamp.diagnostics.searching.nonfinite_report import NonFiniteReport, ValueRange
-from tfamp.dtypes import FLOAT_DTYPES
 from tfamp.graph.measuring.tensor_stats import TensorStats, stats_of
 
 

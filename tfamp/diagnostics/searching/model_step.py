@@ -11,10 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp import keras_hooks
+from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.diagnostics.model_runs import all_layers, computing_in, float_tensors
 from tfamp.diagnostics.searching.step_graph import StepGraph, trace_step, variable_names
-from tfamp.dtypes import FLOAT_DTYPES
+from tfamp.interop import keras_hooks
 
 LOSS_SCOPE, SCALE_SCOPE = "tfamp_loss", "tfamp_loss_scale"
 

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.diagnostics.model_runs import COMPUTE_DTYPES
 from tfamp.diagnostics.searching import model_step
 from tfamp.diagnostics.searching.finding_report import describe_finding
@@ -17,10 +18,9 @@ from tfamp.diagnostics.searching.investigation import Investigation
 from tfamp.diagnostics.searching.known_before import bad_data, bad_scale, bad_variable
 from tfamp.diagnostics.searching.nonfinite_report import NonFiniteReport
 from tfamp.diagnostics.searching.step_graph import StepGraph, call_of, trace_step
-from tfamp.dtypes import LOW_PRECISION
-from tfamp.function import RewrittenFunction, rewrite
 from tfamp.graph.measuring.value_probes import measured_scopes
 from tfamp.graph.transforms.retype import low_dtypes
+from tfamp.rewriting.function import RewrittenFunction, rewrite
 
 # Where dynamic scales start, and a scale with which many models have been trained.
 _USUAL_START, _USUAL_SCALE = 2.0**16, 2.0**7

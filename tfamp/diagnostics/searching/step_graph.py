@@ -15,14 +15,14 @@ import numpy as np
 import tensorflow as tf
 
 import tfamp
-from tfamp import _tf_functions
+from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.diagnostics.model_runs import layer_path, observing_layers
-from tfamp.dtypes import FLOAT_DTYPES
-from tfamp.function import RewrittenFunction
 from tfamp.graph.function_names import unshare_branches
 from tfamp.graph.transforms.inline import inline_calls
 from tfamp.graph.transforms.retype import UNROUNDED, seeded
+from tfamp.interop import tf_functions
 from tfamp.rewriting.flat_call import FlatCall
+from tfamp.rewriting.function import RewrittenFunction
 from tfamp.rewriting.traced_function import TracedFunction
 
 _LAYER = "_tfamp_layer"
@@ -95,7 +95,7 @@ class _Notes:
             self.layers.append(layer)
         # What a tape computes from these ops is named after their name scope, and has no attribute.
         scope = tf.name_scope(f"tfamp_layer_{number}") if mark_names else contextlib.nullcontext()
-        with _tf_functions.ops_marked(_LAYER, str(number)), scope:
+        with tf_functions.ops_marked(_LAYER, str(number)), scope:
             return call()
 
     def take_gradient(self, sources: Any, gradients: Any) -> None:
@@ -166,8 +166,8 @@ def _noting(notes: _Notes, mark_names: bool) -> Iterator[None]:
 
     with (
         observing_layers(call_layer),
-        _tf_functions.constants_noted(_note_rounding),
-        _tf_functions.gradients_noted(notes.take_gradient),
+        tf_functions.constants_noted(_note_rounding),
+        tf_functions.gradients_noted(notes.take_gradient),
     ):
         yield
 
@@ -182,7 +182,7 @@ def _note_rounding(value: Any, tensor: Any) -> None:
     if given.size and not np.array_equal(given, rounded, equal_nan=True):
         shaped = np.broadcast_to(given, tensor.shape) if given.size == 1 else given
         proto = tf.make_tensor_proto(shaped.reshape(tensor.shape).astype(np.float32))
-        _tf_functions.set_attribute(tensor.op, UNROUNDED, proto)
+        tf_functions.set_attribute(tensor.op, UNROUNDED, proto)
 
 
 def _traced(function: Any, call: FlatCall) -> Any:

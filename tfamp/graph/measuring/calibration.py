@@ -13,11 +13,11 @@ from tfamp.graph.function_names import new_suffix, rename_functions
 from tfamp.graph.index import build_indexes
 from tfamp.graph.measuring import instrument
 from tfamp.graph.measuring.feeding import Feeds
-from tfamp.graph.measuring.ranges import Ranges, TensorKey, TensorRange
-from tfamp.graph.measuring.reductions import REDUCING, reduction_depth
 from tfamp.graph.measuring.running import restored, runnable
-from tfamp.graph.structures import ARGUMENT, FLOAT32, MAIN_GRAPH, RESULT, GraphIndex
 from tfamp.graph.transforms.pruning import PLACEHOLDERS, called_scopes, drop_unused_nodes
+from tfamp.planning.ranges import Ranges, TensorKey, TensorRange
+from tfamp.planning.reductions import REDUCING, reduction_depth
+from tfamp.planning.structures import ARGUMENT, FLOAT32, MAIN_GRAPH, RESULT, GraphIndex
 
 
 def measure(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tfamp.graph.measuring.ranges import Limits
+from tfamp.planning.ranges import Limits
 
 
 @dataclass(frozen=True, eq=False)

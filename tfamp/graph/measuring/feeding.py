@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.graph.op_signatures import writes_variable
-from tfamp.graph.tensor_names import node_name
 from tfamp.graph.transforms.pruning import PLACEHOLDERS
+from tfamp.planning.tensor_names import node_name
 
 
 class Feeds:

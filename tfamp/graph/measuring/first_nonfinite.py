@@ -12,10 +12,10 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tfamp.dtypes import FLOAT_DTYPES
-from tfamp.graph.measuring.ranges import TensorKey
+from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.graph.measuring.tensor_stats import Run, TensorStats
-from tfamp.graph.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex
+from tfamp.planning.ranges import TensorKey
+from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex
 
 _SOURCES = frozenset({"Const", "HostConst"})
 # Ops that make an infinity of finite values only if these are large.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.graph.structures import MAIN_GRAPH
+from tfamp.planning.structures import MAIN_GRAPH
 
 # The recording op has an effect: what calls it must not be taken for free of effects.
 _WITH_EFFECTS = {

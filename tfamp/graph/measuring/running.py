@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp import _tf_functions
 from tfamp.graph.measuring.feeding import Feeds
+from tfamp.interop import tf_functions
 
 
 def runnable(graph_def: Any, feeds: Feeds, fetches: Sequence[str]) -> Callable[..., None]:
@@ -55,7 +55,7 @@ def restored_handles(values: Sequence[Any]) -> Iterator[None]:
         values: Tensors; handles of variables count, anything else is passed over.
     """
     handles = [each for each in values if each.dtype == tf.resource]
-    dtypes = [_tf_functions.variable_dtype(handle) for handle in handles]
+    dtypes = [tf_functions.variable_dtype(handle) for handle in handles]
     before = [
         (handle, tf.identity(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)))
         for handle, dtype in zip(handles, dtypes, strict=True)

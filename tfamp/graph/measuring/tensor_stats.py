@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tfamp.dtypes import float_format
-from tfamp.graph.measuring.ranges import TensorKey
+from tfamp.core.dtypes import float_format
+from tfamp.planning.ranges import TensorKey
 
 _KEPT = 100
 

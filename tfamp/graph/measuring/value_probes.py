@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.dtypes import FLOAT_DTYPES
+from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.graph.function_names import new_suffix, rename_functions
 from tfamp.graph.index import build_indexes
 from tfamp.graph.measuring import instrument
 from tfamp.graph.measuring.feeding import Feeds
-from tfamp.graph.measuring.ranges import TensorKey
 from tfamp.graph.measuring.running import restored_handles, runnable
 from tfamp.graph.measuring.tensor_stats import Run, Seen, stats_of
-from tfamp.graph.structures import MAIN_GRAPH, RESULT, GraphIndex
-from tfamp.graph.tensor_names import node_name
 from tfamp.graph.transforms.pruning import PLACEHOLDERS, called_scopes
+from tfamp.planning.ranges import TensorKey
+from tfamp.planning.structures import MAIN_GRAPH, RESULT, GraphIndex
+from tfamp.planning.tensor_names import node_name
 
 # Tensors handed to Python at once, which stay in memory until all are computed.
 _GROUP = 16

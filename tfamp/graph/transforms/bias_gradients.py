@@ -14,8 +14,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.reason import Reason
-from tfamp.graph.structures import MAIN_GRAPH, NodePlan, RewritePlan
+from tfamp.planning.reason import Reason
+from tfamp.planning.structures import MAIN_GRAPH, NodePlan, RewritePlan
 
 _GRADIENT, _SUM = "BiasAddGrad", "Sum"
 _SHAPES = "_output_shapes"

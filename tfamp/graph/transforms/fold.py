@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp import _tf_private
-from tfamp.dtypes import LOW_PRECISION
-from tfamp.graph.structures import FLOAT32, MAIN_GRAPH
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.interop import tf_private
+from tfamp.planning.structures import FLOAT32, MAIN_GRAPH
 
 
 def fold_casts(graph_def: Any, keep: Iterable[str] = ()) -> tuple[Any, frozenset[tuple[str, str]]]:
@@ -95,7 +95,7 @@ def _fold_scope(nodes: Any, kept: set[str]) -> Iterator[str]:
     uses.find()
     removed: set[str] = set()
     for name, node in uses.nodes.items():
-        if node.op != "Const" or _tf_private.dtype_name(node.attr["dtype"].type) != FLOAT32:
+        if node.op != "Const" or tf_private.dtype_name(node.attr["dtype"].type) != FLOAT32:
             continue
         way = uses.way_to_casts(name)
         if way is None or not way[1]:
@@ -128,16 +128,16 @@ def _fold(nodes: Mapping[str, Any], constant: str, casts: list[str]) -> None:
             suffix = ":output:0" if ":" in node.input[0] else ""
             node.op = "Identity"
             node.input[:] = [f"{values[low]}{suffix}"]
-            _set_attributes(node, {"T": _tf_private.dtype_number(low)})
+            _set_attributes(node, {"T": tf_private.dtype_number(low)})
             continue
         values[low] = name
         node.op, node.device = "Const", nodes[constant].device
         del node.input[:]
-        _set_attributes(node, {"dtype": _tf_private.dtype_number(low)})
+        _set_attributes(node, {"dtype": tf_private.dtype_number(low)})
         with np.errstate(over="ignore"):
             content = value.astype(tf.as_dtype(low).as_numpy_dtype)
         tensor = node.attr["value"].tensor
-        tensor.dtype = _tf_private.dtype_number(low)
+        tensor.dtype = tf_private.dtype_number(low)
         tensor.tensor_shape.CopyFrom(attr["value"].tensor.tensor_shape)
         # Not make_tensor_proto's half_val, which takes up to four bytes for a number of two.
         tensor.tensor_content = content.tobytes()
@@ -165,7 +165,7 @@ def _set_attributes(node: Any, types: Mapping[str, int]) -> None:
 
 
 def _low_target(node: Any) -> str | None:
-    target = _tf_private.dtype_name(node.attr["DstT"].type)
+    target = tf_private.dtype_name(node.attr["DstT"].type)
     return target if target in LOW_PRECISION else None
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp import _tf_private
-from tfamp.errors import RewriteError
+from tfamp.core.errors import RewriteError
 from tfamp.graph.op_signatures import OpSignature, first_ports, registered_signature, signature
+from tfamp.interop import tf_private
 
 # Name of the attribute that a node with a custom gradient gets when it is inlined: what its name
 # and those of its function's other nodes now start with.
@@ -121,7 +121,7 @@ class _Bodies:
 
     def has_side_effects(self, node: Any) -> bool:
         """Whether it matters when a node runs."""
-        definition = _tf_private.op_definition(node.op)
+        definition = tf_private.op_definition(node.op)
         return definition is None or definition.is_stateful
 
     def _expand(self, name: str) -> None:

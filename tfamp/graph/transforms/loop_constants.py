@@ -12,10 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp import _tf_private
-from tfamp.dtypes import LOW_PRECISION
-from tfamp.graph.control_flow import LOOPS
-from tfamp.graph.structures import FLOAT32
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.interop import tf_private
+from tfamp.planning.control_flow import LOOPS
+from tfamp.planning.structures import FLOAT32
 
 
 def cast_before_loops(graph_def: Any) -> tuple[Any, frozenset[tuple[str, str]]]:
@@ -48,7 +48,7 @@ def cast_before_loops(graph_def: Any) -> tuple[Any, frozenset[tuple[str, str]]]:
         body, condition = library[body_name], library[condition_name]
         for i, number in enumerate(list(loops[0].attr["T"].list.type)):
             outputs = {loop.name if i == 0 else f"{loop.name}:{i}" for loop in loops}
-            if _tf_private.dtype_name(number) != FLOAT32 or outputs & used:
+            if tf_private.dtype_name(number) != FLOAT32 or outputs & used:
                 continue
             casts = _casts_of_invariant(body, condition, i)
             if casts:
@@ -77,7 +77,7 @@ def _casts_of_invariant(body: Any, condition: Any, i: int) -> list[str]:
             return []
     results = [arg.name for arg in body.signature.output_arg]
     returned = [name for name in results if body.ret[name] in same]
-    dtypes = {_tf_private.dtype_name(node.attr["DstT"].type) for node in casts}
+    dtypes = {tf_private.dtype_name(node.attr["DstT"].type) for node in casts}
     if returned != [results[i]] or len(dtypes) != 1 or not dtypes <= set(LOW_PRECISION):
         return []
     return [node.name for node in casts]

@@ -15,16 +15,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp import _tf_private
-from tfamp.graph.control_flow import LOOPS
 from tfamp.graph.function_names import (
     called_functions,
     function_attributes,
     reached_functions,
 )
 from tfamp.graph.op_signatures import PYTHON, writes_variable
-from tfamp.graph.structures import FLOAT32
-from tfamp.graph.tensor_names import node_name
+from tfamp.interop import tf_private
+from tfamp.planning.control_flow import LOOPS
+from tfamp.planning.structures import FLOAT32
+from tfamp.planning.tensor_names import node_name
 
 # How many of a loop's first results TensorFlow differentiates: those behind them are what the loop
 # keeps for a gradient that is in the graph already.
@@ -116,7 +116,7 @@ def _invariant_reads(loop: Any, library: Mapping[str, Any]) -> list[_Read]:
         for node in body.node_def
         if node.op == "ReadVariableOp"
         and node.input[0] in same
-        and _tf_private.dtype_name(node.attr["dtype"].type) == FLOAT32
+        and tf_private.dtype_name(node.attr["dtype"].type) == FLOAT32
     ]
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.structures import MAIN_GRAPH
-from tfamp.graph.tensor_names import node_name
+from tfamp.planning.structures import MAIN_GRAPH
+from tfamp.planning.tensor_names import node_name
 
 PLACEHOLDERS = ("Placeholder", "PlaceholderV2", "PlaceholderWithDefault")
 _MUST_BE_FED = PLACEHOLDERS[:2]

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.dtypes import LOW_PRECISION
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.graph.op_signatures import PYTHON
-from tfamp.graph.structures import MAIN_GRAPH, RESULT, Edge, GraphIndex
+from tfamp.planning.structures import MAIN_GRAPH, RESULT, Edge, GraphIndex
 
 # The attribute with the value of a constant before it was rounded; see `unrounded_constants`.
 UNROUNDED = "_tfamp_unrounded"

@@ -1,1 +1,0 @@
-"""What `rewrite_saved_model` is made of: a SavedModel's files, graphs, values and ranges."""

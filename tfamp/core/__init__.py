@@ -1,0 +1,1 @@
+"""Values that every part uses, free of TensorFlow and Keras."""

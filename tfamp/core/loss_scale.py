@@ -1,0 +1,153 @@
+"""The loss-scale state machine as pure next-state arithmetic; it owns no variables.
+
+The same few lines serve `LossScaleOptimizer` (Keras variables, traced or eager, any backend) and
+plain numbers: the caller says which array library does the arithmetic. Nothing here branches in
+Python on a tensor, so a step never waits for the device.
+
+    finite step    good_steps + 1; at growth_steps: scale * growth_factor (at most max_scale), 0
+    overflow       good_steps 0; from the hysteresis-th in a row, or without consecutive_hysteresis
+                   since the last growth: scale * backoff_factor (at least min_scale)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from tfamp.core.options import FixedLossScale, LossScale
+
+
+class ArrayNamespace(Protocol):
+    """The three functions the arithmetic needs; `keras.ops`, `numpy` and `tensorflow` have them."""
+
+    def where(self, condition: Any, x1: Any, x2: Any, /) -> Any:
+        """Elementwise choice."""
+
+    def minimum(self, x1: Any, x2: Any, /) -> Any:
+        """Elementwise minimum."""
+
+    def maximum(self, x1: Any, x2: Any, /) -> Any:
+        """Elementwise maximum."""
+
+
+class DynamicRule(Protocol):
+    """What the arithmetic reads of a dynamic rule.
+
+    A `DynamicLossScale` is one, made of numbers; one made of tensors can change after tracing.
+    """
+
+    @property
+    def growth_factor(self) -> Any:
+        """Factor the scale grows by."""
+
+    @property
+    def backoff_factor(self) -> Any:
+        """Factor it backs off by."""
+
+    @property
+    def growth_steps(self) -> Any:
+        """Finite steps in a row before it grows."""
+
+    @property
+    def hysteresis(self) -> Any:
+        """It backs off from this overflow on."""
+
+    @property
+    def consecutive_hysteresis(self) -> bool:
+        """Whether a finite step starts the count of overflows again, or only growth does."""
+
+    @property
+    def min_scale(self) -> Any:
+        """Smallest scale."""
+
+    @property
+    def max_scale(self) -> Any:
+        """Largest scale."""
+
+
+class LossScaleState(NamedTuple):
+    """Everything that changes from step to step; each field a scalar, tensor or plain number.
+
+    Attributes:
+        scale: The loss scale, float32.
+        good_steps: Finite steps since the scale last changed or a step overflowed, integer.
+        skipped_steps: Steps skipped so far, integer.
+        consecutive_skipped_steps: Steps skipped since the last finite one, integer.
+        overflows: Overflows since the scale last grew, integer; counted by rules without
+            consecutive hysteresis only.
+    """
+
+    scale: Any
+    good_steps: Any
+    skipped_steps: Any
+    consecutive_skipped_steps: Any
+    overflows: Any = 0
+
+
+def initial_state(rule: LossScale) -> LossScaleState:
+    """Returns the state training starts with.
+
+    Args:
+        rule: A `FixedLossScale` or `DynamicLossScale`.
+
+    Returns:
+        The state, in plain Python numbers.
+
+    Example:
+        >>> from tfamp.core.options import FixedLossScale
+        >>> initial_state(FixedLossScale(128.0)).scale
+        128.0
+    """
+    return LossScaleState(rule.initial_scale, 0, 0, 0)
+
+
+def next_state(
+    rule: LossScale | DynamicRule, state: LossScaleState, finite: Any, xp: ArrayNamespace
+) -> LossScaleState:
+    """Returns the state after one step.
+
+    Args:
+        rule: A `FixedLossScale`, a `DynamicLossScale` or another dynamic rule.
+        state: The state before the step; not modified.
+        finite: Scalar bool, tensor or plain: whether every gradient of the step was finite.
+        xp: The array library of `state` and `finite`, e.g. `keras.ops` or `numpy`.
+
+    Returns:
+        The state after the step.
+
+    Example:
+        >>> import numpy
+        >>> from tfamp.core.options import DynamicLossScale
+        >>> rule = DynamicLossScale(initial_scale=8.0)
+        >>> float(next_state(rule, initial_state(rule), False, numpy).scale)
+        4.0
+    """
+    if isinstance(rule, FixedLossScale) and not rule.skip_nonfinite:
+        return state
+    counted = LossScaleState(
+        scale=state.scale,
+        good_steps=state.good_steps,
+        skipped_steps=xp.where(finite, state.skipped_steps, state.skipped_steps + 1),
+        consecutive_skipped_steps=xp.where(finite, 0, state.consecutive_skipped_steps + 1),
+        overflows=state.overflows,
+    )
+    return counted if isinstance(rule, FixedLossScale) else _rescaled(rule, counted, finite, xp)
+
+
+def _rescaled(
+    rule: DynamicRule, state: LossScaleState, finite: Any, xp: ArrayNamespace
+) -> LossScaleState:
+    good_steps = xp.where(finite, state.good_steps + 1, 0)
+    # ">=", not "==": a growth interval made shorter than the count still takes effect.
+    grows = good_steps >= rule.growth_steps
+    overflows = state.overflows
+    if not rule.consecutive_hysteresis:
+        overflows = xp.where(finite, xp.where(grows, 0, overflows), overflows + 1)
+    in_a_row = state.consecutive_skipped_steps
+    counted = in_a_row if rule.consecutive_hysteresis else xp.where(finite, 0, overflows)
+    backs_off = counted >= rule.hysteresis
+    factor = xp.where(grows, rule.growth_factor, xp.where(backs_off, rule.backoff_factor, 1.0))
+    # Both bounds on every step: a scale restored from elsewhere is brought back into range too.
+    scale = xp.maximum(xp.minimum(state.scale * factor, rule.max_scale), rule.min_scale)
+    return state._replace(
+        scale=scale, good_steps=xp.where(grows, 0, good_steps), overflows=overflows
+    )

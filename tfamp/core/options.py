@@ -1,0 +1,221 @@
+"""Option dataclasses: the only home of tfamp's defaults and of their validation."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import InitVar, dataclass, field
+from typing import Any
+
+from tfamp.core.dtypes import float_format
+
+
+def checked_number(name: str, value: Any, *, low: float, high: float, bounds: str = "[]") -> float:
+    """Returns `value` as a float after checking that it is a finite number within bounds.
+
+    Args:
+        name: Argument name, for the message.
+        value: What the user gave.
+        low: Smallest value.
+        high: Largest value.
+        bounds: Two characters, "[" or "(" and "]" or ")": whether each bound itself is allowed.
+
+    Returns:
+        The number as a Python float.
+
+    Raises:
+        TypeError: `value` is no real number.
+        ValueError: `value` lies outside the bounds, or is NaN.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number; got {value!r} of type {type(value).__name__}.")
+    number = float(value)
+    above = number >= low if bounds[0] == "[" else number > low
+    below = number <= high if bounds[1] == "]" else number < high
+    if not (above and below):
+        raise ValueError(
+            f"{name} must be a number in {bounds[0]}{low:g}, {high:g}{bounds[1]}; got {value!r}."
+        )
+    return number
+
+
+def checked_count(name: str, value: Any) -> int:
+    """Returns `value` as an int after checking that it is a whole number of at least 1.
+
+    Args:
+        name: Argument name, for the message.
+        value: What the user gave.
+
+    Returns:
+        The number as a Python int.
+
+    Raises:
+        TypeError: `value` is no whole number.
+        ValueError: `value` is less than 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(
+            f"{name} must be a whole number; got {value!r} of type {type(value).__name__}."
+        )
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1; got {value!r}.")
+    return int(value)
+
+
+_FLOAT32 = float_format("float32")
+
+
+@dataclass(frozen=True)
+class FixedLossScale:
+    """A loss scale that never changes.
+
+    Use it where the right scale is known, or for bit-reproducible comparisons. MindSpore calls it
+    `FixedLossScaleManager`; its `drop_overflow_update=False` is `skip_nonfinite=False`.
+
+    Args:
+        scale: The factor the loss is multiplied by, positive and finite.
+        skip_nonfinite: Whether a step whose gradients hold an inf or NaN is skipped. With False
+            such a step is applied as it is and can write inf or NaN into the weights.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: `scale` is zero, negative, infinite or NaN.
+
+    Example:
+        >>> FixedLossScale(512.0)
+        FixedLossScale(scale=512.0, skip_nonfinite=True)
+    """
+
+    scale: float = 128.0
+    skip_nonfinite: bool = True
+
+    def __post_init__(self) -> None:
+        scale = checked_number("scale", self.scale, low=_FLOAT32.tiny, high=_FLOAT32.max)
+        if not isinstance(self.skip_nonfinite, bool):
+            raise TypeError(f"skip_nonfinite must be True or False; got {self.skip_nonfinite!r}.")
+        object.__setattr__(self, "scale", scale)
+
+    @property
+    def initial_scale(self) -> float:
+        """The scale training starts with, which is the scale."""
+        return self.scale
+
+
+@dataclass(frozen=True)
+class DynamicLossScale:
+    """A loss scale that backs off after an overflow and grows after a run of good steps.
+
+    The rule is that of Micikevicius et al., "Mixed Precision Training" (2018), as TensorFlow and
+    PyTorch ship it, with a floor and a ceiling that neither of them has in full, and with
+    Megatron's hysteresis.
+
+    Args:
+        initial_scale: Scale of the first step. Too high costs a few skipped steps, too low costs
+            gradients flushed to zero until it has grown, so a high value is the better guess.
+        growth_factor: Factor the scale is multiplied by after `growth_steps` finite steps in a
+            row; greater than 1.
+        backoff_factor: Factor the scale is multiplied by after an overflow; between 0 and 1.
+        growth_steps: Number of finite steps in a row before the scale grows.
+        hysteresis: The scale backs off from the `hysteresis`-th overflow in a row on; the ones
+            before only skip their step. A finite step starts the count again.
+        min_scale: The scale never falls below this.
+        max_scale: The scale never rises above this.
+        consecutive_hysteresis: False counts overflows for `hysteresis` since the scale last grew,
+            finite steps between them or not: Megatron's rule, and DeepSpeed's with its option of
+            this name off.
+        min: The same as `min_scale`.
+        max: The same as `max_scale`.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of its range, or `initial_scale` lies outside
+            [`min_scale`, `max_scale`].
+
+    Example:
+        >>> DynamicLossScale(initial_scale=1024.0, growth_steps=100).max_scale
+        4294967296.0
+    """
+
+    initial_scale: float = 2.0**15
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_steps: int = 2000
+    hysteresis: int = 1
+    min_scale: float = 2.0**-32
+    max_scale: float = 2.0**32
+    consecutive_hysteresis: bool = True
+    min: InitVar[float | None] = field(default=None, kw_only=True)
+    max: InitVar[float | None] = field(default=None, kw_only=True)
+
+    def __post_init__(self, min: float | None, max: float | None) -> None:
+        for name, value in (("min_scale", min), ("max_scale", max)):
+            if value is not None:
+                object.__setattr__(self, name, value)
+        if not isinstance(self.consecutive_hysteresis, bool):
+            raise TypeError(
+                "consecutive_hysteresis must be True or False; got "
+                f"{self.consecutive_hysteresis!r}."
+            )
+        low = checked_number("min_scale", self.min_scale, low=_FLOAT32.tiny, high=_FLOAT32.max)
+        high = checked_number("max_scale", self.max_scale, low=_FLOAT32.tiny, high=_FLOAT32.max)
+        if low > high:
+            raise ValueError(
+                f"min_scale must not be greater than max_scale; got min_scale={low:g} and "
+                f"max_scale={high:g}."
+            )
+        checked = {
+            "min_scale": low,
+            "max_scale": high,
+            "initial_scale": checked_number(
+                "initial_scale", self.initial_scale, low=low, high=high
+            ),
+            "growth_factor": checked_number(
+                "growth_factor", self.growth_factor, low=1.0, high=math.inf, bounds="()"
+            ),
+            "backoff_factor": checked_number(
+                "backoff_factor", self.backoff_factor, low=0.0, high=1.0, bounds="()"
+            ),
+            "growth_steps": checked_count("growth_steps", self.growth_steps),
+            "hysteresis": checked_count("hysteresis", self.hysteresis),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def skip_nonfinite(self) -> bool:
+        """Always True: a dynamic scale skips every step that has a non-finite gradient."""
+        return True
+
+
+LossScale = FixedLossScale | DynamicLossScale
+
+
+def resolve_loss_scale(
+    loss_scale: LossScale | float | None, dynamic: bool, built: DynamicLossScale
+) -> LossScale:
+    """Turns an optimizer's arguments into the one rule they mean.
+
+    Args:
+        loss_scale: A rule, a number for a fixed scale, or None.
+        dynamic: Whether the scale adapts, if `loss_scale` is None.
+        built: The rule made of the other arguments.
+
+    Returns:
+        A `FixedLossScale` or `DynamicLossScale`.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: `loss_scale` is given together with what it replaces, or out of range.
+    """
+    if not isinstance(dynamic, bool):
+        raise TypeError(f"dynamic must be True or False; got {dynamic!r}.")
+    if loss_scale is None:
+        return built if dynamic else FixedLossScale(built.initial_scale)
+    if built != DynamicLossScale() or not dynamic:
+        raise ValueError(
+            "loss_scale replaces dynamic, initial_scale and the arguments after it; give either "
+            f"loss_scale or those. Got loss_scale={loss_scale!r} and other than default values."
+        )
+    if isinstance(loss_scale, (FixedLossScale, DynamicLossScale)):
+        return loss_scale
+    return FixedLossScale(loss_scale)

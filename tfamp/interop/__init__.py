@@ -1,0 +1,1 @@
+"""Every private or patched symbol of TensorFlow and Keras."""

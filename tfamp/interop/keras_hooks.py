@@ -1,0 +1,397 @@
+"""Every place where tfamp reaches into Keras: two wrapped constructors, and private symbols.
+
+Nothing here decides. `layers.policy_state` says when to hook and what to call, and
+`layers.output_dtypes` what to do with a layer or a model; this file only knows where in Keras that
+is. Each private symbol has one small function and one test, so a release that changes one says
+which: the function raises `UnsupportedVersionError` with the symbol and the installed version.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import keras
+
+from tfamp.core.errors import UnsupportedVersionError
+
+TESTED_VERSIONS = "3.12 to 3.15"
+
+_POLICY = "dtype_policy"
+
+
+@dataclass(frozen=True)
+class LayerHooks:
+    """What the wrapped constructors call.
+
+    Attributes:
+        layer_dtype: Gets the layer's class and the `dtype` its maker gave (None: not given) and
+            returns the one to construct it with.
+        layer_created: Gets every layer whose maker gave no dtype, once it is constructed.
+        functional_created: Gets every Functional model, once it is constructed.
+    """
+
+    layer_dtype: Callable[[type, Any], Any]
+    layer_created: Callable[[Any], None]
+    functional_created: Callable[[Any], None]
+
+
+class _Constructor:
+    """One wrapped `__init__`: put in place by `install`, gone without a trace after `remove`."""
+
+    def __init__(self, owner: type, make: Callable[[Callable[..., None]], Callable[..., None]]):
+        self._owner = owner
+        self._original = owner.__dict__["__init__"]
+        wanted = make(self._original)
+
+        @functools.wraps(self._original)
+        def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
+            # Off while another library, patched on top of this, still holds it.
+            (wanted if self._active else self._original)(self_, *args, **kwargs)
+
+        # Keras reads constructors with getfullargspec, which looks at this and not at __wrapped__.
+        __init__.__signature__ = inspect.signature(self._original)  # type: ignore[attr-defined]
+        self._wrapper = __init__
+        self._active = True
+        owner.__init__ = self._wrapper  # type: ignore[misc]
+
+    def remove(self) -> None:
+        self._active = False
+        if self._owner.__dict__["__init__"] is self._wrapper:
+            self._owner.__init__ = self._original  # type: ignore[misc]
+
+
+_constructors: list[_Constructor] = []
+
+
+def install(hooks: LayerHooks) -> None:
+    """Wraps the constructors of `keras.layers.Layer` and of Functional; does nothing if they are.
+
+    The caller holds a lock: this function has none.
+
+    Args:
+        hooks: What the wrapped constructors call.
+    """
+    if _constructors:
+        return
+    functional = functional_class()
+
+    def layer_init(original: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+            given = kwargs.get("dtype")
+            wanted = hooks.layer_dtype(type(self), given)
+            if wanted is not given:
+                kwargs["dtype"] = wanted
+            original(self, *args, **kwargs)
+            if given is None:
+                hooks.layer_created(self)
+
+        return wrapped
+
+    def functional_init(original: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            hooks.functional_created(self)
+
+        return wrapped
+
+    _constructors.append(_Constructor(keras.layers.Layer, layer_init))
+    _constructors.append(_Constructor(functional, functional_init))
+
+
+def remove() -> None:
+    """Puts the original constructors back; does nothing if they are in place."""
+    while _constructors:
+        _constructors.pop().remove()
+
+
+def installed() -> bool:
+    """Whether the constructors are wrapped now."""
+    return bool(_constructors)
+
+
+class _GlobalStateWithPolicy:
+    """Stands for Keras's global-state module where the module of the dtype policies looks it up.
+
+    Only `keras.config.dtype_policy` and `set_dtype_policy` see it, so no other reader of the global
+    state gets slower, and functions imported from Keras long ago are reached as well.
+    """
+
+    def __init__(self, module: ModuleType, read: Callable[[], Any], wrote: Callable[[], None]):
+        self._module = module
+        self._read = read
+        self._wrote = wrote
+
+    def get_global_attribute(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        policy = self._read() if name == _POLICY else None
+        if policy is not None:
+            return policy
+        return self._module.get_global_attribute(name, *args, **kwargs)
+
+    def set_global_attribute(self, name: str, value: Any) -> None:
+        self._module.set_global_attribute(name, value)
+        if name == _POLICY:
+            self._wrote()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def install_policy_source(read: Callable[[], Any], wrote: Callable[[], None]) -> None:
+    """Makes Keras ask `read` for the global dtype policy, and tell `wrote` when its own is set.
+
+    Symbol: `keras.src.dtype_policies.dtype_policy.global_state`; Keras keeps its policy in a
+    thread-local there, and there is no public way to set it for another thread.
+
+    Args:
+        read: Returns a Keras dtype policy, or None for Keras's own of this thread.
+        wrote: Called in the thread that used Keras's own setter.
+    """
+    module = _policy_module()
+    if not isinstance(module.global_state, _GlobalStateWithPolicy):
+        module.global_state = _GlobalStateWithPolicy(_global_state(), read, wrote)
+
+
+def remove_policy_source() -> None:
+    """Gives Keras its global state back; does nothing if it has it."""
+    _policy_module().global_state = _global_state()
+
+
+def thread_policy() -> Any:
+    """Keras's own policy of this thread as Keras stores it, None where it stores none yet.
+
+    Symbol: `keras.src.backend.common.global_state.get_global_attribute`.
+    """
+    return keras_symbol(_global_state(), "get_global_attribute")(_POLICY)
+
+
+def set_thread_policy(policy: Any) -> None:
+    """Stores Keras's own policy of this thread; None as if none had been set.
+
+    Symbol: `keras.src.backend.common.global_state.set_global_attribute`.
+
+    Args:
+        policy: What `thread_policy` returned.
+    """
+    keras_symbol(_global_state(), "set_global_attribute")(_POLICY, policy)
+
+
+def calling_layers() -> list[Any]:
+    """The layers whose call, build or tracing this thread is in, the outermost first.
+
+    Symbol: "name_scope_stack" in `keras.src.backend.common.global_state`, whose entries have a
+    `.caller`. Keras's own call context would not do: while a layer traces its sublayers to build
+    them, there is none.
+    """
+    stack = keras_symbol(_global_state(), "get_global_attribute")("name_scope_stack") or ()
+    callers = [keras_symbol(scope, "caller") for scope in stack]
+    return [caller for caller in callers if isinstance(caller, keras.Layer)]
+
+
+def functional_class() -> type:
+    """The class of Functional models. Symbol: `keras.src.models.functional.Functional`."""
+    return keras_symbol(keras_module("keras.src.models.functional"), "Functional")
+
+
+def functional_of(model: Any) -> Any:
+    """The Functional behind a Sequential, None before it is built.
+
+    Symbol: `Sequential._functional`.
+    """
+    return keras_symbol(model, "_functional")
+
+
+def sublayers(layer: Any) -> tuple[Any, ...]:
+    """The layers a layer holds. Symbol: `Layer._layers`; public only on models."""
+    return tuple(keras_symbol(layer, "_layers"))
+
+
+def inbound_nodes(operation: Any) -> tuple[Any, ...]:
+    """One node per symbolic call of a layer or op. Symbol: `Operation._inbound_nodes`.
+
+    A node has `.operation`, `.outputs`, `.input_tensors` and `.arguments` (`.args`, `.kwargs`).
+    """
+    return tuple(keras_symbol(operation, "_inbound_nodes"))
+
+
+def outbound_nodes(operation: Any) -> tuple[Any, ...]:
+    """The nodes that use what a layer or op returned. Symbol: `Operation._outbound_nodes`."""
+    return tuple(keras_symbol(operation, "_outbound_nodes"))
+
+
+def producer(tensor: Any) -> tuple[Any, Any]:
+    """The layer or op that made a symbolic tensor, and the node of that call.
+
+    Symbol: `KerasTensor._keras_history`.
+
+    Returns:
+        (operation, node), or (None, None) for a tensor nothing made.
+    """
+    history = keras_symbol(tensor, "_keras_history")
+    if history.operation is None:
+        return None, None
+    return history.operation, inbound_nodes(history.operation)[history.node_index]
+
+
+def set_symbolic_dtype(tensor: Any, dtype: str) -> None:
+    """Changes the dtype a symbolic tensor says it has. Symbol: `KerasTensor._dtype`.
+
+    Public tensors are immutable: a model's outputs would go on saying what they said before its
+    output layer was changed.
+    """
+    keras_symbol(tensor, "_dtype")
+    tensor._dtype = dtype
+
+
+def set_outputs(functional: Any, outputs: Sequence[Any]) -> None:
+    """Gives a Functional other outputs, computed from the same inputs.
+
+    Symbols: `keras.src.ops.function.map_graph`, `Function._outputs_struct`, the five attributes
+    that `Function.__init__` sets from these, and `Layer._layers`, which lists its layers once more.
+
+    Args:
+        functional: The model; its `output_names` stay.
+        outputs: Flat list of as many symbolic tensors as it has outputs.
+    """
+    map_graph = keras_symbol(keras_module("keras.src.ops.function"), "map_graph")
+    attributes = ("_nodes", "_nodes_by_depth", "_operations", "_operations_by_depth")
+    values = dict(zip(attributes, map_graph(functional.inputs, outputs), strict=True))
+    structure = keras_symbol(functional, "_outputs_struct")
+    values["_outputs_struct"] = keras.tree.pack_sequence_as(structure, list(outputs))
+    values["_outputs"] = list(outputs)
+    before = list(functional.layers)
+    for name, value in values.items():
+        keras_symbol(functional, name)
+        # Around Layer.__setattr__, which would wrap lists and dicts into trackable ones.
+        object.__setattr__(functional, name, value)
+    tracked, after = keras_symbol(functional, "_layers"), functional.layers
+    kept = [layer for layer in tracked if not _holds(before, layer) or _holds(after, layer)]
+    tracked[:] = kept + [layer for layer in after if not _holds(tracked, layer)]
+
+
+def _holds(layers: Sequence[Any], layer: Any) -> bool:
+    return any(layer is other for other in layers)
+
+
+def replace_policy(layer: Any, name: str) -> Callable[[], None]:
+    """Gives a layer another policy for a while, whatever its own is and whether it is built.
+
+    Symbols: `Layer._dtype_policy`, as the public setter changes an entry of a `DTypePolicyMap` that
+    other layers share; `DTypePolicy._variable_dtype`, as Keras casts variables only for a layer
+    whose two dtypes differ, and a float32 policy for float16 variables has no name.
+
+    Args:
+        layer: The layer; its sublayers stay as they are.
+        name: Name of a policy, which says what the layer computes in.
+
+    Returns:
+        A function that gives the layer its own policy back.
+    """
+    own = keras_symbol(layer, "_dtype_policy")
+    policy = keras.DTypePolicy(name)
+    keras_symbol(policy, "_variable_dtype")
+    policy._variable_dtype = layer.variable_dtype
+    layer._dtype_policy = policy
+
+    def restore() -> None:
+        layer._dtype_policy = own
+
+    return restore
+
+
+def replace_losses(layer: Any) -> Callable[[], None]:
+    """Lets a layer collect losses anew, for a call whose tensors must not stay behind.
+
+    Symbols: `Layer._losses`, the list that `add_loss` appends to, and `Layer._loss_ids`.
+
+    Args:
+        layer: The layer; its sublayers keep theirs.
+
+    Returns:
+        A function that gives the layer back what it had collected.
+    """
+    losses, ids = list(keras_symbol(layer, "_losses")), set(keras_symbol(layer, "_loss_ids"))
+
+    def restore() -> None:
+        layer._losses[:] = losses
+        layer._loss_ids.clear()
+        layer._loss_ids.update(ids)
+
+    return restore
+
+
+def cast_losses(layer: Any, dtype: str) -> None:
+    """Casts the losses that a layer itself has collected. Symbol: `Layer._losses`.
+
+    Keras adds them to the model's loss, which it does not do for tensors of two dtypes.
+    """
+    losses = keras_symbol(layer, "_losses")
+    losses[:] = [keras.ops.cast(loss, dtype) for loss in losses]
+
+
+def compile_arguments(model: Any) -> dict[str, Any]:
+    """The arguments that a model was compiled with. Symbol: `Trainer._compile_config`.
+
+    Public is only their serialized form, which not every loss has.
+    """
+    return dict(keras_symbol(keras_symbol(model, "_compile_config"), "config"))
+
+
+def set_compiled_optimizer(model: Any, optimizer: Any) -> None:
+    """Gives a compiled model another optimizer, also in what is saved of it.
+
+    Symbol: `Trainer._compile_config`. To compile again would forget the metrics' values.
+    """
+    keras_symbol(keras_symbol(model, "_compile_config"), "config")["optimizer"] = optimizer
+    # Around Layer.__setattr__, as in `compile`: an optimizer is no part of the model's state.
+    object.__setattr__(model, "optimizer", optimizer)
+
+
+def copy_mask(source: Any, target: Any) -> None:
+    """Gives a tensor the Keras mask of another.
+
+    Symbols: `keras.src.backend.get_keras_mask`, `set_keras_mask`.
+    """
+    backend = keras_module("keras.src.backend")
+    mask = keras_symbol(backend, "get_keras_mask")(source)
+    if mask is not None:
+        keras_symbol(backend, "set_keras_mask")(target, mask)
+
+
+def _global_state() -> ModuleType:
+    return keras_module("keras.src.backend.common.global_state")
+
+
+def _policy_module() -> Any:
+    module = keras_module("keras.src.dtype_policies.dtype_policy")
+    keras_symbol(module, "global_state")
+    return module
+
+
+def keras_module(name: str) -> ModuleType:
+    """Returns a module of Keras, or says that this release has it not."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise _unsupported(name) from error
+
+
+def keras_symbol(owner: Any, name: str) -> Any:
+    """Returns what a module or an object has under a name, or says that it has it not."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        where = getattr(owner, "__name__", type(owner).__name__)
+        raise _unsupported(f"{where}.{name}") from error
+
+
+def _unsupported(symbol: str) -> UnsupportedVersionError:
+    return UnsupportedVersionError(
+        f"{symbol} is not in Keras {keras.__version__}; tfamp was tested with Keras "
+        f"{TESTED_VERSIONS}. Install one of these, or a newer tfamp."
+    )

@@ -1,0 +1,275 @@
+"""The private TensorFlow symbols of traced functions; see `tfamp.interop.tf_private`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfamp.interop.tf_private import private_module, private_symbol
+
+
+def capture_into_graph(tensor: Any) -> Any:
+    """Returns a tensor of the function being traced that has the value of a tensor from outside.
+
+    Symbol: `FuncGraph.capture`. An op that takes an eager tensor captures it by itself, but the
+    `input_map` of `tf.graph_util.import_graph_def` takes tensors of the graph only, and
+    `tf.identity` copies what a resource handle says of its variable's shape for some dtypes only.
+
+    Args:
+        tensor: An eager tensor or one of an enclosing function, resource handles included.
+    """
+    return private_symbol(tf.compat.v1.get_default_graph(), "capture")(tensor)
+
+
+def copy_handle_data(sources: Iterable[Any], targets: Iterable[Any]) -> None:
+    """Lets resource handles know of their variables what other handles of the same ones know.
+
+    Symbol: `tensorflow.python.ops.handle_data_util.copy_handle_data`. A gradient of a gradient asks
+    for the dtype and shape of the variables that a loop passes on; an imported loop has lost them.
+
+    Args:
+        sources: Tensors of the graph being traced; those that are no handles are passed over.
+        targets: For each the tensor that has the same value.
+    """
+    copy = private_symbol(private_module("ops.handle_data_util"), "copy_handle_data")
+    for source, target in zip(sources, targets, strict=True):
+        copy(source, target)
+
+
+def variable_dtype(handle: Any) -> Any:
+    """Returns the dtype of the variable that a handle stands for; None if it is no variable's.
+
+    Symbol: `EagerTensor._handle_data`. A traced function lists the variables that it reads, but not
+    those whose handles only an op or a function in it takes.
+
+    Args:
+        handle: An eager tensor of dtype resource.
+    """
+    found = private_symbol(handle, "_handle_data")
+    if found is None or not found.is_set or len(found.shape_and_type) != 1:
+        return None
+    return tf.as_dtype(found.shape_and_type[0].dtype)
+
+
+def note_variables(variables: Iterable[Any]) -> None:
+    """Tells the function being traced that it uses variables, so that tapes outside watch them.
+
+    Symbol: `FuncGraph.watch_variable`. Reading a variable does it, but an imported node that reads
+    its handle does not.
+    """
+    watch = private_symbol(tf.compat.v1.get_default_graph(), "watch_variable")
+    for variable in variables:
+        watch(variable)
+
+
+def register_functions(definitions: Iterable[Any], owner: Any) -> None:
+    """Makes functions callable for as long as an object lives.
+
+    Symbols: `add_function_def` and `remove_function` of
+    `tensorflow.python.eager.context.context()`. `tf.graph_util.import_graph_def` adds the functions
+    to the graph it imports into, where the eager runtime does not find them.
+
+    Args:
+        definitions: `FunctionDef` messages with names no other function has.
+        owner: What calls them; a weak reference to it is kept.
+    """
+    context = private_symbol(private_module("eager.context"), "context")()
+    for definition in definitions:
+        context.add_function_def(definition)
+        removal = weakref.finalize(owner, context.remove_function, definition.signature.name)
+        removal.atexit = False  # The runtime itself is gone by then.
+
+
+def registered_gradient(name: str) -> Any:
+    """Returns the gradient function registered under a name; raises a LookupError without one.
+
+    Symbol: `tensorflow.python.framework.ops.gradient_registry`. `tf.RegisterGradient` is public,
+    but nothing that looks one up.
+    """
+    return private_symbol(private_module("framework.ops"), "gradient_registry").lookup(name)
+
+
+def differentiate_call(op: Any, gradients: Sequence[Any]) -> Any:
+    """Returns the gradients of a call's inputs, from the function that the op's graph has.
+
+    Symbols: `function_def_to_graph`, `ConcreteFunction.from_func_graph` and its
+    `_get_gradient_function`. TensorFlow attaches a gradient to the calls it traces; a call that was
+    imported has none that is still right.
+
+    Args:
+        op: A PartitionedCall or StatefulPartitionedCall.
+        gradients: Gradients of its outputs.
+    """
+    functions = _differentiable.setdefault(_outermost(op.graph), {})
+    name = op.get_attr("f").name
+    if name not in functions:
+        functions[name] = _concrete_function(op, _definition(op.graph, name))
+    return functions[name]._get_gradient_function()(op, *gradients)
+
+
+# For each imported graph its functions. TensorFlow names what it makes of a loop's body, to take
+# its gradient, after the body: of a function that is built twice there would be two of one name.
+_differentiable: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def _outermost(graph: Any) -> Any:
+    while isinstance(getattr(graph, "outer_graph", None), type(graph)):
+        graph = graph.outer_graph
+    return graph
+
+
+def _concrete_function(op: Any, definition: Any) -> Any:
+    build = private_symbol(
+        private_module("framework.function_def_to_graph"), "function_def_to_graph"
+    )
+    concrete = private_symbol(
+        private_module("eager.polymorphic_function.concrete_function"), "ConcreteFunction"
+    )
+    types = private_module("eager.polymorphic_function.function_type_utils")
+    with op.graph.as_default():
+        body = build(definition)
+    copy_handle_data(op.inputs, body.inputs)
+    for each in body.get_operations():
+        if each.type in ("StatelessWhile", "While"):
+            copy_handle_data(each.inputs, each.outputs)
+    kind = private_symbol(types, "function_type_lib").from_structured_signature(
+        ((), {}), body.structured_outputs, body.function_captures.capture_types
+    )
+    attrs = {name: value for name, value in definition.attr.items() if name != "_input_shapes"}
+    return concrete.from_func_graph(body, kind, attrs=attrs)
+
+
+def _definition(graph: Any, name: str) -> Any:
+    while graph is not None:
+        function = graph._get_function(name)
+        if function is not None:
+            return function.cached_definition
+        graph = getattr(graph, "outer_graph", None)
+    return private_module("eager.context").context().get_function_def(name)
+
+
+class FunctionOptions(NamedTuple):
+    """How a `tf.function` was made.
+
+    Attributes:
+        input_signature: The specs it was given, or None.
+        jit_compile: Whether XLA compiles it; None leaves it to TensorFlow.
+        reduce_retracing: Whether it generalizes shapes to trace less often.
+        autograph: Whether Python control flow is converted.
+        experimental_autograph_options: What of AutoGraph is switched on.
+    """
+
+    input_signature: Any
+    jit_compile: bool | None
+    reduce_retracing: bool
+    autograph: bool
+    experimental_autograph_options: Any
+
+
+def function_options(function: Any) -> FunctionOptions:
+    """Returns how a `tf.function` was made.
+
+    Symbols: the attributes `_jit_compile`, `_reduce_retracing`, `_autograph` and
+    `_experimental_autograph_options` of `tf.types.experimental.PolymorphicFunction`.
+    """
+    names = ("_jit_compile", "_reduce_retracing", "_autograph", "_experimental_autograph_options")
+    return FunctionOptions(
+        function.input_signature, *(private_symbol(function, name) for name in names)
+    )
+
+
+# ---- For diagnostics -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def constants_noted(note: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Tells of every constant that this thread adds to a graph in the block.
+
+    Symbol: `tensorflow.python.framework.ops._create_graph_constant`. A Python number becomes a
+    constant of the dtype of what it is added to, and the graph has the rounded value only.
+
+    Args:
+        note: Gets the value as it was given and the constant's tensor.
+    """
+    module = private_module("framework.ops")
+    original = private_symbol(module, "_create_graph_constant")
+    thread, active = threading.get_ident(), True
+
+    @functools.wraps(original)
+    def create(value: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor = original(value, *args, **kwargs)
+        if active and threading.get_ident() == thread:
+            note(value, tensor)
+        return tensor
+
+    module._create_graph_constant = create  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        active = False
+        # Another thread may have put its own on top of this one, which then does nothing more.
+        if module._create_graph_constant is create:
+            module._create_graph_constant = original  # type: ignore[attr-defined]
+
+
+def set_attribute(operation: Any, name: str, value: Any) -> None:
+    """Gives an op of a graph one more attribute. Symbol: `Operation._set_attr`.
+
+    Args:
+        operation: A `tf.Operation`.
+        name: The attribute's name, with a leading underscore.
+        value: A `TensorProto`.
+    """
+    attribute = tf.compat.v1.AttrValue(tensor=value)
+    private_symbol(operation, "_set_attr")(name, attribute)
+
+
+def ops_marked(name: str, text: str) -> contextlib.AbstractContextManager[None]:
+    """Returns a context that gives the ops added to the current graph one more attribute.
+
+    Symbol: `Graph._attr_scope`. Name scopes would be public, but rules that go by names would then
+    see other names.
+
+    Args:
+        name: The attribute's name, with a leading underscore.
+        text: Its value.
+    """
+    attribute = tf.compat.v1.AttrValue(s=text.encode())
+    scope = private_symbol(tf.compat.v1.get_default_graph(), "_attr_scope")
+    context: contextlib.AbstractContextManager[None] = scope({name: attribute})
+    return context
+
+
+@contextlib.contextmanager
+def gradients_noted(note: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Tells of every gradient that this thread takes from a `tf.GradientTape` in the block.
+
+    Replaces the public method `tf.GradientTape.gradient`: a graph does not say of which variable a
+    tensor in it is the gradient.
+
+    Args:
+        note: Gets the sources and the gradients, in the same structure.
+    """
+    original = tf.GradientTape.gradient
+    thread, active = threading.get_ident(), True
+
+    @functools.wraps(original)
+    def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, target, sources, *args, **kwargs)
+        if active and threading.get_ident() == thread:
+            note(sources, found)
+        return found
+
+    tf.GradientTape.gradient = gradient
+    try:
+        yield
+    finally:
+        active = False
+        if tf.GradientTape.gradient is gradient:
+            tf.GradientTape.gradient = original

@@ -1,0 +1,343 @@
+"""Every private TensorFlow symbol tfamp calls, each behind one small typed function.
+
+Those that autocast replaces while it is active are in `tfamp.interop.tf_intercept`, those of traced
+functions in `tfamp.interop.tf_functions`.
+
+A symbol that a TensorFlow release removed raises `UnsupportedVersionError` with the version found
+and the versions tested. Each function has its own test, so a release that changes one says which.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.core.errors import UnsupportedVersionError
+
+TESTED_VERSIONS = "2.19 to 2.21"
+
+
+def strategy_needs_merge_call() -> bool:
+    """Whether the current `tf.distribute` strategy updates variables through `merge_call`.
+
+    Such a strategy (MirroredStrategy on CPUs, for one) forbids a `tf.cond` around an update in
+    replica context: the condition has to be taken in cross-replica context.
+
+    Symbol: `tf.__internal__.distribute.strategy_supports_no_merge_call`; Keras calls it for the
+    same purpose. No public function tells.
+
+    Returns:
+        True inside such a strategy, False without a strategy.
+    """
+    try:
+        supports_none = tf.__internal__.distribute.strategy_supports_no_merge_call
+    except AttributeError as error:
+        raise missing_symbol(
+            "tf.__internal__.distribute.strategy_supports_no_merge_call"
+        ) from error
+    return not supports_none()
+
+
+def op_definition(name: str) -> Any | None:
+    """Returns the definition of an op type: its arguments and attributes.
+
+    Symbol: `tensorflow.python.framework.op_def_registry.get`. No public function looks an op up by
+    name: a graph's `graph_def` holds no definitions, and `tf.raw_ops` leaves out internal ops.
+
+    Args:
+        name: An op type, such as "MatMul". An op of a library that `tf.load_op_library` has loaded
+            is known as well.
+
+    Returns:
+        An `OpDef` message, shared by all callers: not to be changed. None for an unknown op.
+    """
+    try:
+        from tensorflow.python.framework.op_def_registry import get
+    except ImportError as error:
+        raise missing_symbol("tensorflow.python.framework.op_def_registry.get") from error
+    return get(name)
+
+
+def known_ops() -> frozenset[str]:
+    """Returns the names of all op types TensorFlow knows at this time; takes tens of ms.
+
+    Symbol: `tensorflow.python.framework.c_api_util.ApiDefMap`. `tf.raw_ops` is public but leaves
+    out internal ops and those of loaded libraries.
+
+    Returns:
+        Op types, such as "MatMul".
+    """
+    try:
+        from tensorflow.python.framework.c_api_util import ApiDefMap
+
+        names = ApiDefMap().op_names()
+    except (ImportError, AttributeError) as error:
+        raise missing_symbol("tensorflow.python.framework.c_api_util.ApiDefMap.op_names") from error
+    return frozenset(names)
+
+
+# ---- For autocast; what it replaces is in tfamp.interop.tf_intercept ------------------------------------
+
+
+def no_tape_is_active() -> bool:
+    """Whether no gradient tape of this thread is recording.
+
+    Symbol: `tensorflow.python.pywrap_tfe.TFE_Py_TapeSetIsEmpty`.
+    """
+    return bool(private_symbol(private_module("pywrap_tfe"), "TFE_Py_TapeSetIsEmpty")())
+
+
+def place_in_trace(op: Any) -> int:
+    """The number of an operation in the order in which those of its graph were made.
+
+    Symbol: `tf.Operation._id`.
+
+    Args:
+        op: A `tf.Operation`.
+    """
+    return int(private_symbol(op, "_id"))
+
+
+@functools.cache
+def chooses_its_output_dtype(op: str) -> bool:
+    """Whether an op takes a float output's dtype as an argument, apart from its inputs' dtypes.
+
+    Args:
+        op: Op type, e.g. "BatchMatMulV3".
+
+    Returns:
+        False for an op TensorFlow does not know.
+    """
+    definition = op_definition(op)
+    if definition is None:
+        return False
+    inputs = {arg.type_attr for arg in definition.input_arg}
+    free = {arg.type_attr for arg in definition.output_arg} - inputs - {""}
+    return any(attr.name in free and _allowed_floats(attr) for attr in definition.attr)
+
+
+class OpInput(NamedTuple):
+    """One input of an op.
+
+    Attributes:
+        name: Its name in the op's definition.
+        type_attr: The attribute that holds its dtype; None where that is fixed or a list.
+        floats: The float dtypes that attribute may be, and that have a kernel here.
+        dtype: The dtype where that is fixed, else None.
+        is_list: Whether it takes several tensors.
+    """
+
+    name: str
+    type_attr: str | None
+    floats: frozenset[str]
+    dtype: Any
+    is_list: bool
+
+
+# SparseAdd's threshold has the dtype of the real part of its values. TensorFlow does not check it,
+# and reads past the end of one that has not.
+_REAL_PART_OF = {"Treal": "T"}
+
+
+@functools.cache
+def op_inputs(op: str) -> tuple[OpInput, ...]:
+    """The inputs of an op type, in order.
+
+    Args:
+        op: Op type, e.g. "MatMul".
+
+    Returns:
+        One `OpInput` each; empty for an op TensorFlow does not know.
+    """
+    definition = op_definition(op)
+    if definition is None:
+        return ()
+    used = {arg.type_attr for arg in definition.input_arg}
+    floats = {
+        attr.name: _allowed_floats(attr) - _without_kernel(op, attr.name)
+        for attr in definition.attr
+        if attr.name in used and _allowed_floats(attr)
+    }
+    return tuple(
+        OpInput(
+            name=arg.name,
+            type_attr=_REAL_PART_OF.get(arg.type_attr, arg.type_attr) or None,
+            floats=floats.get(arg.type_attr, frozenset()),
+            dtype=tf.as_dtype(arg.type) if arg.type else None,
+            is_list=bool(arg.number_attr or arg.type_list_attr),
+        )
+        for arg in definition.input_arg
+    )
+
+
+@functools.cache
+def float_attrs(op: str) -> frozenset[str]:
+    """The names of an op type's attributes that are numbers with a fraction."""
+    definition = op_definition(op)
+    attrs = () if definition is None else definition.attr
+    return frozenset(attr.name for attr in attrs if attr.type == "float")
+
+
+def _allowed_floats(attr: Any) -> frozenset[str]:
+    if attr.type != "type":
+        return frozenset()
+    allowed = attr.allowed_values.list.type if attr.HasField("allowed_values") else None
+    return frozenset(
+        name
+        for name in FLOAT_DTYPES
+        if allowed is None or tf.as_dtype(name).as_datatype_enum in allowed
+    )
+
+
+def _without_kernel(op: str, attr: str) -> frozenset[str]:
+    """The low-precision dtypes that no device here has a kernel for, although one has float32's.
+
+    Symbol: `tensorflow.python.framework.kernels.get_registered_kernels_for_op`. Without it one has
+    to run the op and read the error message.
+    """
+    kernels = private_module("framework.kernels")
+    find = private_symbol(kernels, "get_registered_kernels_for_op")
+    devices = {device.device_type for device in tf.config.list_physical_devices()}
+
+    def has_kernel(dtype: str) -> bool:
+        number = tf.as_dtype(dtype).as_datatype_enum
+        # oneDNN's kernels stand in for those of the op itself, for these in bfloat16.
+        onednn = dtype == "bfloat16" and op.startswith("FusedBatchNorm")
+        names = (op, f"_MklNative{op}") if onednn else (op,)
+        return any(
+            all(
+                number in each.allowed_values.list.type
+                for each in kernel.constraint
+                if each.name == attr
+            )
+            for name in names
+            for kernel in find(name).kernel
+            if kernel.device_type in devices
+        )
+
+    if not has_kernel("float32"):  # Such as an op that is always part of a compiled function.
+        return frozenset()
+    return frozenset(dtype for dtype in LOW_PRECISION if not has_kernel(dtype))
+
+
+# ---- For the graph rewrite -----------------------------------------------------------------------
+
+
+class Kernel(NamedTuple):
+    """A kernel of an op.
+
+    Attributes:
+        device: Kind of device it runs on, in lower case: "cpu", "gpu"; "default" is every kind.
+        dtypes: For each type attribute it restricts, the dtypes it accepts.
+    """
+
+    device: str
+    dtypes: dict[str, frozenset[str]]
+
+
+@functools.cache
+def kernels(op: str) -> tuple[Kernel, ...]:
+    """Returns the kernels of an op type, for devices that are not in this machine as well.
+
+    Symbol: `tensorflow.python.framework.kernels.get_registered_kernels_for_op`. Without it one has
+    to run the op on the device and read the error message.
+
+    Args:
+        op: Op type, e.g. "MatMul".
+    """
+    find = private_symbol(private_module("framework.kernels"), "get_registered_kernels_for_op")
+    return tuple(
+        Kernel(
+            device=kernel.device_type.lower(),
+            dtypes={
+                each.name: frozenset(map(dtype_name, each.allowed_values.list.type))
+                for each in kernel.constraint
+            },
+        )
+        for kernel in find(op).kernel
+    )
+
+
+@functools.cache
+def dtype_name(number: int) -> str:
+    """Returns the name of a dtype that a graph gives as a number; a reference's is its value's."""
+    try:
+        return tf.as_dtype(number).base_dtype.name
+    except TypeError:  # A number that graphs do not use; an op's definition may.
+        return f"dtype {number}"
+
+
+def dtype_number(name: str) -> int:
+    """Returns the number by which graphs call a dtype."""
+    return tf.as_dtype(name).as_datatype_enum
+
+
+# ---- For SavedModels -----------------------------------------------------------------------------
+
+
+def saved_model_message() -> Any:
+    """Returns an empty `SavedModel` message: what a saved_model.pb holds.
+
+    Symbol: `tensorflow.core.protobuf.saved_model_pb2.SavedModel`. `tf.compat.v1` has the messages
+    inside it, not this one, and `tf.saved_model.load` gives no graphs.
+    """
+    try:
+        from tensorflow.core.protobuf.saved_model_pb2 import SavedModel
+    except ImportError as error:
+        raise missing_symbol("tensorflow.core.protobuf.saved_model_pb2.SavedModel") from error
+    return SavedModel()
+
+
+def message_error() -> type[Exception]:
+    """Returns the class of the errors that messages raise when they cannot be parsed.
+
+    Symbol: `google.protobuf.message.Error`. It is public in protobuf, which TensorFlow brings and
+    may move: TensorFlow itself names no such class.
+    """
+    try:
+        from google.protobuf.message import Error
+    except ImportError as error:
+        raise missing_symbol("google.protobuf.message.Error") from error
+    return Error
+
+
+def write_fingerprint(directory: str) -> None:
+    """Writes the fingerprint.pb that belongs to a directory's saved_model.pb.
+
+    Symbol: `tensorflow.python.saved_model.fingerprinting_utils.write_fingerprint`, which
+    `tf.saved_model.save` calls. `tf.saved_model.experimental` only reads fingerprints.
+
+    Args:
+        directory: A SavedModel's.
+    """
+    module = private_module("saved_model.fingerprinting_utils")
+    private_symbol(module, "write_fingerprint")(directory)
+
+
+def private_module(name: str) -> ModuleType:
+    """Returns a module of TensorFlow's Python code, e.g. "ops.math_ops", or says it is missing."""
+    try:
+        return importlib.import_module(f"tensorflow.python.{name}")
+    except ImportError as error:
+        raise missing_symbol(f"tensorflow.python.{name}") from error
+
+
+def private_symbol(owner: Any, name: str) -> Any:
+    """Returns what a module or class has under a name, or says it is missing."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        raise missing_symbol(f"{getattr(owner, '__name__', owner)}.{name}") from error
+
+
+def missing_symbol(symbol: str) -> UnsupportedVersionError:
+    """Returns the error to raise for a symbol the installed TensorFlow has not."""
+    return UnsupportedVersionError(
+        f"{symbol} is not in TensorFlow {tf.__version__}; tfamp was tested with TensorFlow "
+        f"{TESTED_VERSIONS}. Install one of these, or a newer tfamp."
+    )

@@ -1,0 +1,173 @@
+"""Which of the slots that may be low are worth it, by a minimum cut; framework-free.
+
+Each slot has one of two labels, float32 or low. A placement takes what its nodes take in their
+labels, and one Cast for every tensor that has consumers of the other label than its producer's. Of
+all placements the one of least time is a minimum cut in a graph with the low slots on the side of
+the source: see "Placement" in the README beside this file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+
+from tfamp.planning.cost import ScopeCosts, Tensor, scope_seconds
+from tfamp.planning.maxflow import Edge as Arc
+from tfamp.planning.maxflow import minimum_cut
+from tfamp.planning.structures import FLOAT32, GraphIndex, Painting, Reason, Regions
+
+_LOW, _FLOAT32 = 0, 1  # source and sink
+
+_LEFT = Reason("cut", "cheaper in float32: its Casts cost more than it gains")
+_LOWERED = Reason("cut", "it is behind lowered nodes, and cheaper lowered")
+_CAST = Reason("cast", "every tensor it takes or gives here is lowered")
+
+
+def place(
+    index: GraphIndex,
+    regions: Regions,
+    painting: Painting,
+    safe: frozenset[int],
+    costs: ScopeCosts,
+    least_gain: float = 0.0,
+) -> Painting:
+    """Lowers the slots that are worth it.
+
+    Of several placements of least time it is the one with fewest low slots. The passes decide about
+    slots whose shapes the graph does not tell, and about all where the cut gains too little.
+
+    Args:
+        index: The scope.
+        regions: What its structure demands.
+        painting: What the passes lower.
+        safe: Slots that may be low, Casts left out.
+        costs: What everything takes.
+        least_gain: Seconds the cut must save over what the passes decide.
+
+    Returns:
+        The painting with the slots to lower, and why others are left in float32.
+    """
+    pinned = safe & costs.unshaped
+    forced = pinned & painting.low.keys() | {s for s in safe if _is_forced(painting, s)}
+    low = _Cut(index, regions, safe - (pinned - forced), forced, costs).low()
+    by_lists, least = (scope_seconds(index, costs, slots) for slots in (painting.low, low))
+    if by_lists - least < least_gain:
+        return painting
+    reasons = {}
+    for slot in sorted(low):
+        is_cast = index.node_of(slot).op == "Cast"
+        reasons[slot] = painting.low.get(slot, _CAST if is_cast else _LOWERED)
+    left = dict.fromkeys(sorted(safe - pinned - low), _LEFT)
+    return Painting(reasons, painting.denied, left)
+
+
+class _Cut:
+    """The graph that is cut: a vertex for each slot that is free, and some for tensors."""
+
+    def __init__(
+        self,
+        index: GraphIndex,
+        regions: Regions,
+        safe: frozenset[int],
+        forced: Collection[int],
+        costs: ScopeCosts,
+    ) -> None:
+        self._index, self._regions, self._costs = index, regions, costs
+        self._forced = sorted(forced)
+        self._casts = [
+            slot
+            for node in index.nodes
+            if node.op == "Cast"
+            for slot in node.slots
+            if _end_can_change(index, slot) and slot not in regions.fixed
+        ]
+        self._free = (*sorted(safe), *self._casts)
+        self._vertices = {slot: number for number, slot in enumerate(self._free, start=2)}
+        self._arcs: list[Arc] = []
+        self._count = 2 + len(self._free)
+
+    def low(self) -> frozenset[int]:
+        """Returns the slots that are low in the least cut with fewest of them."""
+        if not self._free:
+            return frozenset()
+        self._arcs += self._single_slots()
+        self._arcs += self._agreements()
+        for tensor, (producer, consumers) in self._tensors().items():
+            self._arcs += self._cast_arcs(tensor, producer, consumers)
+        side = minimum_cut(self._count, self._arcs, _LOW, _FLOAT32)
+        return frozenset(slot for slot in self._free if self._vertices[slot] in side)
+
+    def _vertex(self, slot: int) -> int:
+        """A slot that is not free is one with the sink."""
+        return self._vertices.get(slot, _FLOAT32)
+
+    def _single_slots(self) -> Iterator[Arc]:
+        for slot in self._free:
+            as_it_is, lowered = self._costs.slots[slot]
+            vertex = self._vertices[slot]
+            if lowered > as_it_is:
+                yield vertex, _FLOAT32, lowered - as_it_is
+            else:
+                yield _LOW, vertex, as_it_is - lowered
+        for slot in self._forced:
+            yield _LOW, self._vertices[slot], math.inf
+
+    def _agreements(self) -> Iterator[Arc]:
+        for slots in self._regions.lists:
+            yield from _equal([self._vertex(slot) for slot in slots])
+        for following, merges in self._regions.loops:
+            yield from _equal([self._vertex(slot) for slot in (following, *merges)])
+        # A Cast's end is low only if all it is joined to is: else it would round for the others, as
+        # it would for another Cast. Labels go from integers to float32 and back.
+        ends = dict.fromkeys(self._casts, _FLOAT32)
+        for slot in self._casts:
+            made = self._index.slots[slot].attr == "DstT"
+            for other in (self._index.fanout if made else self._index.fanin)[slot]:
+                yield self._vertices[slot], ends.get(other, self._vertex(other)), math.inf
+
+    def _tensors(self) -> dict[Tensor, tuple[int, list[int]]]:
+        """The tensors that can need a Cast: slot of the producer, vertices of the consumers."""
+        tensors: dict[Tensor, tuple[int, list[int]]] = {}
+        for edge in self._index.edges:
+            source = self._index.slots[edge.source]
+            if source.dtype == FLOAT32:
+                tensor = source.node, edge.port
+                entry = tensors.setdefault(tensor, (self._vertex(edge.source), []))
+                entry[1].append(self._vertex(edge.target))
+        return tensors
+
+    def _cast_arcs(self, tensor: Tensor, producer: int, consumers: list[int]) -> Iterator[Arc]:
+        seconds = self._costs.casts[tensor]
+        others = [vertex for vertex in dict.fromkeys(consumers) if vertex != producer]
+        if len(others) == 1:
+            yield producer, others[0], seconds
+            yield others[0], producer, seconds
+        elif others:
+            down = self._new_vertex()  # low if one of the consumers is
+            yield down, producer, seconds
+            yield from ((vertex, down, math.inf) for vertex in others)
+            up = self._new_vertex()  # float32 if one of the consumers is
+            yield producer, up, seconds
+            yield from ((up, vertex, math.inf) for vertex in others)
+
+    def _new_vertex(self) -> int:
+        self._count += 1
+        return self._count - 1
+
+
+def _is_forced(painting: Painting, slot: int) -> bool:
+    return slot in painting.low and painting.low[slot].rule == "force_low"
+
+
+def _end_can_change(index: GraphIndex, slot: int) -> bool:
+    """Whether it is a float32 end of a Cast that is joined to something."""
+    found = index.slots[slot]
+    joined = index.fanout[slot] if found.attr == "DstT" else index.fanin[slot]
+    return found.dtype == FLOAT32 and bool(joined)
+
+
+def _equal(vertices: Iterable[int]) -> Iterator[Arc]:
+    first, *others = vertices
+    for vertex in others:
+        yield first, vertex, math.inf
+        yield vertex, first, math.inf

@@ -1,0 +1,233 @@
+"""Which nodes must stay float32 because of values that were measured; framework-free.
+
+`calibration` measures, this module decides. A tensor that exceeds a limit must not exist in low
+precision anywhere: rounding it loses digits that matter, or makes it infinite. So both its ends
+stay float32, the node that makes it and every node that takes it. If only its maker did, the Cast
+before its consumer would do the damage.
+
+A node is judged by the tensors that would change with it. The statistics of a `FusedBatchNormV3`
+may be as large as they like: they are float32 whatever becomes of the images.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from tfamp.core.dtypes import float_format
+from tfamp.planning.reductions import IN_FLOAT32
+from tfamp.planning.structures import FLOAT32, GraphIndex, IndexedNode, Reason
+
+RULE = "calibration"
+# Scope, node, output port.
+TensorKey: TypeAlias = tuple[str, str, int]
+
+_DATA_MAX = {"float16": 512.0, "bfloat16": math.inf}
+# What these give is as stored, not computed from data.
+_STORED = frozenset({"Const", "HostConst", "ReadVariableOp", "Variable", "VariableV2"})
+_PASSING_ON = frozenset(
+    {
+        "Enter",
+        "ExpandDims",
+        "Identity",
+        "Reshape",
+        "Snapshot",
+        "Squeeze",
+        "StopGradient",
+        "Transpose",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """From where on a value, a constant or a sum needs float32; `math.inf` switches a rule off.
+
+    Attributes:
+        data_max: Largest magnitude of a value that depends on data, with a margin for data that
+            was not measured.
+        constant_max: Largest magnitude of a constant or a variable. What is stored is rounded
+            once and is the same for all data: it needs no margin.
+        sum_depth: Number of values added up for each result, in ops that add up in the dtype of
+            their tensors, such as Sum and BiasAddGrad.
+        matmul_depth: The same for matmuls and convolutions, which add up in float32.
+    """
+
+    data_max: float
+    constant_max: float
+    sum_depth: float
+    matmul_depth: float
+
+    @staticmethod
+    def default(dtype: str) -> Limits:
+        """Returns the limits of a dtype.
+
+        `data_max` is 512 for float16, where values from there on are 0.5 apart and 65504 is not
+        far. It is off for bfloat16, which has float32's range. Constants may reach the dtype's
+        maximum.
+
+        A sum of equal terms stops growing after 2 / eps of them when it is kept in the dtype: after
+        2048 in float16, after 256 in bfloat16. Measured on TensorFlow 2.21's CPU kernels, that is
+        what Sum over the first axis, Mean and Cumsum do in float16 and BiasAddGrad in bfloat16,
+        while all matmuls and convolutions get 8192 ones right: they add up in float32, as
+        TensorFlow has them do on GPUs, and have no limit.
+
+        Args:
+            dtype: "float16" or "bfloat16".
+
+        Returns:
+            The limits.
+
+        Example:
+            >>> Limits.default("float16")
+            Limits(data_max=512.0, constant_max=65504.0, sum_depth=2048.0, matmul_depth=inf)
+        """
+        low = float_format(dtype)
+        return Limits(_DATA_MAX[dtype], low.max, 2.0 / low.eps, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRange:
+    """What was seen of a float32 tensor.
+
+    Attributes:
+        max_abs: Largest magnitude; `math.inf` if a value was infinite. An execution that had a NaN
+            is left out.
+        nonfinite: Whether a value was infinite or NaN.
+        shape: Its shape, the largest if it varied; None where no rule asks for it.
+    """
+
+    max_abs: float
+    nonfinite: bool = False
+    shape: tuple[int, ...] | None = None
+
+    def joined(self, other: TensorRange) -> TensorRange:
+        """Returns what was seen of a tensor in two runs."""
+        shapes = [each.shape for each in (self, other) if each.shape is not None]
+        return TensorRange(
+            max(self.max_abs, other.max_abs),
+            self.nonfinite or other.nonfinite,
+            max(shapes, key=math.prod, default=None),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """What was measured of a graph and its functions.
+
+    Attributes:
+        tensors: Range of each tensor, by scope, node and output port. The scope of the graph itself
+            is "", an argument of a function is a node with its name.
+        depths: Number of values a node adds up for each result, by scope and node.
+    """
+
+    tensors: Mapping[TensorKey, TensorRange] = field(default_factory=dict)
+    depths: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+
+def too_large(
+    index: GraphIndex,
+    ranges: Ranges,
+    limits: Limits,
+    forced: frozenset[int] = frozenset(),
+) -> dict[str, Reason]:
+    """Finds the nodes of a scope that must stay float32.
+
+    Args:
+        index: The scope.
+        ranges: What was measured. A tensor that is not in it was never computed and has no say.
+        limits: From where on float32 is needed.
+        forced: Positions of nodes that the user wants lowered; they are left out.
+
+    Returns:
+        Names of nodes with the reason, which holds the number. Left out are nodes that stay float32
+        anyway: sources, calls, and those without a kernel.
+    """
+    stored = _stored_nodes(index)
+    left_out = forced | _fixed_nodes(index)
+    worst: dict[int, tuple[float, Reason]] = {}
+    for position, producer, port, place in _ends(index):
+        found = ranges.tensors.get((index.scope, index.nodes[producer].name, port))
+        if found is None or position in left_out:
+            continue
+        verdict = _judge(found, limits, index.nodes[producer], place, producer in stored)
+        if verdict and (position not in worst or verdict[0] > worst[position][0]):
+            worst[position] = verdict
+    chosen = {index.nodes[position].name: reason for position, (_, reason) in worst.items()}
+    for position, node in enumerate(index.nodes):
+        depth = ranges.depths.get((index.scope, node.name), 0)
+        reason = _judge_depth(node, depth, limits)
+        if reason and position not in left_out and _can_be_low(index, node):
+            chosen.setdefault(node.name, reason)
+    return chosen
+
+
+def _ends(index: GraphIndex) -> Iterator[tuple[int, int, int, str]]:
+    """Both ends of each edge that could be lowered: node, producer, port, "input" or "output"."""
+    for edge in index.edges:
+        source, target = index.slots[edge.source], index.slots[edge.target]
+        if source.dtype != FLOAT32:
+            continue
+        if source.can_be_low:
+            yield source.node, source.node, edge.port, "output"
+        if target.can_be_low:
+            yield target.node, source.node, edge.port, "input"
+
+
+def _fixed_nodes(index: GraphIndex) -> frozenset[int]:
+    """Nodes whose dtypes the structure fixes, which is the better reason: sources, calls."""
+    fed = {index.slots[edge.target].node for edge in index.edges}
+    return frozenset(
+        position
+        for position, node in enumerate(index.nodes)
+        if position not in fed
+        or node.calls_function
+        or any(index.slots[slot].dtype == "resource" for slot in node.slots)
+    )
+
+
+def _stored_nodes(index: GraphIndex) -> frozenset[int]:
+    """Nodes that give a constant or a variable, as it is or in another shape."""
+    first = {
+        index.slots[edge.target].node: index.slots[edge.source].node
+        for edge in index.edges
+        if edge.input == 0
+    }
+    stored = {i for i, node in enumerate(index.nodes) if node.op in _STORED}
+    passing = [i for i, node in enumerate(index.nodes) if node.op in _PASSING_ON and i in first]
+    growing = True
+    # A graph need not be sorted; chains of such nodes are short.
+    while growing:
+        found = {i for i in passing if first[i] in stored} - stored
+        stored |= found
+        growing = bool(found)
+    return frozenset(stored)
+
+
+def _judge(
+    found: TensorRange, limits: Limits, producer: IndexedNode, place: str, stored: bool
+) -> tuple[float, Reason] | None:
+    name, limit = ("constant_max", limits.constant_max) if stored else ("data_max", limits.data_max)
+    if limit == math.inf or not (found.nonfinite or found.max_abs > limit):
+        return None
+    where = "its output" if place == "output" else f"its input {producer.name}"
+    if stored:
+        where = f"the constant {producer.name}"
+    if found.nonfinite:
+        return math.inf, Reason(RULE, f"a value in {where} is not finite in float32 already")
+    text = f"a value of {found.max_abs:.6g} in {where} exceeds {name} {limit:.6g}"
+    return found.max_abs, Reason(RULE, text)
+
+
+def _judge_depth(node: IndexedNode, depth: int, limits: Limits) -> Reason | None:
+    limit = limits.matmul_depth if node.op in IN_FLOAT32 else limits.sum_depth
+    if depth <= limit:
+        return None
+    text = f"it adds up {depth} values for each result, more than reduction_depth {limit:.6g}"
+    return Reason(RULE, text)
+
+
+def _can_be_low(index: GraphIndex, node: IndexedNode) -> bool:
+    return any(index.slots[slot].can_be_low for slot in node.slots)

@@ -1,0 +1,353 @@
+"""What the stages of the rewrite hand to each other: values without protobuf; framework-free.
+
+A graph and every function of its library are a *scope* each. Nodes and type slots of a scope are
+integers: positions in the tuples of its `GraphIndex`. Dtypes are names, such as "float32".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from tfamp.planning.plan_page import render_page
+from tfamp.planning.plan_text import plan_json, plan_text
+from tfamp.planning.reason import Reason as Reason
+
+T = TypeVar("T")
+
+FLOAT32 = "float32"
+MAIN_GRAPH = ""
+# Nodes that stand for a function's arguments and results; no node can have such an op.
+ARGUMENT = "<argument>"
+RESULT = "<result>"
+
+
+@dataclass(frozen=True, slots=True)
+class TypeSlot:
+    """One place of a node that holds a dtype: all tensors that use it have that dtype.
+
+    Attributes:
+        node: The node's position in its index.
+        attr: Attribute that holds the dtype, such as "T"; "" if the op fixes it.
+        index: Position in the attribute where that is a list of dtypes, else None.
+        dtype: The dtype in the graph as it is.
+        can_be_low: Whether the op accepts the low dtype here and the node's device has a kernel.
+    """
+
+    node: int
+    attr: str
+    index: int | None
+    dtype: str
+    can_be_low: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A tensor on its way from a node to one input of another.
+
+    Attributes:
+        source: Slot that gives the tensor's dtype where it is made.
+        target: Slot that gives the dtype its consumer expects.
+        port: Which output of the producer it is.
+        input: Which input of the consumer it is, control inputs not counted.
+        tensor: The tensor's name, as the consumer spells it.
+    """
+
+    source: int
+    target: int
+    port: int
+    input: int
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedNode:
+    """A node of a scope.
+
+    Attributes:
+        name: Its name.
+        op: Its op type; `ARGUMENT` or `RESULT` for a function's boundary.
+        device: The device it is pinned to, as the graph spells it, or "".
+        calls: The functions of the library that it runs, as While and If do: pairs of attribute and
+            name, by attribute; the attribute is "" where the op itself is the function.
+        uses_references: Whether an argument of the op is a reference to a variable's memory.
+        slots: Its type slots.
+        equation: That of an Einsum, which tells its FLOPs; "" for other ops.
+    """
+
+    name: str
+    op: str
+    device: str
+    calls: tuple[tuple[str, str], ...]
+    uses_references: bool
+    slots: tuple[int, ...]
+    equation: str = ""
+
+    @property
+    def calls_function(self) -> bool:
+        """Whether it runs a function of the library."""
+        return bool(self.calls)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphIndex:
+    """A scope as integers.
+
+    Attributes:
+        scope: Name of the function; "" for the graph itself.
+        nodes: Its nodes in graph order; a function's arguments come first, its results last.
+        slots: The type slots of all nodes.
+        edges: All edges but control edges, which no rewrite touches.
+        fanin: For each slot the slots its tensors come from.
+        fanout: For each slot the slots its tensors go to.
+        sizes: Number of elements of a tensor, by its producer's position and output port, where
+            the graph tells the full shape.
+        shapes: Its shape, None for a dimension that is not known; a tensor of which not even the
+            number of dimensions is known is left out.
+    """
+
+    scope: str
+    nodes: tuple[IndexedNode, ...]
+    slots: tuple[TypeSlot, ...]
+    edges: tuple[Edge, ...]
+    fanin: tuple[tuple[int, ...], ...]
+    fanout: tuple[tuple[int, ...], ...]
+    sizes: Mapping[tuple[int, int], int]
+    shapes: Mapping[tuple[int, int], tuple[int | None, ...]] = field(default_factory=dict)
+
+    def positions(self, named: Mapping[str, T]) -> dict[int, T]:
+        """Returns what is known of nodes by name, by position."""
+        nodes = enumerate(self.nodes)
+        return {position: named[node.name] for position, node in nodes if node.name in named}
+
+    def node_of(self, slot: int) -> IndexedNode:
+        """Returns the node a slot belongs to."""
+        return self.nodes[self.slots[slot].node]
+
+
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """What the structure of a scope demands of its slots.
+
+    Attributes:
+        fixed: Slots that must not change, with the reason.
+        lists: Groups of float32 slots that hold elements of the same TensorLists.
+        unsafe_lists: For each group why it must stay float32, or None.
+        implied: Pairs (slot, slot): values go from the first to the second through a TensorList.
+        loops: For each NextIteration slot the Merge slots it feeds.
+        variable_reads: Slots of nodes that pass on a variable that is no resource.
+    """
+
+    fixed: Mapping[int, Reason]
+    lists: tuple[tuple[int, ...], ...]
+    unsafe_lists: tuple[Reason | None, ...]
+    implied: tuple[tuple[int, int], ...]
+    loops: tuple[tuple[int, tuple[int, ...]], ...]
+    variable_reads: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Painting:
+    """Colours of a scope's slots; every pass makes a new one.
+
+    Attributes:
+        low: Slots that are to be lowered, with the reason.
+        denied: Slots that need float32, with the reason.
+        left: Slots that may be low but are cheaper in float32, with the reason.
+    """
+
+    low: Mapping[int, Reason]
+    denied: Mapping[int, Reason]
+    left: Mapping[int, Reason] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Retype:
+    """One slot to change to the plan's low dtype.
+
+    Attributes:
+        node: Name of the node, or of an argument or result of the function as in its index.
+        attr: The attribute that holds the dtype; "" for an argument or a result.
+        index: Position in the attribute where that is a list of dtypes, else None.
+    """
+
+    node: str
+    attr: str
+    index: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CastSite:
+    """A Cast to insert: one for all consumers of a tensor that need the other dtype.
+
+    Attributes:
+        scope: The function it is in; "" for the graph itself.
+        tensor: Name of the tensor that is cast.
+        source: Its dtype.
+        target: The dtype it is cast to.
+        bytes: Bytes read and written for it; None where the graph does not tell the shape.
+        name: Name of the new node.
+        producer: Name of the node that makes the tensor.
+        device: Device of the new node: the producer's.
+        consumers: Pairs (node name, position of the input) that take the cast tensor.
+    """
+
+    scope: str
+    tensor: str
+    source: str
+    target: str
+    bytes: int | None
+    name: str
+    producer: str
+    device: str
+    consumers: tuple[tuple[str, int], ...]
+
+    @property
+    def from_(self) -> str:
+        """The tensor's dtype: `source`, by the name the reports use."""
+        return self.source
+
+    @property
+    def to(self) -> str:
+        """The dtype it is cast to: `target`, by the name the reports use."""
+        return self.target
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """What becomes of a node that computes with floats.
+
+    Attributes:
+        scope: The function it is in; "" for the graph itself.
+        name: Its name.
+        op: Its op type.
+        dtype: Name of the dtype it computes in after the rewrite.
+        reason: Why.
+        cost: Its estimated time in seconds; None where the graph does not tell the shapes.
+        inputs: Names of the nodes and arguments of the scope it takes tensors from, each once, in
+            the order of its inputs; also those that do not compute with floats.
+    """
+
+    scope: str
+    name: str
+    op: str
+    dtype: str
+    reason: Reason
+    cost: float | None = None
+    inputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ScopePlan:
+    """The changes to one scope."""
+
+    scope: str
+    retypes: tuple[Retype, ...]
+    casts: tuple[CastSite, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteSummary:
+    """Totals of a plan.
+
+    Attributes:
+        nodes: Number of nodes that compute with floats.
+        low_nodes: Number of these that are in the low dtype after the rewrite.
+        retyped_nodes: Number of these that the rewrite changes.
+        casts: Number of Casts inserted.
+        cast_bytes: Bytes these read and write, as far as the graph tells the shapes.
+        casts_of_unknown_size: Number of Casts left out of `cast_bytes`.
+        estimated_speed_up: Estimated time before over that after, each function run once; None
+            where the graph does not tell the shapes.
+    """
+
+    nodes: int
+    low_nodes: int
+    retyped_nodes: int
+    casts: int
+    cast_bytes: int
+    casts_of_unknown_size: int
+    estimated_speed_up: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RewritePlan:
+    """Every decision of a rewrite, made before anything is changed.
+
+    Attributes:
+        dtype: The low dtype.
+        nodes: Every node that computes with floats, in graph order, functions after the graph.
+        casts: Every Cast to insert.
+        scopes: The changes, scope by scope.
+        summary: Totals.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from tfamp.graph import rewrite_graph_def
+        >>> spec = tf.TensorSpec((64, 64))
+        >>> graph = tf.function(lambda x: x @ x).get_concrete_function(spec).graph
+        >>> plan = rewrite_graph_def(
+        ...     graph.as_graph_def(), ["Identity:0"], dtype="bfloat16", placement="lists"
+        ... ).plan
+        >>> [(node.op, node.dtype) for node in plan.nodes], len(plan.casts)
+        ([('Placeholder', 'float32'), ('MatMul', 'bfloat16'), ('Identity', 'float32')], 2)
+    """
+
+    dtype: str
+    nodes: tuple[NodePlan, ...]
+    casts: tuple[CastSite, ...]
+    scopes: tuple[ScopePlan, ...]
+    summary: RewriteSummary
+
+    def to_text(self) -> str:
+        """Returns the plan as a table for people: nodes, Casts, totals."""
+        return plan_text(self)
+
+    def to_json(self) -> str:
+        """Returns the plan as JSON: an object with dtype, nodes, casts and summary."""
+        return json.dumps(plan_json(self), indent=1)
+
+    def to_html(self) -> str:
+        """Returns the plan as a page to look at: one HTML document that opens without a network.
+
+        It shows the graph by name scope, coloured by dtype, with the Casts on its edges, and tables
+        of all nodes and Casts. Write it to a file and open that in a browser. The same plan gives
+        the same text.
+
+        Returns:
+            The document. In its element with the id "plan" is the JSON of `to_json`.
+
+        Example:
+            >>> import tensorflow as tf
+            >>> from tfamp.graph import rewrite_graph_def
+            >>> spec = tf.TensorSpec((2, 2))
+            >>> graph = tf.function(lambda x: x @ x).get_concrete_function(spec).graph
+            >>> result = rewrite_graph_def(graph.as_graph_def(), ["Identity:0"], dtype="bfloat16")
+            >>> result.plan.to_html().startswith("<!doctype html>")
+            True
+        """
+        return render_page(plan_json(self))
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteResult:
+    """What a rewrite returns.
+
+    Attributes:
+        graph_def: The rewritten graph, a new `tf.compat.v1.GraphDef`.
+        plan: Every decision that led to it.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from tfamp.graph import rewrite_graph_def
+        >>> spec = tf.TensorSpec((64, 64))
+        >>> graph = tf.function(lambda x: x @ x).get_concrete_function(spec).graph
+        >>> result = rewrite_graph_def(graph.as_graph_def(), ["Identity:0"], dtype="bfloat16")
+        >>> type(result.graph_def).__name__, result.plan.dtype
+        ('GraphDef', 'bfloat16')
+    """
+
+    graph_def: Any
+    plan: RewritePlan

@@ -1,0 +1,243 @@
+"""The files of a SavedModel: read and checked, and written so that half of one is never seen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp.core.errors import SavedModelError
+from tfamp.interop import tf_private
+from tfamp.machine.directory_exchange import exchange
+from tfamp.rewriting.saved_references import broken_reference
+
+GRAPH_FILE = "saved_model.pb"
+FINGERPRINT_FILE = "fingerprint.pb"
+VARIABLES_DIRECTORY = "variables"
+VARIABLES_PREFIX = "variables/variables"
+# Protobuf's limit on one message.
+MAX_GRAPH_BYTES = 2**31 - 1
+_OTHER_FORMATS = ("saved_model.pbtxt", "saved_model.cpb")
+
+
+def check_target(src: Path, dst: Path, overwrite: bool) -> Path:
+    """Checks where a SavedModel is to be written.
+
+    Args:
+        src: Directory of the SavedModel that is read.
+        dst: Directory to write.
+        overwrite: Whether a SavedModel that is there may be replaced.
+
+    Returns:
+        `dst` without symbolic links.
+
+    Raises:
+        SavedModelError: `dst` is `src`, is inside it or holds it, or exists and must stay.
+    """
+    source, target = src.resolve(), dst.resolve()
+    if source == target or (target.exists() and source.samefile(target)):
+        raise SavedModelError(f"The output {dst} is the input {src}; give another directory.")
+    if source in target.parents or target in source.parents:
+        raise SavedModelError(
+            f"The output {dst} and the input {src} are inside one another; give a directory next "
+            "to it."
+        )
+    if not os.path.lexists(dst):
+        return target
+    if not overwrite:
+        raise SavedModelError(
+            f"The output {dst} exists; give another directory, or allow to overwrite it."
+        )
+    is_model = any((target / name).is_file() for name in (GRAPH_FILE, *_OTHER_FORMATS))
+    if target.exists() and not is_model and not _is_empty_directory(target):
+        raise SavedModelError(
+            f"The output {dst} exists and is not a SavedModel; it is not overwritten. Give another "
+            "directory."
+        )
+    return target
+
+
+def _is_empty_directory(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def read_saved_model(src: Path) -> Any:
+    """Reads the graphs of a SavedModel, and its variables once, to see that they are all there.
+
+    Args:
+        src: Its directory.
+
+    Returns:
+        A `SavedModel` message.
+
+    Raises:
+        SavedModelError: There is none, or it is broken.
+    """
+    path = src / GRAPH_FILE
+    if not path.is_file():
+        raise SavedModelError(_why_missing(src))
+    model = tf_private.saved_model_message()
+    try:
+        model.ParseFromString(path.read_bytes())
+    except (OSError, tf_private.message_error()) as error:
+        raise SavedModelError(f"{path} is broken and cannot be read: {error}") from error
+    if not model.meta_graphs:
+        raise SavedModelError(f"{path} is broken: it holds no graph.")
+    for graph in model.meta_graphs:
+        if wrong := broken_reference(graph):
+            raise SavedModelError(f"{path} is broken: {wrong}.")
+    if any(_has_variables(graph) for graph in model.meta_graphs):
+        _check_variables(src)
+    return model
+
+
+def _why_missing(src: Path) -> str:
+    if not src.exists():
+        return f"There is no directory {src}; give the directory of a SavedModel."
+    if not src.is_dir():
+        return f"{src} is no directory; give the directory of a SavedModel."
+    for name in _OTHER_FORMATS:
+        if (src / name).is_file():
+            return (
+                f"{src} has a {name}, a format tfamp does not read; load it with "
+                f"tf.saved_model.load and save it again, which writes {GRAPH_FILE}."
+            )
+    return f"{src} is no SavedModel: it has no {GRAPH_FILE}."
+
+
+def _has_variables(meta_graph: Any) -> bool:
+    # The restore function of a model without variables reads the object graph only.
+    kinds = [node.WhichOneof("kind") for node in meta_graph.object_graph_def.nodes]
+    return "variable" in kinds or (not kinds and meta_graph.HasField("saver_def"))
+
+
+# Where the reader has no error of TensorFlow's it raises one of Python's; a damaged size may ask
+# for more memory than there is.
+_READER_ERRORS = (
+    tf.errors.OpError,
+    ValueError,
+    IndexError,
+    NotImplementedError,
+    MemoryError,
+)
+
+
+def _check_variables(src: Path) -> None:
+    prefix = str(src / VARIABLES_PREFIX)
+    try:
+        dtypes = tf.train.load_checkpoint(prefix).get_variable_to_dtype_map()
+        for name, dtype in sorted(dtypes.items()):  # Checksums are compared on the way.
+            tf.raw_ops.RestoreV2(
+                prefix=prefix, tensor_names=[name], shape_and_slices=[""], dtypes=[dtype]
+            )
+    except _READER_ERRORS as error:
+        raise SavedModelError(
+            f"The variables of the SavedModel {src} cannot be read: {first_line(error)}"
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message; TensorFlow adds where in the graph it was."""
+    text = getattr(error, "message", None) or str(error)
+    return text.strip().splitlines()[0] if text.strip() else type(error).__name__
+
+
+@contextlib.contextmanager
+def new_directory(dst: Path) -> Iterator[Path]:
+    """Gives a directory to fill, which takes the place of `dst` at the end.
+
+    It is next to `dst`, on the same disk, and is removed if anything goes wrong, an interrupt
+    included; a `dst` that was there stays until then.
+
+    Args:
+        dst: Where the directory is to be; directories above it are made.
+
+    Yields:
+        The directory to fill.
+    """
+    made = _make_parents(dst.parent)
+    work: Path | None = None
+    try:
+        work = Path(tempfile.mkdtemp(prefix=f".{dst.name}-", suffix=".tmp", dir=dst.parent))
+        yield work
+        _put_in_place(work, dst)
+    except BaseException:
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise
+
+
+def _make_parents(parent: Path) -> list[Path]:
+    missing = [path for path in (parent, *parent.parents) if not path.exists()]
+    parent.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _put_in_place(work: Path, dst: Path) -> None:
+    # A temporary directory is its owner's alone; a SavedModel is as open as other new directories.
+    umask = os.umask(0)
+    os.umask(umask)
+    work.chmod(0o777 & ~umask)
+    if not os.path.lexists(dst):
+        work.rename(dst)
+        return
+    if dst.is_dir() and exchange(work, dst):
+        shutil.rmtree(work, ignore_errors=True)
+        return
+    # Two steps, where one is not to be had: a process killed between them leaves the old directory
+    # under another name.
+    old = work.with_name(f"{work.name}.old")
+    dst.rename(old)
+    try:
+        work.rename(dst)
+    except BaseException:
+        if not dst.exists():
+            old.rename(dst)
+        raise
+    finally:
+        if dst.exists() and old.exists():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def copy_files(src: Path, work: Path, leave_out: frozenset[str]) -> None:
+    """Copies what is in a SavedModel's directory, but the files and directories to leave out."""
+    for path in sorted(src.iterdir()):
+        if path.name in leave_out:
+            continue
+        if path.is_dir():
+            try:
+                shutil.copytree(path, work / path.name)
+            except shutil.Error as error:  # It goes on after an error and lists them all.
+                raise OSError(error.args[0][0][2]) from error
+        else:
+            shutil.copy2(path, work / path.name)
+
+
+def write_graphs(model: Any, work: Path) -> None:
+    """Writes the graphs of a SavedModel and their fingerprint.
+
+    Raises:
+        SavedModelError: They are too large for one file.
+    """
+    size = model.ByteSize()
+    if size > MAX_GRAPH_BYTES:
+        raise SavedModelError(
+            f"The graph would take {size} bytes, and a SavedModel's may take {MAX_GRAPH_BYTES}. "
+            "Convert without freezing: variables are in a file of their own."
+        )
+    (work / GRAPH_FILE).write_bytes(model.SerializeToString(deterministic=True))
+    tf_private.write_fingerprint(str(work))
+
+
+def directory_bytes(path: Path) -> int:
+    """Returns the bytes of all files in a directory."""
+    return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())

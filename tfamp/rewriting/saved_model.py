@@ -1,0 +1,229 @@
+"""SavedModels: read, rewritten in low precision, written."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.errors import SavedModelError
+from tfamp.graph import request
+from tfamp.graph.measuring.calibration_data import Calibration
+from tfamp.graph.op_lists import OpLists
+from tfamp.machine import hardware
+from tfamp.planning.structures import RewritePlan, RewriteSummary
+from tfamp.rewriting import saved_files
+from tfamp.rewriting.saved_calibration import measure_meta_graph
+from tfamp.rewriting.saved_freeze import KEPT_IN_FROZEN, freeze_meta_graph, store_low_constants
+from tfamp.rewriting.saved_graph import find_roles, rewrite_meta_graph
+
+
+def rewrite_saved_model(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    freeze: bool = False,
+    calibration: Any = None,
+    op_lists: OpLists | None = None,
+    keep_float32: Iterable[str] = (),
+    force_low: Iterable[str] = (),
+    placement: str = "lists",
+    device: str = "auto",
+    overwrite: bool = False,
+) -> RewritePlan:
+    """Writes a SavedModel that computes in low precision where the lists say so.
+
+    The new model is used like the old one: signatures, their names, dtypes and shapes, functions,
+    variables, assets and lookup tables are kept; inputs, outputs and variables are float32 as
+    before. It needs no tfamp to load. The SavedModel in `src` is not modified, and `dst` appears
+    when it is complete: it is written next to its place and renamed.
+
+    Args:
+        src: Directory of a SavedModel: from `tf.saved_model.save`, `model.export` of Keras 3, or
+            TensorFlow 1.
+        dst: Directory to write; it must not exist unless `overwrite`.
+        dtype: "float16" or "bfloat16"; None or "auto" takes what this machine multiplies natively.
+        freeze: Whether variables become constants, stored in the low dtype where that is all they
+            are used in: about half the bytes. A frozen model has its signatures only and cannot be
+            trained.
+        calibration: Data to run the signatures on in float32: a dict of arrays by input name, a
+            list of these, the path of a `.npz` file that holds them, or a
+            `tfamp.graph.Calibration`. Nodes whose values are too large for the dtype stay float32.
+        op_lists: Which ops may be low; `OpLists.default(dtype, device)` if None.
+        keep_float32: Regular expressions, searched for in node names: these stay float32.
+        force_low: The same: these are lowered wherever the op has a kernel for it.
+        placement: "lists": the lists decide alone, as the model may run on another machine than
+            this. "min_cut": they decide what may be low, a minimum cut what is worth it on a device
+            of this kind, by the built-in table.
+        device: Kind of device the model will run on: "cpu", "gpu", "tpu", or "auto" for this
+            machine's. A node without a kernel there stays float32.
+        overwrite: Whether a SavedModel in `dst` is replaced.
+
+    Returns:
+        The plan, with the reason for every node. A `NothingToLowerWarning` says that no node could
+        be lowered; the new model computes as the old one then.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong; the message names what is allowed.
+        SavedModelError: `src` cannot be read or frozen, or `dst` cannot be written.
+        RewriteError: A graph is not valid or has an unknown op; it names node, op and cause.
+
+    Example:
+        >>> import os, tempfile, tensorflow as tf
+        >>> module, here = tf.Module(), tempfile.mkdtemp()
+        >>> module.call = tf.function(lambda x: x @ x, [tf.TensorSpec((8, 8))])
+        >>> tf.saved_model.save(module, f"{here}/a", signatures=module.call)
+        >>> plan = rewrite_saved_model(f"{here}/a", f"{here}/b", dtype="bfloat16")
+        >>> {node.dtype for node in plan.nodes if node.op == "MatMul"}
+        {'bfloat16'}
+        >>> tf.saved_model.load(f"{here}/b").call(tf.eye(8)).dtype.name
+        'float32'
+    """
+    source, target = Path(src), Path(dst)
+    if not source.exists():
+        saved_files.read_saved_model(source)  # It says what is missing.
+    final = saved_files.check_target(source, target, overwrite)
+    options = _options(dtype, op_lists, keep_float32, force_low, placement, device)
+    model, plan = _rewritten(source, options, freeze, calibration)
+    leave_out = {saved_files.GRAPH_FILE, saved_files.FINGERPRINT_FILE}
+    if freeze:
+        leave_out |= {path.name for path in source.iterdir() if path.name not in KEPT_IN_FROZEN}
+    try:
+        with saved_files.new_directory(final) as work:
+            saved_files.copy_files(source, work, frozenset(leave_out))
+            saved_files.write_graphs(model, work)
+    except OSError as error:
+        raise SavedModelError(f"The output {target} could not be written: {error}") from error
+    return plan
+
+
+def inspect_saved_model(
+    src: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    freeze: bool = False,
+    calibration: Any = None,
+    op_lists: OpLists | None = None,
+    keep_float32: Iterable[str] = (),
+    force_low: Iterable[str] = (),
+    placement: str = "lists",
+    device: str = "auto",
+) -> RewritePlan:
+    """Tells what `rewrite_saved_model` would do, and writes nothing.
+
+    Args:
+        src: Directory of a SavedModel.
+        dtype: See `rewrite_saved_model`, as for all others.
+        freeze: As there.
+        calibration: As there.
+        op_lists: As there.
+        keep_float32: As there.
+        force_low: As there.
+        placement: As there.
+        device: As there.
+
+    Returns:
+        The plan.
+
+    Raises:
+        TypeError, ValueError, SavedModelError, RewriteError: As `rewrite_saved_model`.
+    """
+    options = _options(dtype, op_lists, keep_float32, force_low, placement, device)
+    return _rewritten(Path(src), options, freeze, calibration)[1]
+
+
+def _options(
+    dtype: Any,
+    op_lists: OpLists | None,
+    keep_float32: Iterable[str],
+    force_low: Iterable[str],
+    placement: str,
+    device: str,
+) -> dict[str, Any]:
+    return {
+        "dtype": low_dtype(dtype),
+        "op_lists": op_lists,
+        "keep_float32": request.tensor_names("keep_float32", keep_float32),
+        "force_low": request.tensor_names("force_low", force_low),
+        "placement": placement,
+        "device": device,
+    }
+
+
+def low_dtype(dtype: Any) -> str:
+    """Returns the name of the low dtype an argument asks for; None or "auto" is this machine's.
+
+    Raises:
+        ValueError: It is no low dtype, or this machine multiplies none natively.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> low_dtype(tf.bfloat16)
+        'bfloat16'
+    """
+    name = getattr(dtype, "name", dtype)
+    if name in (None, "auto"):
+        policy, reason = hardware.automatic_policy(hardware.detect())
+        name = policy.removeprefix("mixed_")
+        if name not in LOW_PRECISION:
+            raise ValueError(
+                f"dtype=None takes what this machine multiplies natively, and that is float32: "
+                f"{reason}. Give dtype={' or '.join(map(repr, LOW_PRECISION))} for a model that "
+                "runs elsewhere."
+            )
+    if name not in LOW_PRECISION:
+        raise ValueError(f"dtype must be one of {', '.join(LOW_PRECISION)}, auto; got {dtype!r}.")
+    return str(name)
+
+
+def _rewritten(
+    src: Path, options: dict[str, Any], freeze: bool, calibration: Any
+) -> tuple[Any, RewritePlan]:
+    """Reads and rewrites a SavedModel; writes nothing."""
+    data = None if calibration is None else _calibration(calibration)
+    model = saved_files.read_saved_model(src)
+    plans = []
+    for meta_graph in model.meta_graphs:
+        roles = find_roles(meta_graph)
+        if freeze:
+            freeze_meta_graph(meta_graph, roles, src)
+            roles = find_roles(meta_graph)
+        if data is not None:
+            ranges = measure_meta_graph(meta_graph, roles, src, data)
+            options = options | {"ranges": ranges, "limits": data.limits(options["dtype"])}
+        plan = rewrite_meta_graph(meta_graph, roles, options)
+        plans.append(store_low_constants(meta_graph, roles, plan) if freeze else plan)
+    return model, _joined(plans)
+
+
+def _calibration(value: Any) -> Calibration:
+    if isinstance(value, str | os.PathLike):
+        return Calibration.from_npz(value)
+    return Calibration.of([value] if isinstance(value, Mapping) else value)
+
+
+def _joined(plans: Sequence[RewritePlan]) -> RewritePlan:
+    """One plan for the graphs of a SavedModel, of which most have one."""
+    first = plans[0]
+    if len(plans) == 1:
+        return first
+    summaries = [plan.summary for plan in plans]
+    totals = RewriteSummary(
+        nodes=sum(each.nodes for each in summaries),
+        low_nodes=sum(each.low_nodes for each in summaries),
+        retyped_nodes=sum(each.retyped_nodes for each in summaries),
+        casts=sum(each.casts for each in summaries),
+        cast_bytes=sum(each.cast_bytes for each in summaries),
+        casts_of_unknown_size=sum(each.casts_of_unknown_size for each in summaries),
+    )
+    return dataclasses.replace(
+        first,
+        nodes=tuple(node for plan in plans for node in plan.nodes),
+        casts=tuple(cast for plan in plans for cast in plan.casts),
+        scopes=tuple(scope for plan in plans for scope in plan.scopes),
+        summary=totals,
+    )

@@ -1,0 +1,1 @@
+"""Loss scaling, gradients and updates."""
