@@ -1,7 +1,7 @@
 """How long an op would take at the machine's peaks: its arithmetic or its memory, the longer one.
 
-The counts and the peaks are those that `tfamp.rewrite` places Casts by, `tfamp.planning.flops` and the
-machine profile; the shapes are those of the step that ran.
+The counts and the peaks are those that `tfamp.rewrite` places Casts by, `tfamp.planning.flops` and
+the machine profile; the shapes are those of the step that ran.
 """
 
 from __future__ import annotations

@@ -1,37 +1,23 @@
-"""Draws docs/assets/layers.svg, the layers of tfamp, from the table in tests/test_architecture.py.
+"""Draws docs/assets/layers.svg, tfamp's packages, from the table in tests/test_architecture.py.
 
 python docs/draw_layers.py
 """
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import html
 import importlib.util
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "assets" / "layers.svg"
-# A row is named after one module that is in it, so that a new row shifts no name.
-TITLES = {
-    "errors": "leaves",
-    "policy": "values: policy, scale, lists, profile",
-    "graph.regions": "graph: decisions, without TensorFlow",
-    "graph.op_signatures": "graph: what TensorFlow says of ops",
-    "graph.index": "graph: reading and writing GraphDefs",
-    "graph.rewrite": "graph: the stages in their order",
-    "keras_hooks": "hooks and parts of each way",
-    "autocasting.rules": "rules of each way",
-    "optimizer": "optimizer, policy, SavedModels",
-    "function": "the public ways",
-    "mixed_precision": "old names",
-    "levels.application": "levels",
-    "levels.preparation": "levels: the public functions",
-    "cli": "command line",
-}
-WIDTH, LEFT, SIDE, LINE, GAP = 1080, 232, 12, 21, 7
-CHARACTER = 6.9  # Width of one in the font below.
+WIDTH, HEIGHT, GAP, SIDE, TOP = 900, 46, 9, 12, 40
+NAME, PURPOSE = 26, 190
 
 
 def _architecture() -> Any:
@@ -43,60 +29,47 @@ def _architecture() -> Any:
     return module
 
 
-def _wrapped(names: tuple[str, ...]) -> list[list[tuple[float, str]]]:
-    """The names of a row, line by line, each with its place from the left."""
-    lines, x = [[]], LEFT
-    for name in sorted(names):
-        width = len(name) * CHARACTER + 14
-        if x + width > WIDTH - SIDE:
-            lines.append([])
-            x = LEFT
-        lines[-1].append((x, name))
-        x += width + 5
-    return lines
+def _purpose(name: str) -> str:
+    """The first line of the package's or the module's docstring."""
+    package = ROOT / "tfamp" / name / "__init__.py"
+    path = package if package.is_file() else ROOT / "tfamp" / f"{name}.py"
+    return ast.get_docstring(ast.parse(path.read_text("utf-8"))).partition("\n")[0].replace("`", "")
 
 
-def picture(layers: tuple[tuple[str, ...], ...], framework_free: set[str]) -> str:
-    """The picture as SVG: the row that imports the others on top."""
-    parts, y = [], 40
-    for row in reversed(layers):
-        title = next((TITLES[name] for name in row if name in TITLES), "")
-        lines = _wrapped(row)
-        height = len(lines) * LINE + 11
+def picture(edges: Mapping[str, str], pure: Sequence[str]) -> str:
+    """The picture as SVG: a box each, above what it imports."""
+    graph = {name: allowed.split() for name, allowed in edges.items()}
+    parts, y = [], TOP
+    for name in reversed(list(graphlib.TopologicalSorter(graph).static_order())):
+        kind = "free" if name in pure else "bound"
+        imports = ", ".join(graph[name]) or "nothing of tfamp"
         parts.append(
-            f'<rect class="row" x="{SIDE}" y="{y}" width="{WIDTH - 2 * SIDE}" height="{height}"/>'
-            f'<text class="title" x="{SIDE + 9}" y="{y + height / 2 + 4}">'
-            f"{html.escape(title)}</text>"
+            f'<rect class="{kind}" x="{SIDE}" y="{y}" width="{WIDTH - 2 * SIDE}" '
+            f'height="{HEIGHT}" rx="6"/>'
+            f'<text class="name" x="{NAME}" y="{y + 28}">{html.escape(name)}</text>'
+            f'<text class="purpose" x="{PURPOSE}" y="{y + 19}">{html.escape(_purpose(name))}</text>'
+            f'<text class="imports" x="{PURPOSE}" y="{y + 36}">may import: {imports}</text>'
         )
-        for number, line in enumerate(lines):
-            top = y + 6 + number * LINE
-            for x, name in line:
-                kind = "free" if name in framework_free else "bound"
-                parts.append(
-                    f'<rect class="{kind}" x="{x:.1f}" y="{top}" '
-                    f'width="{len(name) * CHARACTER + 12:.1f}" height="{LINE - 3}" rx="4"/>'
-                    f'<text class="name" x="{x + 6:.1f}" y="{top + 13}">{html.escape(name)}</text>'
-                )
-        y += height + GAP
+        y += HEIGHT + GAP
     return _PAGE.format(width=WIDTH, height=y + 6, body="\n".join(parts))
 
 
 _PAGE = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
-<title>The layers of tfamp: a module imports only from its own row and the rows below it</title>
+<title>The packages of tfamp: each imports only from boxes below it</title>
 <style>
 .page {{ fill: #ffffff }}
-.row {{ fill: #f4f4f6; stroke: #d5d5da }}
-.free {{ fill: #d9ead3 }}
-.bound {{ fill: #cfe0f5 }}
-.title {{ font: 12px sans-serif; fill: #444444 }}
-.name {{ font: 11.5px monospace; fill: #111111 }}
+.free {{ fill: #e3f1dd; stroke: #b5d3a8 }}
+.bound {{ fill: #e4eefb; stroke: #b9cfe8 }}
+.name {{ font: bold 14px monospace; fill: #111111 }}
+.purpose {{ font: 13px sans-serif; fill: #222222 }}
+.imports {{ font: 11px sans-serif; fill: #666666 }}
 </style>
 <rect class="page" width="{width}" height="{height}"/>
-<text class="title" x="12" y="24">Imports point down.</text>
+<text class="purpose" x="12" y="24">Imports point down.</text>
 <rect class="free" x="232" y="12" width="14" height="14" rx="4"/>
-<text class="title" x="252" y="24">imports neither TensorFlow nor Keras</text>
+<text class="purpose" x="252" y="24">imports neither TensorFlow nor Keras</text>
 <rect class="bound" x="500" y="12" width="14" height="14" rx="4"/>
-<text class="title" x="520" y="24">may import TensorFlow; outside graph, Keras too</text>
+<text class="purpose" x="520" y="24">may import TensorFlow; outside graph, Keras too</text>
 {body}
 </svg>
 """
@@ -105,7 +78,7 @@ _PAGE = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}
 def main() -> int:
     """Writes the picture."""
     table = _architecture()
-    PICTURE.write_text(picture(table.LAYERS, table.FRAMEWORK_FREE), encoding="utf-8")
+    PICTURE.write_text(picture(table.EDGES, table.PURE), encoding="utf-8")
     print(f"wrote {PICTURE}")
     return 0
 

@@ -15,7 +15,7 @@ import tfamp
 from helpers.graph_asserts import assert_computes_in, op_dtypes
 from helpers.tolerances import assert_close
 from tfamp.autocasting.state import current_modes
-from tfamp.machine import hardware
+from tfamp.machine import float16, hardware
 
 DTYPES = ("float16", "bfloat16")
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -888,11 +888,10 @@ def slow_float16(monkeypatch):
     """A CPU without float16, on which nothing has been said yet."""
 
     def configure(*, bfloat16=True, slowdown=7.04):
-        from tfamp.diagnostics.estimating import device
 
         found = hardware.Hardware("", cpu_bfloat16=bfloat16, cpu_float16=False, gpus=(), tpu=False)
         monkeypatch.setattr(hardware, "detect", lambda: found)
-        monkeypatch.setattr(device, "measure_float16_slowdown", lambda: slowdown)
+        monkeypatch.setattr(float16, "measure_slowdown", lambda: slowdown)
         checked = threading.Event()
         monkeypatch.setattr("tfamp.autocasting.context._slow_float16_checked", checked)
 

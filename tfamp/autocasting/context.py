@@ -210,10 +210,10 @@ def _warn_once_where_float16_is_slow() -> None:
     if _slow_float16_checked.is_set():
         return
     _slow_float16_checked.set()
-    from tfamp.diagnostics.estimating import device
+    from tfamp.machine import float16
 
     with current_modes.set_to(None):
-        message = device.float16_warning()
+        message = float16.warning()
     if message is not None:
         warnings.warn(message, TfampWarning, stacklevel=_level_of_user())
 

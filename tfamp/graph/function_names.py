@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
+from tfamp.interop import tf_private
 from tfamp.planning.control_flow import BRANCHING
 
+_FUNCTION_TYPES = ("func", "list(func)")
 _NUMBERS = itertools.count(1)
 
 
@@ -112,11 +115,20 @@ def called_functions(node: Any) -> Iterator[str]:
 
 def function_attributes(node: Any) -> Iterator[tuple[str, str]]:
     """The attributes that hold names of functions, with each name, in the order of attributes."""
+    if not _may_name_functions(node.op):
+        return
     for attr, value in sorted(node.attr.items()):
         if value.HasField("func"):
             yield attr, value.func.name
         for called in value.list.func:
             yield attr, called.name
+
+
+@functools.cache
+def _may_name_functions(op: str) -> bool:
+    """Whether nodes of an op type have attributes that hold names of functions."""
+    definition = tf_private.op_definition(op)
+    return definition is None or any(each.type in _FUNCTION_TYPES for each in definition.attr)
 
 
 def reached_functions(library: Mapping[str, Any], names: Iterable[str]) -> set[str]:

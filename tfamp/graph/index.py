@@ -52,14 +52,15 @@ _MOST_TENSORS = 2**20
 _DEVICE_KIND = re.compile(r"(?:^|[/:])(cpu|gpu|tpu)(?=:|$)", re.IGNORECASE)
 
 
-def build_indexes(graph_def: Any, *, dtype: str, device: str) -> tuple[GraphIndex, ...]:
+def build_indexes(graph_def: Any, *, dtype: str | None, device: str) -> tuple[GraphIndex, ...]:
     """Indexes a graph and the functions it reaches; the graph is not modified.
 
     A function whose dtypes depend on its caller is left out: it stays as it is.
 
     Args:
         graph_def: A `tf.compat.v1.GraphDef`.
-        dtype: The low dtype, for which kernels are looked up.
+        dtype: The low dtype, for which kernels are looked up; None reads dtypes only, neither
+            kernels nor shapes.
         device: Kind of device of nodes that are pinned to none: "cpu", "gpu" or "tpu".
 
     Returns:
@@ -86,7 +87,7 @@ class _Indexer:
 
     scope: str
     functions: Mapping[str, OpSignature]
-    dtype: str
+    dtype: str | None
     device: str
     nodes: list[IndexedNode] = field(default_factory=list)
     slots: list[TypeSlot] = field(default_factory=list)
@@ -143,10 +144,13 @@ class _Indexer:
         outs = _places(own.outputs, types, counts)
         position = len(self.nodes)
         slots: dict[_Place, int] = {}
+        low = {attr: self._can_be_low(node, own, types, attr) for attr in types}
         for place in (*ins, *outs, *_single_places(own, types)):
             if place not in slots:
-                low = self._can_be_low(node, own, types, place)
-                slots[place] = self._new_slot(position, place, low)
+                attr, _, dtype = place
+                slots[place] = self._new_slot(
+                    position, place, dtype == FLOAT32 and low.get(attr, False)
+                )
         calls = tuple(function_attributes(node))
         if op in self.functions:
             calls = (("", op), *calls)
@@ -208,22 +212,21 @@ class _Indexer:
         return int(value)
 
     def _can_be_low(
-        self, node: Any, own: OpSignature, types: Mapping[str, tuple[str, ...]], place: _Place
+        self, node: Any, own: OpSignature, types: Mapping[str, tuple[str, ...]], attr: str
     ) -> bool:
-        attr, index, dtype = place
-        if not attr or dtype != FLOAT32:
+        """Whether one dtype of an attribute, float32 as the graph is, may be the low one."""
+        if self.dtype is None or FLOAT32 not in types[attr]:
             return False
         allowed = own.allowed[attr]
         if allowed is not None and self.dtype not in allowed:
             return False
-        changed = tuple(
-            self.dtype if index in (None, i) else each for i, each in enumerate(types[attr])
-        )
-        wanted = tuple((a, changed if a == attr else got) for a, got in types.items())
+        kinds = {name: tuple(sorted(set(got))) for name, got in types.items()}
+        others = set(kinds[attr]) - ({FLOAT32} if types[attr].count(FLOAT32) == 1 else set())
+        kinds[attr] = tuple(sorted({self.dtype, *others}))
         pinned = _DEVICE_KIND.search(node.device)
         device = pinned[1].lower() if pinned else self.device
         op = SUCCESSORS.get(node.op, node.op)
-        if not has_kernel(op, device, wanted):
+        if not has_kernel(op, device, tuple(kinds.items())):
             return False
         data_format = node.attr["data_format"].s.decode() if "data_format" in node.attr else ""
         dilations = node.attr["dilations"].list.i if "dilations" in node.attr else ()
@@ -231,6 +234,8 @@ class _Indexer:
 
     def _add_shapes(self, position: int, op: str, attrs: Any) -> None:
         shapes: list[Any] = []
+        if self.dtype is None:
+            return
         if "_output_shapes" in attrs:
             shapes = list(attrs["_output_shapes"].list.shape)
         elif op == "Const" and "value" in attrs:

@@ -1,7 +1,7 @@
 """Which ops may run in the low precision, as an immutable value; framework-free.
 
-TensorFlow's own lists are in `tfamp.planning.grappler_lists`; what autocast needs beyond the four
-colours is in `tfamp.planning.autocast_lists`. This file holds the value, how tfamp's defaults differ
+TensorFlow's own lists are in `planning.grappler_lists`; what autocast needs beyond the four
+colours is in `planning.autocast_lists`. This file holds the value, how tfamp's defaults differ
 from TensorFlow's, and how a user changes them.
 """
 

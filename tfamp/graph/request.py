@@ -10,10 +10,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.profile import MachineProfile, builtin_profile
+from tfamp.core.profile import MachineProfile
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
-from tfamp.machine import hardware
 from tfamp.planning.coloring import Updates
 from tfamp.planning.name_search import is_found
 from tfamp.planning.ranges import Limits, Ranges
@@ -66,32 +65,6 @@ def check_lists(op_lists: Any) -> None:
             f"op_lists must be a tfamp.OpLists or None; got {type(op_lists).__name__}. Start from "
             "OpLists.default(dtype).with_changes(...)."
         )
-
-
-def device_kind(device: str) -> str:
-    """Returns the kind of device of nodes that are pinned to none; "auto" is this machine's."""
-    if device != "auto":
-        return device
-    return "gpu" if tf.config.list_physical_devices("GPU") else "cpu"
-
-
-def profile_of(kind: str) -> MachineProfile:
-    """Returns the built-in profile of a kind of device, as far as this machine has one.
-
-    Args:
-        kind: "cpu", "gpu" or "tpu".
-    """
-    found = hardware.detect()
-    if kind == "cpu":
-        return builtin_profile(kind, bfloat16=found.cpu_bfloat16, float16=found.cpu_float16)
-    if kind == "gpu" and found.gpus:
-        weakest = min(gpu.capability or (0, 0) for gpu in found.gpus)
-        return builtin_profile(
-            kind,
-            bfloat16=weakest >= hardware.BFLOAT16_CAPABILITY,
-            float16=weakest >= hardware.FLOAT16_CAPABILITY,
-        )
-    return builtin_profile(kind)
 
 
 def colors_of(lists: OpLists) -> dict[str, str]:

@@ -16,6 +16,7 @@ from tfamp.graph.transforms.bias_gradients import Sums, as_sums, sums_are_better
 from tfamp.graph.transforms.inline import inline_calls
 from tfamp.graph.transforms.loop_reads import read_before_loops
 from tfamp.graph.verify import verify_rewrite
+from tfamp.machine import hardware
 from tfamp.planning.coloring import paint, safe_slots
 from tfamp.planning.cost import estimate, with_free_casts
 from tfamp.planning.linking import join
@@ -102,8 +103,8 @@ def rewrite_graph_def(
     measured, limits = request.measured(ranges, limits, dtype)
     lists = op_lists or OpLists.default(dtype, device)
     colors = request.colors_of(lists)
-    kind = request.device_kind(device)
-    profile = profile or request.profile_of(kind)
+    kind = hardware.device_kind(device)
+    profile = profile or hardware.profile_of(kind)
     sums: Sums = {}
     if sums_are_better(lists, dtype, kind):
         graph_def, sums = as_sums(graph_def)

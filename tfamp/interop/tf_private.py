@@ -81,7 +81,7 @@ def known_ops() -> frozenset[str]:
     return frozenset(names)
 
 
-# ---- For autocast; what it replaces is in tfamp.interop.tf_intercept ------------------------------------
+# ---- For autocast; what it replaces is in tfamp.interop.tf_intercept --------------------------
 
 
 def no_tape_is_active() -> bool:

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from tfamp.core.errors import TfampWarning
 from tfamp.core.profile import MachineProfile
-from tfamp.graph import request
 from tfamp.machine import hardware, profile_cache, profile_measure
 
 VARIABLE = "TFAMP_PROFILE"
@@ -133,7 +132,7 @@ def _read(path: str) -> MachineProfile:
 
 
 def _built_in(source: str) -> FoundProfile:
-    return FoundProfile(request.profile_of(request.device_kind("auto")), source)
+    return FoundProfile(hardware.profile_of(hardware.device_kind("auto")), source)
 
 
 @functools.cache

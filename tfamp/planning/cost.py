@@ -17,7 +17,7 @@ from tfamp.planning.flops import FLOP_RULES, FREE_OPS, MOVING_OPS, SPECIAL_OPS, 
 from tfamp.planning.structures import ARGUMENT, FLOAT32, RESULT, GraphIndex
 
 # Dimensions that are not known, batches mostly, count as this many. A tensor of unknown rank counts
-# nothing: where it may be low the lists decide, see `tfamp.planning.placement`; others, such as what
+# nothing: where it may be low the lists decide, see `planning.placement`; others, such as what
 # batch normalization reserves for cuDNN, are no part of the question.
 UNKNOWN_DIMENSION = 32
 

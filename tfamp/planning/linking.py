@@ -182,7 +182,8 @@ def join(
                 for slot in range(len(scope.slots))
             )
         )
-    index = _join_indexes(scopes, tuple(places), node_offsets, links)
+    one = len(scopes) == 1
+    index = scopes[0] if one else _join_indexes(scopes, tuple(places), node_offsets, links)
     kept = {}
     for link in links:
         kept.update(_kept(scopes[link.function], places[link.function], weights))

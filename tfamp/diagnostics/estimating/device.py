@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import platform
-import statistics
-import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import tfamp
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.profile import KINDS, MachineProfile
 from tfamp.diagnostics.estimating.known_issues import KnownIssue, known_issues
-from tfamp.machine import hardware
-
-_ROUNDS = 5
-# Below this ratio the difference may be noise.
-SLOWER = 1.2
+from tfamp.machine import float16, hardware
 
 
 @dataclass(frozen=True)
@@ -140,86 +131,12 @@ def device_report() -> DeviceReport:
         hardware=found,
         policy=policy,
         reason=reason,
-        float16_slowdown=measure_float16_slowdown() if float16_is_emulated(found) else None,
+        float16_slowdown=float16.measure_slowdown() if float16.is_emulated(found) else None,
         profile=profile.profile,
         profile_source=profile.source,
         problems=problems,
         known_issues=known_issues(read_environment(found)),
     )
-
-
-def float16_is_emulated(machine: hardware.Hardware) -> bool:
-    """Whether float16 would run on a CPU that converts it to float32 and back at every op."""
-    return not (machine.cpu_float16 or machine.gpus or machine.tpu)
-
-
-def float16_warning() -> str | None:
-    """What speaks against float16 on this machine, None if nothing does."""
-    found = hardware.detect()
-    if not float16_is_emulated(found):
-        return None
-    slowdown = measure_float16_slowdown()
-    if slowdown < SLOWER:
-        return None
-    alternative = (
-        'Use "bfloat16", which this CPU multiplies natively.'
-        if found.cpu_bfloat16
-        else "Use float32 here, and float16 on a GPU."
-    )
-    return (
-        "This CPU has no float16 arithmetic: matmuls and convolutions with their gradients took "
-        f"{slowdown:.1f} times as long in float16 as in float32, as just measured. {alternative}"
-    )
-
-
-@functools.lru_cache(maxsize=1)
-def measure_float16_slowdown() -> float:
-    """Times small matmuls and convolutions with their gradients; once per process, some ms.
-
-    Returns:
-        Time in float16 over time in float32.
-    """
-    import tensorflow as tf
-
-    def measure() -> float:
-        with tf.device("CPU:0"):
-            return _slowdown(tf)
-
-    # A thread of its own is eager wherever this is called: in a function that is being traced, and
-    # under `tf.Graph().as_default()`, which `tf.init_scope` does not leave.
-    with ThreadPoolExecutor(1) as own_thread:
-        return own_thread.submit(measure).result()
-
-
-def _slowdown(tf: Any) -> float:
-    works = {dtype: _work(tf, dtype) for dtype in ("float32", "float16")}
-    times: dict[str, list[float]] = {dtype: [] for dtype in works}
-    for work in works.values():
-        work()
-    for _ in range(_ROUNDS):  # Interleaved, so that a busy machine slows down both.
-        for dtype, work in works.items():
-            start = time.perf_counter()
-            work()
-            times[dtype].append(time.perf_counter() - start)
-    return statistics.median(times["float16"]) / statistics.median(times["float32"])
-
-
-def _work(tf: Any, dtype: str) -> Callable[[], None]:
-    matrix = tf.ones((256, 256), dtype)
-    image, kernel = tf.ones((8, 16, 16, 16), dtype), tf.ones((3, 3, 16, 16), dtype)
-    common = {"strides": [1, 1, 1, 1], "padding": "SAME"}
-
-    def work() -> None:
-        product = tf.raw_ops.MatMul(a=matrix, b=matrix)
-        tf.raw_ops.MatMul(a=product, b=matrix, transpose_b=True)
-        tf.raw_ops.MatMul(a=matrix, b=product, transpose_a=True)
-        out = tf.raw_ops.Conv2D(input=image, filter=kernel, **common)
-        filters = tf.raw_ops.Conv2DBackpropFilter(
-            input=image, filter_sizes=[3, 3, 16, 16], out_backprop=out, **common
-        )
-        filters.numpy()
-
-    return work
 
 
 def _wrong_backend(backend: str) -> str:

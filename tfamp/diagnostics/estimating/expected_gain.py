@@ -17,7 +17,6 @@ from tfamp.core.profile import MachineProfile
 from tfamp.diagnostics.estimating.gain_text import findings, report_lines
 from tfamp.diagnostics.estimating.model_files import TracedModel, traced_model
 from tfamp.diagnostics.estimating.padding import Misfit, find_misfits
-from tfamp.graph import request
 from tfamp.graph.index import build_indexes
 from tfamp.graph.rewrite import rewrite_graph_def
 from tfamp.graph.transforms.inline import inline_calls
@@ -187,8 +186,8 @@ def _profile(profile: MachineProfile | str | None) -> FoundProfile:
         return FoundProfile(profile, f"given: {profile.name}")
     if profile is None:
         return find_profile()
-    kind = request.device_kind("auto")
-    return FoundProfile(request.profile_of(kind), "the built-in table")
+    kind = hardware.device_kind("auto")
+    return FoundProfile(hardware.profile_of(kind), "the built-in table")
 
 
 def _name(source: Any) -> str:
@@ -232,7 +231,7 @@ class _Estimate:
                 profile=profile.profile,
                 inline=False,
             ).plan
-        indexes = build_indexes(graph_def, dtype=dtype, device=request.device_kind("auto"))
+        indexes = build_indexes(graph_def, dtype=dtype, device=hardware.device_kind("auto"))
         scopes = tuple((index, estimate(index, profile.profile, dtype)) for index in indexes)
         return cls(dtype, profile, scopes, plan, model.layers)
 
