@@ -74,11 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         return int(args.run(args))
-    except _UsageError as error:
-        print(f"tfamp: error: {error}", file=sys.stderr)
-        return 2
-    except (ImportError, OSError, TfampError, ValueError) as error:
+    except (ImportError, OSError, TfampError, ValueError, _UsageError) as error:
         print(f"tfamp: error: {_as_options(str(error))}", file=sys.stderr)
+        return 2 if isinstance(error, _UsageError) else 1
     except KeyboardInterrupt:
         print("tfamp: error: interrupted; nothing was written", file=sys.stderr)
     return 1
@@ -217,9 +215,9 @@ def _report_path(text: str) -> Path:
 
 
 def _size(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
 
 
 @contextlib.contextmanager
@@ -228,9 +226,9 @@ def _wrong_usage(option: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _UsageError(f"{option}: cannot read {error.filename!r}: {error.strerror}") from error
+        raise _UsageError(f"{option}cannot read {error.filename!r}: {error.strerror}") from error
     except ValueError as error:
-        raise _UsageError(f"{option}{': ' if option else ''}{_as_options(str(error))}") from error
+        raise _UsageError(f"{option}{error}") from error
 
 
 def _as_options(message: str) -> str:
@@ -245,9 +243,9 @@ def _as_options(message: str) -> str:
 
 def _doctor(args: argparse.Namespace) -> int:
     if args.model is None:
-        unused = [name for name in ("batch_size", "signature", "training") if getattr(args, name)]
-        if unused:
-            raise _UsageError(f"--{unused[0].replace('_', '-')} needs a MODEL to look at.")
+        for name in ("batch_size", "signature", "training"):
+            if getattr(args, name):
+                raise _UsageError(f"--{name.replace('_', '-')} needs a MODEL to look at.")
         report = device.device_report()
         print(report.to_json() if args.json else report.to_text())
         return 1 if report.problems else 0
@@ -295,16 +293,15 @@ def _choices(args: argparse.Namespace, saved_model: Any) -> dict[str, Any]:
 
     dtype = saved_model.low_dtype(args.dtype)
     changes = {f"{color}_add": getattr(args, f"{color}_add") for color in _COLORS}
-    lists = calibration = None
+    lists = None
     with _wrong_usage():
         request.check_choice("--placement", args.placement, request.PLACEMENTS)
         request.patterns("--keep-float32", args.keep_float32)
         request.patterns("--force-low", args.force_low)
         if any(changes.values()):
             lists = tfamp.OpLists.default(dtype, args.device).with_changes(**changes)
-    if args.calibrate is not None:
-        with _wrong_usage("--calibrate"):
-            calibration = Calibration.from_npz(args.calibrate)
+    with _wrong_usage("--calibrate: "):
+        calibration = None if args.calibrate is None else Calibration.from_npz(args.calibrate)
     return {
         "dtype": dtype,
         "freeze": args.freeze,
