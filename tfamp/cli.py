@@ -26,6 +26,7 @@ from tfamp.diagnostics.estimating import device
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import TfampError, TfampWarning
 from tfamp.graph.name_search import limited
+from tfamp.options import checked_count
 
 if TYPE_CHECKING:
     from tfamp.graph.structures import RewritePlan
@@ -144,7 +145,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         help="low dtype to estimate the gain of; default: what this machine multiplies natively",
     )
     parser.add_argument(
-        "--batch-size", metavar="N", type=_size, help="size of the batch the model leaves open"
+        "--batch-size", metavar="N", type=int, help="size of the batch the model leaves open"
     )
     parser.add_argument("--signature", metavar="NAME", help="which signature of a SavedModel")
     parser.add_argument(
@@ -214,12 +215,6 @@ def _report_path(text: str) -> Path:
     return path
 
 
-def _size(text: str) -> int:
-    if text.isdecimal() and int(text):
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-
-
 @contextlib.contextmanager
 def _wrong_usage(option: str = "") -> Iterator[None]:
     """Makes what is wrong with the value of an option an error of usage."""
@@ -242,6 +237,9 @@ def _as_options(message: str) -> str:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    if args.batch_size is not None:
+        with _wrong_usage():
+            checked_count("--batch-size", args.batch_size)
     if args.model is None:
         for name in ("batch_size", "signature", "training"):
             if getattr(args, name):

@@ -10,7 +10,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.dtypes import FLOAT_DTYPES
-from tfamp.function import RewrittenFunction
 from tfamp.graph.function_names import called_functions
 from tfamp.graph.op_signatures import (
     Argument,
@@ -131,8 +130,6 @@ def op_counts(fn: Any, /, *args: Any, **kwargs: Any) -> OpCounts:
 def _traced(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if isinstance(fn, tf.types.experimental.ConcreteFunction):
         return fn
-    if isinstance(fn, RewrittenFunction):
-        return fn.concrete(*args, **kwargs)
     if isinstance(fn, tf.types.experimental.PolymorphicFunction):
         return fn.get_concrete_function(*args, **kwargs)
     if not callable(fn):
