@@ -118,31 +118,49 @@ def test_a_model_with_nothing_to_lower_is_a_warning_in_one_line(run, tmp_path):
             "'plan.pdf' must end in .html, .json, .txt",
         ),
         (["rewrite", "a", "b", "--report", "no/plan.txt"], "there is no directory 'no'"),
+        (["rewrite", "a", "b", "--report", "plan.json"], "'plan.json' is a directory"),
         (["inspect"], "the following arguments are required: SRC"),
         (["inspect", "a", "--overwrite"], "unrecognized arguments: --overwrite"),
     ],
 )
-def test_wrong_usage_is_exit_code_2(run, arguments, message):
+def test_wrong_usage_is_exit_code_2(run, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.json").mkdir()
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert message in err
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "code", "message"),
     [
-        (["--keep-float32", "nonsense"], "keep_float32: no node's name matches 'nonsense'"),
-        (["--force-low", "("], "force_low must hold regular expressions; got '('"),
-        (["--allow-add", "MatMull"], "'MatMull'"),
-        (["--placement", "nowhere"], "placement must be one of"),
+        (["--keep-float32", "nonsense"], 1, "--keep-float32: no node's name matches 'nonsense'"),
+        (["--force-low", "("], 2, "--force-low must hold regular expressions; got '('"),
+        (["--allow-add", "MatMull"], 2, "'MatMull'; the nearest names are 'MatMul'"),
+        (["--allow-add", "Exp", "--deny-add", "Exp"], 2, "in both --allow-add and --deny-add"),
+        (["--placement", "nowhere"], 2, "--placement must be one of"),
+        (["--calibrate", "no.npz"], 2, "--calibrate: cannot read 'no.npz': No such file"),
+        (["--calibrate", "."], 2, "--calibrate: cannot read '.': Is a directory"),
+        (["--calibrate", __file__], 2, "is no .npz file of numbers; numpy.savez"),
     ],
 )
-def test_a_wrong_value_is_one_line_and_nothing_is_written(run, src, tmp_path, options, message):
-    code, out, err = run("rewrite", src, tmp_path / "low", "--dtype", "bfloat16", *options)
-    assert (code, out) == (1, "")
+def test_a_wrong_value_is_one_line_in_the_words_of_the_command_line(
+    run, src, tmp_path, options, code, message
+):
+    found, out, err = run("rewrite", src, tmp_path / "low", "--dtype", "bfloat16", *options)
+    assert (found, out) == (code, "")
     assert one_line(err).startswith("tfamp: error: ")
     assert message in err
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", ["--keep-float32", "--force-low"])
+def test_a_pattern_without_effect_is_a_warning_in_the_words_of_the_command_line(run, src, option):
+    code, _, err = run("inspect", src, "--dtype", "bfloat16", option, "^serving_default_x$")
+    assert code == 0
+    assert one_line(err).startswith(
+        f"tfamp: warning: {option}: '^serving_default_x$' has no effect"
+    )
 
 
 def test_missing_and_existing_directories_are_one_line(run, src, tmp_path):
@@ -157,7 +175,11 @@ def test_missing_and_existing_directories_are_one_line(run, src, tmp_path):
     assert run("rewrite", src, tmp_path / "low", "--dtype", "bfloat16")[0] == 0
     code, _, err = run("rewrite", src, tmp_path / "low", "--dtype", "float16")
     assert code == 1
-    assert "exists" in one_line(err)
+    assert "exists; give another directory, or allow to overwrite it (--overwrite)" in one_line(err)
+    (tmp_path / "file").touch()
+    code, _, err = run("rewrite", src, tmp_path / "file" / "low", "--dtype", "float16")
+    assert code == 1
+    assert f"{tmp_path / 'file'} is no directory" in one_line(err)
     assert run("rewrite", src, tmp_path / "low", "--dtype", "float16", "--overwrite")[0] == 0
     function = tf.saved_model.load(str(tmp_path / "low")).signatures["serving_default"]
     assert_computes_in("float16", function)
@@ -241,10 +263,13 @@ def test_calibration_data_that_does_not_fit_is_refused(run, tmp_path, arrays, me
     assert not (tmp_path / "low").exists()
 
 
-@pytest.mark.parametrize("content", [None, b"no archive"])
-def test_a_calibration_file_that_cannot_be_read_is_one_line(run, src, tmp_path, content):
-    if content:
-        (tmp_path / "data.npz").write_bytes(content)
-    code, _, err = run("inspect", src, "--dtype", "float16", "--calibrate", tmp_path / "data.npz")
-    assert code in (1, 2)
-    assert "data.npz" in one_line(err)
+def test_calibration_data_with_nan_is_named(run, tmp_path):
+    src = saved_models.overflowing(tmp_path / "src")
+    np.savez(tmp_path / "data.npz", x=np.full((2, 4), np.nan, np.float32))
+    options = ["--dtype", "float16", "--calibrate", tmp_path / "data.npz"]
+    code, _, err = run("inspect", src, *options)
+    assert code == 0
+    nan, nothing = err.splitlines()
+    assert "Calibration batch 0: the input x:0 holds NaN" in nan
+    assert "no op that can be lowered to float16 with this calibration data" in nothing
+    assert "is not finite in float32 already" in nothing

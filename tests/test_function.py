@@ -1,7 +1,9 @@
 """`tfamp.rewrite`: signatures, traces, state and errors."""
 
 import gc
+import warnings
 import weakref
+from collections import Counter
 
 import keras
 import numpy as np
@@ -303,6 +305,47 @@ class TestChoices:
         assert dtypes["first/matmul"] == "float32"
         assert dtypes["second/matmul"] == "bfloat16"
         assert dtypes["second/Exp"] == "bfloat16"
+
+    def test_branches_bodies_and_calls_are_reached_by_the_names_of_their_callers(self, weights, x):
+        @tf.function(experimental_attributes={"_noinline": True})
+        def apart(x):
+            return tf.exp(x @ weights)
+
+        @tf.function
+        def branches(x):
+            return tf.cond(x[0, 0] > 0.0, lambda: tf.exp(x @ weights), lambda: x @ weights)
+
+        def fn(x):
+            with tf.name_scope("gate"):
+                x = apart(branches(x))
+            with tf.name_scope("rounds"):
+                body = lambda i, y: (i + 1, branches(y))  # noqa: E731
+                x = tf.while_loop(lambda i, _: i < 2, body, [0, x])[1]
+            return tf.reduce_sum(x @ weights)
+
+        def dtypes(op, **choices):
+            fast = tfamp.rewrite(fn, dtype="bfloat16", placement="lists", **choices)
+            return Counter(node.dtype for node in fast.plan(x).nodes if node.op == op)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", tfamp.core.errors.TfampWarning)
+            assert dtypes("MatMul") == {"bfloat16": 6}
+            assert dtypes("MatMul", keep_float32=["^gate/"]) == {"float32": 3, "bfloat16": 3}
+            assert dtypes("MatMul", keep_float32=["gate/.*cond/"]) == {"float32": 2, "bfloat16": 4}
+            in_the_loop = ["rounds/while/.*/cond/matmul$"]
+            assert dtypes("MatMul", keep_float32=in_the_loop) == {"float32": 2, "bfloat16": 4}
+            assert dtypes("Exp", force_low=["^rounds/"]) == {"bfloat16": 1, "float32": 2}
+            kept_and_forced = {"keep_float32": ["gate/.*cond/Exp"], "force_low": ["Exp"]}
+            assert dtypes("Exp", **kept_and_forced) == {"bfloat16": 2, "float32": 1}
+        # The conditional itself is float32 in any case: what the pattern means is inside.
+        with pytest.warns(tfamp.core.errors.TfampWarning, match="no effect.*gate/.*cond.*could be"):
+            dtypes("MatMul", keep_float32=["gate/.*cond$"])
+        with pytest.warns(tfamp.core.errors.TfampWarning, match="'Exp' has no effect: without it"):
+            dtypes("MatMul", keep_float32=["Exp"])
+        with pytest.warns(
+            tfamp.core.errors.TfampWarning, match="'Variable' has no effect.*a resource"
+        ):
+            dtypes("MatMul", force_low=["Variable"])
 
     def test_lists_can_be_given(self, weights, x):
         lists = tfamp.OpLists.default("bfloat16").with_changes(deny_add=["MatMul"])

@@ -1,6 +1,7 @@
 """`tfamp.rewrite` where Python, Keras or TensorFlow look at a function in ways of their own."""
 
 import copy
+import functools
 import gc
 import inspect
 import logging
@@ -174,3 +175,104 @@ def test_second_derivatives_go_through_a_rewritten_loop_that_reads_a_variable():
     expected = second_derivatives(tf.function(loop))
     for actual, wanted in zip(second_derivatives(fast), expected, strict=True):
         assert_close(actual, wanted, "bfloat16", depth=16)
+
+
+async def coroutine(x):
+    return x
+
+
+async def async_generator(x):
+    yield x
+
+
+def generator(x):
+    yield x
+
+
+class AsyncLayer:
+    async def __call__(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind"),
+    [
+        (coroutine, "coroutine is a coroutine function"),
+        (async_generator, "async_generator is an async generator"),
+        (generator, "generator is a generator function"),
+        (functools.partial(generator, X), "a generator function"),
+        (AsyncLayer(), "AsyncLayer is a coroutine function"),
+        (tf.function(generator), "generator is a generator function"),
+    ],
+)
+def test_what_returns_no_tensors_is_refused_at_once(fn, kind):
+    with pytest.raises(TypeError, match=kind):
+        tfamp.rewrite(fn, dtype="bfloat16")
+
+
+# ---- Arguments: as TensorFlow binds them ---------------------------------------------------------
+
+
+THREE = tf.constant(3.0)
+
+
+class Poly(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = tf.Variable(tf.eye(4))
+
+    @tf.function
+    def poly(self, x, scale=2.0, flag=False, *, bias=None):
+        y = x @ self.weight * scale + (1.0 if flag else 0.0)
+        return {"y": y if bias is None else y + bias}
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 4)), tf.TensorSpec(())])
+    def signed(self, x, scale=THREE):
+        return x @ self.weight * scale
+
+    @tf.function
+    def variadic(self, *xs, **named):
+        return tf.add_n(xs) @ self.weight + named.get("bias", 0.0)
+
+
+def calls_of(module):
+    """Functions with calls that they were traced for."""
+    bias, scale = tf.ones(4), THREE
+    yield module.poly, [((X,), {}), ((X,), {"flag": True}), ((), {"bias": bias, "x": X})]
+    yield module.poly, [((X, scale), {"flag": True}), ((X,), {"flag": True, "scale": scale})]
+    yield functools.partial(module.poly, flag=True), [((X,), {}), ((X,), {"flag": False})]
+    yield module.signed, [((X,), {}), ((X,), {"scale": scale}), ((), {"scale": 2.0, "x": X})]
+    yield module.variadic, [((X, X), {}), ((X,), {"bias": bias})]
+
+
+def assert_same_calls(module):
+    for function, calls in calls_of(module):
+        fast = tfamp.rewrite(function, dtype="bfloat16")
+        for args, kwargs in calls:
+            expected = tf.nest.flatten(function(*args, **kwargs))[0]
+            assert_close(tf.nest.flatten(fast(*args, **kwargs))[0], expected, "bfloat16", depth=4)
+            assert op_dtypes(fast.concrete(*args, **kwargs))["MatMul"] == {"bfloat16"}
+
+
+def test_arguments_are_bound_as_by_the_function_also_where_it_is_restored(tmp_path):
+    module = Poly()
+    assert_same_calls(module)
+    for function, calls in calls_of(module):
+        for args, kwargs in calls:
+            function(*args, **kwargs)
+    tf.saved_model.save(module, tmp_path, signatures=module.signed)
+    loaded = tf.saved_model.load(tmp_path)
+    assert_same_calls(loaded)
+    fast = tfamp.rewrite(loaded.poly, dtype="float16", calibration=[{"x": X, "flag": True}])
+    assert str(inspect.signature(fast)) == "(x, scale=2.0, flag=False, *, bias=None)"
+    assert_close(fast(X, flag=True)["y"], 2 * X + 1, "float16", depth=4)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nosuch'"):
+        fast(X, nosuch=1)
+    served = tfamp.rewrite(loaded.signatures["serving_default"], dtype="bfloat16")
+    (result,) = served(x=X, scale=tf.constant(2.0)).values()
+    assert_close(result, 2 * X, "bfloat16", depth=4)
+    concrete = tfamp.rewrite(
+        module.poly.get_concrete_function(tf.TensorSpec((None, 4)), bias=tf.TensorSpec(4)),
+        dtype="bfloat16",
+    )
+    assert_close(concrete(x=X, bias=tf.ones(4))["y"], 2 * X + 1, "bfloat16", depth=4)

@@ -16,6 +16,7 @@ import tfamp
 from helpers import saved_models
 from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
 from helpers.tolerances import assert_close
+from tfamp.core.errors import TfampWarning
 from tfamp.interop import tf_private
 from tfamp.machine import hardware
 from tfamp.rewriting.saved_model import inspect_saved_model
@@ -192,6 +193,29 @@ def test_calls_inside_functions_need_no_casts(source):
     # "inner" ends in a Relu, which "outer" multiplies by a weight: low on both sides.
     outer = [node for node in plan.nodes if "__inference_outer" in node.scope]
     assert [n.dtype for n in outer if n.op in ("MatMul", "Relu")] == ["bfloat16"] * 3
+
+
+def test_patterns_reach_branches_by_the_names_of_their_callers(tmp_path):
+    weight = tf.Variable(tf.eye(4))
+
+    @tf.function(experimental_attributes={"_noinline": True})
+    def gate(x):
+        return tf.cond(x[0, 0] > 0.0, lambda: x @ weight, lambda: weight @ x)
+
+    @tf.function(input_signature=[tf.TensorSpec((4, 4))])
+    def call(x):
+        with tf.name_scope("gate"):
+            x = gate(x)
+        return x @ weight
+
+    module = tf.Module()
+    module.weight, module.call = weight, call
+    tf.saved_model.save(module, tmp_path / "a", signatures=call)
+    plan = inspect_saved_model(tmp_path / "a", dtype="bfloat16", keep_float32=["gate/"])
+    dtypes = [node.dtype for node in plan.nodes if node.op == "MatMul"]
+    assert sorted(dtypes) == ["bfloat16", "float32", "float32"]
+    with pytest.warns(TfampWarning, match="'gate/.*cond.' has no effect.*cond/matmul"):
+        inspect_saved_model(tmp_path / "a", dtype="bfloat16", keep_float32=["gate/.*cond$"])
 
 
 def test_what_keep_float32_names_is_stored_in_float32(source, tmp_path):

@@ -150,3 +150,28 @@ def test_the_dtype_behind_a_handle():
     assert tf_functions.variable_dtype(variable.handle) == tf.bfloat16
     table = tf.lookup.experimental.DenseHashTable(tf.int64, tf.int64, 0, -1, -2)
     assert tf_functions.variable_dtype(table.resource_handle) is None
+
+
+def test_the_signature_of_a_function_has_its_defaults_also_where_it_is_restored(tmp_path):
+    module = tf.Module()
+    module.fn = tf.function(lambda x, flag=False, *, bias=None: x)
+    module.fn(tf.ones(2))
+    tf.saved_model.save(module, tmp_path)
+    for each in (module, tf.saved_model.load(tmp_path)):
+        signature = tf_functions.function_signature(each.fn)
+        assert str(signature) == "(x, flag=False, *, bias=None)"
+
+
+def test_a_saveable_function_is_one_of_tensorflows_and_traces_what_its_stand_ins_ran(tmp_path):
+    other = tf.function(lambda x: x)
+    other(tf.ones(2))
+
+    class Function(tf_functions.SaveableFunction):
+        def stand_ins(self):
+            return [other]
+
+    module = tf.Module()
+    module.fn = Function(lambda x: x + 1.0, name="fn")
+    tf.saved_model.save(module, tmp_path)
+    loaded = tf.saved_model.load(tmp_path)
+    assert loaded.fn(tf.ones(2)).numpy().tolist() == [2.0, 2.0]

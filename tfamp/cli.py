@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import tfamp
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import TfampError, TfampWarning
+from tfamp.core.options import checked_count
 from tfamp.diagnostics.estimating import device
 from tfamp.planning.name_search import limited
 
@@ -35,10 +37,20 @@ _COLORS = {
     "deny": "stays float32",
     "clear": "is lowered between lowered ops",
 }
-# Ending of a report's name -> what makes it.
 # How long an expression may be searched for in one name: a millionth of it is usual.
 _SEARCH_SECONDS = 2.0
+# The library's messages name its arguments; these are the same on the command line.
+_ARGUMENTS = re.compile(
+    r"\b(keep_float32|force_low|batch_size|(?:allow|infer|deny|clear)_add)\b=?"
+    r"|\b(overwrite|freeze|training)=True"
+    r"|\b(dtype)=(?:'(\w+)'|None)"
+)
+# Ending of a report's name -> what makes it.
 _REPORTS = {".html": "to_html", ".json": "to_json", ".txt": "to_text"}
+
+
+class _UsageError(Exception):
+    """An option has a value that no model could do anything with."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,8 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         return int(args.run(args))
-    except (ImportError, OSError, TfampError, ValueError) as error:
-        print(f"tfamp: error: {error}", file=sys.stderr)
+    except (ImportError, OSError, TfampError, ValueError, _UsageError) as error:
+        print(f"tfamp: error: {_as_options(str(error))}", file=sys.stderr)
+        return 2 if isinstance(error, _UsageError) else 1
     except KeyboardInterrupt:
         print("tfamp: error: interrupted; nothing was written", file=sys.stderr)
     return 1
@@ -197,11 +210,40 @@ def _report_path(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(_REPORTS)}")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no directory {str(path.parent)!r}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a directory")
     return path
 
 
+@contextlib.contextmanager
+def _wrong_usage(option: str = "") -> Iterator[None]:
+    """Makes what is wrong with the value of an option an error of usage."""
+    try:
+        yield
+    except OSError as error:
+        raise _UsageError(f"{option}cannot read {error.filename!r}: {error.strerror}") from error
+    except ValueError as error:
+        raise _UsageError(f"{option}{error}") from error
+
+
+def _as_options(message: str) -> str:
+    """Returns a message of the library's with options in the place of arguments."""
+
+    def option(found: re.Match[str]) -> str:
+        name = f"--{next(filter(None, found.groups())).replace('_', '-')}"
+        return f"{name} {found[4] or 'auto'}" if found[3] else name
+
+    return _ARGUMENTS.sub(option, message)
+
+
 def _doctor(args: argparse.Namespace) -> int:
+    if args.batch_size is not None:
+        with _wrong_usage():
+            checked_count("--batch-size", args.batch_size)
     if args.model is None:
+        for name in ("batch_size", "signature", "training"):
+            if getattr(args, name):
+                raise _UsageError(f"--{name.replace('_', '-')} needs a MODEL to look at.")
         report = device.device_report()
         print(report.to_json() if args.json else report.to_text())
         return 1 if report.problems else 0
@@ -245,15 +287,23 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _choices(args: argparse.Namespace, saved_model: Any) -> dict[str, Any]:
+    from tfamp.graph import Calibration, request
+
     dtype = saved_model.low_dtype(args.dtype)
     changes = {f"{color}_add": getattr(args, f"{color}_add") for color in _COLORS}
     lists = None
-    if any(changes.values()):
-        lists = tfamp.OpLists.default(dtype, args.device).with_changes(**changes)
+    with _wrong_usage():
+        request.check_choice("--placement", args.placement, request.PLACEMENTS)
+        request.patterns("--keep-float32", args.keep_float32)
+        request.patterns("--force-low", args.force_low)
+        if any(changes.values()):
+            lists = tfamp.OpLists.default(dtype, args.device).with_changes(**changes)
+    with _wrong_usage("--calibrate: "):
+        calibration = None if args.calibrate is None else Calibration.from_npz(args.calibrate)
     return {
         "dtype": dtype,
         "freeze": args.freeze,
-        "calibration": args.calibrate,
+        "calibration": calibration,
         "op_lists": lists,
         "keep_float32": args.keep_float32,
         "force_low": args.force_low,
@@ -302,7 +352,7 @@ def _prepared() -> Iterator[Any]:
             yield saved_model
         for each in caught:
             if issubclass(each.category, TfampWarning):
-                print(f"tfamp: warning: {each.message}", file=sys.stderr)
+                print(f"tfamp: warning: {_as_options(str(each.message))}", file=sys.stderr)
             else:
                 warnings.showwarning(each.message, each.category, each.filename, each.lineno)
     finally:

@@ -6,7 +6,14 @@ import threading
 
 import pytest
 
-from tfamp.planning.name_search import is_found, limited
+from tfamp.planning.name_search import (
+    MOST_CALLERS,
+    caller_names,
+    full_name,
+    is_found,
+    limited,
+    nearest_names,
+)
 
 ENDLESS = re.compile(r"(a+)+$")
 NAME = "a" * 60 + "b"
@@ -44,3 +51,38 @@ def test_the_limit_is_for_the_block_and_leaves_other_threads_alone():
     before = signal.getsignal(signal.SIGALRM)
     assert is_found(re.compile("b$"), NAME)
     assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_a_function_has_the_names_of_all_its_callers_and_ends_where_it_calls_itself():
+    calls = {
+        "": [("one", ["f"]), ("two/cond", ["f", "g"])],
+        "f": [("cond/while", ["body"])],
+        "body": [("again", ["f", "body"])],
+    }
+    found = caller_names(calls, "")
+    assert found["g"] == ("two/cond",)
+    assert found["f"][:2] == ("one", "two/cond")
+    assert found["body"][:2] == ("one/cond/while", "two/cond/while")
+    doubling = {str(i): [("a", [str(i + 1)]), ("b", [str(i + 1)])] for i in range(64)}
+    assert len(caller_names(doubling, "0")["64"]) == MOST_CALLERS
+
+
+def test_a_name_that_repeats_its_callers_is_not_written_twice():
+    assert full_name("layer/call/cond", "cond/MatMul") == "layer/call/cond/MatMul"
+    assert full_name("cond", "cond") == "cond/cond"
+    assert full_name("a/b", "a/c") == "a/b/a/c"
+    assert full_name("", "MatMul") == "MatMul"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "nearest"),
+    [
+        (r"^dense_l/", "dense_1/MatMul"),
+        (r"Softmx$", "head/Softmax"),
+        (r"dense_1/(matmul|bias)", "dense_1/MatMul"),
+        (r"\.\d+", "x"),
+    ],
+)
+def test_the_nearest_names_are_those_like_the_pattern(pattern, nearest):
+    names = ["x", "Const", "dense/MatMul", "dense_1/MatMul", "dense_1/MatMul/read", "head/Softmax"]
+    assert nearest_names(pattern, names)[0] == nearest

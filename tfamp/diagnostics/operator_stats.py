@@ -17,7 +17,6 @@ from tfamp.graph.op_signatures import (
     attribute_value,
     registered_signature,
 )
-from tfamp.rewriting.function import RewrittenFunction
 
 # Ops that compute nothing: they hold or pass on a value, or call what is counted itself.
 _NOT_COUNTED = frozenset(
@@ -131,8 +130,6 @@ def op_counts(fn: Any, /, *args: Any, **kwargs: Any) -> OpCounts:
 def _traced(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if isinstance(fn, tf.types.experimental.ConcreteFunction):
         return fn
-    if isinstance(fn, RewrittenFunction):
-        return fn.concrete(*args, **kwargs)
     if isinstance(fn, tf.types.experimental.PolymorphicFunction):
         return fn.get_concrete_function(*args, **kwargs)
     if not callable(fn):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -14,9 +16,9 @@ from tfamp.core.profile import MachineProfile
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
 from tfamp.planning.coloring import Updates
-from tfamp.planning.name_search import is_found
+from tfamp.planning.name_search import caller_names, full_name, is_found, nearest_names
 from tfamp.planning.ranges import Limits, Ranges
-from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, IndexedNode, Reason
+from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, Reason
 from tfamp.planning.tensor_names import node_name
 
 PLACEMENTS = ("min_cut", "lists")
@@ -125,23 +127,72 @@ def patterns(argument: str, expressions: Iterable[str]) -> tuple[re.Pattern[str]
     return tuple(compiled)
 
 
-def matching_patterns(graph_def: Any, patterns: Iterable[str]) -> tuple[str, ...]:
-    """Returns those patterns that are found in the name of a node of the graph or its functions."""
-    names = [node.name for node in graph_def.node]
-    names += [node.name for each in graph_def.library.function for node in each.node_def]
-    return tuple(
-        each for each in patterns if any(is_found(re.compile(each), name) for name in names)
-    )
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The nodes that one pattern of the caller's means.
+
+    Attributes:
+        argument: "keep_float32" or "force_low".
+        pattern: The regular expression.
+        nodes: For each scope the positions of the nodes, each with the name that matches.
+    """
+
+    argument: str
+    pattern: str
+    nodes: tuple[Mapping[int, str], ...]
+
+    def text(self) -> str:
+        """Returns the first of the nodes' names, for a message."""
+        names = [name for nodes in self.nodes for name in nodes.values()]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"what it matches ({', '.join(map(repr, names[:3]))}{more})"
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenNodes:
+    """What the caller decides about the nodes of each scope.
+
+    Attributes:
+        used: Names of the nodes that are fetched or fed, with the reason.
+        kept: Names of the nodes that stay float32, with the reason.
+        forced: Positions of the nodes that are lowered whatever their op. A node that is also kept
+            stays float32.
+        names: A name for each node by which patterns find it, callers in front.
+        must_matter: The patterns that are meant to change something.
+    """
+
+    used: tuple[Mapping[str, Reason], ...]
+    kept: tuple[Mapping[str, Reason], ...]
+    forced: tuple[frozenset[int], ...]
+    names: tuple[Sequence[str], ...]
+    must_matter: tuple[Match, ...]
+
+    def idle(self, argument: str, low: Sequence[Collection[int]]) -> list[Match]:
+        """Returns the patterns of an argument that mean none of the nodes, given by scope."""
+        return [
+            each
+            for each in self.must_matter
+            if each.argument == argument
+            and not any(
+                position in nodes
+                for nodes, found in zip(low, each.nodes, strict=True)
+                for position in found
+            )
+        ]
 
 
 class NodeChoices:
     """Which nodes must stay as they are and which are to be lowered.
+
+    A pattern is searched for in the name of a node; for a node of a branch, a body or any other
+    function also in that name behind the names of its callers, as in "gate/cond/MatMul".
 
     Args:
         fetches: Names of tensors or operations whose results are used.
         feeds: Names of tensors that are given a value.
         keep_float32: Patterns of names of nodes that stay float32.
         force_low: Patterns of names of nodes that are lowered whatever the lists say.
+        may_miss: Those of the patterns that need not match a node.
 
     Raises:
         TypeError: An argument is a string or holds something else.
@@ -154,22 +205,60 @@ class NodeChoices:
         feeds: Iterable[str],
         keep_float32: Iterable[str],
         force_low: Iterable[str],
+        may_miss: Iterable[str] = (),
     ) -> None:
         self._used = {
             "fetches": tensor_names("fetches", fetches),
             "feeds": tensor_names("feeds", feeds),
         }
-        self._keep = patterns("keep_float32", keep_float32)
-        self._force = patterns("force_low", force_low)
+        self._patterns = {
+            "keep_float32": patterns("keep_float32", keep_float32),
+            "force_low": patterns("force_low", force_low),
+        }
+        self._may_miss = frozenset(tensor_names("may_miss", may_miss))
 
     @property
     def used_names(self) -> tuple[str, ...]:
         """The names of all fetches and feeds."""
         return tuple(name for names in self._used.values() for name in names)
 
-    def check(self, indexes: Sequence[GraphIndex]) -> None:
-        """Raises a ValueError for a name or a pattern that no node of the graph has."""
-        nodes = {node.name for node in indexes[0].nodes}
+    def nodes_of(self, indexes: Sequence[GraphIndex]) -> ChosenNodes:
+        """Returns the nodes of a graph and its functions that are meant.
+
+        Raises:
+            ValueError: The graph has no node of a name, or that matches a pattern.
+        """
+        self._check_used(indexes[0])
+        callers = _callers(indexes)
+        matches = [
+            Match(argument, each.pattern, tuple(_found(each, i, callers) for i in indexes))
+            for argument, expressions in self._patterns.items()
+            for each in expressions
+        ]
+        names = tuple(_full_names(index, callers) for index in indexes)
+        must_matter = tuple(each for each in matches if each.pattern not in self._may_miss)
+        for each in must_matter:
+            if not any(each.nodes):
+                raise ValueError(
+                    f"{each.argument}: no node's name matches {each.pattern!r}. The pattern is "
+                    f"searched for in names such as {_such_as(each.pattern, names)}."
+                )
+        words = {"fetches": "its result is fetched", "feeds": "its value is fed"}
+        used = {
+            node_name(name): Reason(argument, words[argument])
+            for argument, given in self._used.items()
+            for name in given
+        }
+        return ChosenNodes(
+            used=tuple(used if index.scope == MAIN_GRAPH else {} for index in indexes),
+            kept=tuple(_kept(index, n, matches) for n, index in enumerate(indexes)),
+            forced=tuple(_forced(index, n, matches) for n, index in enumerate(indexes)),
+            names=names,
+            must_matter=must_matter,
+        )
+
+    def _check_used(self, index: GraphIndex) -> None:
+        nodes = {node.name for node in index.nodes}
         for argument, names in self._used.items():
             for name in names:
                 if node_name(name) not in nodes:
@@ -182,48 +271,69 @@ class NodeChoices:
                         f"{argument}: {name!r} is no name of a tensor; those of the node are "
                         f"'{node_name(name)}:0', '{node_name(name)}:1' and so on."
                     )
-        everywhere = [node for index in indexes for node in _real_nodes(index)]
-        for argument, patterns in (("keep_float32", self._keep), ("force_low", self._force)):
-            for pattern in patterns:
-                if not any(is_found(pattern, node.name) for node in everywhere):
-                    raise ValueError(
-                        f"{argument}: no node's name matches {pattern.pattern!r}. The pattern is "
-                        "searched for in names such as "
-                        f"{everywhere[0].name if everywhere else 'dense/MatMul'!r}."
-                    )
-
-    def unchanging(self, index: GraphIndex) -> dict[str, Reason]:
-        """Returns the nodes of a scope that stay as they are, with the reason."""
-        chosen: dict[str, Reason] = {}
-        if self._keep:
-            for node in _real_nodes(index):
-                if pattern := _match(self._keep, node):
-                    text = f"its name matches keep_float32 {pattern!r}"
-                    chosen[node.name] = Reason("keep_float32", text)
-        if index.scope == MAIN_GRAPH:
-            words = {"fetches": "its result is fetched", "feeds": "its value is fed"}
-            for argument, names in self._used.items():
-                reason = Reason(argument, words[argument])
-                chosen.update((node_name(name), reason) for name in names)
-        return chosen
-
-    def forced(self, index: GraphIndex) -> frozenset[int]:
-        """Returns the positions of the nodes of a scope that are lowered whatever their op.
-
-        A name that both arguments match stays float32. Casts follow their neighbours.
-        """
-        if not self._force:
-            return frozenset()
-        return frozenset(
-            position
-            for position, node in enumerate(index.nodes)
-            if node.op not in (ARGUMENT, RESULT, "Cast") and _match(self._force, node)
-        )
 
 
-def _match(patterns: Sequence[re.Pattern[str]], node: IndexedNode) -> str | None:
-    return next((each.pattern for each in patterns if is_found(each, node.name)), None)
+def _callers(indexes: Sequence[GraphIndex]) -> Mapping[str, Sequence[str]]:
+    # What a NoOp holds it does not run.
+    return caller_names(
+        {
+            index.scope: [
+                (node.name, [name for _, name in node.calls])
+                for node in index.nodes
+                if node.calls and node.op != "NoOp"
+            ]
+            for index in indexes
+        },
+        MAIN_GRAPH,
+    )
 
 
-def _real_nodes(index: GraphIndex) -> list[IndexedNode]:
-    return [node for node in index.nodes if node.op not in (ARGUMENT, RESULT)]
+def _found(
+    pattern: re.Pattern[str], index: GraphIndex, callers: Mapping[str, Sequence[str]]
+) -> dict[int, str]:
+    found = {}
+    for position, node in enumerate(index.nodes):
+        if node.op in (ARGUMENT, RESULT):
+            continue
+        longer = (full_name(caller, node.name) for caller in callers.get(index.scope, ()))
+        for name in itertools.chain([node.name], longer):
+            if is_found(pattern, name):
+                found[position] = name
+                break
+    return found
+
+
+def _full_names(index: GraphIndex, callers: Mapping[str, Sequence[str]]) -> list[str]:
+    caller = next(iter(callers.get(index.scope, ())), "")
+    return [
+        "" if node.op in (ARGUMENT, RESULT) else full_name(caller, node.name)
+        for node in index.nodes
+    ]
+
+
+def _such_as(pattern: str, names: Iterable[Iterable[str]]) -> str:
+    near = nearest_names(pattern, filter(None, itertools.chain.from_iterable(names)))
+    return ", ".join(map(repr, near or ["dense/MatMul"]))
+
+
+def _kept(index: GraphIndex, number: int, matches: Iterable[Match]) -> dict[str, Reason]:
+    kept: dict[str, Reason] = {}
+    for each in matches:
+        if each.argument == "keep_float32":
+            for position, name in each.nodes[number].items():
+                own = index.nodes[position].name
+                longer = "" if name == own else f" {name}"
+                text = f"its name{longer} matches keep_float32 {each.pattern!r}"
+                kept.setdefault(own, Reason("keep_float32", text))
+    return kept
+
+
+def _forced(index: GraphIndex, number: int, matches: Iterable[Match]) -> frozenset[int]:
+    """Casts follow their neighbours."""
+    return frozenset(
+        position
+        for each in matches
+        if each.argument == "force_low"
+        for position in each.nodes[number]
+        if index.nodes[position].op != "Cast"
+    )

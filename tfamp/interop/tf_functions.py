@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -182,6 +183,45 @@ def function_options(function: Any) -> FunctionOptions:
     return FunctionOptions(
         function.input_signature, *(private_symbol(function, name) for name in names)
     )
+
+
+def function_signature(function: Any) -> inspect.Signature:
+    """Returns the arguments a `tf.function` takes, with their defaults.
+
+    Symbol: the attribute `_default_values` of `tf.types.experimental.PolymorphicFunction`. Of one
+    restored from a SavedModel the Python function takes anything and knows no defaults.
+    """
+    defaults = private_symbol(function, "_default_values")
+    parameters = [
+        inspect.Parameter(each.name, each.kind, default=defaults.get(each.name, each.empty))
+        for each in function.function_type.parameters.values()
+    ]
+    return inspect.Signature(parameters)
+
+
+def _function_class() -> Any:
+    module = private_module("eager.polymorphic_function.polymorphic_function")
+    return private_symbol(module, "Function")
+
+
+class SaveableFunction(_function_class()):  # type: ignore[misc]
+    """A `tf.function` with a class of its own, which TensorFlow tracks and saves like any other.
+
+    Symbols: `tensorflow.python.eager.polymorphic_function.polymorphic_function.Function`, and of it
+    `_list_all_concrete_functions` and `_list_all_concrete_functions_for_serialization`. What saves
+    a model asks of each attribute and signature whether it is one; no public base class will do.
+    """
+
+    def stand_ins(self) -> Iterable[Any]:
+        """Returns the `tf.function`s that some calls run instead: saved is this one."""
+        return ()
+
+    def _list_all_concrete_functions(self) -> Any:
+        for function in self.stand_ins():
+            for trace in function._list_all_concrete_functions_for_serialization():
+                args, kwargs = trace.structured_input_signature
+                self.get_concrete_function(*args, **kwargs)
+        return super()._list_all_concrete_functions()
 
 
 # ---- For diagnostics -----------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """Searches for regular expressions in node names, for no longer than whoever asks allows.
 
+A node of a function has a name for each place that runs the function, too: what makes the branches
+of a conditional part of the layer that the conditional is in.
+
 Python's matcher tries every way to match, which with `(a+)+$` takes for ever on a name of forty
 letters. A program that compiles its own expressions may do so; the command line sets a limit.
 """
@@ -7,13 +10,19 @@ letters. A program that compiles its own expressions may do so; the command line
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
+import heapq
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import FrameType
 
+# Functions that call one another twice have a number of callers that doubles at every level.
+MOST_CALLERS = 1000
 # Seconds that one search may take; None outside of `limited`.
 _LIMIT: ContextVar[float | None] = ContextVar("tfamp_search_limit", default=None)
 
@@ -69,6 +78,82 @@ def is_found(pattern: re.Pattern[str], name: str) -> bool:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def caller_names(
+    calls: Mapping[str, Sequence[tuple[str, Sequence[str]]]], main: str
+) -> dict[str, tuple[str, ...]]:
+    """Returns for each function the names of the nodes that run it, callers of these in front.
+
+    Args:
+        calls: For each function the nodes in it that run others: name, and functions they run.
+        main: The function that nothing runs: the graph itself.
+
+    Returns:
+        The first 1,000 names of each function, in the order of the graph. Calls of a function by
+        itself count once.
+
+    Example:
+        >>> caller_names({"": [("gate/cond", ["then", "else"])], "then": [("while", ["body"])]}, "")
+        {'then': ('gate/cond',), 'else': ('gate/cond',), 'body': ('gate/cond/while',)}
+    """
+    found: dict[str, dict[str, None]] = {}
+    pending = deque([(main, "", frozenset([main]))])
+    while pending:
+        function, caller, around = pending.popleft()
+        for node, called in calls.get(function, ()):
+            name = full_name(caller, node)
+            for each in called:
+                names = found.setdefault(each, {})
+                if each not in around and name not in names and len(names) < MOST_CALLERS:
+                    names[name] = None
+                    pending.append((each, name, around | {each}))
+    return {function: tuple(names) for function, names in found.items()}
+
+
+def full_name(caller: str, node: str) -> str:
+    """Returns the name of a node of a function behind that of the node that runs the function.
+
+    TensorFlow begins the names in a branch with that of the conditional, which was another one
+    before the function that it is in was inlined.
+
+    Example:
+        >>> full_name("gate/PartitionedCall/cond", "cond/MatMul"), full_name("call", "MatMul")
+        ('gate/PartitionedCall/cond/MatMul', 'call/MatMul')
+    """
+    around, own = caller.split("/"), node.split("/")
+    for length in range(min(len(around), len(own) - 1), 0, -1):
+        if around[-length:] == own[:length]:
+            return "/".join([*around, *own[length:]])
+    return f"{caller}/{node}" if caller else node
+
+
+def nearest_names(pattern: str, names: Iterable[str], count: int = 3) -> list[str]:
+    """Returns the names most like a regular expression that is found in none of them.
+
+    Args:
+        pattern: The expression; compared is what it holds of letters, digits, "_" and "/".
+        names: Names of nodes; as many of their parts between "/" are compared as it has.
+        count: How many to return.
+
+    Example:
+        >>> nearest_names("^dense_l/", ["x", "dense/MatMul", "dense_1/MatMul"], 1)
+        ['dense_1/MatMul']
+    """
+    text = re.sub(r"\\.|[^\w/]", "", pattern).strip("/").lower()
+    matcher = difflib.SequenceMatcher(b=text, autojunk=False)
+
+    @functools.cache
+    def likeness(part: str) -> float:
+        matcher.set_seq1(part.lower())
+        return matcher.ratio()
+
+    def best(name: str) -> float:
+        parts, length = name.split("/"), text.count("/") + 1
+        starts = range(max(len(parts) - length, 0) + 1)
+        return max(likeness("/".join(parts[start : start + length])) for start in starts)
+
+    return heapq.nlargest(count, dict.fromkeys(names), key=lambda name: (best(name), -len(name)))
 
 
 def _ring(number: int, frame: FrameType | None) -> None:

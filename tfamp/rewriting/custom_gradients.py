@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfamp.core.errors import RewriteError
 from tfamp.graph.transforms.inline import GRADIENT, INLINED_INTO, argument_name
 from tfamp.interop import tf_functions
+from tfamp.interop.tracing import as_written
 
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _CUSTOM = "CustomGradient-"
@@ -34,6 +35,9 @@ class Host(Protocol):
 
     def counterpart(self, name: str) -> Any:
         """Returns the copy of a tensor of the traced graph."""
+
+    def operation(self, name: str) -> Any:
+        """Returns the copy of a node of the traced graph itself."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,9 @@ def adopt_gradients(
         name = node.attr[GRADIENT].s.decode()
         prefix = node.attr[INLINED_INTO].s.decode() if INLINED_INTO in node.attr else ""
         wanted = [tf.as_dtype(each) for each in dtypes[scope, node.name]]
-        adopted = _AdoptedGradient(name, prefix, wanted, origin.graph, host, differentiate)
+        adopted = _AdoptedGradient(
+            name, node.name, prefix, wanted, origin.graph, host, differentiate
+        )
         node.attr[GRADIENT].s = _register(adopted).encode()
     library = {function.signature.name for function in graph_def.library.function}
     for _, node in _nodes(graph_def):
@@ -79,6 +85,7 @@ class _AdoptedGradient:
 
     Attributes:
         name: The name under which the closure is registered.
+        node: The node's name.
         prefix: What the names of its function's nodes start with where it was inlined.
         dtypes: Dtypes of the node's outputs in the graph that was traced.
         traced: That graph.
@@ -87,6 +94,7 @@ class _AdoptedGradient:
     """
 
     name: str
+    node: str
     prefix: str
     dtypes: Sequence[Any]
     traced: Any
@@ -94,7 +102,11 @@ class _AdoptedGradient:
     differentiate: Differentiate
 
     def __call__(self, op: Any, *gradients: Any) -> list[Any]:
-        """Returns a gradient for each input of the op, or None."""
+        """Returns a gradient for each input of the op, or None.
+
+        When a model is saved, TensorFlow traces it without an op, and only for ops of the graph.
+        """
+        op = self.host.operation(self.node) if op is None else op
         closure = tf_functions.registered_gradient(self.name)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         dense = [tf.cast(tf.convert_to_tensor(gradients[i]), self.dtypes[i]) for i in present]
@@ -150,7 +162,7 @@ class _AdoptedGradient:
 
 def _register(gradient: Callable[..., Any]) -> str:
     name = f"Tfamp{_CUSTOM}{next(_NUMBERS)}"
-    tf.RegisterGradient(name)(gradient)
+    tf.RegisterGradient(name)(as_written(gradient))
     return name
 
 
@@ -159,10 +171,13 @@ def _call_gradient() -> str:
     try:
         tf_functions.registered_gradient(_CALL_GRADIENT)
     except LookupError:
-        tf.RegisterGradient(_CALL_GRADIENT)(
-            lambda op, *gradients: tf_functions.differentiate_call(op, gradients)
-        )
+        tf.RegisterGradient(_CALL_GRADIENT)(as_written(_differentiate_call))
     return _CALL_GRADIENT
+
+
+def _differentiate_call(op: Any, *gradients: Any) -> Sequence[Any]:
+    # Without an op a model is being saved. Calls get their gradients anew when it is loaded.
+    return [] if op is None else tf_functions.differentiate_call(op, gradients)
 
 
 def _nodes(graph_def: Any) -> Iterator[tuple[str, Any]]:

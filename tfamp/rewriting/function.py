@@ -7,7 +7,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,6 +22,7 @@ from tfamp.graph.measuring.calibration_data import Calibration
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.transforms.inline import inline_calls
 from tfamp.interop.keras_backend import require_tensorflow
+from tfamp.interop.tf_functions import SaveableFunction
 from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import RewritePlan
 from tfamp.policy import Policy
@@ -36,6 +37,13 @@ _EAGER = (
     "{} runs as written, in float32: after tf.config.run_functions_eagerly(True) no function is "
     "traced, so there is no graph to rewrite. In eager mode `tfamp.autocast` lowers op by op."
 )
+
+
+_NO_RESULT = {
+    "an async generator": inspect.isasyncgenfunction,
+    "a coroutine function (async def)": inspect.iscoroutinefunction,
+    "a generator function": inspect.isgeneratorfunction,
+}
 
 
 def rewrite(
@@ -64,7 +72,9 @@ def rewrite(
             traced as by `tf.function`. Without it a decorator is returned.
         dtype: "float16" or "bfloat16"; None is what this machine multiplies fast.
         op_lists: Which ops may be low; `OpLists.default(dtype)` if None.
-        keep_float32: Regular expressions, searched for in node names: these stay float32.
+        keep_float32: Regular expressions, searched for in node names: these stay float32. Nodes of
+            branches, loops and functions that stay calls have the name of their caller in front
+            too, as in "gate/cond/MatMul".
         force_low: The same: these are lowered wherever the op has a kernel for it.
         calibration: Data to run the float32 function on at its first trace: an iterable of calls,
             each a tuple of arguments, a dict of keyword arguments or the single argument; or a
@@ -176,8 +186,8 @@ def _make(
     return rewritten
 
 
-class RewrittenFunction:
-    """What `tfamp.rewrite` returns: call it like the function it was made from.
+class RewrittenFunction(SaveableFunction):
+    """What `tfamp.rewrite` returns: a `tf.function`, tracked and saved like any other.
 
     Args:
         fn: The function.
@@ -185,33 +195,34 @@ class RewrittenFunction:
         traced: What to trace in its place; None for the function itself.
     """
 
+    # Methods of one object share all the rest.
+    __slots__ = ("_instance",)
+
     def __init__(
         self, fn: Any, settings: RewriteSettings, traced: TracedFunction | None = None
     ) -> None:
-        if not callable(fn) or isinstance(fn, type):
-            got = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
-            raise TypeError(
-                f"rewrite takes a tf.function, a concrete function, a Keras model or a Python "
-                f"function; got {got}."
-            )
+        _check_function(fn)
         self._fn = fn
         self._settings = settings
         self._instance: Any = None
         self._traced = TracedFunction.of(fn) if traced is None else traced
         self._plans: weakref.WeakKeyDictionary[Any, RewritePlan] = weakref.WeakKeyDictionary()
-        self._function = self._traced.wrap(functools.partial(self._trace, None))
+        super().__init__(**self._traced.wrapper(functools.partial(self._trace, None)))
         self._cache = WeightCache() if settings.cache_weights and settings.dtype else None
-        self._cached_function = self._traced.wrap(functools.partial(self._trace, self._cache))
+        self._cached_function: Any = None
+        if self._cache is not None:
+            body = functools.partial(self._trace, self._cache)
+            self._cached_function = SaveableFunction(**self._traced.wrapper(body))
         self._bound: weakref.WeakKeyDictionary[Any, RewrittenFunction] = weakref.WeakKeyDictionary()
         self._handles: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         functools.update_wrapper(self, self._traced.python_function, updated=())
         # Without it, `inspect` takes an object with `__get__` for a builtin of unknown arguments.
-        self.__signature__ = inspect.signature(self._traced.python_function)
+        self.__signature__ = self._traced.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function; the first call with arguments of a kind traces and rewrites it."""
         if self._cache is None or not self._cache.can_be_used():
-            return self._function(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
         self._cache.refresh()
         return self._cached_function(*args, **kwargs)
 
@@ -220,17 +231,21 @@ class RewrittenFunction:
         if instance is None:
             return self
         if instance not in self._bound:
-            method = _method_of(instance, self._traced.python_function)
-            traced = dataclasses.replace(self._traced, python_function=method)
+            traced = self._traced.bound_to(instance)
+            method = traced.python_function
             self._bound[instance] = RewrittenFunction(method, self._settings, traced)
         known = self._handles.get(instance)
         handle = None if known is None else known()
         if handle is None:
             handle = object.__new__(type(self))
-            handle.__dict__.update(self._bound[instance].__dict__)
+            handle.__dict__ = self._bound[instance].__dict__
             handle._instance = instance  # As a method does, keep it: what is cached does not.
             self._handles[instance] = weakref.ref(handle)
         return handle
+
+    def stand_ins(self) -> tuple[Any, ...]:
+        """Returns what runs where low-precision weights are kept: it is not what is saved."""
+        return () if self._cached_function is None else (self._cached_function,)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles as what it was made from: graphs belong to a process."""
@@ -246,7 +261,7 @@ class RewrittenFunction:
             *args: Arguments as in a call, or `tf.TensorSpec`s in the place of tensors.
             **kwargs: The same by name.
         """
-        return self._function.get_concrete_function(*args, **kwargs)
+        return self.get_concrete_function(*args, **kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> RewritePlan:
         """Returns every decision about the graph that a call with these arguments runs.
@@ -259,7 +274,7 @@ class RewrittenFunction:
             RewriteError: There is none, as the function runs in float32: it could not be rewritten
                 and `on_error` is "keep", or this machine has no faster dtype.
         """
-        function = self._function if self._cache is None else self._cached_function
+        function = self._cached_function or self
         plan = self._plans.get(function.get_concrete_function(*args, **kwargs).graph)
         if plan is None:
             raise RewriteError(f"{self._traced.name} was not rewritten: it runs in float32.")
@@ -278,8 +293,8 @@ class RewrittenFunction:
 
     @property
     def tf_function(self) -> Any:
-        """The `tf.function` that is called: TensorFlow can save it and count its traces."""
-        return self._function
+        """The function itself, which is a `tf.function`."""
+        return self
 
     @property
     def dtype(self) -> str | None:
@@ -347,7 +362,7 @@ class RewrittenFunction:
 
     def _measure(self, traced: Any, graph_def: Any, calibration: Calibration) -> Ranges:
         """Runs the calls of a calibration on the float32 graph of a trace."""
-        signature = inspect.signature(self._traced.python_function)
+        signature = self._traced.signature
 
         def batches() -> Iterator[tuple[Any, ...]]:
             for args, kwargs in calibration.calls():
@@ -365,14 +380,21 @@ class RewrittenFunction:
         )
 
 
-def _method_of(instance: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Binds a function to an object without keeping the object alive."""
-    reference = weakref.ref(instance)
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return function(reference(), *args, **kwargs)
-
-    functools.update_wrapper(method, function)
-    parameters = list(inspect.signature(function).parameters.values())
-    method.__signature__ = inspect.Signature(parameters[1:])  # type: ignore[attr-defined]
-    return method
+def _check_function(fn: Any) -> None:
+    """Raises a TypeError for what cannot be called, or gives no result when it is."""
+    expected = (
+        "rewrite takes a tf.function, a concrete function, a Keras model or a Python function"
+    )
+    if isinstance(fn, type):
+        raise TypeError(f"{expected}; got the class {fn.__name__}.")
+    if not callable(fn):
+        raise TypeError(f"{expected}; got {type(fn).__name__}.")
+    python_function = getattr(fn, "python_function", fn)
+    for each in (python_function, type(python_function).__call__):
+        kind = next((kind for kind, is_one in _NO_RESULT.items() if is_one(each)), None)
+        if kind is not None:
+            name = getattr(python_function, "__name__", type(python_function).__name__)
+            raise TypeError(
+                f"{expected} that returns tensors; {name} is {kind}, whose body does not run when "
+                "it is called. Rewrite a plain function, and call that from it."
+            )

@@ -88,7 +88,14 @@ class _Host:
         """Returns the tensor that stands for one of the function's own; KeyError if none does."""
         if name in self._inputs:
             return self._inputs[name]
-        return self.graph.get_tensor_by_name(f"{self.scope}/{name}" if self.scope else name)
+        return self.graph.get_tensor_by_name(self._full(name))
+
+    def operation(self, name: str) -> Any:
+        """Returns the operation that stands for one of the function's own."""
+        return self.graph.get_operation_by_name(self._full(name))
+
+    def _full(self, name: str) -> str:
+        return f"{self.scope}/{name}" if self.scope else name
 
 
 def _import(

@@ -25,7 +25,8 @@ _ON_ERROR = ("raise", "keep")
 class RewriteSettings:
     """How to rewrite a graph; see `rewrite`.
 
-    A pattern that matches no node is an error, unless `patterns_may_miss`.
+    A pattern that matches no node is an error, one that changes none a warning, unless
+    `patterns_may_miss`.
     """
 
     dtype: str | None
@@ -69,12 +70,6 @@ class GraphRewriter:
         settings, dtype = self.settings, self.settings.dtype
         if dtype is None:
             return graph_def
-        if settings.patterns_may_miss:
-            settings = dataclasses.replace(
-                settings,
-                keep_float32=request.matching_patterns(graph_def, settings.keep_float32),
-                force_low=request.matching_patterns(graph_def, settings.force_low),
-            )
         calibration, ranges, limits = settings.calibration, None, None
         if calibration is not None and self.measure is not None:
             ranges = self.measure(graph_def, calibration)
@@ -92,6 +87,9 @@ class GraphRewriter:
             ranges=ranges,
             limits=limits,
             cached=self.cached(graph_def) if self.cached is not None else (),
+            may_miss=(*settings.keep_float32, *settings.force_low)
+            if settings.patterns_may_miss
+            else (),
         )
         self.plans.append(result.plan)
         return result.graph_def

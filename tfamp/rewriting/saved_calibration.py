@@ -57,7 +57,7 @@ def measure_meta_graph(
         if call is None and not is_closed:
             raise SavedModelError(
                 f"The signature {name!r} of {src} is a TensorFlow 1 graph with variables, which "
-                "cannot be calibrated. Freeze it first (freeze=True, --freeze)."
+                "cannot be calibrated. Freeze it first (freeze=True)."
             )
         try:
             if call is None or is_closed:

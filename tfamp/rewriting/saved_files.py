@@ -48,11 +48,15 @@ def check_target(src: Path, dst: Path, overwrite: bool) -> Path:
             f"The output {dst} and the input {src} are inside one another; give a directory next "
             "to it."
         )
+    above = next(each for each in target.parents if each.exists())
+    if not above.is_dir():
+        raise SavedModelError(f"The output {dst} cannot be: {above} is no directory.")
     if not os.path.lexists(dst):
         return target
     if not overwrite:
         raise SavedModelError(
-            f"The output {dst} exists; give another directory, or allow to overwrite it."
+            f"The output {dst} exists; give another directory, or allow to overwrite it "
+            "(overwrite=True)."
         )
     is_model = any((target / name).is_file() for name in (GRAPH_FILE, *_OTHER_FORMATS))
     if target.exists() and not is_model and not _is_empty_directory(target):

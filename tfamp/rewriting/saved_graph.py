@@ -105,7 +105,9 @@ def rewrite_meta_graph(meta_graph: Any, roles: Roles, options: Mapping[str, Any]
         if function.signature.name in entries:
             root.attr["functions"].list.func.add(name=function.signature.name)
     chosen = dict(options)
-    chosen["keep_float32"] = (*options.get("keep_float32", ()), *_custom_gradients(graph))
+    custom = _custom_gradients(graph)
+    chosen["keep_float32"] = (*options.get("keep_float32", ()), *custom)
+    chosen["may_miss"] = custom
     fetches = _distinct((*roles.fetches, *roles.bystanders))
     result = rewrite_graph_def(graph, fetches, feeds=roles.feeds, inline=False, **chosen)
     rewritten = result.graph_def

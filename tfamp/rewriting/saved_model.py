@@ -54,7 +54,8 @@ def rewrite_saved_model(
             list of these, the path of a `.npz` file that holds them, or a
             `tfamp.graph.Calibration`. Nodes whose values are too large for the dtype stay float32.
         op_lists: Which ops may be low; `OpLists.default(dtype, device)` if None.
-        keep_float32: Regular expressions, searched for in node names: these stay float32.
+        keep_float32: Regular expressions, searched for in node names: these stay float32. Nodes of
+            functions, branches and loops have the name of their caller in front too.
         force_low: The same: these are lowered wherever the op has a kernel for it.
         placement: "lists": the lists decide alone, as the model may run on another machine than
             this. "min_cut": they decide what may be low, a minimum cut what is worth it on a device

@@ -215,15 +215,16 @@ def test_doctor_tells_of_a_file(files, kind, capsys):
     assert facts["auto_policy"]["name"]
 
 
-def test_doctors_errors_are_one_line_and_exit_code_1(files, capsys):
-    for arguments in (
-        ["nowhere"],
-        ["nowhere.keras"],
-        [str(files["saved"]), "--signature", "x"],
-        [str(files["saved"]), "--training"],
-        [str(files["keras"]), "--batch-size", "0"],
+def test_doctors_errors_are_one_line_and_exit_code_1_or_2(files, capsys):
+    for code, *arguments in (
+        [1, "nowhere"],
+        [1, "nowhere.keras"],
+        [1, str(files["saved"]), "--signature", "x"],
+        [1, str(files["keras"]), "--signature", "x"],
+        [1, str(files["saved"]), "--training"],
+        [2, str(files["keras"]), "--batch-size", "0"],
     ):
-        assert main(["doctor", *arguments]) == 1
+        assert main(["doctor", *arguments]) == code
         printed = capsys.readouterr()
         assert printed.out == ""
         assert printed.err.startswith("tfamp: error: ")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import warnings
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import tensorflow as tf
 import tfamp
 from helpers import graph_models, loops
 from helpers.tolerances import assert_close
+from tfamp.core.errors import TfampWarning
 from tfamp.graph import Calibration
 from tfamp.graph.measuring.calibration import measure
 from tfamp.graph.rewrite import rewrite_graph_def
@@ -179,7 +181,11 @@ def test_negative_values_count_by_magnitude_and_empty_tensors_not_at_all():
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_data_that_is_not_finite_keeps_what_it_reaches_and_says_so(value):
     function = traced(lambda x: -(x @ filled(1, 4, 4)) @ filled(1, 4, 4), (2, 4))
-    ranges = measured(function, (filled(1, 2, 4),), (filled(value, 2, 4),))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", TfampWarning)
+        ranges = measured(function, (filled(1, 2, 4),), (filled(value, 2, 4),))
+    assert len(caught) == np.isnan(value)  # An infinity may be a mask.
+    assert all("batch 1: the input x:0 holds NaN" in str(each.message) for each in caught)
     reasons = {n.op: n.reason for n in calibrated_nodes(function, ranges)}
     assert "not finite in float32 already" in reasons["MatMul"].text
     # The finite batch's result is still known where a NaN's says nothing.

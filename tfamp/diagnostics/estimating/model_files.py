@@ -73,6 +73,10 @@ def traced_model(
         if training:
             raise ValueError("training=True needs a Keras model: a SavedModel only infers.")
         return TracedModel(_with_batch(_signature(model, signature, source), batch_size))
+    if signature is not None:
+        raise ValueError(
+            f"A signature is of a SavedModel; got signature {signature!r} for {source!r}."
+        )
     if isinstance(model, tf.types.experimental.ConcreteFunction):
         return TracedModel(_with_batch(model, batch_size))
     if not callable(model):

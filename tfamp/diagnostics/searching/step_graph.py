@@ -195,7 +195,7 @@ def _traced(function: Any, call: FlatCall) -> Any:
     if given == len(call.tensors):
         return function
     # It has arguments that are no tensors: what was made of them is known inside a call only.
-    return TracedFunction(lambda *args: function(*args), None).trace(call)[0]
+    return TracedFunction.of(lambda *args: function(*args)).trace(call)[0]
 
 
 def _as_tensor(value: Any) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfamp.core.errors import TfampWarning
 from tfamp.graph.function_names import new_suffix, rename_functions
 from tfamp.graph.index import build_indexes
 from tfamp.graph.measuring import instrument
@@ -81,16 +83,31 @@ def _measure(
         used, [(index.scope, _probes(index)) for index in indexes], node
     )
     run = runnable(rename_functions(used, new_suffix()), feeds, [*outputs, *fetches])
-    is_empty = True
+    is_empty, bad = True, ""
     with restored(variables):
-        for values in feeds.each(batches):
+        for number, values in enumerate(feeds.each(batches)):
             is_empty = False
+            bad = bad or _nan_input(number, feeds, values)
             run(*values)
     del keeping
     if is_empty:
         raise ValueError("Calibration needs at least one batch of data; got none.")
+    if bad:
+        warnings.warn(bad, TfampWarning, stacklevel=2)
     tensors = _constants(used, indexes) | recorder.ranges()
     return Ranges(tensors, _depths(used, indexes, tensors))
+
+
+def _nan_input(number: int, feeds: Feeds, values: Sequence[Any]) -> str:
+    """What to say of a batch with a NaN, which few models know what to do with."""
+    for name, value in zip(feeds.inputs, values, strict=True):
+        if value.dtype.is_floating and np.isnan(tf.cast(value, tf.float32).numpy()).any():
+            return (
+                f"Calibration batch {number}: the input {name} holds NaN. What is computed from it "
+                "cannot be measured and stays float32. Give data without NaN, unless the model is "
+                "made for it."
+            )
+    return ""
 
 
 def _measured_scopes(graph_def: Any) -> list[GraphIndex]:

@@ -184,5 +184,7 @@ def _read_npz(path: str | os.PathLike[str]) -> dict[str, Any]:
             with loaded:
                 return {each: loaded[each] for each in loaded.files}
     except (zipfile.BadZipFile, EOFError, ValueError) as error:
-        raise ValueError(f"{name} is no .npz file of numbers: {error}") from error
+        raise ValueError(
+            f"{name} is no .npz file of numbers; numpy.savez(path, name=array) writes one."
+        ) from error
     raise ValueError(f"{name} holds one array without a name; use numpy.savez.")

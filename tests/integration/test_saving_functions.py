@@ -1,0 +1,179 @@
+"""What `tfamp.rewrite` returns, saved and tracked as a `tf.function` is."""
+
+import json
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.graph_asserts import op_dtypes
+from helpers.tolerances import assert_close
+
+WIDTH = 8
+X = tf.constant(np.random.default_rng(1).standard_normal((4, WIDTH)).astype("float32"))
+SPEC = tf.TensorSpec((None, WIDTH))
+
+
+@tf.custom_gradient
+def quarter(x):
+    return x, lambda gradient: gradient / 4
+
+
+@tf.function(experimental_attributes={"_noinline": True})
+def apart(x):
+    return tf.nn.relu(x)
+
+
+class Module(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = tf.Variable(np.random.default_rng(2).random((WIDTH, WIDTH), "float32") / 4)
+        self.attribute = tfamp.rewrite(lambda x: apart(x @ self.weight), dtype="bfloat16")
+        self.cached = tfamp.rewrite(lambda x: x @ self.weight, dtype="bfloat16", cache_weights=True)
+        self.listed = [tfamp.rewrite(lambda x: quarter(x @ self.weight), dtype="bfloat16")]
+
+    @tfamp.rewrite(dtype="bfloat16")
+    def __call__(self, x, flag=False):
+        return x @ self.weight * (2.0 if flag else 1.0)
+
+    @tfamp.rewrite(dtype="bfloat16")
+    @tf.function(input_signature=[SPEC])
+    def signed(self, x):
+        """Never called."""
+        y = tf.cond(tf.reduce_sum(x) > 1e6, lambda: x, lambda: x @ self.weight)
+        return tf.while_loop(lambda i, a: i < 2, lambda i, a: (i + 1, a @ self.weight), [0, y])[1]
+
+    def calls(self):
+        return {
+            "attribute": self.attribute(X),
+            "listed": self.listed[0](X),
+            "cached": self.cached(X),
+            "plain": self(X),
+            "flag": self(X, flag=True),
+            "smaller": self(X[:1]),
+        }
+
+
+# In a process that has no tfamp: results, gradients, dtypes and whether variables are shared.
+_ELSEWHERE = """
+import json, sys
+import numpy as np
+import tensorflow as tf
+
+path = sys.argv[1]
+loaded = tf.saved_model.load(path + "/model")
+x, served = tf.constant(np.load(path + "/x.npy")), loaded.signatures["serving_default"]
+calls = {
+    "attribute": loaded.attribute, "listed": loaded.listed[0], "cached": loaded.cached,
+    "plain": loaded, "flag": lambda x: loaded(x, flag=True), "smaller": lambda x: loaded(x[:1]),
+    "signed": loaded.signed, "signature": lambda x: served(x)["output_0"],
+}
+results, gradients = {}, {}
+for name, call in calls.items():
+    with tf.GradientTape() as tape:
+        result = call(x)
+    results[name] = result
+    gradients[name + "_gradient"] = tape.gradient(result, loaded.weight)
+np.savez(path + "/found.npz", **results, **gradients)
+loaded.weight.assign(2 * loaded.weight)
+doubled = bool(np.allclose(loaded(x), 2 * results["plain"]))
+functions = [loaded.attribute, loaded.listed[0], loaded.cached, loaded.__call__, loaded.signed]
+traces = [trace for each in functions for trace in each.concrete_functions]
+dtypes = set()
+for trace in [*traces, served]:
+    graph = trace.graph.as_graph_def()
+    bodies = [graph.node, *(each.node_def for each in graph.library.function)]
+    dtypes |= {n.attr["T"].type for nodes in bodies for n in nodes if n.op == "MatMul"}
+print(json.dumps({
+    "doubled": doubled, "dtypes": [tf.as_dtype(each).name for each in dtypes],
+    "traces": len(traces), "tfamp": "tfamp" in sys.modules,
+}))
+"""
+
+
+def test_a_module_is_loaded_where_there_is_no_tfamp(tmp_path):
+    module = Module()
+    expected = module.calls()
+    np.save(tmp_path / "x.npy", X)
+    tf.saved_model.save(module, tmp_path / "model", signatures=module.signed)
+    command = [sys.executable, "-c", _ELSEWHERE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts == {"doubled": True, "dtypes": ["bfloat16"], "traces": 7, "tfamp": False}
+    found = np.load(tmp_path / "found.npz")
+    expected |= {"signed": module.signed(X), "signature": module.signed(X)}
+    for name, result in expected.items():
+        np.testing.assert_array_equal(found[name], result, err_msg=name)
+    for name, call in (("attribute", module.attribute), ("listed", module.listed[0])):
+        with tf.GradientTape() as tape:
+            result = call(X)
+        gradient = tape.gradient(result, module.weight)
+        assert_close(found[f"{name}_gradient"], gradient, "bfloat16", depth=WIDTH)
+
+
+@pytest.mark.parametrize("kind", ["concrete", "named", "bound method"])
+def test_signatures_are_taken_as_those_of_a_function(tmp_path, kind):
+    module = Module()
+    signatures = {
+        "concrete": module.attribute.get_concrete_function(SPEC),
+        "named": {"low": module.attribute.get_concrete_function(SPEC)},
+        "bound method": {"low": module.signed},
+    }[kind]
+    tf.saved_model.save(module, tmp_path, signatures=signatures)
+    loaded = tf.saved_model.load(tmp_path)
+    ((name, served),) = loaded.signatures.items()
+    assert name == ("serving_default" if kind == "concrete" else "low")
+    assert op_dtypes(served)["MatMul"] == {"bfloat16"}
+    expected = module.signed(X) if kind == "bound method" else module.attribute(X)
+    np.testing.assert_array_equal(served(X)["output_0"], expected)
+
+
+def test_without_a_signature_tensorflow_says_what_it_says_of_a_function(tmp_path):
+    module = Module()
+    with pytest.raises(ValueError, match="input signature or concrete functions"):
+        tf.saved_model.save(module, tmp_path, signatures=module.attribute)
+
+
+def test_keras_models_and_checkpoints_take_it(tmp_path):
+    model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(4, "silu")])
+    model.fast = tfamp.rewrite(model, dtype="bfloat16", cache_weights=True)
+    expected = model.fast(X)
+    archive = keras.export.ExportArchive()
+    archive.track(model)
+    archive.add_endpoint("serve", model.fast)
+    archive.write_out(tmp_path / "exported", verbose=False)
+    served = tf.saved_model.load(tmp_path / "exported")
+    np.testing.assert_array_equal(served.serve(X), expected)
+    assert op_dtypes(served.serve.concrete_functions[0])["MatMul"] == {"bfloat16"}
+    module = Module()
+    path = tf.train.Checkpoint(module=module, function=module.attribute).save(tmp_path / "values")
+    before = module.weight.numpy()
+    module.weight.assign(0 * module.weight)
+    status = tf.train.Checkpoint(module=module, function=module.attribute).restore(path)
+    status.assert_existing_objects_matched()
+    np.testing.assert_array_equal(module.weight, before)
+
+
+def test_variables_made_by_a_method_at_its_first_call_are_saved(tmp_path):
+    class Lazy(tf.Module):
+        weight = None
+
+        @tfamp.rewrite(dtype="bfloat16")
+        def __call__(self, x):
+            if self.weight is None:
+                self.weight = tf.Variable(tf.eye(WIDTH))
+            return x @ self.weight
+
+    module = Lazy()
+    expected = module(X)
+    module(X[:1])
+    assert module.__call__.experimental_get_tracing_count() == 2
+    tf.saved_model.save(module, tmp_path)
+    loaded = tf.saved_model.load(tmp_path)
+    np.testing.assert_array_equal(loaded(X), expected)
+    assert loaded.weight.shape == (WIDTH, WIDTH)
