@@ -272,8 +272,16 @@ def test_losses_are_given_back():
     assert layer.losses[0] is before[0]
 
 
-def test_losses_are_cast():
-    layer = keras.layers.ActivityRegularization(l2=1.0, dtype="float16")
-    layer(np.ones((1, 3)))
-    keras_hooks.cast_losses(layer, "float32")
-    assert [loss.dtype.name for loss in layer.losses] == ["float32"]
+def test_a_call_begins_before_inputs_are_cast():
+    class Layer(keras.layers.Layer):
+        def call(self, x):
+            return x
+
+    layer, name = Layer(dtype="mixed_float16"), keras_hooks.first_method_of_call(Layer())
+    assert layer(np.ones((1, 3), "float32")).dtype == "float16"
+
+    def begin():
+        layer.autocast = False
+
+    object.__setattr__(layer, name, begin)
+    assert layer(np.ones((1, 3), "float32")).dtype == "float32"

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfamp.keras_backend import runs_tensorflow
+from tfamp.keras_backend import described, runs_tensorflow
 from tfamp.options import DynamicLossScale, FixedLossScale, LossScale
 from tfamp.updates.grad_clip import GradClip
 
@@ -33,7 +33,7 @@ def check_inner(inner: Any) -> None:
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise TypeError(
             "inner_optimizer must be a keras.optimizers.Optimizer, e.g. keras.optimizers.Adam(); "
-            f"got {inner!r} of type {type(inner).__name__}."
+            f"got {described(inner)}"
         )
     if inner.loss_scale_factor is not None:
         raise ValueError(
