@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import keras
 
 from tfamp.errors import UnsupportedBackendError
@@ -43,13 +45,13 @@ def described(value: object) -> str:
 def advice(value: object) -> str:
     """What to do where an object or class of tf_keras, TensorFlow 1 or PyTorch was given; or ""."""
     owner = value if isinstance(value, type) else type(value)
-    modules = [f"{base.__module__}." for base in owner.__mro__]
-    for prefix, library in (
-        ("tf_keras.", "tf_keras (Keras 2, which tf.keras is with TF_USE_LEGACY_KERAS)"),
-        ("tensorflow.python.training.", "TensorFlow 1"),
-        ("torch.", "PyTorch"),
+    names = [f"{base.__module__}.{base.__name__}" for base in owner.__mro__]
+    for pattern, library in (
+        (r"tf_keras\.", "tf_keras (Keras 2, which tf.keras is with TF_USE_LEGACY_KERAS)"),
+        (r"tensorflow\..*Optimizer$", "TensorFlow 1"),
+        (r"torch\.", "PyTorch"),
     ):
-        if any(module.startswith(prefix) for module in modules):
+        if any(re.match(pattern, name) for name in names):
             return f" That is of {library}, and tfamp works with Keras 3: use {_instead(owner)}."
     return ""
 

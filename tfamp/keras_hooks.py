@@ -206,13 +206,9 @@ def functional_of(model: Any) -> Any:
 
 
 def first_method_of_call(layer: Any) -> str:
-    """The name of the method that a layer's call begins with. Symbol: `_check_super_called`.
-
-    The public ones, `build` and `call`, get inputs that are cast already.
-    """
-    name = "_check_super_called"
-    keras_symbol(layer, name)
-    return name
+    """Name of what a call begins with, before inputs are cast: `Layer._check_super_called`."""
+    keras_symbol(layer, "_check_super_called")
+    return "_check_super_called"
 
 
 def sublayers(layer: Any) -> tuple[Any, ...]:
@@ -258,15 +254,10 @@ def set_symbolic_dtype(tensor: Any, dtype: str) -> None:
 
 
 def set_fed_dtype(input_layer: Any, dtype: str) -> None:
-    """Changes the dtype in which an InputLayer is fed. Symbol: `InputLayer._dtype`.
-
-    A Sequential makes one by itself, in the dtype that its first layer computes in.
-    """
+    """Changes the dtype in which an InputLayer is fed. Symbol: `InputLayer._dtype`."""
     keras_symbol(input_layer, "_dtype")
     input_layer._dtype = dtype
-    for node in inbound_nodes(input_layer):
-        for tensor in node.outputs:
-            set_symbolic_dtype(tensor, dtype)
+    set_symbolic_dtype(input_layer.output, dtype)
 
 
 def set_outputs(functional: Any, outputs: Sequence[Any]) -> None:

@@ -65,15 +65,17 @@ def protect_values(layer: Any) -> None:
 
 
 def _build_sequential(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Has the InputLayer that Keras makes for a Sequential without one take features as they are.
+
+    Keras gives it the dtype in which the first layer computes.
+    """
     _take_inputs_as_they_are(model)
-    given = any(
-        isinstance(layer, keras.layers.InputLayer) for layer in keras_hooks.sublayers(model)
-    )
+    before = keras_hooks.sublayers(model)[:1]
     result = original(*args, **kwargs)
-    if uncast_inputs.get(model) and not given:
-        for layer in keras_hooks.sublayers(model):
-            if isinstance(layer, keras.layers.InputLayer) and layer.dtype in LOW_PRECISION:
-                keras_hooks.set_fed_dtype(layer, "float32")
+    for layer in keras_hooks.sublayers(model)[:1]:
+        made = isinstance(layer, keras.layers.InputLayer) and before != (layer,)
+        if made and uncast_inputs.get(model) and layer.dtype in LOW_PRECISION:
+            keras_hooks.set_fed_dtype(layer, "float32")
     return result
 
 
