@@ -125,6 +125,7 @@ LAYERS = (
         "scaling.scaler_state",
         "scaling.stateless_apply",
         "layers.roles",
+        "layers.float32_losses",
         "layers.output_dtypes",
         "layers.model_calls",
         "batch_norm",
