@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import tfamp
-from tfamp.interop.keras_backend import require_tensorflow
+from tfamp.interop.keras_backend import described, require_tensorflow
 
 # One fresh process per backend, as Keras picks its backend when it is imported.
 _PROGRAM = """
@@ -151,3 +151,82 @@ def test_without_jax_installed_autocast_and_rewrite_still_refuse_its_backend(mon
 
 def test_on_tensorflow_nothing_is_refused():
     require_tensorflow("a.b")
+
+
+def foreign(module, name, *bases):
+    """An object of a class as another package has it."""
+    return type(name, bases, {"__module__": module})()
+
+
+TF_KERAS = "tf_keras.src.optimizers.adam", "Adam"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "library", "instead"),
+    [
+        (*TF_KERAS, "tf_keras", "keras.optimizers.Adam"),
+        ("tf_keras.src.engine.functional", "Functional", "tf_keras", "keras.Model"),
+        ("tf_keras.src.layers.core.dense", "Dense", "tf_keras", "keras.layers.Dense"),
+        ("tf_keras.src.x", "Nothing", "tf_keras", "its counterpart in the package keras"),
+        (
+            "tensorflow.python.training.adam",
+            "AdamOptimizer", "TensorFlow 1", "keras.optimizers.Adam",
+        ),
+        (
+            "tensorflow.python.training.gradient_descent",
+            "GradientDescentOptimizer", "TensorFlow 1", "keras.optimizers.SGD",
+        ),
+        ("torch.optim.adamw", "AdamW", "PyTorch", "keras.optimizers.AdamW"),
+    ],
+)  # fmt: skip
+def test_foreign_objects_are_named_with_their_module_and_what_to_do(module, name, library, instead):
+    value = foreign(module, name)
+    text = described(value)
+    assert text.startswith(f"an object of type {module}.{name}. That is of {library}")
+    assert text.endswith(f"and tfamp works with Keras 3: use {instead}.")
+    # What a user derives from one is one, and so is a class.
+    own = foreign("shop", "Own", type(value))
+    assert described(own).startswith(f"an object of type shop.Own. That is of {library}")
+    assert described(type(value)).startswith(f"the class {module}.{name}. That is of {library}")
+
+
+def test_other_objects_are_named_without_advice():
+    assert described(3) == "3 of type int."
+    assert described("adam") == "'adam' of type str."
+
+
+def _entries():
+    import keras
+    import tensorflow as tf
+
+    from tfamp.diagnostics import NumericsMonitor
+
+    other, weight = foreign(*TF_KERAS), tf.Variable([1.0])
+    pairs = [(tf.ones(1), weight)]
+
+    def model():
+        return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+    return {
+        "LossScaleOptimizer": lambda: tfamp.LossScaleOptimizer(other),
+        "GradScaler.step": lambda: tfamp.GradScaler().step(other, pairs),
+        "GradScaler.unscale": lambda: tfamp.GradScaler().unscale(other, [tf.ones(1)]),
+        "GradientAccumulator": lambda: tfamp.GradientAccumulator(other, 2),
+        "prepare, model": lambda: tfamp.prepare(other),
+        "prepare, optimizer": lambda: tfamp.prepare(model(), other),
+        "prepare, kept layer": lambda: tfamp.prepare(model(), keep_float32=[other]),
+        "prepare, kept class": lambda: tfamp.prepare(model(), keep_float32=[type(other)]),
+        "set_layer_dtype": lambda: tfamp.set_layer_dtype(other, "float16"),
+        "precision_settings": lambda: tfamp.precision_settings(other),
+        "NumericsMonitor.record": lambda: NumericsMonitor().record(
+            [tf.ones(1)], [weight], optimizer=other
+        ),
+        "set_global_policy": lambda: tfamp.set_global_policy(other),
+    }
+
+
+@pytest.mark.parametrize("entry", _entries())
+def test_entries_say_what_is_foreign_and_what_to_do(entry):
+    message = r"tf_keras\.src\.optimizers\.adam\.Adam.*use keras\.optimizers\.Adam"
+    with pytest.raises((TypeError, ValueError), match=message):
+        _entries()[entry]()

@@ -272,8 +272,24 @@ def test_losses_are_given_back():
     assert layer.losses[0] is before[0]
 
 
-def test_losses_are_cast():
-    layer = keras.layers.ActivityRegularization(l2=1.0, dtype="float16")
-    layer(np.ones((1, 3)))
-    keras_hooks.cast_losses(layer, "float32")
-    assert [loss.dtype.name for loss in layer.losses] == ["float32"]
+def test_an_input_layer_is_fed_in_another_dtype():
+    model = keras.Sequential([keras.Input((3,), dtype="float16"), keras.layers.Identity()])
+    keras_hooks.set_fed_dtype(model._layers[0], "float32")
+    assert [x.dtype for x in (model.inputs[0], model._layers[0])] == ["float32"] * 2
+    assert model._layers[0].get_config()["dtype"] == "float32"
+    assert np.isfinite(model(np.full((1, 3), 1e6))).all()
+
+
+def test_a_call_begins_before_inputs_are_cast():
+    class Layer(keras.layers.Layer):
+        def call(self, x):
+            return x
+
+    layer, name = Layer(dtype="mixed_float16"), keras_hooks.first_method_of_call(Layer())
+    assert layer(np.ones((1, 3), "float32")).dtype == "float16"
+
+    def begin():
+        layer.autocast = False
+
+    object.__setattr__(layer, name, begin)
+    assert layer(np.ones((1, 3), "float32")).dtype == "float32"

@@ -101,6 +101,23 @@ def test_given_layers_are_kept_in_addition(given_layers):
     assert not policy.keeps_float32(Dense)
 
 
+def test_layers_that_prepare_data_are_kept():
+    class Normalization:
+        __module__ = "keras.src.layers.preprocessing.normalization"
+
+    class OfAUsersOwn:
+        __module__ = "shop.layers.preprocessing"
+
+    for policy in (
+        tfamp.Policy("mixed_float16"),
+        tfamp.Policy("mixed_bfloat16", float32_layers=[Norm]),
+    ):
+        assert policy.keeps_float32(Normalization)
+        assert policy.keeps_float32(type("Own", (Normalization,), {"__module__": "shop"}))
+        assert not policy.keeps_float32(OfAUsersOwn)
+    assert not tfamp.Policy("mixed_float16", float32_layers=()).keeps_float32(Normalization)
+
+
 def test_empty_tuple_keeps_none():
     assert not tfamp.Policy("mixed_float16", float32_layers=()).keeps_float32(BatchNormalization)
 
@@ -131,6 +148,25 @@ def test_any_other_text_is_a_value_error(name):
 def test_name_that_is_no_string_is_a_type_error(name):
     with pytest.raises(TypeError, match="name must be a string"):
         tfamp.Policy(name)
+
+
+def test_a_policy_of_keras_as_name_says_to_give_its_name():
+    class DTypePolicy:
+        name = "mixed_float16"
+
+    with pytest.raises(TypeError, match="Give its name, 'mixed_float16'"):
+        tfamp.Policy(DTypePolicy())
+
+
+def test_a_quantized_name_says_how_layers_are_quantized():
+    with pytest.raises(ValueError, match=r"by model\.quantize"):
+        tfamp.Policy("int8_from_float32")
+
+
+def test_classes_of_tf_keras_would_keep_nothing():
+    other = type("Dense", (), {"__module__": "tf_keras.src.layers.core.dense"})
+    with pytest.raises(TypeError, match=r"of tf_keras .* Give the name 'Dense'"):
+        tfamp.Policy("mixed_float16", float32_layers=[other])
 
 
 def test_policy_as_name_says_to_use_it_as_it_is():

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.options import checked_count
+from tfamp.interop.keras_backend import described
 from tfamp.interop.tf_private import strategy_needs_merge_call
 from tfamp.interop.tracing import as_written
 from tfamp.optimizer import LossScaleOptimizer
@@ -79,8 +80,8 @@ class GradientAccumulator(tf.Module):
         if not isinstance(optimizer, LossScaleOptimizer):
             raise TypeError(
                 "GradientAccumulator takes a tfamp.LossScaleOptimizer; got "
-                f"{type(optimizer).__name__}. Wrap it, with loss_scale=1.0 where no loss scale is "
-                "wanted."
+                f"{described(optimizer)} Wrap a Keras optimizer, with loss_scale=1.0 where no loss "
+                "scale is wanted."
             )
         if optimizer.gradient_accumulation_steps:
             raise ValueError(

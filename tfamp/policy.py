@@ -13,6 +13,8 @@ from tfamp.core import dtypes
 
 _MIXED = {f"mixed_{dtype}": dtype for dtype in dtypes.LOW_PRECISION}
 _DEFAULT_FLOAT32_LAYERS = ("BatchNormalization",)
+# What data is made fit for a model with: cheap, and of raw values that low dtypes cannot hold.
+_PREPROCESSING = ".layers.preprocessing."
 
 POLICY_NAMES = (*dtypes.FLOAT_DTYPES, *_MIXED, "auto")
 
@@ -31,7 +33,8 @@ class Policy:
             "mixed_float16" or "float32"; `tfamp doctor` tells which and why.
         float32_layers: Layer classes, or names of layer classes, that stay float32 under a mixed
             policy, subclasses and sublayers included. They are kept in addition to
-            BatchNormalization; the empty tuple keeps none, not even BatchNormalization.
+            BatchNormalization and to the layers that prepare data, such as Normalization; the
+            empty tuple keeps none, not even these.
         float32_outputs: Whether models return float32 under a mixed policy.
 
     Attributes:
@@ -87,7 +90,7 @@ class Policy:
 
         Args:
             layer_class: A layer class; it is kept if it or any of its base classes is in
-                `float32_layers`, by identity or by name.
+                `float32_layers`, by identity or by name, or is one of Keras's that prepare data.
 
         Returns:
             True under a mixed policy that keeps the class, else False.
@@ -98,10 +101,20 @@ class Policy:
             >>> Policy("mixed_bfloat16").keeps_float32(MyNorm)
             True
         """
-        return self.is_mixed and any(
+        if not self.is_mixed or not self.float32_layers:
+            return False
+        return prepares_data(layer_class) or any(
             base in self.float32_layers or base.__name__ in self.float32_layers
             for base in layer_class.__mro__
         )
+
+
+def prepares_data(layer_class: type) -> bool:
+    """Whether layers of a class make raw data fit for a model: Keras's own, and what derives."""
+    return any(
+        base.__module__.startswith("keras") and _PREPROCESSING in f"{base.__module__}."
+        for base in layer_class.__mro__
+    )
 
 
 def _resolved_name(name: object) -> str:
@@ -111,9 +124,12 @@ def _resolved_name(name: object) -> str:
             "is, or dataclasses.replace(policy, ...) for one that differs."
         )
     if not isinstance(name, str):
+        # A policy of Keras's, or of tf_keras's.
+        own = getattr(name, "name", None)
+        hint = f" Give its name, {own!r}." if own in POLICY_NAMES else ""
         raise TypeError(
             f"name must be a string, one of {', '.join(POLICY_NAMES)}; got {name!r} of type "
-            f"{type(name).__name__}."
+            f"{type(name).__name__}.{hint}"
         )
     if name not in POLICY_NAMES:
         raise ValueError(f"name must be one of {', '.join(POLICY_NAMES)}; got {_suggest(name)}")
@@ -125,6 +141,8 @@ def _resolved_name(name: object) -> str:
 
 
 def _suggest(name: str) -> str:
+    if "_from_" in name:
+        return f"{name!r}. Layers are quantized when they are built, by model.quantize."
     close = difflib.get_close_matches(name.lower(), POLICY_NAMES, n=1)
     return f"{name!r}; did you mean {close[0]!r}?" if close else f"{name!r}."
 
@@ -141,6 +159,11 @@ def _normalised_layers(layers: object) -> tuple[type | str, ...]:
             raise TypeError(
                 "float32_layers must hold layer classes or their names; got "
                 f"{layer!r} of type {type(layer).__name__}. Give the class, not a layer of it."
+            )
+        if isinstance(layer, type) and layer.__module__.startswith("tf_keras."):
+            raise TypeError(
+                f"float32_layers must hold classes of Keras 3; got {layer!r}, which is of tf_keras "
+                f"(Keras 2) and no layer of Keras 3 derives from. Give the name {layer.__name__!r}."
             )
     # dict.fromkeys: without duplicates, in the order given.
     return tuple(dict.fromkeys((*_DEFAULT_FLOAT32_LAYERS, *given))) if given else ()

@@ -35,6 +35,12 @@ def normalized_images():
     return keras.Model(x, layers.Dense(3)(layers.Flatten()(y)))
 
 
+def prepared_features():
+    """Between its first two layers values are of the order of 1e6, which float16 has not."""
+    prepare = [layers.Rescaling(1e6), layers.Normalization(mean=5e5, variance=1e12)]
+    return keras.Sequential([keras.Input((8,)), *prepare, layers.Dense(4), layers.Dense(2)])
+
+
 def deferred():
     model = keras.Sequential([layers.Dense(4), layers.Dense(3)])
     model(X)
@@ -87,6 +93,7 @@ MODELS = {
         functional_with_ops,
         sequential,
         normalized_images,
+        prepared_features,
         deferred,
         several_outputs,
         nested_inside,

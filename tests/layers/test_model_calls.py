@@ -13,6 +13,7 @@ from keras import layers
 
 import tfamp
 from helpers.graph_asserts import assert_has_low_precision
+from helpers.tolerances import tolerance
 
 MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 X = np.linspace(-1, 1, 24, dtype="float32").reshape(3, 8)
@@ -320,3 +321,144 @@ def test_a_model_inside_another_is_low_while_the_outer_ones_spec_is_computed():
 
     model = Residual()
     assert spec_of(model) == dtype_of(model(X)) == spec_of(model) == "float32"
+
+
+# Layers that prepare data
+
+FEATURES = np.array([[1e6], [2e6], [3e6]], "float32")
+
+
+def normalization():
+    layer = layers.Normalization()
+    layer.adapt(FEATURES)
+    return layer
+
+
+class Preparing(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.prepare = normalization()
+        self.head = layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, x):
+        column = x["age"] if isinstance(x, dict) else x
+        return self.head(self.prepare(keras.ops.expand_dims(column[:, 0], -1)))
+
+
+class Around(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.inner = Preparing()
+
+    def call(self, x):
+        return self.inner(x)
+
+
+class PreparingLayer(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.prepare = normalization()
+
+    def call(self, x):
+        return self.prepare(x)
+
+
+def head():
+    return layers.Dense(1, kernel_initializer="ones")
+
+
+def in_a_functional(layer):
+    inputs = keras.Input((1,))
+    return keras.Model(inputs, head()(layer(inputs)))
+
+
+def over_time():
+    inputs = keras.Input((3, 1))
+    return keras.Model(inputs, head()(layers.TimeDistributed(normalization())(inputs)))
+
+
+PREPARING = {
+    "sequential": lambda: keras.Sequential([keras.Input((1,)), normalization(), head()]),
+    "sequential without an input": lambda: keras.Sequential([normalization(), head()]),
+    "sequential in one": lambda: keras.Sequential([keras.Sequential([normalization()]), head()]),
+    "functional": lambda: in_a_functional(normalization()),
+    "functional with a layer of its own": lambda: in_a_functional(PreparingLayer()),
+    "wrapped": over_time,
+    "subclassed": Preparing,
+    "subclassed around it": Around,
+}
+
+
+@pytest.mark.parametrize("name", PREPARING)
+def test_features_that_float16_has_not_reach_the_layer_that_prepares_them(low, name):
+    model = PREPARING[name]()
+    x = FEATURES[None] if name == "wrapped" else FEATURES
+    expected = np.array([-1.2247449, 0, 1.2247449])
+    # The first call, which builds it, and one in a graph.
+    for outputs in (model(x), model.predict(x, verbose=0)):
+        np.testing.assert_allclose(np.ravel(outputs), expected, atol=tolerance(low))
+    found = [x for x in model._flatten_layers() if isinstance(x, layers.Normalization)]
+    assert [x.dtype_policy.name for x in found] == ["float32"]
+    loss = keras.losses.MeanSquaredError()
+    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1)), loss)
+    model.fit(x, np.zeros_like(x), verbose=0)
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+
+
+def test_features_of_a_dict_are_left_as_they_are(low):
+    model = Preparing()
+    np.testing.assert_allclose(model({"age": FEATURES})[1], [0.0], atol=tolerance(low))
+    assert model.head.compute_dtype == low
+
+
+def test_an_explicit_dtype_of_a_layer_that_prepares_data_wins(low):
+    layer = layers.Rescaling(2.0, dtype=f"mixed_{low}")
+    assert layer.compute_dtype == low
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.prepare = layer
+
+        def call(self, x):
+            return self.prepare(x)
+
+    model = Own()
+    model(FEATURES)
+    assert model.autocast  # as Keras has it
+
+
+def test_every_layer_of_keras_that_prepares_data_is_float32(low):
+    given = {
+        "CategoryEncoding": {"num_tokens": 3}, "CenterCrop": {"height": 4, "width": 4},
+        "Discretization": {"bin_boundaries": [0.0]}, "HashedCrossing": {"num_bins": 3},
+        "Hashing": {"num_bins": 3}, "MaxNumBoundingBoxes": {"max_number": 2},
+        "Pipeline": {"layers": []}, "RandomBrightness": {"factor": 0.1},
+        "RandomColorDegeneration": {"factor": 0.1}, "RandomContrast": {"factor": 0.1},
+        "RandomCrop": {"height": 4, "width": 4}, "RandomHue": {"factor": 0.1},
+        "RandomPosterization": {"factor": 4}, "RandomRotation": {"factor": 0.1},
+        "RandomSaturation": {"factor": 0.1}, "RandomSharpness": {"factor": 0.1},
+        "RandomTranslation": {"height_factor": 0.1, "width_factor": 0.1},
+        "RandomZoom": {"height_factor": 0.1}, "Rescaling": {"scale": 2.0},
+        "Resizing": {"height": 4, "width": 4},
+    }  # fmt: skip
+    found = {
+        name: made
+        for name, made in vars(layers).items()
+        if isinstance(made, type) and ".layers.preprocessing." in made.__module__
+    }
+    assert {"Normalization", "STFTSpectrogram", "TextVectorization"} <= set(found)
+    for name, made in found.items():
+        layer = made(**given.get(name, {}))
+        parts = [layer, *layer._flatten_layers(include_self=False)]
+        # Those that give indices have an integer dtype, or that of their vocabulary.
+        assert low not in {part.compute_dtype for part in parts}, name
+
+
+def test_a_feature_space_is_float32(low):
+    space = keras.utils.FeatureSpace({"age": "float_normalized", "kind": "integer_categorical"})
+    data = {"age": FEATURES[:, 0], "kind": np.array([1, 2, 1])}
+    space.adapt(tf.data.Dataset.from_tensor_slices(data))
+    encoded = space({name: tf.constant(value) for name, value in data.items()})
+    assert encoded.dtype == tf.float32
+    np.testing.assert_allclose(encoded[:, 0], [-1.2247449, 0, 1.2247449], rtol=1e-5)

@@ -512,7 +512,6 @@ BUILT_IN = {
     "LayerNormalization": (lambda: layers.LayerNormalization(), SEQUENCE),
     "MultiHeadAttention": (lambda: layers.MultiHeadAttention(2, 3), [SEQUENCE, SEQUENCE]),
     "RNN": (lambda: layers.RNN([layers.LSTMCell(3), layers.GRUCell(2)]), SEQUENCE),
-    "Rescaling": (lambda: layers.Rescaling(0.5), SEQUENCE),
     "Reshape": (lambda: layers.Reshape((24,)), SEQUENCE),
     "SpectralNormalization": (lambda: layers.SpectralNormalization(layers.Dense(3)), SEQUENCE),
     "TimeDistributed": (lambda: layers.TimeDistributed(layers.Dense(3)), SEQUENCE),

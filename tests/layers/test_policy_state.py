@@ -132,9 +132,7 @@ def test_global_policy_set_in_a_scope_ends_with_it():
     assert keras_name() == "mixed_float16"
 
 
-@pytest.mark.parametrize(
-    "bad", ["mixed_flaot16", "", None, 16, float, keras.DTypePolicy("float16")]
-)
+@pytest.mark.parametrize("bad", ["mixed_flaot16", "", None, 16, float, keras.DTypePolicy("int8")])
 def test_bad_input_changes_nothing(bad):
     tfamp.set_global_policy("mixed_float16")
     for use in (tfamp.set_global_policy, tfamp.policy_scope):
@@ -144,9 +142,47 @@ def test_bad_input_changes_nothing(bad):
     assert keras_name() == "mixed_float16"
 
 
-def test_a_keras_policy_is_refused_with_advice():
-    with pytest.raises(TypeError, match="give the name, or set it with keras.config"):
-        tfamp.set_global_policy(keras.DTypePolicy("mixed_float16"))
+class RulesOfItsOwn(keras.DTypePolicy):
+    pass
+
+
+POLICY_MAP = keras.dtype_policies.DTypePolicyMap
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_keras_policy_means_the_policy_of_its_name(name):
+    same = keras.DTypePolicy(name)
+    of_all = POLICY_MAP(same, {"encoder/.*": keras.DTypePolicy(name)})
+    for policy in (same, keras.FloatDTypePolicy(name), POLICY_MAP(same), of_all):
+        with tfamp.policy_scope(policy) as given:
+            assert given == tfamp.global_policy() == tfamp.Policy(name)
+        tfamp.mixed_precision.set_global_policy(policy)
+        assert tfamp.global_policy() == tfamp.Policy(name)
+        assert keras_name() == keras.layers.Dense(1).dtype_policy.name == name
+        tfamp.set_global_policy("float32")
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (
+            POLICY_MAP(keras.DTypePolicy("mixed_float16"), {"a/b": keras.DTypePolicy("float32")}),
+            r"others for 'a/b'.*Set 'mixed_float16' and .*pattern='a/b'",
+        ),
+        (keras.dtype_policies.QuantizedDTypePolicy("int8", "float32"), r"by model\.quantize"),
+        (
+            POLICY_MAP(keras.dtype_policies.QuantizedDTypePolicy("int8", "float32")),
+            r"by model\.quantize",
+        ),
+        (RulesOfItsOwn("mixed_float16"), "of type RulesOfItsOwn, which computes in float16"),
+    ],
+    ids=["map", "quantized", "map of quantized", "subclass"],
+)
+def test_a_keras_policy_that_means_more_is_refused_with_advice(policy, message):
+    for use in (tfamp.set_global_policy, tfamp.policy_scope):
+        with pytest.raises(ValueError, match=message):
+            use(policy)
+    assert keras_name() == "float32"
 
 
 def test_leaving_a_scope_twice_is_an_error():

@@ -349,6 +349,47 @@ def test_layers_that_prepare_data_stay_float32():
     assert np.isfinite(model(np.full((1, 2), 70001.0, "float32"))).all()
 
 
+class Prepares(keras.Model):
+    """Standardizes what float16 cannot hold."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.prepare = layers.Normalization()
+        self.head = layers.Dense(2, kernel_initializer="ones")
+
+    def call(self, x):
+        return self.head(self.prepare(x))
+
+
+@pytest.mark.parametrize("arguments", [{"level": "O2"}, {"level": "O3"}, {"master_weights": True}])
+@pytest.mark.parametrize("subclassed", [True, False])
+def test_what_prepares_data_gets_it_as_it_is_and_keeps_what_it_adapted_to(subclassed, arguments):
+    x = np.array([[1e6], [2e6], [3e6]], "float32")
+    model = Prepares()
+    if not subclassed:
+        ones = [layers.Dense(2, kernel_initializer="ones") for _ in range(2)]
+        model = keras.Sequential([layers.Normalization(), *ones])
+    model.layers[0].adapt(x)
+    before = np.asarray(model(x))
+    assert np.abs(before).max() < 3
+    made, _ = tfamp.prepare(model, dtype="float16", **arguments)
+    np.testing.assert_allclose(made(x), before, rtol=tolerance("float16"))
+    assert made.layers[0].compute_dtype == "float32"
+    assert made.layers[1].compute_dtype == "float16"
+    back, _ = tfamp.prepare(made, level="O0")
+    assert (np.asarray(back(x)) == before).all()
+    assert back.autocast
+
+
+def test_a_copy_keeps_an_adapted_vocabulary():
+    lookup = layers.StringLookup(output_mode="multi_hot")
+    lookup.adapt(["ripe", "raw"])
+    inputs = keras.Input((2,), dtype="string")
+    model = keras.Model(inputs, layers.Dense(2)(lookup(inputs)))
+    made, _ = tfamp.prepare(model, level="O3", dtype="float16")
+    assert made.layers[1].get_vocabulary() == lookup.get_vocabulary()
+
+
 def test_a_float64_model_is_not_lowered():
     model = keras.Sequential([keras.Input((4,), dtype="float64")])
     for units in (4, 4, 2):

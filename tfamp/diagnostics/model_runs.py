@@ -18,6 +18,7 @@ from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_intercept import observe_layer_calls
 from tfamp.layers import output_dtypes
+from tfamp.layers.model_calls import casts_unprepared
 from tfamp.layers.roles import is_built_in
 from tfamp.policy import Policy
 
@@ -96,6 +97,9 @@ def computing_in(
     with contextlib.ExitStack() as undo:
         for layer, name in policies_in(model, dtype, float32_layers=float32_layers):
             undo.callback(keras_hooks.replace_policy(layer, name))
+        for layer in filter(casts_unprepared, all_layers(model)):
+            undo.callback(setattr, layer, "autocast", True)
+            layer.autocast = False
         yield
 
 

@@ -32,12 +32,12 @@ class LayerHooks:
     Attributes:
         layer_dtype: Gets the layer's class and the `dtype` its maker gave (None: not given) and
             returns the one to construct it with.
-        layer_created: Gets every layer whose maker gave no dtype, once it is constructed.
+        layer_created: Gets every layer, once it is constructed, and the `dtype` its maker gave.
         functional_created: Gets every Functional model, once it is constructed.
     """
 
     layer_dtype: Callable[[type, Any], Any]
-    layer_created: Callable[[Any], None]
+    layer_created: Callable[[Any, Any], None]
     functional_created: Callable[[Any], None]
 
 
@@ -88,8 +88,7 @@ def install(hooks: LayerHooks) -> None:
             if wanted is not given:
                 kwargs["dtype"] = wanted
             original(self, *args, **kwargs)
-            if given is None:
-                hooks.layer_created(self)
+            hooks.layer_created(self, given)
 
         return wrapped
 
@@ -206,6 +205,12 @@ def functional_of(model: Any) -> Any:
     return keras_symbol(model, "_functional")
 
 
+def first_method_of_call(layer: Any) -> str:
+    """Name of what a call begins with, before inputs are cast: `Layer._check_super_called`."""
+    keras_symbol(layer, "_check_super_called")
+    return "_check_super_called"
+
+
 def sublayers(layer: Any) -> tuple[Any, ...]:
     """The layers a layer holds. Symbol: `Layer._layers`; public only on models."""
     return tuple(keras_symbol(layer, "_layers"))
@@ -246,6 +251,13 @@ def set_symbolic_dtype(tensor: Any, dtype: str) -> None:
     """
     keras_symbol(tensor, "_dtype")
     tensor._dtype = dtype
+
+
+def set_fed_dtype(input_layer: Any, dtype: str) -> None:
+    """Changes the dtype in which an InputLayer is fed. Symbol: `InputLayer._dtype`."""
+    keras_symbol(input_layer, "_dtype")
+    input_layer._dtype = dtype
+    set_symbolic_dtype(input_layer.output, dtype)
 
 
 def set_outputs(functional: Any, outputs: Sequence[Any]) -> None:
@@ -323,15 +335,6 @@ def replace_losses(layer: Any) -> Callable[[], None]:
         layer._loss_ids.update(ids)
 
     return restore
-
-
-def cast_losses(layer: Any, dtype: str) -> None:
-    """Casts the losses that a layer itself has collected. Symbol: `Layer._losses`.
-
-    Keras adds them to the model's loss, which it does not do for tensors of two dtypes.
-    """
-    losses = keras_symbol(layer, "_losses")
-    losses[:] = [keras.ops.cast(loss, dtype) for loss in losses]
 
 
 def compile_arguments(model: Any) -> dict[str, Any]:

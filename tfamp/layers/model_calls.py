@@ -1,8 +1,9 @@
 """What tfamp does while models are built and called, one wrapped method per model at a time.
 
-Three things can only be known then: that a subclassed model is the outermost one called, and so
+Four things can only be known then: that a subclassed model is the outermost one called, and so
 returns float32; that a Functional or Sequential is called by a layer of the user's own, and so is a
-part of it; that a Sequential has built a new Functional. The methods are wrapped on the one object,
+part of it; that a Sequential has built a new Functional; that a layer holds one that prepares data,
+and so hands its inputs on as they are. The methods are wrapped on the one object,
 not on its class: they go on working after the policy has changed, and touch no other model.
 """
 
@@ -20,9 +21,10 @@ import keras
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.layers import fused_norms, output_dtypes
-from tfamp.layers.methods import wrap_method
-from tfamp.layers.roles import ManagedLayer, graph_of, is_built_in, managed_layers
-from tfamp.policy import Policy
+from tfamp.layers.float32_losses import add_losses_in_float32
+from tfamp.layers.methods import wrap_method, wrapped_methods
+from tfamp.layers.roles import ManagedLayer, graph_of, is_built_in, managed_layers, uncast_inputs
+from tfamp.policy import Policy, prepares_data
 
 
 class _Running(threading.local):
@@ -34,6 +36,66 @@ class _Running(threading.local):
 
 
 _running = _Running()
+
+
+def protect_values(layer: Any) -> None:
+    """Keeps from low dtypes what they cannot hold: losses, and features that are to be prepared.
+
+    Args:
+        layer: A layer of any dtype, whose constructor need not have ended yet.
+    """
+    add_losses_in_float32(layer)
+    if isinstance(layer, keras_hooks.functional_class()):
+        return  # casts no inputs
+    if is_built_in(layer) and not isinstance(layer, keras.Sequential | keras.layers.Wrapper):
+        return  # gets no layers of a user's
+
+    def begin(original: Callable[[], None]) -> None:
+        if not layer.built:
+            _take_inputs_as_they_are(layer)
+        original()
+
+    _take_inputs_as_they_are(layer)
+    name = keras_hooks.first_method_of_call(layer)
+    if name not in wrapped_methods(layer):
+        # A layer gets those inside after its own constructor, so it is known in the first call.
+        wrap_method(layer, name, begin)
+        if isinstance(layer, keras.Sequential):
+            wrap_method(layer, "build", functools.partial(_build_sequential, layer))
+
+
+def _build_sequential(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Has the InputLayer that Keras makes for a Sequential without one take features as they are.
+
+    Keras gives it the dtype in which the first layer computes.
+    """
+    _take_inputs_as_they_are(model)
+    before = keras_hooks.sublayers(model)[:1]
+    result = original(*args, **kwargs)
+    for layer in keras_hooks.sublayers(model)[:1]:
+        made = isinstance(layer, keras.layers.InputLayer) and before != (layer,)
+        if made and uncast_inputs.get(model) and layer.dtype in LOW_PRECISION:
+            keras_hooks.set_fed_dtype(layer, "float32")
+    return result
+
+
+def _take_inputs_as_they_are(layer: Any) -> None:
+    if casts_unprepared(layer):
+        layer.autocast = False
+        uncast_inputs.set(layer, True)
+
+
+def casts_unprepared(layer: Any) -> bool:
+    """Whether a layer casts its inputs to a low dtype before one inside it prepares them."""
+    low = layer.autocast and layer.compute_dtype in LOW_PRECISION
+    return low and not isinstance(layer, keras_hooks.functional_class()) and _prepares(layer)
+
+
+def _prepares(layer: Any) -> bool:
+    return any(
+        (prepares_data(type(each)) and each.compute_dtype not in LOW_PRECISION) or _prepares(each)
+        for each in keras_hooks.sublayers(layer)
+    )
 
 
 def layer_created(layer: Any, policy: Policy) -> None:

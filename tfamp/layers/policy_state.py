@@ -17,8 +17,11 @@ from typing import Any
 import keras
 
 from tfamp.interop import keras_hooks
+from tfamp.interop.keras_backend import described
 from tfamp.layers import model_calls
 from tfamp.policy import POLICY_NAMES, Policy
+
+_KERAS_OWN = (keras.DTypePolicy, keras.FloatDTypePolicy)
 
 
 class _Level:
@@ -57,18 +60,20 @@ _process: _Level | None = None
 _open_scopes: weakref.WeakSet[_Scope] = weakref.WeakSet()
 
 
-def set_global_policy(policy: Policy | str) -> None:
+def set_global_policy(policy: Policy | keras.DTypePolicy | str) -> None:
     """Puts a policy in force in every thread of the process.
 
     Inside a `policy_scope` it changes the policy of that scope only, and ends with it. Layers that
     exist already keep theirs. `keras.config.dtype_policy()` agrees afterwards, in every thread.
 
     Args:
-        policy: A `Policy` or the name of one.
+        policy: A `Policy` or the name of one; or a `keras.DTypePolicy`, which means the `Policy` of
+            its name. A `DTypePolicyMap` of one policy for all layers will do.
 
     Raises:
-        TypeError: `policy` is neither.
-        ValueError: There is no policy of that name. Nothing has changed then.
+        TypeError: `policy` is none of these.
+        ValueError: There is no policy of that name; or it is a Keras policy that a `Policy` cannot
+            express: quantized, or with others for single paths. Nothing has changed then.
 
     Example:
         >>> set_global_policy("mixed_bfloat16")
@@ -116,11 +121,10 @@ class policy_scope(contextlib.ContextDecorator):  # noqa: N801 - reads as a func
     Build a model inside the scope that creates its layers. It can be called outside.
 
     Args:
-        policy: A `Policy` or the name of one.
+        policy: As for `set_global_policy`.
 
     Raises:
-        TypeError: `policy` is neither.
-        ValueError: There is no policy of that name.
+        TypeError, ValueError: As for `set_global_policy`.
 
     Example:
         >>> with policy_scope("mixed_float16") as policy:
@@ -128,7 +132,7 @@ class policy_scope(contextlib.ContextDecorator):  # noqa: N801 - reads as a func
         ('float32', 'float16')
     """
 
-    def __init__(self, policy: Policy | str):
+    def __init__(self, policy: Policy | keras.DTypePolicy | str):
         self._policy = _as_policy(policy)
         # (the thread's stack, its scope) per entry; a stack may not be this thread's.
         self._entered: list[tuple[int, list[_Scope], _Scope]] = []
@@ -174,12 +178,46 @@ def _as_policy(policy: object) -> Policy:
         return policy
     if isinstance(policy, str):
         return Policy(policy)
-    hint = ""
     if isinstance(policy, keras.DTypePolicy):
-        hint = " Of a Keras policy give the name, or set it with keras.config.set_dtype_policy."
+        return _of_same_dtypes(policy)
+    own = getattr(policy, "name", None)  # a policy of tf_keras has one
     raise TypeError(
-        f"policy must be a tfamp.Policy or the name of one, one of {', '.join(POLICY_NAMES)}; got "
-        f"{policy!r} of type {type(policy).__name__}.{hint}"
+        "policy must be a tfamp.Policy, a keras.DTypePolicy or the name of one, one of "
+        f"{', '.join(POLICY_NAMES)}; got {described(policy)}"
+        + (f" Or give the name, {own!r}." if own in POLICY_NAMES else "")
+    )
+
+
+def _of_same_dtypes(policy: Any) -> Policy:
+    """The policy that computes and stores in the dtypes of a Keras policy."""
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        default = policy.default_policy
+        others = [path for path, each in policy.items() if each != default]
+        if others:
+            raise ValueError(
+                f"policy must be one policy for all layers; got {policy!r}, which has others for "
+                f"{', '.join(map(repr, others))}. A map goes by the paths of layers, and those "
+                f"exist only once a model is built. Set {default.name!r} and give these layers "
+                "their dtype=, or change them in the built model with tfamp.set_layer_dtype(model, "
+                f"dtype, pattern={others[0]!r}), or keep_float32= of tfamp.prepare."
+            )
+        return _of_same_dtypes(default)
+    if policy.quantization_mode is not None:
+        raise ValueError(
+            f"policy must be one of {', '.join(POLICY_NAMES)}; got {policy!r}. Layers are "
+            "quantized when they are built, by model.quantize: set the policy they come from."
+        )
+    if policy.name in POLICY_NAMES and type(policy) in _KERAS_OWN:
+        same = Policy(policy.name)
+        if (same.compute_dtype, same.variable_dtype) == (
+            policy.compute_dtype, policy.variable_dtype
+        ):  # fmt: skip
+            return same
+    raise ValueError(
+        f"policy must be one of {', '.join(POLICY_NAMES)}; got {policy!r} of type "
+        f"{type(policy).__name__}, which computes in {policy.compute_dtype} and has "
+        f"{policy.variable_dtype} variables by rules of its own. Give single layers that policy as "
+        "their dtype=, or set it with keras.config.set_dtype_policy."
     )
 
 
@@ -189,8 +227,7 @@ def _plain(name: str) -> Any:
 
 
 def _from_keras(policy: Any) -> Policy:
-    expressible = type(policy) in (keras.DTypePolicy, keras.FloatDTypePolicy)
-    if not expressible or policy.name not in POLICY_NAMES:
+    if type(policy) not in _KERAS_OWN or policy.name not in POLICY_NAMES:
         raise ValueError(
             f"Keras's global dtype policy is {policy!r}, which a tfamp.Policy cannot express; "
             f"expected one of {', '.join(POLICY_NAMES)}. Read it with keras.config.dtype_policy(), "
@@ -246,9 +283,12 @@ def _layer_dtype(layer_class: type, dtype: Any) -> Any:
     return dtype
 
 
-def _layer_created(layer: Any) -> None:
+def _layer_created(layer: Any, dtype: Any) -> None:
     level = _level_in_force()
-    if level is not None and level.policy.is_mixed:
+    if level is None or not level.policy.is_mixed:
+        return
+    model_calls.protect_values(layer)
+    if dtype is None:
         model_calls.layer_created(layer, level.policy)
 
 

@@ -95,6 +95,8 @@ class ModelGraph:
 
 
 managed_layers: WeakMap[ManagedLayer] = WeakMap()
+# Layers whose `autocast` was switched off for the sake of those inside that prepare data.
+uncast_inputs: WeakMap[bool] = WeakMap()
 graphs: WeakMap[ModelGraph] = WeakMap()
 
 

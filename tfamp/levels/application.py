@@ -13,7 +13,7 @@ import keras
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingToLowerWarning
 from tfamp.layers import fused_norms
-from tfamp.layers.model_calls import layer_adopted
+from tfamp.layers.model_calls import layer_adopted, protect_values
 from tfamp.layers.roles import ManagedLayer, WeakMap, managed_layers
 from tfamp.levels.base_dtypes import BaseDtypes
 from tfamp.levels.compiled_model import compile_like, drop_traced_functions, wrap_compile
@@ -121,6 +121,9 @@ def _policy(level: EffectiveLevel, kept: Iterable[Any]) -> Policy:
 def _finish(
     model: Any, level: EffectiveLevel, kept: tuple[Any, ...], rewrite: GraphRewrite | None
 ) -> None:
+    if level.level != "O0":
+        for layer in layers_of(model):
+            protect_values(layer)
     wrap_compile(model, level)
     drop_traced_functions(model)
     names = tuple(layer.name for layer in kept)

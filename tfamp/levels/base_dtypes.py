@@ -11,12 +11,12 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.levels.layer_policies import (
     Before,
     default_policy,
-    is_preprocessing,
     layers_before,
     set_by_hand,
 )
 from tfamp.levels.model_copy import same_layers
 from tfamp.levels.model_structure import is_plain, layers_of
+from tfamp.policy import prepares_data
 
 
 class BaseDtypes:
@@ -34,8 +34,8 @@ class BaseDtypes:
         self._chosen = chosen
         self._kept = {id(layer) for layer in kept}
         layers = layers_of(model)
-        prepares_data = [layer for layer in layers if is_preprocessing(layer)]
-        self._left = {id(layer) for layer in layers_of(*kept, *prepares_data)} | chosen
+        preparing = [layer for layer in layers if prepares_data(type(layer))]
+        self._left = {id(layer) for layer in layers_of(*kept, *preparing)} | chosen
         self._policies = {id(layer): self._base_policy(layer) for layer in layers}
 
     def own(self, layer: Any) -> str | None:

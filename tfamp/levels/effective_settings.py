@@ -13,10 +13,11 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.grad_clip import GradClip
 from tfamp.core.options import FixedLossScale, LossScale
 from tfamp.layers.roles import managed_layers
-from tfamp.levels.layer_policies import is_preprocessing, layers_before, set_by_hand
+from tfamp.levels.layer_policies import layers_before, set_by_hand
 from tfamp.levels.meaning import LEVEL_FACTS, EffectiveLevel
 from tfamp.levels.model_structure import layers_of, path_of
 from tfamp.levels.step_rewriting import GraphRewrite
+from tfamp.policy import prepares_data
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ def _why(layer: Any, level: EffectiveLevel, is_kept: bool) -> str:
         return "output"
     if level.level == "O0" and not low:
         return "level O0"
-    if is_preprocessing(layer):
+    if prepares_data(type(layer)):
         return "data preparation"
     if layers_before.get(layer) is not None or (low and layer.compute_dtype == level.dtype):
         return f"level {level.level}"

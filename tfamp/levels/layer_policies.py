@@ -16,7 +16,7 @@ from tfamp.layers import output_dtypes
 from tfamp.layers.methods import unwrap_methods, wrap_method
 from tfamp.layers.model_calls import functional_adopted, layer_adopted
 from tfamp.layers.policy_state import policy_scope
-from tfamp.layers.roles import WeakMap, managed_layers
+from tfamp.layers.roles import WeakMap, managed_layers, uncast_inputs
 from tfamp.levels.model_structure import (
     correct_symbolic_dtypes,
     functionals_of,
@@ -25,10 +25,7 @@ from tfamp.levels.model_structure import (
     layers_of,
     most_common_policy,
 )
-from tfamp.policy import Policy
-
-# What data is made fit for a model with: cheap, and of raw values that low dtypes cannot hold.
-_PREPROCESSING = ".layers.preprocessing."
+from tfamp.policy import Policy, prepares_data
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +125,8 @@ def _take_off(layer: Any, default: str, is_chosen: bool) -> None:
         layer.autocast = before.autocast
         layer.dtype_policy = before.policy
         return
-    if not layer.autocast and isinstance(layer, keras.layers.BatchNormalization):
-        layer.autocast = True  # layers.fused_norms switched it off
+    if isinstance(layer, keras.layers.BatchNormalization) or uncast_inputs.get(layer):
+        layer.autocast = True  # layers.fused_norms or layers.model_calls switched it off
     if not is_chosen and default.startswith("mixed_"):
         layer.dtype_policy = "float32"
 
@@ -150,7 +147,7 @@ def put_on(model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Iterable[
     for layer in layers_of(model):
         if id(layer) in skipped or isinstance(layer, keras.layers.InputLayer):
             continue
-        if is_preprocessing(layer):
+        if prepares_data(type(layer)):
             skipped |= {id(each) for each in layers_of(layer)}
             continue
         keeps = policy.keeps_float32(type(layer))
@@ -180,8 +177,3 @@ def _under(policy: Policy) -> Callable[..., Any]:
             return original(*args, **kwargs)
 
     return build
-
-
-def is_preprocessing(layer: Any) -> bool:
-    """Whether a layer is one of Keras's for preparing data, or derives from one."""
-    return any(_PREPROCESSING in f"{each.__module__}." for each in type(layer).__mro__)

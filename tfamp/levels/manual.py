@@ -9,7 +9,9 @@ import keras
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
+from tfamp.interop.keras_backend import described
 from tfamp.layers.methods import unwrap_methods
+from tfamp.layers.model_calls import protect_values
 from tfamp.layers.output_dtypes import retype_followers
 from tfamp.layers.roles import managed_layers
 from tfamp.levels.compiled_model import drop_traced_functions
@@ -65,8 +67,7 @@ def set_layer_dtype(
     """
     if not isinstance(model_or_layer, keras.Layer):
         raise TypeError(
-            f"set_layer_dtype takes a keras.Model or keras.Layer; got {model_or_layer!r} of type "
-            f"{type(model_or_layer).__name__}."
+            f"set_layer_dtype takes a keras.Model or keras.Layer; got {described(model_or_layer)}"
         )
     name = read_dtype(dtype)
     if name is None:
@@ -79,6 +80,7 @@ def set_layer_dtype(
     try:
         for layer in targets:
             _set(layer, name)
+            protect_values(layer)
         for functional, _ in functionals_of(model_or_layer):
             correct_symbolic_dtypes(functional)
         for layer in targets:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from tfamp.core.dtypes import LOW_PRECISION, float_format
 from tfamp.interop import keras_hooks
 from tfamp.layers.policy_state import policy_scope
 from tfamp.levels.model_structure import is_graph, is_plain, layers_of, path_of
+from tfamp.policy import prepares_data
 
 PolicyOf = Callable[[Any], str | None]
 
@@ -221,6 +223,9 @@ def _copy_weights(model: Any, made: Any, values: Any) -> None:
             f"{model.name} made anew has {len(new)} weights of other shapes than its own "
             f"{len(old)}; it was changed since it was built."
         )
+    for layer, copied in same_layers(model, made):
+        if prepares_data(type(layer)):
+            _copy_adapted(layer, copied)
     for value, target in zip(old if values is None else values(old), new, strict=True):
         _check_range(value, target)
         target.assign(keras.ops.cast(value, target.dtype))
@@ -228,6 +233,20 @@ def _copy_weights(model: Any, made: Any, values: Any) -> None:
         regularizer = getattr(target, "regularizer", None)
         if regularizer is not None and dtype in LOW_PRECISION:
             target.regularizer = _in_float32(regularizer)
+
+
+def _copy_adapted(layer: Any, made: Any) -> None:
+    """Gives a layer that prepares data what another one has adapted to, as a file would.
+
+    Some of it is in no weight: a vocabulary, and what is computed of the weights.
+    """
+    stored: dict[str, Any] = {}
+    layer.save_own_variables(stored)
+    made.load_own_variables(stored)
+    if hasattr(layer, "save_assets"):
+        with tempfile.TemporaryDirectory() as directory:
+            layer.save_assets(directory)
+            made.load_assets(directory)
 
 
 def _in_float32(regularizer: Callable[[Any], Any]) -> Callable[[Any], Any]:

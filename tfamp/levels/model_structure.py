@@ -14,6 +14,7 @@ import keras
 
 from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.interop import keras_hooks
+from tfamp.interop.keras_backend import advice, described
 from tfamp.layers.model_calls import computing_specs_of
 from tfamp.layers.symbolic_dtypes import respecify
 from tfamp.levels.config_values import nearest
@@ -170,11 +171,11 @@ def _meant(layers: list[Any], wanted: Any, argument: str) -> list[Any]:
         return [layer for layer in layers if layer is wanted]
     raise TypeError(
         f"{argument} takes names of layers, regular expressions, layer classes and layers; got "
-        f"{wanted!r} of type {type(wanted).__name__}."
+        f"{described(wanted)}"
     )
 
 
 def _what_there_is(layers: list[Any], wanted: Any) -> str:
     if not isinstance(wanted, str):
-        return f"It has {', '.join(sorted({type(layer).__name__ for layer in layers}))}."
+        return f"It has {', '.join(sorted({type(x).__name__ for x in layers}))}.{advice(wanted)}"
     return f"The nearest name is {nearest(wanted, [layer.name for layer in layers])!r}."

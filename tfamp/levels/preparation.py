@@ -12,6 +12,7 @@ import keras
 from tfamp.core.errors import TfampWarning
 from tfamp.core.grad_clip import GradClip
 from tfamp.core.options import LossScale
+from tfamp.interop.keras_backend import advice, described
 from tfamp.levels.application import (
     is_stored_so,
     level_in_place,
@@ -197,7 +198,9 @@ def precision_settings(model: Any) -> PrecisionSettings:
     """
     record = prepared_models.get(model)
     if record is None:
-        raise ValueError(f"{getattr(model, 'name', model)!r} was not prepared by tfamp.prepare.")
+        raise ValueError(
+            f"{getattr(model, 'name', model)!r} was not prepared by tfamp.prepare.{advice(model)}"
+        )
     kept = tuple(layer for layer in layers_of(model) if layer.name in record.kept)
     return settings_of(model, record.level, kept, record.rewrite)
 
@@ -205,8 +208,8 @@ def precision_settings(model: Any) -> PrecisionSettings:
 def _check_model(model: Any) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
-            f"prepare takes a keras.Model; got {model!r} of type {type(model).__name__}. For "
-            "plain functions there are tfamp.rewrite and tfamp.autocast."
+            f"prepare takes a keras.Model; got {described(model)} For plain functions there are "
+            "tfamp.rewrite and tfamp.autocast."
         )
 
 
@@ -235,6 +238,6 @@ def _optimizer(model: Any, optimizer: Any) -> Any:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             "optimizer must be a keras.optimizers.Optimizer, e.g. keras.optimizers.Adam(), or its "
-            f"name; got {optimizer!r} of type {type(optimizer).__name__}."
+            f"name; got {described(optimizer)}"
         )
     return optimizer

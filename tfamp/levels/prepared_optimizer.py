@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from tfamp.core.options import DynamicLossScale, LossScale
+from tfamp.interop.keras_backend import described
 from tfamp.layers.roles import WeakMap
 from tfamp.levels.meaning import EffectiveLevel
 from tfamp.levels.model_copy import counterparts
@@ -36,7 +37,7 @@ def prepared_optimizer(optimizer: Any, level: EffectiveLevel) -> Any:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             "optimizer must be a keras.optimizers.Optimizer, e.g. keras.optimizers.Adam(), or its "
-            f"name; got {optimizer!r} of type {type(optimizer).__name__}."
+            f"name; got {described(optimizer)}"
         )
     rule, features = _wanted(optimizer, level)
     if rule is None:

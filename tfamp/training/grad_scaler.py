@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.interop.keras_backend import require_tensorflow
+from tfamp.interop.keras_backend import described, require_tensorflow
 from tfamp.interop.tracing import as_written
 from tfamp.training import gradients as gradient_lib
 from tfamp.training.conditional_apply import apply_if_finite, check_in_replica, outside_the_graph
@@ -250,7 +250,7 @@ def _check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             "GradScaler takes a keras.optimizers.Optimizer, e.g. keras.optimizers.Adam(); got "
-            f"{type(optimizer).__name__}."
+            f"{described(optimizer)}"
         )
     if optimizer.loss_scale_factor is not None:
         raise ValueError(

@@ -9,7 +9,7 @@ import keras
 
 from tfamp.core.grad_clip import GradClip
 from tfamp.core.options import DynamicLossScale, FixedLossScale, LossScale
-from tfamp.interop.keras_backend import runs_tensorflow
+from tfamp.interop.keras_backend import described, runs_tensorflow
 
 # Fields of DynamicLossScale that are arguments of the optimizer under another name.
 _RENAMED = {"growth_steps": "dynamic_growth_steps"}
@@ -33,7 +33,7 @@ def check_inner(inner: Any) -> None:
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise TypeError(
             "inner_optimizer must be a keras.optimizers.Optimizer, e.g. keras.optimizers.Adam(); "
-            f"got {inner!r} of type {type(inner).__name__}."
+            f"got {described(inner)}"
         )
     if inner.loss_scale_factor is not None:
         raise ValueError(

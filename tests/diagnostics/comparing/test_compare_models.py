@@ -147,7 +147,7 @@ def test_rows_are_in_the_order_of_the_run_with_all_their_figures(x):
 
 
 def test_shares_out_of_range_are_those_of_the_float32_values():
-    scale = L.Rescaling(1.0, name="scale")
+    scale = L.Identity(name="scale")
     model = keras.Sequential([keras.Input((4,)), scale, L.Dense(1, name="head")])
     x = np.array([[1e5, 1.0, 1e-9, 0.0]], "float32")
     row = compare(model, x, dtype="float16").rows[0]

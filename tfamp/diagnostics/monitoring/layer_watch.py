@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES
+from tfamp.interop.keras_backend import described
 from tfamp.training.gradients import dtype_name
 
 
@@ -40,7 +41,7 @@ def _layer(model: keras.Model, given: Any) -> keras.layers.Layer:
     if isinstance(given, keras.layers.Layer):
         return given
     if not isinstance(given, str):
-        raise TypeError(f"activations must hold layers or names of layers; got {given!r}.")
+        raise TypeError(f"activations must hold layers or names of layers; got {described(given)}")
     known = [each for each in model._flatten_layers(include_self=False) if each.name == given]
     if not known:
         names = ", ".join(layer.name for layer in model.layers)

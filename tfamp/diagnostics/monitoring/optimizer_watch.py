@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.gradient_accumulator import GradientAccumulator
+from tfamp.interop.keras_backend import described
 from tfamp.optimizer import LossScaleOptimizer
 from tfamp.training import gradients as gradient_lib
 from tfamp.training.conditional_apply import outside_the_graph
@@ -70,7 +71,7 @@ def scaling_of(optimizer: Any) -> Scaling:
         return Scaling(lambda: 1.0, None, lambda: 0)
     raise TypeError(
         "optimizer must be a Keras optimizer, a tfamp.LossScaleOptimizer, a tfamp.GradScaler or a "
-        f"tfamp.GradientAccumulator; got {optimizer!r} of type {type(optimizer).__name__}."
+        f"tfamp.GradientAccumulator; got {described(optimizer)}"
     )
 
 

@@ -15,6 +15,8 @@ from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.diagnostics.model_runs import all_layers, computing_in, float_tensors
 from tfamp.diagnostics.searching.step_graph import StepGraph, trace_step, variable_names
 from tfamp.interop import keras_hooks
+from tfamp.layers.float32_losses import add_losses_in_float32
+from tfamp.layers.methods import rewrap_methods, wrapped_methods
 
 LOSS_SCOPE, SCALE_SCOPE = "tfamp_loss", "tfamp_loss_scale"
 
@@ -72,8 +74,6 @@ class _StepBody:
             if compute_loss is None:
                 return results
             with tf.name_scope(LOSS_SCOPE):
-                for layer in all_layers(model):
-                    keras_hooks.cast_losses(layer, "float32")
                 loss = compute_loss(x, y, outputs)
             self._add(results, loss, "loss")
             with tf.name_scope(SCALE_SCOPE):
@@ -194,10 +194,15 @@ def owner_of(model: Any, variable: Any) -> Any:
 
 @contextlib.contextmanager
 def _losses_kept(model: Any) -> Iterator[None]:
-    """Drops the losses that layers add while they are traced: these belong to the trace."""
+    """Drops the losses that layers add while they are traced: these belong to the trace.
+
+    They are float32, as where the model computes in a low dtype because of tfamp.
+    """
     with contextlib.ExitStack() as undo:
         for layer in all_layers(model):
             undo.callback(keras_hooks.replace_losses(layer))
+            undo.callback(rewrap_methods, layer, wrapped_methods(layer))
+            add_losses_in_float32(layer)
         yield
 
 
