@@ -163,6 +163,7 @@ LAYERS = (
         "levels.base_dtypes",
         "levels.meaning",
         "levels.step_rewriting",
+        "levels.optimizer_slots",
         "levels.prepared_optimizer",
         "levels.compiled_model",
         "levels.application",
