@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import keras
 import numpy as np
 import pytest
+from keras import layers
 
 import tfamp
 from helpers.tolerances import tolerance
@@ -31,3 +34,197 @@ def test_regularizers_of_low_weights_compute_in_float32(arguments, dtype):
     assert np.isfinite(np.asarray(made.layers[0].kernel, "float32")).all()
     back, _ = tfamp.prepare(made, level="O0")
     assert back.evaluate(x, x[:, :2], verbose=0) == pytest.approx(expected, rel=0.05)
+
+
+class Costly(keras.initializers.Initializer):
+    """An initializer that says when it is called, and runs in float32 only."""
+
+    calls: list[str] = []
+
+    def __call__(self, shape, dtype=None):
+        self.calls.append(dtype)
+        assert dtype == "float32"
+        return keras.ops.convert_to_tensor(np.random.standard_normal(shape), dtype)
+
+
+class Scaled(layers.Layer):
+    """A layer that makes Keras variables by itself, from an initializer and from values."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        values = np.float32([1, 2, 4])
+        self.factor = keras.Variable(values, dtype=self.variable_dtype, trainable=False)
+
+    def build(self, shape):
+        self.scale = keras.Variable(Costly(), shape=(3,), dtype=self.variable_dtype)
+
+    def call(self, x):
+        return x * self.scale * self.factor
+
+
+class Recurrent(keras.Model):
+    """A model with every kind of variable; the orthogonal ones have no kernel in bfloat16."""
+
+    def __init__(self, by="orthogonal"):
+        super().__init__()
+        self.drop = layers.Dropout(0.5)
+        self.lstm = layers.Bidirectional(layers.LSTM(4, kernel_initializer=by))
+        self.gru = layers.RNN(layers.GRUCell(4))
+        self.head = layers.Dense(3, kernel_initializer=Costly())
+        self.scaled = Scaled()
+        self.drawn = keras.metrics.Mean(name="drawn")
+
+    def call(self, x, training=False):
+        x = self.drop(x, training=training)
+        x = keras.ops.concatenate([self.lstm(x), self.gru(x)], axis=-1)
+        return self.scaled(self.head(x))
+
+
+def _as_functional():
+    inputs = keras.Input((5, 4))
+    return keras.Model(inputs, Recurrent()(inputs))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("arguments", [{"level": "O3"}, {"level": "O2", "master_weights": True}])
+@pytest.mark.parametrize("make", [Recurrent, _as_functional])
+def test_weights_that_exist_are_not_initialized(make, arguments, dtype, monkeypatch):
+    keras.utils.set_random_seed(0)
+    x = np.random.default_rng(0).standard_normal((8, 5, 4)).astype("float32")
+    model = make()
+    before = np.asarray(model(x))
+    Costly.calls.clear()
+    kinds = [each for each in vars(keras.initializers).values() if isinstance(each, type)]
+    for kind in kinds:
+        if "__call__" in vars(kind) and kind is not keras.initializers.Zeros:  # metrics' own
+
+            def refuse(self, *args, **kwargs):
+                pytest.fail(f"{type(self).__name__} was called")
+
+            monkeypatch.setattr(kind, "__call__", refuse)
+    keras.utils.set_random_seed(1)
+    made, _ = tfamp.prepare(model, dtype=dtype, **arguments)
+    drawn = random.random(), float(np.random.random()), float(keras.random.uniform(()))
+    keras.utils.set_random_seed(1)
+    assert drawn == (random.random(), float(np.random.random()), float(keras.random.uniform(())))
+    assert Costly.calls == []
+    assert dtype in {weight.dtype for weight in made.weights}
+    after = np.asarray(made(x), "float32")
+    np.testing.assert_allclose(after, before, atol=tolerance(dtype, depth=8) * np.abs(before).max())
+    back, _ = tfamp.prepare(made, level="O0")
+    assert Costly.calls == []
+    assert {weight.dtype for weight in back.weights} == {"float32"}
+
+
+def test_random_layers_of_a_copy_go_on_where_the_models_are():
+    model = keras.Sequential([keras.Input((16,)), layers.Dropout(0.5), layers.GaussianNoise(0.1)])
+    model(np.ones((2, 16)), training=True)
+    seeds = [np.asarray(each) for each in model.variables]
+    assert seeds[0][1] == 1
+    made, _ = tfamp.prepare(model, level="O3", dtype="bfloat16")
+    for each in (model, made):
+        for seed, variable in zip(seeds, each.variables, strict=True):
+            np.testing.assert_array_equal(variable, seed)
+
+
+def _attention():
+    inputs = keras.Input((5, 8))
+    attention = layers.MultiHeadAttention(2, 4, name="attention")
+    x = layers.Embedding(3, 8)(keras.ops.cast(inputs[..., 0] > 0, "int32"))
+    model = keras.Model(inputs, layers.Dense(3, name="head")(attention(inputs, inputs) + x))
+    for each in (attention._query_dense, model.layers[-1]):
+        each.enable_lora(2, lora_alpha=6)
+    return model
+
+
+class Backbone(keras.Model):
+    """Functional, but made from a few numbers, as KerasHub's backbones are."""
+
+    def __init__(self, width, dtype=None, **kwargs):
+        self.width = width
+        inputs = keras.Input((5, 8))
+        attention = layers.MultiHeadAttention(2, width, dtype=dtype, name="attention")
+        outputs = layers.Dense(3, dtype=dtype, name="head")(attention(inputs, inputs))
+        super().__init__(inputs, outputs, dtype=dtype, **kwargs)
+
+    def enable_lora(self, rank):
+        self._lora_rank, self._lora_enabled_layers = rank, [1]
+        for layer in self._flatten_layers(include_self=False):
+            layer.trainable = False
+        query = self.get_layer("attention")._query_dense
+        query.trainable = True
+        query.enable_lora(rank)
+
+    def get_config(self):
+        policy = keras.dtype_policies.serialize(self.dtype_policy)
+        return {"width": self.width, "dtype": policy, "name": self.name}
+
+
+def _backbone():
+    model = Backbone(4)
+    model.enable_lora(2)
+    return model
+
+
+def _backbone_inside():
+    inputs, backbone = keras.Input((5, 8)), _backbone()
+    return keras.Model(inputs, layers.Dense(3)(backbone(inputs)))
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "dtype"),
+    [
+        (_attention, {"level": "O3"}, "float16"),
+        (_attention, {"level": "O2", "master_weights": True}, "bfloat16"),
+        (_backbone, {"level": "O3"}, "bfloat16"),
+        (_backbone_inside, {"level": "O3"}, "float16"),
+    ],
+)
+def test_lora_enabled_since_is_enabled_in_the_copy(make, arguments, dtype):
+    keras.utils.set_random_seed(0)
+    generator = np.random.default_rng(0)
+    x, y = (generator.standard_normal((8, 5, width)).astype("float32") for width in (8, 3))
+    model = make()
+    for weight in model.weights:
+        if weight.name == "lora_kernel_b":
+            weight.assign(generator.standard_normal(weight.shape))
+        elif "lora" not in weight.name:
+            weight.trainable = False
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    before = np.asarray(model(x))
+    made, _ = tfamp.prepare(model, dtype=dtype, loss_scale="none", **arguments)
+    after = np.asarray(made(x), "float32")
+    np.testing.assert_allclose(after, before, atol=tolerance(dtype, depth=8) * np.abs(before).max())
+    assert {weight.dtype for weight in made.weights} == {"float32", dtype}
+    values = [np.asarray(weight) for weight in made.weights]
+    made.fit(x, y, verbose=0)
+    for value, weight in zip(values, made.weights, strict=True):
+        assert ("lora" in weight.path) == weight.trainable
+        assert ("lora" in weight.path) == (value != np.asarray(weight)).any(), weight.path
+    trained = np.asarray(made(x), "float32")
+    back, _ = tfamp.prepare(made, level="O0")
+    bound = tolerance(dtype, depth=8) * np.abs(trained).max()
+    np.testing.assert_allclose(back(x), trained, atol=bound)
+
+
+def test_what_a_backbone_notes_of_lora_is_in_its_copy():
+    made, _ = tfamp.prepare(_backbone(), level="O3", dtype="bfloat16")
+    assert (made._lora_rank, made._lora_enabled_layers) == (2, [1])
+
+
+class Growing(layers.Layer):
+    """A layer that gets a weight by a method of its own, of which no configuration says."""
+
+    def grow(self):
+        self._tracker.unlock()
+        self.more = self.add_weight(shape=(8,), name="more")
+
+    def call(self, x):
+        return x + self.more if hasattr(self, "more") else x
+
+
+def test_a_layer_that_has_grown_in_another_way_is_named():
+    model = keras.Sequential([keras.Input((8,)), Growing(name="grown"), layers.Dense(2)])
+    model.layers[0].grow()
+    with pytest.raises(ValueError, match=r"grown \(Growing\) has weights .*take level 'O2'"):
+        tfamp.prepare(model, level="O3", dtype="bfloat16")

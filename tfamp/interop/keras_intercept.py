@@ -145,3 +145,28 @@ def observe_layer_calls(
             keras.layers.Layer.__call__ = original
 
     return restore
+
+
+def replace_initializers(replace: Callable[[Any, Any], Any]) -> Callable[[], None]:
+    """Puts other initializers in the place of those that Keras variables are made with.
+
+    Args:
+        replace: Gets each variable, before it is made, and its initializer - a function, the name
+            of one, or a value - and returns the one to make it with.
+
+    Returns:
+        A function that ends this.
+    """
+    owner = next(each for each in keras.Variable.__mro__ if "__init__" in vars(each))
+    original = vars(owner)["__init__"]
+
+    @functools.wraps(original)
+    def __init__(self: Any, initializer: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, replace(self, initializer), *args, **kwargs)
+
+    owner.__init__ = __init__
+
+    def restore() -> None:
+        owner.__init__ = original
+
+    return restore

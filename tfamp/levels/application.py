@@ -91,6 +91,8 @@ def level_in_place(model: Any, optimizer: Any, level: EffectiveLevel, kept: tupl
     state = ModelState(model)
     try:
         chosen = take_off(model, keep_by_hand=level.level != "O0")
+        for functional, _ in functionals_of(model):
+            correct_symbolic_dtypes(functional)
         rewrite = _put_level_on(model, level, kept, chosen)
     except BaseException:
         state.restore()

@@ -14,7 +14,11 @@ from tfamp.interop import keras_hooks
 from tfamp.layers.methods import wrap_method
 from tfamp.levels.meaning import EffectiveLevel
 from tfamp.levels.model_structure import layers_of
-from tfamp.levels.prepared_optimizer import prepared_optimizer, with_needed_masters
+from tfamp.levels.prepared_optimizer import (
+    prepared_optimizer,
+    trouble_with_slots,
+    with_needed_masters,
+)
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
@@ -92,8 +96,7 @@ def wrap_compile(model: Any, level: EffectiveLevel) -> None:
         level: Its level. `compile(..., auto_scale_loss=False)` takes the optimizer as it is, and so
             does a `compile` of the model's own class that has no argument `optimizer`.
     """
-    depends = level.level == "O3" and not level.chose_master_weights
-    if level.optimizer_rule is None and not depends:
+    if level.optimizer_rule is None and level.level != "O3":
         return
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -111,6 +114,9 @@ def wrap_compile(model: Any, level: EffectiveLevel) -> None:
             own = with_needed_masters(level, optimizer)
             if own.optimizer_rule is not None:
                 optimizer = prepared_optimizer(optimizer, own)
+            trouble = trouble_with_slots(optimizer, own)
+            if trouble is not None:
+                warnings.warn(trouble, TfampWarning, stacklevel=3)
         given.arguments["optimizer"] = optimizer
         return original(*given.args, **given.kwargs)
 

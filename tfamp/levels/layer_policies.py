@@ -66,16 +66,15 @@ def take_off(model: Any, *, keep_by_hand: bool) -> dict[int, Any]:
 
     Args:
         model: The model. Its layers then have the dtypes they had, or float32 where they were made
-            under a mixed policy.
+            under a mixed policy; its symbolic tensors do not say so yet.
         keep_by_hand: Whether dtypes that were set by hand since stay.
 
     Returns:
         For the number of each layer whose dtype a user chose: its policy.
     """
     default = default_policy(model)
-    functionals = functionals_of(model)
     chosen: dict[int, Any] = {}
-    for functional, _ in functionals:
+    for functional, _ in functionals_of(model):
         output_dtypes.dissolve(functional)
     for layer in layers_of(model):
         if isinstance(layer, keras.layers.InputLayer):
@@ -93,8 +92,6 @@ def take_off(model: Any, *, keep_by_hand: bool) -> dict[int, Any]:
         else:
             set_by_hand.discard(layer)
         layers_before.discard(layer)
-    for functional, _ in functionals:
-        correct_symbolic_dtypes(functional)
     return chosen
 
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import random
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 
 from tfamp.core.dtypes import LOW_PRECISION, float_format
-from tfamp.interop import keras_hooks
+from tfamp.interop import keras_hooks, keras_intercept
 from tfamp.layers.policy_state import policy_scope
 from tfamp.levels.model_structure import is_graph, is_plain, layers_of, path_of
 from tfamp.policy import prepares_data
 
 PolicyOf = Callable[[Any], str | None]
+
+# What KerasHub's backbones note when they enable LoRA on layers they hold.
+_LORA_NOTES = ("_lora_enabled_layers", "_lora_rank")
+
+_rebuilding = threading.Lock()
 
 
 def copy_model(
@@ -38,14 +46,51 @@ def copy_model(
             new dtype.
     """
     policies = {id(layer): policy_of(layer) for layer in layers_of(model)}
-    made = _from_config(model, policies)
-    _set_late_policies(model, made, policies)
-    _build_like(model, made)
-    for old, new in same_layers(model, made):
-        if new.trainable != old.trainable:
-            new.trainable = old.trainable
+    with _without_initializing() as initializers:
+        made = _from_config(model, policies)
+        _set_late_policies(model, made, policies)
+        _build_like(model, made)
+        _enable_lora_like(model, made)
     _copy_weights(model, made, values)
+    _copy_trainable(model, made)
+    copied = {id(each) for each in (*made.weights, *_copy_seeds(model, made))}
+    others = {id(each) for each in (*made.variables, *made.metrics_variables)} - copied
+    for variable, initializer in initializers:
+        if id(variable) in others:
+            initial = keras.initializers.get(initializer)
+            variable.assign(initial(variable.shape, dtype=variable.dtype))
     return made
+
+
+@contextlib.contextmanager
+def _without_initializing() -> Iterator[list[tuple[Any, Any]]]:
+    """Makes variables zeros, as their values exist; yields them with their initializers.
+
+    An initializer may not run in the new dtype, takes its time, and draws random numbers.
+    """
+    thread = threading.get_ident()
+    initializers: list[tuple[Any, Any]] = []
+
+    def replace(variable: Any, initializer: Any) -> Any:
+        is_value = not callable(initializer) and not isinstance(initializer, str)
+        if is_value or threading.get_ident() != thread:
+            return initializer
+        initializers.append((variable, initializer))
+        return _zeros
+
+    with _rebuilding:
+        # Layers and initializers without a seed draw one when they are made.
+        drawn = random.getstate()
+        restore = keras_intercept.replace_initializers(replace)
+        try:
+            yield initializers
+        finally:
+            restore()
+            random.setstate(drawn)
+
+
+def _zeros(shape: Any, dtype: Any = None, **_: Any) -> Any:
+    return keras.ops.zeros(shape, dtype)
 
 
 def _from_config(model: Any, policies: dict[int, str | None]) -> Any:
@@ -145,6 +190,9 @@ def _with_policies(model: Any, policies: dict[int, str | None]) -> dict[str, Any
     config = copy.deepcopy(model.get_config())
     if not is_graph(model):
         return config
+    if "layers" not in config and policies[id(model)] is not None:
+        # What its own constructor takes, as KerasHub's backbones do.
+        _replace_policies(config, model.dtype_policy.name, policies[id(model)])
     for entry, layer in _entries(model, config.get("layers", [])):
         entry.pop("compile_config", None)
         if is_graph(layer):
@@ -197,13 +245,15 @@ def _set_late_policies(model: Any, made: Any, policies: dict[int, str | None]) -
             raise ValueError(
                 f"{path_of(new)} is made with {new.dtype_policy.name} weights by the constructor "
                 f"of {type(model).__name__}, and is to have {wanted} ones. Give its class "
-                "get_config and from_config, or give the layer its dtype there."
+                "get_config and from_config, give the layer its dtype there, or take level 'O2' "
+                "without master_weights, which needs no new weights."
             )
         new.dtype_policy = wanted
 
 
 def _build_like(model: Any, made: Any) -> None:
-    if len(made.weights) == len(model.weights):
+    missing = len(made.weights) != len(model.weights)
+    if not missing or all(new.built for old, new in same_layers(model, made) if old.built):
         return
     config = model.get_build_config()
     if config is None:
@@ -215,14 +265,47 @@ def _build_like(model: Any, made: Any) -> None:
     made.built = True
 
 
+def _enable_lora_like(model: Any, made: Any) -> None:
+    """Enables LoRA where it was enabled on a layer whose holder's configuration does not say so."""
+    for old, new in same_layers(model, made):
+        if getattr(old, "lora_enabled", False):
+            if not new.lora_enabled:
+                new.enable_lora(old.lora_rank)
+            new.lora_alpha = old.lora_alpha
+        for name in _LORA_NOTES:
+            if hasattr(old, name):
+                setattr(new, name, copy.copy(getattr(old, name)))
+
+
+def _copy_trainable(model: Any, made: Any) -> None:
+    for old, new in same_layers(model, made):
+        if new.trainable != old.trainable:
+            new.trainable = old.trainable
+    # Setting a layer's sets all its weights', and LoRA freezes single ones.
+    for before, after in zip(model.weights, made.weights, strict=True):
+        if after.trainable != before.trainable:
+            after.trainable = before.trainable
+
+
+def _copy_seeds(model: Any, made: Any) -> list[Any]:
+    """Makes random layers of a copy go on where the model's are; returns the copied variables."""
+    old, new = _seeds(model), _seeds(made)
+    if len(old) != len(new):
+        return []
+    for source, target in zip(old, new, strict=True):
+        target.assign(source)
+    return new
+
+
+def _seeds(model: Any) -> list[Any]:
+    weights = {id(weight) for weight in model.weights}
+    return [variable for variable in model.variables if id(variable) not in weights]
+
+
 def _copy_weights(model: Any, made: Any, values: Any) -> None:
     old, new = model.weights, made.weights
-    same = [tuple(a.shape) for a in old] == [tuple(b.shape) for b in new]
-    if not same:
-        raise ValueError(
-            f"{model.name} made anew has {len(new)} weights of other shapes than its own "
-            f"{len(old)}; it was changed since it was built."
-        )
+    if _shapes(old) != _shapes(new):
+        raise ValueError(_what_is_different(model, made))
     for layer, copied in same_layers(model, made):
         if prepares_data(type(layer)):
             _copy_adapted(layer, copied)
@@ -247,6 +330,24 @@ def _copy_adapted(layer: Any, made: Any) -> None:
         with tempfile.TemporaryDirectory() as directory:
             layer.save_assets(directory)
             made.load_assets(directory)
+
+
+def _shapes(weights: Iterable[Any]) -> list[tuple[int, ...]]:
+    return [tuple(weight.shape) for weight in weights]
+
+
+def _what_is_different(model: Any, made: Any) -> str:
+    pairs = same_layers(model, made)
+    # The innermost layers come last, and what holds them has their weights too.
+    different = [pair for pair in pairs if _shapes(pair[0].weights) != _shapes(pair[1].weights)]
+    old, new = different[-1] if different else (model, made)
+    return (
+        f"{model.name} stores its weights in another dtype at this level, so it has to be made "
+        f"anew from its configuration. {path_of(old)} ({type(old).__name__}) has weights of the "
+        f"shapes {_shapes(old.weights)}, and made anew {_shapes(new.weights)}: it was changed "
+        "since it was built. Have its get_config say so, or take level 'O2' without "
+        "master_weights, which needs no new weights."
+    )
 
 
 def _in_float32(regularizer: Callable[[Any], Any]) -> Callable[[Any], Any]:

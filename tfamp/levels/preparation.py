@@ -27,7 +27,7 @@ from tfamp.levels.model_structure import layers_of, select
 from tfamp.levels.precision_config import PrecisionConfig
 from tfamp.levels.prepared_optimizer import (
     prepared_optimizer,
-    trouble_in_pure,
+    trouble_with_slots,
     with_needed_masters,
 )
 from tfamp.machine import hardware
@@ -169,7 +169,7 @@ def prepare(
         model, made = level_on_copy(model, given, wanted, kept)
     else:
         made = level_in_place(model, given, wanted, kept)
-    trouble = None if made is None else trouble_in_pure(made, wanted)
+    trouble = trouble_with_slots(made, wanted)
     if trouble is not None:
         warnings.warn(trouble, TfampWarning, stacklevel=2)
     if model.compiled and made is not None:

@@ -13,6 +13,7 @@ from tfamp.interop.keras_backend import described
 from tfamp.layers.roles import WeakMap
 from tfamp.levels.meaning import EffectiveLevel
 from tfamp.levels.model_copy import counterparts
+from tfamp.levels.optimizer_slots import Slots, slots_of
 from tfamp.optimizer import LossScaleOptimizer
 
 # Wrappers that `prepare` made: another level takes them off, where it leaves a user's own.
@@ -95,18 +96,18 @@ def optimizer_for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: 
 
 
 def with_needed_masters(level: EffectiveLevel, optimizer: Any) -> EffectiveLevel:
-    """Returns level O3 with master weights where the optimizer learns nothing without them.
+    """Returns level O3 with master weights where low variables do not hold what an optimizer keeps.
 
     Args:
         level: Any level; others are returned as they are, and so is one whose user has chosen.
         optimizer: The optimizer, or None.
     """
-    average = _average_of_squares(optimizer)
-    if level.level != "O3" or level.chose_master_weights or average is None:
+    slots = _slots_at_o3(optimizer, level)
+    if slots is None or level.chose_master_weights:
         return level
     reason = (
-        f"master weights: yes, as {innermost(optimizer).name} keeps running averages of squared "
-        f"gradients, which {_why_not_low(optimizer, level)}."
+        f"master weights: yes, as {innermost(optimizer).name} keeps {slots.what}, which "
+        f"{slots.trouble(level.dtype)}."
     )
     return dataclasses.replace(level, master_weights=True, reasons=(*level.reasons, reason))
 
@@ -131,37 +132,37 @@ def _exclude_like(old: Any, new: Any, model: Any, made: Any) -> None:
     new._exclude_from_weight_decay_pattern = pattern
 
 
-def trouble_in_pure(optimizer: Any, level: EffectiveLevel) -> str | None:
-    """Returns what is wrong with an optimizer whose variables are all low, None if nothing is.
+def trouble_with_slots(optimizer: Any, level: EffectiveLevel) -> str | None:
+    """Returns what there is to say of what an optimizer keeps at level O3, None for nothing.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: The optimizer, as it is at the level; None will do.
         level: Its level.
     """
-    average = _average_of_squares(optimizer)
-    if level.level != "O3" or level.master_weights or average is None:
+    slots = _slots_at_o3(optimizer, level)
+    if slots is None:
+        return None
+    name, trouble = innermost(optimizer).name, slots.trouble(level.dtype)
+    if not getattr(optimizer, "master_weights", False):
+        return (
+            f"{name} keeps {slots.what}, which {trouble}: at level O3 without master weights it "
+            "may learn nothing or diverge. Leave master_weights out or give True, or use SGD."
+        )
+    if slots.known or level.chose_master_weights:
         return None
     return (
-        f"{innermost(optimizer).name} keeps running averages of squared gradients, which "
-        f"{_why_not_low(optimizer, level)}: at level O3 without master weights it may learn "
-        "nothing or diverge. Leave master_weights out or give True, or use SGD."
+        f"It is not known what {name} ({type(innermost(optimizer)).__name__}) keeps, nor whether "
+        f"{level.dtype} holds it: at level O3 it gets float32 master weights, to be careful. Give "
+        "master_weights=True, or False if it needs none."
     )
 
 
-def _average_of_squares(optimizer: Any) -> str | None:
-    """The name of an optimizer's decay of averages of squared gradients; None without any."""
-    names = (name for name in ("beta_2", "rho") if hasattr(innermost(optimizer), name))
-    return next(names, None)
-
-
-def _why_not_low(optimizer: Any, level: EffectiveLevel) -> str:
-    if level.dtype == "float16":
-        return "are zero in float16 for gradients under 2.4e-4"
-    average = _average_of_squares(optimizer) or ""
-    return (
-        f"bfloat16 cannot hold: {average}={getattr(innermost(optimizer), average):g} is 1 or "
-        "nearly so in it"
-    )
+def _slots_at_o3(optimizer: Any, level: EffectiveLevel) -> Slots | None:
+    """What an optimizer keeps that the low dtype does not hold; None at other levels too."""
+    if optimizer is None or level.level != "O3":
+        return None
+    slots = slots_of(optimizer)
+    return None if slots.trouble(level.dtype) is None else slots
 
 
 def exact_values(optimizer: Any, variables: Sequence[Any]) -> list[Any]:

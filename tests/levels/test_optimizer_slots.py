@@ -1,0 +1,162 @@
+"""O3 gives master weights by what an optimizer keeps; every Keras optimizer is in the table."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+import tfamp
+from tfamp.levels.optimizer_slots import SLOTS
+
+WRAPPERS = ("LossScaleOptimizer", "MultiOptimizer")
+RATES = {"SGD": 0.1, "Adadelta": 1.0, "Adagrad": 0.1, "Ftrl": 0.2, "Lion": 1e-3, "RMSprop": 3e-3}
+
+
+def _classes():
+    """The optimizers that Keras exports, and those that it has and does not."""
+    source = importlib.import_module("keras.src.optimizers")
+    modules = [keras.optimizers]
+    for found in pkgutil.iter_modules(source.__path__):
+        if not found.name.endswith("_test"):
+            modules.append(importlib.import_module(f"{source.__name__}.{found.name}"))
+    kinds = {x for each in modules for x in vars(each).values() if isinstance(x, type)}
+    bases = keras.optimizers.Optimizer.__mro__
+    return {
+        kind.__name__: kind
+        for kind in kinds
+        if issubclass(kind, keras.optimizers.Optimizer) and kind not in bases
+    }
+
+
+KERAS = {name: kind for name, kind in _classes().items() if name not in WRAPPERS}
+
+
+def test_every_optimizer_of_keras_is_in_the_table():
+    classes = set(_classes())
+    assert classes > {"SGD", "Muon", *WRAPPERS}
+    assert classes - set(SLOTS) == set(), "say in SLOTS what they keep"
+
+
+def _model():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [keras.Input((64,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(10)]
+    )
+
+
+def _prepared(optimizer, **arguments):
+    """The optimizer of a model at O3, and what was said."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", tfamp.TfampWarning)
+        _, optimizer = tfamp.prepare(_model(), optimizer, level="O3", **arguments)
+    return optimizer, [str(each.message) for each in said if each.category is tfamp.TfampWarning]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", [*sorted(KERAS), "MultiOptimizer"])
+def test_all_but_sgd_get_masters_or_a_warning(name, dtype):
+    def make():
+        if name != "MultiOptimizer":
+            return KERAS[name]()
+        adam = {".*bias": keras.optimizers.Adam()}
+        return keras.optimizers.MultiOptimizer(
+            keras.optimizers.OptimizerMap(keras.optimizers.SGD(), adam)
+        )
+
+    optimizer, said = _prepared(make(), dtype=dtype)
+    assert (getattr(optimizer, "master_weights", False), said) == (name != "SGD", [])
+    optimizer, said = _prepared(make(), dtype=dtype, master_weights=False)
+    assert not getattr(optimizer, "master_weights", False)
+    assert len(said) == (name != "SGD")
+    assert all("without master weights it may learn nothing" in text for text in said)
+
+
+class Own(keras.optimizers.Optimizer):
+    """An optimizer of a user's, of which nothing is known."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.assign_sub(variable, keras.ops.cast(learning_rate, variable.dtype) * gradient)
+
+
+class OwnSGD(keras.optimizers.SGD):
+    """An optimizer of a user's that is one of Keras's."""
+
+
+class OwnAdagrad(keras.optimizers.Adagrad):
+    """The same."""
+
+
+def test_optimizers_of_users_count_as_what_they_are_made_from():
+    optimizer, said = _prepared(Own(0.1), dtype="bfloat16")
+    assert optimizer.master_weights
+    assert len(said) == 1
+    assert "not known what own (Own) keeps" in said[0]
+    for wanted in (True, False):
+        optimizer, said = _prepared(Own(0.1), dtype="bfloat16", master_weights=wanted)
+        assert len(said) == (not wanted)
+    assert _prepared(OwnSGD(), dtype="bfloat16")[1] == []
+    assert not isinstance(_prepared(OwnSGD(), dtype="bfloat16")[0], tfamp.LossScaleOptimizer)
+    assert _prepared(OwnAdagrad(), dtype="bfloat16")[0].master_weights
+
+
+def test_sgd_that_averages_its_weights_gets_masters():
+    assert _prepared(keras.optimizers.SGD(use_ema=True), dtype="float16")[0].master_weights
+    wrapped = tfamp.LossScaleOptimizer(keras.optimizers.Ftrl(), master_weights=True)
+    assert _prepared(wrapped, dtype="float16", master_weights=False)[1] == []
+
+
+def test_optimizers_of_a_later_compile_are_told_the_same():
+    model, _ = tfamp.prepare(_model(), level="O3", dtype="bfloat16")
+    model.compile("adagrad", "mse")
+    assert model.optimizer.master_weights
+    with pytest.warns(tfamp.TfampWarning, match="not known what"):
+        model.compile(Own(0.1), "mse")
+    model, _ = tfamp.prepare(_model(), level="O3", dtype="bfloat16", master_weights=False)
+    with pytest.warns(tfamp.TfampWarning, match="keeps sums of squared gradients"):
+        model.compile("ftrl", "mse")
+
+
+def _digits():
+    x, y = load_digits(return_X_y=True)
+    # Pixels that are never set have no gradients at all, of which Adafactor makes NaN in float32.
+    noise = np.random.default_rng(0).standard_normal(x.shape)
+    return (x / 16 + 0.1 * noise).astype("float32")[:1280], y[:1280]
+
+
+def _loss_after_training(optimizer, **arguments):
+    x, y = _digits()
+    model = _model()
+    # In `fit` Keras would lose what ScheduleFreeAdamW's slots start from, the weights.
+    optimizer.build(model.trainable_variables)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss)
+    if arguments:
+        model, _ = tfamp.prepare(model, level="O3", **arguments)
+    model.fit(x, y, epochs=3, batch_size=32, shuffle=False, verbose=0)
+    assert all(np.isfinite(np.asarray(each, "float32")).all() for each in model.weights)
+    return model.evaluate(x, y, batch_size=256, verbose=0)
+
+
+_QUICK = ("Adafactor", "Adagrad", "Ftrl", "Muon")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted(KERAS)
+    ],
+)
+def test_every_optimizer_trains_at_o3_as_in_float32(name):
+    rate = RATES.get(name, 0.01)
+    expected = _loss_after_training(KERAS[name](rate))
+    assert expected < 1.2  # of 2.3 at the start
+    for dtype in ("float16", "bfloat16"):
+        loss = _loss_after_training(KERAS[name](rate), dtype=dtype, loss_scale="dynamic")
+        assert loss == pytest.approx(expected, rel=0.15, abs=0.02), dtype
