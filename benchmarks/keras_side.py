@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 import tfamp
-import tfamp.rewriting.graph_rewriter
+import tfamp.rewriting.pipeline
 from benchmarks import models
 from benchmarks.casts import CastTotals, count_casts
 from benchmarks.data import Batch
@@ -107,7 +107,7 @@ class Trainer:
 def _timed_rewrite() -> Iterator[list[float]]:
     """Collects how long each rewrite of a graph takes, apart from the tracing around it."""
     seconds: list[float] = []
-    rewrite = tfamp.rewriting.graph_rewriter.rewrite_graph_def
+    rewrite = tfamp.rewriting.pipeline.convert
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -116,11 +116,11 @@ def _timed_rewrite() -> Iterator[list[float]]:
         finally:
             seconds.append(time.perf_counter() - start)
 
-    tfamp.rewriting.graph_rewriter.rewrite_graph_def = timed
+    tfamp.rewriting.pipeline.convert = timed
     try:
         yield seconds
     finally:
-        tfamp.rewriting.graph_rewriter.rewrite_graph_def = rewrite
+        tfamp.rewriting.pipeline.convert = rewrite
 
 
 def device_bytes() -> dict[str, int] | None:

@@ -26,7 +26,6 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import TfampError, TfampWarning
 from tfamp.core.options import checked_count
 from tfamp.diagnostics.estimating import device
-from tfamp.planning.name_search import limited
 
 if TYPE_CHECKING:
     from tfamp.planning.structures import RewritePlan
@@ -37,8 +36,6 @@ _COLORS = {
     "deny": "stays float32",
     "clear": "is lowered between lowered ops",
 }
-# How long an expression may be searched for in one name: a millionth of it is usual.
-_SEARCH_SECONDS = 2.0
 # The library's messages name its arguments; these are the same on the command line.
 _ARGUMENTS = re.compile(
     r"\b(keep_float32|force_low|batch_size|(?:allow|infer|deny|clear)_add)\b=?"
@@ -181,8 +178,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
             metavar="REGEX",
             action="append",
             default=[],
-            help=f"nodes with a name in which REGEX is found {what}; may be repeated; one that "
-            f"takes more than {_SEARCH_SECONDS:g} s to search for in a name is refused",
+            help=f"nodes with a name in which REGEX is found {what}; may be repeated",
         )
     for color, what in _COLORS.items():
         parser.add_argument(
@@ -267,7 +263,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _rewrite(args: argparse.Namespace) -> int:
-    with _prepared() as saved_model, limited(_SEARCH_SECONDS):
+    with _prepared() as saved_model:
         plan = saved_model.rewrite_saved_model(
             args.src, args.dst, overwrite=args.overwrite, **_choices(args, saved_model)
         )
@@ -280,22 +276,24 @@ def _rewrite(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    with _prepared() as saved_model, limited(_SEARCH_SECONDS):
+    with _prepared() as saved_model:
         plan = saved_model.inspect_saved_model(args.src, **_choices(args, saved_model))
     print(plan.to_json() if args.json else plan.to_text().rstrip("\n"))
     return 0
 
 
 def _choices(args: argparse.Namespace, saved_model: Any) -> dict[str, Any]:
-    from tfamp.graph import Calibration, request
+    from tfamp.graph import Calibration
+    from tfamp.graph.rewrite import PLACEMENTS
+    from tfamp.planning.choices import check_choice, patterns
 
     dtype = saved_model.low_dtype(args.dtype)
     changes = {f"{color}_add": getattr(args, f"{color}_add") for color in _COLORS}
     lists = None
     with _wrong_usage():
-        request.check_choice("--placement", args.placement, request.PLACEMENTS)
-        request.patterns("--keep-float32", args.keep_float32)
-        request.patterns("--force-low", args.force_low)
+        check_choice("--placement", args.placement, PLACEMENTS)
+        patterns("--keep-float32", args.keep_float32)
+        patterns("--force-low", args.force_low)
         if any(changes.values()):
             lists = tfamp.OpLists.default(dtype, args.device).with_changes(**changes)
     with _wrong_usage("--calibrate: "):

@@ -18,9 +18,10 @@ from tensorflow.python.framework import kernels
 
 import tfamp
 from helpers.tolerances import assert_close
+from tfamp.graph import op_lists
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.interop import tf_private
-from tfamp.planning import autocast_lists, grappler_lists, op_lists
+from tfamp.planning import autocast_lists, grappler_lists
 
 DTYPES = ("float16", "bfloat16")
 DEFAULTS = [(dtype, device) for dtype in DTYPES for device in DEVICES]

@@ -16,8 +16,8 @@ from tfamp.core.errors import NothingToLowerWarning
 from tfamp.core.profile import KINDS, MachineProfile, builtin_profile
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.request import NodeChoices, colors_of
-from tfamp.graph.rewrite import rewrite_graph_def
+from tfamp.graph.rewrite import colors_of, rewrite_graph_def
+from tfamp.planning.choices import NodeChoices
 from tfamp.planning.coloring import paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, estimate, scope_seconds
 from tfamp.planning.placement import place
@@ -234,7 +234,7 @@ def test_it_is_never_dearer_than_the_lists_and_as_safe(made, profile, dtype, def
     lists = OpLists.default(dtype, "cpu") if default else OpLists.grappler(dtype)
     colors = colors_of(lists)
     (index,) = build_indexes(shaped(made.graph_def), dtype=dtype, device="cpu")
-    chosen = NodeChoices(made.fetches, made.feeds, (), ()).unchanging(index)
+    chosen = NodeChoices(made.fetches, made.feeds, (), ()).nodes_of([index]).used[0]
     regions = find_regions(index, index.positions(chosen))
     painting = paint(index, regions, colors)
     safe = safe_slots(index, regions, colors, painting)

@@ -10,8 +10,9 @@ from helpers import graph_dsl
 from tfamp.graph import rewrite
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.request import NodeChoices, colors_of
-from tfamp.graph.verify import verify_rewrite
+from tfamp.graph.rewrite import colors_of
+from tfamp.graph.verify import control_inputs, verify_rewrite
+from tfamp.planning.choices import NodeChoices
 from tfamp.planning.coloring import paint
 from tfamp.planning.plan import PaintedScope, make_plan
 from tfamp.planning.regions import find_regions
@@ -27,12 +28,12 @@ def check(change):
     colors = colors_of(OpLists.grappler("bfloat16"))
     (index,) = build_indexes(made.graph_def, dtype="bfloat16", device="cpu")
     choices = NodeChoices(made.fetches, made.feeds, (), ())
-    regions = find_regions(index, index.positions(choices.unchanging(index)))
+    regions = find_regions(index, index.positions(choices.nodes_of([index]).used[0]))
     scopes = [PaintedScope(index, regions, paint(index, regions, colors))]
     plan = make_plan(scopes, dtype="bfloat16", colors=colors)
     after = rewrite_graph_def(made.graph_def, made.fetches, dtype="bfloat16").graph_def
     change({node.name: node for node in after.node}, after)
-    verify_rewrite(made.graph_def, after, scopes, plan, "cpu")
+    verify_rewrite(control_inputs(made.graph_def), after, scopes, plan)
 
 
 def test_a_correct_rewrite_passes():
@@ -77,4 +78,4 @@ def test_a_lost_function_is_named():
     after = tf.compat.v1.GraphDef()
     after.node.add(name="x", op="NoOp")
     with pytest.raises(tfamp.RewriteError, match="a function was lost or added"):
-        verify_rewrite(before, after, scopes, plan, "cpu")
+        verify_rewrite(control_inputs(before), after, scopes, plan)

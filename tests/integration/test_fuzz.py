@@ -167,27 +167,6 @@ def test_damaged_configurations(folders, source):
         assert tfamp.PrecisionConfig.from_dict(config.to_dict()) == config
 
 
-REGEX_PARTS = st.sampled_from(
-    ["a", "b", ".", "(", ")", "(a+)+", "(a|a)*", "(.*)*", "*", "+", "{2,}", "[a-", "]", "\\", "$"]
-)
-
-
-@settings(max_examples=60)
-@given(st.lists(REGEX_PARTS, min_size=1, max_size=6))
-def test_regexes_are_searched_for_in_bounded_time(parts):
-    from tfamp.graph.request import patterns
-    from tfamp.planning.name_search import is_found, limited
-
-    began = time.monotonic()
-
-    def search():
-        with limited(0.05):
-            return [is_found(each, "a" * 40 + "!") for each in patterns("keep", ["".join(parts)])]
-
-    result_or_clear_error(search)
-    assert time.monotonic() - began < BOUND
-
-
 # ---- Autocast ------------------------------------------------------------------------------------
 
 # Op -> what it does, the dtype it must have inside autocast: low, float32, or the inputs' widest.

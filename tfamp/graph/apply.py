@@ -1,4 +1,4 @@
-"""RewritePlan -> a new GraphDef; the only writer of protobuf."""
+"""Carries out a RewritePlan; the only writer of dtypes."""
 
 from __future__ import annotations
 
@@ -13,27 +13,22 @@ from tfamp.planning.structures import ARGUMENT, FLOAT32, MAIN_GRAPH, RESULT, Cas
 from tfamp.planning.structures import Retype as _Retype
 
 
-def apply_plan(graph_def: Any, plan: RewritePlan) -> Any:
-    """Carries out a plan.
+def apply_plan(graph_def: Any, plan: RewritePlan) -> None:
+    """Carries out a plan, in place.
 
     Nodes keep their names and their order; a Cast comes right behind the node that makes its
     tensor. Functions keep their names and the names of their arguments and results.
 
     Args:
-        graph_def: The `tf.compat.v1.GraphDef` the plan was made for; it is not modified.
+        graph_def: The `tf.compat.v1.GraphDef` the plan was made for.
         plan: What to change.
-
-    Returns:
-        A new `tf.compat.v1.GraphDef`.
     """
-    result = tf.compat.v1.GraphDef()
-    result.CopyFrom(graph_def)
-    functions = {function.signature.name: function for function in result.library.function}
+    functions = {function.signature.name: function for function in graph_def.library.function}
     for scope in plan.scopes:
         if not scope.retypes and not scope.casts:
             continue
         if scope.scope == MAIN_GRAPH:
-            _rewrite_nodes(result.node, scope.retypes, scope.casts, plan.dtype, "")
+            _rewrite_nodes(graph_def.node, scope.retypes, scope.casts, plan.dtype, "")
         else:
             function = functions[scope.scope]
             _rewrite_signature(function.signature, scope.retypes, plan.dtype)
@@ -42,7 +37,6 @@ def apply_plan(graph_def: Any, plan: RewritePlan) -> Any:
                 for consumer, _ in cast.consumers:
                     if consumer.startswith(RESULT):
                         function.ret[consumer.removeprefix(RESULT)] = f"{cast.name}:y:0"
-    return result
 
 
 def _rewrite_signature(signature: Any, retypes: tuple[_Retype, ...], dtype: str) -> None:
@@ -75,9 +69,7 @@ def _rewrite_nodes(
                 node.input[position] = f"{cast.name}{output}"
     ordered = following[ARGUMENT]
     for node in list(nodes):
-        copy = tf.compat.v1.NodeDef()
-        copy.CopyFrom(node)
-        ordered.append(copy)
+        ordered.append(node)
         ordered += following.get(node.name, [])
     del nodes[:]
     nodes.extend(ordered)

@@ -67,24 +67,22 @@ def rename_functions(graph_def: Any, suffix: str) -> Any:
 
 
 def unshare_branches(graph_def: Any) -> Any:
-    """Returns a copy in which no two loops or conditionals have a function in common.
+    """Gives every loop and conditional functions of its own, in place; returns the graph.
 
     Inlining a function twice makes two nodes of each loop in it. TensorFlow names what it makes of
     a loop's body, to take its gradient, after the body: there would be two functions of one name.
 
     Args:
-        graph_def: A `tf.compat.v1.GraphDef`; it is not modified.
+        graph_def: A `tf.compat.v1.GraphDef`.
     """
-    result = tf.compat.v1.GraphDef()
-    result.CopyFrom(graph_def)
-    library = {function.signature.name: function for function in result.library.function}
+    library = {function.signature.name: function for function in graph_def.library.function}
     taken: set[str] = set()
-    pending = [result.node]
+    pending = [graph_def.node]
     while pending:
         for node in pending.pop():
             for called in _branches(node):
                 if called.name in taken:
-                    copy = result.library.function.add()
+                    copy = graph_def.library.function.add()
                     copy.CopyFrom(library[called.name])
                     called.name = _free_name(called.name, library)
                     copy.signature.name = called.name
@@ -92,7 +90,7 @@ def unshare_branches(graph_def: Any) -> Any:
                 if called.name in library:
                     taken.add(called.name)
                     pending.append(library[called.name].node_def)
-    return result
+    return graph_def
 
 
 def _branches(node: Any) -> Iterator[Any]:

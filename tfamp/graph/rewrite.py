@@ -1,40 +1,50 @@
-"""The whole rewrite: index, regions, coloring, plan, apply, verify."""
+"""GraphDef -> GraphDef in low precision: inline, transform, index, decide, apply, verify."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import tensorflow as tf
+
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingToLowerWarning, TfampWarning
 from tfamp.core.profile import MachineProfile
-from tfamp.graph import request
 from tfamp.graph.apply import apply_plan
 from tfamp.graph.index import build_indexes
-from tfamp.graph.op_lists import OpLists
-from tfamp.graph.transforms.bias_gradients import Sums, as_sums, sums_are_better, without_idle_sums
+from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
+from tfamp.graph.op_signatures import SUCCESSORS
+from tfamp.graph.transforms.bias_gradients import as_sums, sums_are_better, without_idle_sums
 from tfamp.graph.transforms.inline import inline_calls
 from tfamp.graph.transforms.loop_reads import read_before_loops
-from tfamp.graph.verify import verify_rewrite
+from tfamp.graph.verify import control_inputs, verify_rewrite
 from tfamp.machine import hardware
-from tfamp.planning.coloring import Updates, paint, safe_slots
-from tfamp.planning.cost import estimate, with_free_casts
-from tfamp.planning.linking import Joined, join
-from tfamp.planning.name_search import nearest_names
-from tfamp.planning.placement import place
-from tfamp.planning.plan import PaintedScope, make_plan
+from tfamp.planning.choices import NodeChoices, check_choice
+from tfamp.planning.coloring import Updates
+from tfamp.planning.decision import Request, decide
+from tfamp.planning.plan import PaintedScope
 from tfamp.planning.ranges import RULE as CALIBRATION
-from tfamp.planning.ranges import Limits, Ranges, too_large
-from tfamp.planning.regions import find_regions
-from tfamp.planning.structures import (
-    GraphIndex,
-    Painting,
-    Reason,
-    Regions,
-    RewritePlan,
-    RewriteResult,
-)
+from tfamp.planning.ranges import Limits, Ranges
+from tfamp.planning.structures import RewritePlan, RewriteResult
+
+PLACEMENTS = ("min_cut", "lists")
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A graph in low precision.
+
+    Attributes:
+        graph_def: The graph.
+        plan: Every decision that led to it.
+        scopes: The graph as it was and its functions, with what they take.
+    """
+
+    graph_def: Any
+    plan: RewritePlan
+    scopes: tuple[PaintedScope, ...]
 
 
 def rewrite_graph_def(
@@ -104,132 +114,134 @@ def rewrite_graph_def(
         >>> [(node.name, node.dtype) for node in result.plan.nodes]
         [('x', 'float32'), ('matmul', 'bfloat16'), ('Identity', 'float32')]
     """
-    request.check(
-        graph_def,
+    if not isinstance(graph_def, tf.compat.v1.GraphDef):
+        raise TypeError(
+            f"graph_def must be a tf.compat.v1.GraphDef; got {type(graph_def).__name__}. "
+            "That of a concrete function is `function.graph.as_graph_def()`."
+        )
+    request = make_request(
+        NodeChoices(fetches, feeds, keep_float32, force_low, may_miss),
         dtype=dtype,
+        op_lists=op_lists,
         placement=placement,
         device=device,
-        op_lists=op_lists,
         profile=profile,
+        ranges=ranges,
+        limits=limits,
+        cached=cached,
     )
-    choices = request.NodeChoices(fetches, feeds, keep_float32, force_low, may_miss)
+    owned = tf.compat.v1.GraphDef()
+    owned.CopyFrom(graph_def)
     if inline:
-        graph_def = inline_calls(graph_def, choices.used_names)
-    measured, limits = request.measured(ranges, limits, dtype)
+        inline_calls(owned, request.choices.used_names)
+    converted = convert(owned, request)
+    return RewriteResult(converted.graph_def, converted.plan)
+
+
+def make_request(
+    choices: NodeChoices,
+    *,
+    dtype: str,
+    op_lists: OpLists | None,
+    placement: str,
+    device: str = "auto",
+    profile: MachineProfile | None = None,
+    ranges: Ranges | None = None,
+    limits: Limits | None = None,
+    cached: Collection[str] = (),
+) -> Request:
+    """Checks arguments of `rewrite_graph_def` and fills in what they leave to this machine."""
+    check_lists(op_lists)
+    if profile is not None and not isinstance(profile, MachineProfile):
+        raise TypeError(
+            f"profile must be a tfamp.graph.MachineProfile or None; got {type(profile).__name__}."
+        )
+    check_choice("dtype", dtype, LOW_PRECISION)
+    check_choice("placement", placement, PLACEMENTS)
+    check_choice("device", device, DEVICES)
+    _check_measured(ranges, limits)
     lists = op_lists or OpLists.default(dtype, device)
     kind = hardware.device_kind(device)
-    profile = profile or hardware.profile_of(kind)
-    sums: Sums = {}
-    if sums_are_better(lists, dtype, kind):
-        graph_def, sums = as_sums(graph_def)
-    indexes = build_indexes(graph_def, dtype=dtype, device=kind)
-    weights: Collection[tuple[str, str]] = ()
-    if inline:
-        # Behind the index, which refuses graphs that are not valid.
-        graph_def, weights = read_before_loops(graph_def, choices.used_names)
+    return Request(
+        dtype=dtype,
+        choices=choices,
+        colors=colors_of(lists),
+        clear=lists.clear,
+        updates=_updates_of(lists, dtype),
+        device=kind,
+        placement=placement,
+        profile=profile or hardware.profile_of(kind),
+        ranges=ranges or Ranges(),
+        limits=limits or Limits.default(dtype),
+        cached=frozenset(cached),
+    )
+
+
+def convert(graph_def: Any, request: Request) -> Converted:
+    """Converts a graph of the caller's own, in place.
+
+    Raises:
+        ValueError: The graph has no node of a name, or that matches a pattern, of the request's.
+        RewriteError: The graph is not valid or has an unknown op.
+    """
+    as_sum = sums_are_better(request.colors, request.dtype, request.device)
+    sums = as_sums(graph_def) if as_sum else {}
+    indexes = build_indexes(graph_def, dtype=request.dtype, device=request.device)
+    # Behind the index, which refuses graphs that are not valid.
+    weights = read_before_loops(graph_def, request.choices.used_names)
     if weights:
-        indexes = build_indexes(graph_def, dtype=dtype, device=kind)
-    chosen = choices.nodes_of(indexes)
-    joined = join(indexes, lists.clear, weights)
-    rules = _Rules(joined, request.colors_of(lists), request.updates_of(lists, dtype), chosen)
-    kept = [
-        too_large(index, measured, limits, forced) | {**by_name, **used}
-        for index, forced, by_name, used in zip(
-            indexes, chosen.forced, chosen.kept, chosen.used, strict=True
-        )
-    ]
-    regions, painting = rules.paint(kept)
-    costs = [estimate(index, profile, dtype) for index in indexes]
-    costs[0] = with_free_casts(costs[0], indexes[0], cached)
-    if placement == "min_cut":
-        safe = safe_slots(joined.index, regions, rules.colors, painting)
-        every = joined.join_costs(costs, safe)
-        painting = place(joined.index, regions, painting, safe, every, profile.least_gain)
-    scopes = [
-        PaintedScope(
-            index,
-            joined.split_regions(regions, number),
-            joined.split_painting(painting, number),
-            costs[number],
-            joined.rounds[number],
-        )
-        for number, index in enumerate(indexes)
-    ]
-    plan = make_plan(scopes, dtype=dtype, colors=rules.colors)
-    result = apply_plan(graph_def, plan)
-    verify_rewrite(graph_def, result, scopes, plan, kind)
-    result, plan = without_idle_sums(result, plan, sums)
-    for text in _without_effect(rules, scopes, plan):
-        warnings.warn(text, TfampWarning, stacklevel=2)
+        indexes = build_indexes(graph_def, dtype=request.dtype, device=request.device)
+    decision = decide(indexes, weights, request)
+    before = control_inputs(graph_def)
+    apply_plan(graph_def, decision.plan)
+    verify_rewrite(before, graph_def, decision.scopes, decision.plan)
+    plan = without_idle_sums(graph_def, decision.plan, sums)
+    for text in decision.idle:
+        warnings.warn(text, TfampWarning, stacklevel=3)
     if not plan.summary.low_nodes:
-        warnings.warn(_nothing_lowered(plan), NothingToLowerWarning, stacklevel=2)
-    return RewriteResult(result, plan)
+        warnings.warn(_nothing_lowered(plan), NothingToLowerWarning, stacklevel=3)
+    return Converted(graph_def, plan, decision.scopes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rules:
-    """What decides which slots are lowered, whatever they cost."""
-
-    joined: Joined
-    colors: Mapping[str, str]
-    updates: Updates
-    chosen: request.ChosenNodes
-
-    def paint(self, kept: Sequence[Mapping[str, Reason]]) -> tuple[Regions, Painting]:
-        """Returns what is to be lowered if some nodes of each scope, by name, stay as they are."""
-        index = self.joined.index
-        regions = find_regions(index, self.joined.by_position(kept), self.joined.kept)
-        forced = self.joined.positions(self.chosen.forced)
-        return regions, paint(index, regions, self.colors, forced, self.updates)
-
-    def lowerable(self) -> list[set[int]]:
-        """Returns the nodes of each scope that could be low if the caller kept none."""
-        regions, painting = self.paint(self.chosen.used)
-        safe = safe_slots(self.joined.index, regions, self.colors, painting)
-        low = {*safe, *painting.low}
-        return [
-            _nodes_with(index, {slot for slot, place in enumerate(places) if place in low})
-            for index, places in zip(self.joined.scopes, self.joined.slots, strict=True)
-        ]
-
-
-def _nodes_with(index: GraphIndex, slots: Collection[int]) -> set[int]:
-    return {
-        position
-        for position, node in enumerate(index.nodes)
-        if any(slot in slots for slot in node.slots)
-    }
-
-
-def _without_effect(
-    rules: _Rules, scopes: Sequence[PaintedScope], plan: RewritePlan
-) -> Iterator[str]:
-    """A warning for each pattern that changes no node."""
-    chosen = rules.chosen
-    if any(each.argument == "keep_float32" for each in chosen.must_matter):
-        lowerable = rules.lowerable()
-        for each in chosen.idle("keep_float32", lowerable):
-            could = (
-                names[position]
-                for names, nodes in zip(chosen.names, lowerable, strict=True)
-                for position in sorted(nodes)
-            )
-            near = nearest_names(each.pattern, filter(None, could))
-            advice = f" Nodes that could be {plan.dtype} are {', '.join(map(repr, near))}."
-            yield (
-                f"keep_float32: {each.pattern!r} has no effect: without it, too, {each.text()} "
-                f"would stay in float32.{advice if near else ''}"
-            )
-    low = [_nodes_with(scope.index, scope.painting.low) for scope in scopes]
-    reasons = {(node.scope, node.name): node.reason.text for node in plan.nodes}
-    for each in chosen.idle("force_low", low):
-        known = (
-            reasons.get((scope.index.scope, scope.index.nodes[position].name))
-            for scope, nodes in zip(scopes, each.nodes, strict=True)
-            for position in nodes
+def check_lists(op_lists: Any) -> None:
+    """Raises a TypeError unless the lists are an OpLists or None."""
+    if op_lists is not None and not isinstance(op_lists, OpLists):
+        raise TypeError(
+            f"op_lists must be a tfamp.OpLists or None; got {type(op_lists).__name__}. Start from "
+            "OpLists.default(dtype).with_changes(...)."
         )
-        why = next(filter(None, known), "it holds no float32")
-        yield (f"force_low: {each.pattern!r} has no effect: {each.text()} stays as it is; {why}.")
+
+
+def colors_of(lists: OpLists) -> dict[str, str]:
+    """Returns the colour of every op type that is on a list, or whose successor is."""
+    colors: dict[str, str] = {op: color for color in COLORS for op in getattr(lists, color)}
+    successors = {op: colors[new] for op, new in SUCCESSORS.items() if new in colors}
+    return successors | colors
+
+
+def _updates_of(lists: OpLists, dtype: str) -> Updates:
+    """Returns how far arithmetic on gradients, on its way to variables, may be low.
+
+    Only Grappler's own lists, unchanged, give Grappler's result. Elsewhere optimizers compute in
+    float32: with bfloat16 from the last reduction on, as it has float32's range; with float16 from
+    the start, as squares of gradients, and gradients whose loss scale is taken off, vanish.
+    """
+    if lists == OpLists.grappler(dtype):
+        return "low"
+    return "reduced" if dtype == "bfloat16" else "float32"
+
+
+def _check_measured(ranges: Any, limits: Any) -> None:
+    for name, value, kind in (("ranges", ranges, Ranges), ("limits", limits, Limits)):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(
+                f"{name} must be a {kind.__name__} of tfamp.planning.ranges or None; got "
+                f"{type(value).__name__}."
+            )
+    if limits is not None and ranges is None:
+        raise ValueError(
+            "limits need ranges: measure them with tfamp.graph.measuring.calibration.measure."
+        )
 
 
 def _nothing_lowered(plan: RewritePlan) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 from tfamp.core.errors import RewriteError
 from tfamp.graph.index import build_indexes
@@ -12,9 +12,11 @@ from tfamp.planning.linking import boundaries_agree
 from tfamp.planning.plan import PaintedScope
 from tfamp.planning.structures import GraphIndex, IndexedNode, RewritePlan
 
+ControlInputs: TypeAlias = Mapping[tuple[str, str], tuple[str, ...]]
+
 
 def verify_rewrite(
-    before: Any, after: Any, scopes: Sequence[PaintedScope], plan: RewritePlan, device: str
+    before: ControlInputs, after: Any, scopes: Sequence[PaintedScope], plan: RewritePlan
 ) -> None:
     """Checks a rewritten graph against the graph it was made from.
 
@@ -22,17 +24,16 @@ def verify_rewrite(
     must not change has not, denied slots are float32, and all that is new are the plan's Casts.
 
     Args:
-        before: The graph that was rewritten.
+        before: The control inputs of the graph that was rewritten.
         after: The result.
         scopes: The decisions.
         plan: The plan.
-        device: Kind of device of nodes that are pinned to none.
 
     Raises:
         RewriteError: One of these does not hold.
     """
     # Indexing compares the dtypes of both ends of every edge.
-    indexes = build_indexes(after, dtype=None, device=device)
+    indexes = build_indexes(after, dtype=None, device="cpu")
     if [index.scope for index in indexes] != [scope.index.scope for scope in scopes]:
         raise _violation("the functions of the graph", "a function was lost or added")
     for node, function, agrees in boundaries_agree(indexes):
@@ -41,7 +42,10 @@ def verify_rewrite(
             raise _violation(f"node {node.name!r} ({node.op})", cause)
     for scope, index, changes in zip(scopes, indexes, plan.scopes, strict=True):
         _verify_nodes(scope, index, {cast.name for cast in changes.casts})
-    _verify_control_inputs(before, after)
+    now = control_inputs(after)
+    for place, expected in before.items():
+        if now.get(place) != expected:
+            raise _violation(f"node {place[1]!r}", "its control inputs changed")
 
 
 def _verify_nodes(scope: PaintedScope, index: GraphIndex, casts: set[str]) -> None:
@@ -71,21 +75,15 @@ def _verify_slots(
             )
 
 
-def _verify_control_inputs(before: Any, after: Any) -> None:
-    now = dict(_control_inputs(after))
-    for place, expected in _control_inputs(before):
-        if now.get(place) != expected:
-            raise _violation(f"node {place[1]!r}", "its control inputs changed")
-
-
-def _control_inputs(graph_def: Any) -> Iterator[tuple[tuple[str, str], tuple[str, ...]]]:
+def control_inputs(graph_def: Any) -> dict[tuple[str, str], tuple[str, ...]]:
+    """Returns what each node waits for, by the names of its function and its own."""
     scopes = [("", graph_def.node)]
-    scopes += [
-        (function.signature.name, function.node_def) for function in graph_def.library.function
-    ]
-    for scope, nodes in scopes:
-        for node in nodes:
-            yield (scope, node.name), tuple(name for name in node.input if name.startswith("^"))
+    scopes += [(each.signature.name, each.node_def) for each in graph_def.library.function]
+    return {
+        (scope, node.name): tuple(name for name in node.input if name.startswith("^"))
+        for scope, nodes in scopes
+        for node in nodes
+    }
 
 
 def _violation(place: str, cause: str) -> RewriteError:

@@ -8,7 +8,7 @@ of the tensors it refers to.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -40,38 +40,32 @@ class Host(Protocol):
         """Returns the copy of a node of the traced graph itself."""
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where the copies come from.
-
-    Attributes:
-        graph: The `FuncGraph` that was traced.
-        graph_def: Its graph with the copies' names, before dtypes were changed.
-    """
-
-    graph: Any
-    graph_def: Any
+def gradient_dtypes(graph_def: Any) -> dict[tuple[str, str], tuple[int, ...]]:
+    """Returns the dtypes of nodes with custom gradients, by their function's name and their own."""
+    return {(i, n.name): tuple(n.attr["T"].list.type) for i, n in _custom_nodes(graph_def)}
 
 
 def adopt_gradients(
-    graph_def: Any, origin: Origin, host: Host, differentiate: Differentiate
+    graph_def: Any,
+    dtypes: Mapping[tuple[str, str], Sequence[int]],
+    traced: Any,
+    host: Host,
+    differentiate: Differentiate,
 ) -> None:
     """Registers gradients for the copies and makes the nodes refer to them.
 
     Args:
         graph_def: The `tf.compat.v1.GraphDef` to import; it is changed.
-        origin: Where it comes from.
+        dtypes: What `gradient_dtypes` says of it as it was traced, with the names of now.
+        traced: The `FuncGraph` that was traced.
         host: The graph it is imported to.
         differentiate: Adds a traced function to the current graph.
     """
-    dtypes = {(i, n.name): tuple(n.attr["T"].list.type) for i, n in _custom_nodes(origin.graph_def)}
     for scope, node in _custom_nodes(graph_def):
         name = node.attr[GRADIENT].s.decode()
         prefix = node.attr[INLINED_INTO].s.decode() if INLINED_INTO in node.attr else ""
         wanted = [tf.as_dtype(each) for each in dtypes[scope, node.name]]
-        adopted = _AdoptedGradient(
-            name, node.name, prefix, wanted, origin.graph, host, differentiate
-        )
+        adopted = _AdoptedGradient(name, node.name, prefix, wanted, traced, host, differentiate)
         node.attr[GRADIENT].s = _register(adopted).encode()
     library = {function.signature.name for function in graph_def.library.function}
     for _, node in _nodes(graph_def):

@@ -16,22 +16,19 @@ from tfamp.autocasting.state import current_modes
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingToLowerWarning, RewriteError, TfampWarning
 from tfamp.core.profile import MachineProfile
-from tfamp.graph import request
-from tfamp.graph.measuring.calibration import measure
 from tfamp.graph.measuring.calibration_data import Calibration
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.transforms.inline import inline_calls
 from tfamp.interop.keras_backend import require_tensorflow
 from tfamp.interop.tf_functions import SaveableFunction
+from tfamp.planning.choices import check_choice, tensor_names
 from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import RewritePlan
 from tfamp.policy import Policy
 from tfamp.rewriting.flat_call import FlatCall
 from tfamp.rewriting.fused_tracing import fused_batch_normalization
-from tfamp.rewriting.graft import graft
-from tfamp.rewriting.graph_rewriter import GraphRewriter, RewriteSettings, rewrite_gradient
+from tfamp.rewriting.pipeline import FlatGraph, RewriteSettings, into_current_graph
 from tfamp.rewriting.traced_function import TracedFunction
-from tfamp.rewriting.weight_cache import WeightCache, cacheable_variables, cached_casts
+from tfamp.rewriting.weight_cache import WeightCache
 
 _EAGER = (
     "{} runs as written, in float32: after tf.config.run_functions_eagerly(True) no function is "
@@ -115,8 +112,8 @@ def rewrite(
     settings = RewriteSettings(
         dtype=_low_dtype(dtype),
         op_lists=op_lists,
-        keep_float32=request.tensor_names("keep_float32", keep_float32),
-        force_low=request.tensor_names("force_low", force_low),
+        keep_float32=tensor_names("keep_float32", keep_float32),
+        force_low=tensor_names("force_low", force_low),
         calibration=None if calibration is None else Calibration.of(calibration),
         placement=placement,
         profile=profile,
@@ -143,7 +140,7 @@ def rewrite_step(
     settings = RewriteSettings(
         dtype=dtype,
         op_lists=None,
-        keep_float32=request.tensor_names("keep_float32", keep_float32),
+        keep_float32=tensor_names("keep_float32", keep_float32),
         force_low=(),
         calibration=None,
         placement=placement,
@@ -158,7 +155,7 @@ def _low_dtype(dtype: str | None) -> str | None:
     """Returns the dtype to lower to; None where float32 is the fastest this machine has."""
     if dtype is not None:
         name = tf.as_dtype(dtype).name if isinstance(dtype, tf.DType) else dtype
-        request.check_choice("dtype", name, LOW_PRECISION)
+        check_choice("dtype", name, LOW_PRECISION)
         return name
     automatic = Policy("auto").compute_dtype
     if automatic in LOW_PRECISION:
@@ -310,59 +307,45 @@ class RewrittenFunction(SaveableFunction):
         with fused_batch_normalization(), current_modes.set_to(None):
             return self._traced.trace(call)
 
-    def rewritten_graph(self, call: FlatCall, *, keep_float32: Iterable[str] = ()) -> Any:
-        """Returns the float32 trace of a call, and what its graph, inlined, is rewritten to.
+    def rewritten_graph(self, call: FlatCall, *, keep_float32: Iterable[str] = ()) -> FlatGraph:
+        """Returns the graph that a call is converted to.
 
         Args:
             call: The call.
             keep_float32: Patterns of names of more nodes that stay float32.
         """
-        traced = self.float32_trace(call)
-        patterns = (*self._settings.keep_float32, *keep_float32)
-        settings = dataclasses.replace(self._settings, keep_float32=patterns)
-        outputs = [tensor.name for tensor in traced.outputs]
-        inputs = [tensor.name for tensor in traced.inputs]
-        graph_def = inline_calls(traced.graph.as_graph_def(add_shapes=True), (*outputs, *inputs))
-        rewriter = GraphRewriter(settings, functools.partial(self._measure, traced))
-        return traced, rewriter(graph_def, outputs, inputs)
+        graph = FlatGraph.of(self.float32_trace(call))
+        more = (*self._settings.keep_float32, *keep_float32)
+        settings = dataclasses.replace(self._settings, keep_float32=more)
+        settings.convert(graph, self._ranges(graph))
+        return graph
 
     def _trace(self, cache: WeightCache | None, *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
             warnings.warn(_EAGER.format(self._traced.name), TfampWarning, stacklevel=2)
             return self._traced.python_function(*args, **kwargs)
-        host = tf.compat.v1.get_default_graph()
         call = FlatCall(args, kwargs)
         traced, result = self._float32_trace(call)
-        variables = functools.partial(cacheable_variables, traced)
-        measured = functools.partial(self._measure, traced)
-        rewriter = GraphRewriter(self._settings, measured, None if cache is None else variables)
-
-        def substitutes(before: Any, after: Any) -> dict[str, Any]:
-            if cache is None or self._settings.dtype is None:
-                return {}
-            return cached_casts(after, variables(before), cache, self._settings.dtype)
-
+        values = [*call.tensors, *traced.captured_inputs]
         try:
-            tensors = graft(
-                traced,
-                [*call.tensors, *traced.captured_inputs],
-                rewriter,
-                functools.partial(rewrite_gradient, self._settings),
-                substitutes,
-            )
+            graph = FlatGraph.of(traced)
+            ranges = self._ranges(graph)
+            tensors, plan = into_current_graph(graph, values, self._settings, ranges, cache)
         except RewriteError as error:
             if self._settings.on_error == "raise":
                 raise
             text = f"{self._traced.name} cannot be rewritten and stays in float32: {error}"
             warnings.warn(text, TfampWarning, stacklevel=2)
             return self._fn(*args, **kwargs)
-        if rewriter.plans:
-            self._plans[host] = rewriter.plans[0]
+        if plan is not None:
+            self._plans[tf.compat.v1.get_default_graph()] = plan
         return result.pack(tensors)
 
-    def _measure(self, traced: Any, graph_def: Any, calibration: Calibration) -> Ranges:
-        """Runs the calls of a calibration on the float32 graph of a trace."""
-        signature = self._traced.signature
+    def _ranges(self, graph: FlatGraph) -> Ranges | None:
+        """Runs the calls of the calibration on the float32 graph of a trace."""
+        calibration, signature = self._settings.calibration, self._traced.signature
+        if calibration is None or self._settings.dtype is None:
+            return None
 
         def batches() -> Iterator[tuple[Any, ...]]:
             for args, kwargs in calibration.calls():
@@ -370,14 +353,7 @@ class RewrittenFunction(SaveableFunction):
                 bound.apply_defaults()
                 yield FlatCall(bound.args, bound.kwargs).values()
 
-        return measure(
-            graph_def,
-            [tensor.name for tensor in traced.inputs],
-            batches(),
-            traced.captured_inputs,
-            [tensor.name for tensor in traced.outputs],
-            traced.graph.variables,
-        )
+        return graph.ranges(batches())
 
 
 def _check_function(fn: Any) -> None:

@@ -199,7 +199,9 @@ def _inline_inside(graph: Any) -> None:
     Not into functions that only call another: signatures then still share the function that they
     have in common. What only those called that it is now a part of stays in the library as it is.
     """
-    inlined = {f.signature.name: f for f in inline_calls(graph).library.function}
+    flat = tf.compat.v1.GraphDef()
+    flat.CopyFrom(graph)
+    inlined = {f.signature.name: f for f in inline_calls(flat).library.function}
     for function in graph.library.function:
         doing = [node.op for node in function.node_def if node.op not in _PASSING]
         if len(doing) != 1 or doing[0] not in CALLS:

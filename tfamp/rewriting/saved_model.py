@@ -10,10 +10,10 @@ from typing import Any
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import SavedModelError
-from tfamp.graph import request
 from tfamp.graph.measuring.calibration_data import Calibration
 from tfamp.graph.op_lists import OpLists
 from tfamp.machine import hardware
+from tfamp.planning.choices import tensor_names
 from tfamp.planning.structures import RewritePlan, RewriteSummary
 from tfamp.rewriting import saved_files
 from tfamp.rewriting.saved_calibration import measure_meta_graph
@@ -148,8 +148,8 @@ def _options(
     return {
         "dtype": low_dtype(dtype),
         "op_lists": op_lists,
-        "keep_float32": request.tensor_names("keep_float32", keep_float32),
-        "force_low": request.tensor_names("force_low", force_low),
+        "keep_float32": tensor_names("keep_float32", keep_float32),
+        "force_low": tensor_names("force_low", force_low),
         "placement": placement,
         "device": device,
     }

@@ -108,7 +108,8 @@ class OpComparison:
             warnings.simplefilter("ignore", TfampWarning)
             if self._rewritten is not None:
                 patterns = tuple(f"^{re.escape(name)}$" for name in kept)
-                return self._rewritten.rewritten_graph(self._call, keep_float32=patterns)
+                graph = self._rewritten.rewritten_graph(self._call, keep_float32=patterns)
+                return graph.traced, graph.graph_def
             lists = OpLists.default(self._dtype).with_changes(deny_add=kept) if kept else None
             with autocast(self._dtype, op_lists=lists):
                 return self._traced.trace(self._call)[0], None

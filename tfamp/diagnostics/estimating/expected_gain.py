@@ -17,15 +17,15 @@ from tfamp.core.profile import MachineProfile
 from tfamp.diagnostics.estimating.gain_text import findings, report_lines
 from tfamp.diagnostics.estimating.model_files import TracedModel, traced_model
 from tfamp.diagnostics.estimating.padding import Misfit, find_misfits
-from tfamp.graph.index import build_indexes
-from tfamp.graph.rewrite import rewrite_graph_def
-from tfamp.graph.transforms.inline import inline_calls
+from tfamp.graph.rewrite import convert, make_request
 from tfamp.graph.transforms.pruning import drop_unused_nodes
 from tfamp.machine import hardware
 from tfamp.machine.profile_choice import FoundProfile, check_profile, find_profile
-from tfamp.planning.cost import ScopeCosts, estimate, scope_seconds
+from tfamp.planning.choices import NodeChoices
+from tfamp.planning.cost import ScopeCosts, scope_seconds
 from tfamp.planning.structures import GraphIndex, NodePlan, RewritePlan
 from tfamp.rewriting.fused_tracing import fused_batch_normalization
+from tfamp.rewriting.pipeline import FlatGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,25 +215,21 @@ class _Estimate:
 
     @classmethod
     def of(cls, model: TracedModel, dtype: str, profile: FoundProfile) -> _Estimate:
-        graph = model.concrete.graph
-        outputs = [tensor.name for tensor in model.concrete.outputs]
-        inputs = [tensor.name for tensor in model.concrete.inputs]
-        needed = (*outputs, *(op.name for op in graph.control_outputs))
-        graph_def = inline_calls(graph.as_graph_def(add_shapes=True), (*needed, *inputs))
-        graph_def = drop_unused_nodes(graph_def, inputs, needed)
+        needed = tuple(op.name for op in model.concrete.graph.control_outputs)
+        graph = FlatGraph.of(model.concrete, needed)
+        used = drop_unused_nodes(graph.graph_def, graph.inputs, (*graph.outputs, *needed))
+        request = make_request(
+            NodeChoices(graph.outputs, graph.inputs, (), ()),
+            dtype=dtype,
+            op_lists=None,
+            placement="min_cut",
+            profile=profile.profile,
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NothingToLowerWarning)  # The report says it.
-            plan = rewrite_graph_def(
-                graph_def,
-                outputs,
-                feeds=inputs,
-                dtype=dtype,
-                profile=profile.profile,
-                inline=False,
-            ).plan
-        indexes = build_indexes(graph_def, dtype=dtype, device=hardware.device_kind("auto"))
-        scopes = tuple((index, estimate(index, profile.profile, dtype)) for index in indexes)
-        return cls(dtype, profile, scopes, plan, model.layers)
+            converted = convert(used, request)
+        scopes = tuple((each.index, each.costs) for each in converted.scopes if each.costs)
+        return cls(dtype, profile, scopes, converted.plan, model.layers)
 
     def report(self, source: str, batch_size: int | None) -> ModelReport:
         before = sum(scope_seconds(index, costs, ()) for index, costs in self.scopes)

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfamp.core.errors import SavedModelError
 from tfamp.diagnostics.model_runs import computing_in, layer_path, observing_layers
 from tfamp.rewriting import saved_files
-from tfamp.rewriting.graft import graft
+from tfamp.rewriting.pipeline import FlatGraph, into_current_graph
 
 DEFAULT_SIGNATURE = "serving_default"
 # What Keras raises for an archive or a configuration it cannot make a model of.
@@ -155,13 +155,9 @@ def _with_batch(concrete: Any, batch_size: int | None) -> Any:
     specs = [_spec(tf.TensorSpec(x.shape, x.dtype, x.op.name), batch_size) for x in own]
 
     def flat(*tensors: Any) -> list[Any]:
-        return graft(concrete, [*tensors, *captured], _unchanged, _unchanged)
+        return into_current_graph(FlatGraph.of(concrete), [*tensors, *captured])[0]
 
     return tf.function(flat, autograph=False).get_concrete_function(*specs)
-
-
-def _unchanged(graph_def: Any, fetches: Sequence[str], feeds: Sequence[str]) -> Any:
-    return graph_def
 
 
 def _inputs(model: Any) -> tuple[Any, ...]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.op_lists import OpLists
 from tfamp.planning.reason import Reason
 from tfamp.planning.structures import MAIN_GRAPH, NodePlan, RewritePlan
 
@@ -28,35 +27,23 @@ _LEAST_RANK = 2
 Sums = Mapping[tuple[str, str], Any]
 
 
-def sums_are_better(lists: OpLists, dtype: str, device: str) -> bool:
+def sums_are_better(colors: Mapping[str, str], dtype: str, device: str) -> bool:
     """Returns whether gradients of biases are to be lowered as sums.
 
     Not where they are on a list, as on Grappler's: then that list decides.
-
-    Args:
-        lists: The lists.
-        dtype: The low dtype.
-        device: Kind of device.
     """
-    safe = lists.color(_GRADIENT) is None and lists.color(_SUM) in ("allow", "infer")
+    safe = _GRADIENT not in colors and colors.get(_SUM) in ("allow", "infer")
     return dtype == "bfloat16" and device == "cpu" and safe
 
 
-def as_sums(graph_def: Any) -> tuple[Any, Sums]:
-    """Makes every float32 BiasAddGrad of known rank a Sum, with a constant for its axes.
-
-    Args:
-        graph_def: A `tf.compat.v1.GraphDef`; it is not modified.
+def as_sums(graph_def: Any) -> Sums:
+    """Makes every float32 BiasAddGrad of known rank a Sum, with a constant for its axes, in place.
 
     Returns:
-        A `tf.compat.v1.GraphDef`, and which nodes these are.
+        Which nodes these are.
     """
-    if not any(node.op == _GRADIENT for _, nodes, _ in _scopes(graph_def) for node in nodes):
-        return graph_def, {}
-    result = tf.compat.v1.GraphDef()
-    result.CopyFrom(graph_def)
     sums: dict[tuple[str, str], Any] = {}
-    for scope, nodes, arguments in _scopes(result):
+    for scope, nodes, arguments in _scopes(graph_def):
         gradients = [node for node in nodes if _is_gradient(node)]
         makers = {node.name: node for node in nodes} if gradients else {}
         for node in gradients:
@@ -69,22 +56,17 @@ def as_sums(graph_def: Any) -> tuple[Any, Sums]:
             axes = [axis for axis in range(rank) if axis != channels % rank]
             nodes.append(_constant(node, axes))
             _become_sum(node, "" if scope == MAIN_GRAPH else ":output:0")
-    return result, sums
+    return sums
 
 
-def without_idle_sums(graph_def: Any, plan: RewritePlan, sums: Sums) -> tuple[Any, RewritePlan]:
-    """Takes back the Sums that were not lowered, and has the plan speak of the nodes as they were.
-
-    Args:
-        graph_def: The rewritten `tf.compat.v1.GraphDef`; it is modified.
-        plan: What was changed in it.
-        sums: What `as_sums` returned.
+def without_idle_sums(graph_def: Any, plan: RewritePlan, sums: Sums) -> RewritePlan:
+    """Takes back, in place, the Sums that were not lowered.
 
     Returns:
-        The graph and the plan.
+        The plan, which speaks of the nodes as they were.
     """
     if not sums:
-        return graph_def, plan
+        return plan
     idle = set()
     for scope, nodes, _ in _scopes(graph_def):
         unused = set()
@@ -102,7 +84,7 @@ def without_idle_sums(graph_def: Any, plan: RewritePlan, sums: Sums) -> tuple[An
     nodes = tuple(
         _described(each, idle) if (each.scope, each.name) in sums else each for each in plan.nodes
     )
-    return graph_def, dataclasses.replace(plan, nodes=nodes)
+    return dataclasses.replace(plan, nodes=nodes)
 
 
 def _described(plan: NodePlan, idle: Set[tuple[str, str]]) -> NodePlan:

@@ -32,7 +32,7 @@ _OLD_CONTROL_FLOW = frozenset({"Enter", "Merge", "Switch", "RefEnter", "RefMerge
 
 
 def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
-    """Puts the nodes of called functions in the place of the calls, in functions also.
+    """Puts the nodes of called functions in the place of the calls, in functions also; in place.
 
     The nodes of function `f` called by node "c" are named "c/...". What must wait for the call
     waits for "c", a NoOp then. A call stays where inlining would change what it means: it is
@@ -40,11 +40,11 @@ def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
     that the graph would grow by more than 100,000 nodes.
 
     Args:
-        graph_def: A `tf.compat.v1.GraphDef`; it is not modified.
+        graph_def: A `tf.compat.v1.GraphDef`.
         keep: Tensors ("c:0") or nodes ("c") that are used from outside: their names remain.
 
     Returns:
-        A new `tf.compat.v1.GraphDef`. Functions no longer called are still in its library.
+        The graph. Functions no longer called are still in its library.
 
     Raises:
         RewriteError: A call does not fit its function, or functions call one another without end or
@@ -58,16 +58,14 @@ def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
         >>> [node.name for node in inline_calls(graph).node]
         ['x', 'PartitionedCall/add', 'PartitionedCall/Identity', 'mul/y', 'mul', 'Identity']
     """
-    result = tf.compat.v1.GraphDef()
-    result.CopyFrom(graph_def)
-    bodies = _Bodies(result.library)
+    bodies = _Bodies(graph_def.library)
     bodies.expand_all()
     names = {name.removeprefix("^").partition(":")[0] for name in keep}
-    scope = _Scope(bodies, result.node, names, flat=True)
+    scope = _Scope(bodies, graph_def.node, names, flat=True)
     scope.expand()
-    del result.node[:]
-    result.node.extend(scope.nodes)
-    return result
+    del graph_def.node[:]
+    graph_def.node.extend(scope.nodes)
+    return graph_def
 
 
 class _Bodies:

@@ -45,10 +45,8 @@ class _Read:
     handle: int
 
 
-def read_before_loops(
-    graph_def: Any, keep: Collection[str] = ()
-) -> tuple[Any, frozenset[tuple[str, str]]]:
-    """Takes reads of float32 variables out of the loops of a training step.
+def read_before_loops(graph_def: Any, keep: Collection[str] = ()) -> frozenset[tuple[str, str]]:
+    """Takes reads of float32 variables out of the loops of a training step, in place.
 
     Only reads of variables that the graph writes behind the loop, with what the loop led to: such a
     graph is the last to need gradients by them. In others, one that clips its weights before it
@@ -56,12 +54,12 @@ def read_before_loops(
     same dtype, add up over the rounds.
 
     Args:
-        graph_def: A `tf.compat.v1.GraphDef`; it is not modified. Loops in functions stay.
+        graph_def: A `tf.compat.v1.GraphDef`. Loops in functions stay.
         keep: Tensors ("x:0") or nodes ("x") that are used from outside: loops among them stay.
 
     Returns:
-        A `tf.compat.v1.GraphDef`, and the new arguments of loops' functions as (function,
-        argument): what was read. The reads in the bodies are Identities of these now.
+        The new arguments of loops' functions as (function, argument): what was read. The reads in
+        the bodies are Identities of these now.
     """
     library = {function.signature.name: function for function in graph_def.library.function}
     used = _uses(graph_def.node, library)
@@ -79,15 +77,10 @@ def read_before_loops(
             reads = [each for each in reads if loop.input[each.handle] in written]
             if reads:
                 found[loop.name] = reads
-    if not found:
-        return graph_def, frozenset()
-    result = tf.compat.v1.GraphDef()
-    result.CopyFrom(graph_def)
-    library = {function.signature.name: function for function in result.library.function}
     added: set[tuple[str, str]] = set()
-    for loop in [node for node in result.node if node.name in found]:
-        added |= _hoist(result, loop, found[loop.name], library)
-    return result, frozenset(added)
+    for loop in [node for node in graph_def.node if node.name in found]:
+        added |= _hoist(graph_def, loop, found[loop.name], library)
+    return frozenset(added)
 
 
 def _uses(nodes: Sequence[Any], library: Mapping[str, Any]) -> Counter[str]:

@@ -1,106 +1,31 @@
-"""What a caller of the rewrite asks for, checked and resolved to node names and colours."""
+"""Which nodes the caller chose, by name: fetches, feeds, and patterns of names.
+
+A node of a function has a name for each place that runs the function, too: what makes the branches
+of a conditional part of the layer that the conditional is in.
+"""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import heapq
 import itertools
 import re
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import tensorflow as tf
-
-from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.profile import MachineProfile
-from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
-from tfamp.graph.op_signatures import SUCCESSORS
-from tfamp.planning.coloring import Updates
-from tfamp.planning.name_search import caller_names, full_name, is_found, nearest_names
-from tfamp.planning.ranges import Limits, Ranges
 from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, Reason
 from tfamp.planning.tensor_names import node_name
 
-PLACEMENTS = ("min_cut", "lists")
+# Functions that call one another twice have a number of callers that doubles at every level.
+MOST_CALLERS = 1000
 
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
     """Raises a ValueError that names the allowed values unless `value` is one."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
-
-
-def check(
-    graph_def: Any,
-    *,
-    dtype: str,
-    placement: str,
-    device: str,
-    op_lists: OpLists | None,
-    profile: MachineProfile | None,
-) -> None:
-    """Checks the arguments that need no look at the graph.
-
-    Raises:
-        TypeError: The graph is no GraphDef, the lists no OpLists, or the profile no MachineProfile.
-        ValueError: A dtype, a placement or a device is not known; the message names those that are.
-    """
-    if not isinstance(graph_def, tf.compat.v1.GraphDef):
-        raise TypeError(
-            f"graph_def must be a tf.compat.v1.GraphDef; got {type(graph_def).__name__}. "
-            "That of a concrete function is `function.graph.as_graph_def()`."
-        )
-    check_lists(op_lists)
-    if profile is not None and not isinstance(profile, MachineProfile):
-        raise TypeError(
-            f"profile must be a tfamp.graph.MachineProfile or None; got {type(profile).__name__}."
-        )
-    check_choice("dtype", dtype, LOW_PRECISION)
-    check_choice("placement", placement, PLACEMENTS)
-    check_choice("device", device, DEVICES)
-
-
-def check_lists(op_lists: Any) -> None:
-    """Raises a TypeError unless the lists are an OpLists or None."""
-    if op_lists is not None and not isinstance(op_lists, OpLists):
-        raise TypeError(
-            f"op_lists must be a tfamp.OpLists or None; got {type(op_lists).__name__}. Start from "
-            "OpLists.default(dtype).with_changes(...)."
-        )
-
-
-def colors_of(lists: OpLists) -> dict[str, str]:
-    """Returns the colour of every op type that is on a list, or whose successor is."""
-    colors: dict[str, str] = {op: color for color in COLORS for op in getattr(lists, color)}
-    successors = {op: colors[new] for op, new in SUCCESSORS.items() if new in colors}
-    return successors | colors
-
-
-def updates_of(lists: OpLists, dtype: str) -> Updates:
-    """Returns how far arithmetic on gradients, on its way to variables, may be low.
-
-    Only Grappler's own lists, unchanged, give Grappler's result. Elsewhere optimizers compute in
-    float32: with bfloat16 from the last reduction on, as it has float32's range; with float16 from
-    the start, as squares of gradients, and gradients whose loss scale is taken off, vanish.
-    """
-    if lists == OpLists.grappler(dtype):
-        return "low"
-    return "reduced" if dtype == "bfloat16" else "float32"
-
-
-def measured(ranges: Ranges | None, limits: Limits | None, dtype: str) -> tuple[Ranges, Limits]:
-    """Returns what was measured and the limits for it; without ranges nothing exceeds a limit."""
-    for name, value, kind in (("ranges", ranges, Ranges), ("limits", limits, Limits)):
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(
-                f"{name} must be a {kind.__name__} of tfamp.planning.ranges or None; got "
-                f"{type(value).__name__}."
-            )
-    if limits is not None and ranges is None:
-        raise ValueError(
-            "limits need ranges: measure them with tfamp.graph.measuring.calibration.measure."
-        )
-    return ranges or Ranges(), limits or Limits.default(dtype)
 
 
 def tensor_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -297,7 +222,7 @@ def _found(
             continue
         longer = (full_name(caller, node.name) for caller in callers.get(index.scope, ()))
         for name in itertools.chain([node.name], longer):
-            if is_found(pattern, name):
+            if pattern.search(name):
                 found[position] = name
                 break
     return found
@@ -337,3 +262,79 @@ def _forced(index: GraphIndex, number: int, matches: Iterable[Match]) -> frozens
         for position in each.nodes[number]
         if index.nodes[position].op != "Cast"
     )
+
+
+def caller_names(
+    calls: Mapping[str, Sequence[tuple[str, Sequence[str]]]], main: str
+) -> dict[str, tuple[str, ...]]:
+    """Returns for each function the names of the nodes that run it, callers of these in front.
+
+    Args:
+        calls: For each function the nodes in it that run others: name, and functions they run.
+        main: The function that nothing runs: the graph itself.
+
+    Returns:
+        The first 1,000 names of each function, in the order of the graph. Calls of a function by
+        itself count once.
+
+    Example:
+        >>> caller_names({"": [("gate/cond", ["then", "else"])], "then": [("while", ["body"])]}, "")
+        {'then': ('gate/cond',), 'else': ('gate/cond',), 'body': ('gate/cond/while',)}
+    """
+    found: dict[str, dict[str, None]] = {}
+    pending = deque([(main, "", frozenset([main]))])
+    while pending:
+        function, caller, around = pending.popleft()
+        for node, called in calls.get(function, ()):
+            name = full_name(caller, node)
+            for each in called:
+                names = found.setdefault(each, {})
+                if each not in around and name not in names and len(names) < MOST_CALLERS:
+                    names[name] = None
+                    pending.append((each, name, around | {each}))
+    return {function: tuple(names) for function, names in found.items()}
+
+
+def full_name(caller: str, node: str) -> str:
+    """Returns the name of a node of a function behind that of the node that runs the function.
+
+    TensorFlow begins the names in a branch with that of the conditional, which was another one
+    before the function that it is in was inlined.
+
+    Example:
+        >>> full_name("gate/PartitionedCall/cond", "cond/MatMul"), full_name("call", "MatMul")
+        ('gate/PartitionedCall/cond/MatMul', 'call/MatMul')
+    """
+    around, own = caller.split("/"), node.split("/")
+    for length in range(min(len(around), len(own) - 1), 0, -1):
+        if around[-length:] == own[:length]:
+            return "/".join([*around, *own[length:]])
+    return f"{caller}/{node}" if caller else node
+
+
+def nearest_names(pattern: str, names: Iterable[str], count: int = 3) -> list[str]:
+    """Returns the names most like a regular expression that is found in none of them.
+
+    Args:
+        pattern: The expression; compared is what it holds of letters, digits, "_" and "/".
+        names: Names of nodes; as many of their parts between "/" are compared as it has.
+        count: How many to return.
+
+    Example:
+        >>> nearest_names("^dense_l/", ["x", "dense/MatMul", "dense_1/MatMul"], 1)
+        ['dense_1/MatMul']
+    """
+    text = re.sub(r"\\.|[^\w/]", "", pattern).strip("/").lower()
+    matcher = difflib.SequenceMatcher(b=text, autojunk=False)
+
+    @functools.cache
+    def likeness(part: str) -> float:
+        matcher.set_seq1(part.lower())
+        return matcher.ratio()
+
+    def best(name: str) -> float:
+        parts, length = name.split("/"), text.count("/") + 1
+        starts = range(max(len(parts) - length, 0) + 1)
+        return max(likeness("/".join(parts[start : start + length])) for start in starts)
+
+    return heapq.nlargest(count, dict.fromkeys(names), key=lambda name: (best(name), -len(name)))
