@@ -37,7 +37,7 @@ def programs(draw):
 
 
 def few_and_many(few, many):
-    """Runs a property a few times, and many times under `-m slow`."""
+    """Runs a property a few times, and many times under `-m nightly`."""
 
     def decorate(function):
         def run(count):
@@ -47,7 +47,7 @@ def few_and_many(few, many):
             )
             return wrapped(given(program=programs(), dtype=DTYPES)(function))
 
-        cases = [few, pytest.param(many, marks=pytest.mark.slow)]
+        cases = [few, pytest.param(many, marks=pytest.mark.nightly)]
 
         @pytest.mark.parametrize("examples", cases)
         @functools.wraps(function, assigned=("__doc__", "__name__", "__module__"), updated=())
