@@ -93,7 +93,7 @@ def _free_memory():
     keras.utils.clear_session(free_memory=True)
 
 
-@pytest.mark.parametrize(("name", "policy"), _cases())
+@pytest.mark.parametrize(("name", "policy"), list(_cases()))
 def test_builds_trains_and_predicts(name, policy, request):
     if (name, policy) == (_EXCEEDS_FLOAT16, "mixed_float16"):
         reason = "untrained, its activations exceed float16's range in inference"
