@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -18,6 +19,8 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+
+gc.disable()  # Until all tests are collected: pytest_collection_finish.
 
 # The same examples in every run, so that a change is what made a test fail; slow forms draw anew.
 # How long an example takes says nothing on a machine that others use too.
@@ -47,6 +50,15 @@ def pytest_report_header() -> str:
         f"tfamp {tfamp.__version__} from {os.path.dirname(tfamp.__file__)}, "
         f"tensorflow {tf.__version__}, keras {keras.__version__}"
     )
+
+
+def pytest_collection_finish() -> None:
+    # Looked through again and again, what importing TensorFlow, Keras and the tests left, a million
+    # objects that live to the end, would cost a quarter of a run.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -398,6 +398,7 @@ def test_nothing_is_compared_with_a_float32_that_fails(monkeypatch):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_tiny_run_from_the_command_line(tmp_path, dtype):
     pytest.importorskip("matplotlib")

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfamp
+from helpers.cases import one_of_each
 from helpers.training import assert_identical, data, small_model, snapshot
 
 MODES = {"eager": lambda f: f, "function": tf.function, "xla": tf.function(jit_compile=True)}
@@ -756,9 +757,7 @@ def per_replica(strategy, *values):
     )
 
 
-@pytest.mark.parametrize("traced", [True, False], ids=["function", "eager"])
-@pytest.mark.parametrize("unscale", [True, False], ids=["explicit", "in_step"])
-@pytest.mark.parametrize("update_inside", [True, False], ids=["update_in_run", "update_outside"])
+@pytest.mark.parametrize(("traced", "unscale", "update_inside"), one_of_each(*([True, False],) * 3))
 def test_inf_on_any_one_replica_skips_all(two_replicas, traced, unscale, update_inside):
     with two_replicas.scope():
         model, optimizer = small_model(), momentum()

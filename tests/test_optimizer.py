@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfamp
+from helpers.cases import one_of_each
 from helpers.training import (
     BATCH,
     assert_identical,
@@ -98,8 +99,7 @@ def plain_step(model, optimizer):
     return step
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("traced", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize(("name", "traced"), one_of_each(OPTIMIZERS, [False, True]))
 def test_finite_steps_equal_the_inner_optimizers(name, traced):
     model, reference = small_model(), small_model()
     optimizer = tfamp.LossScaleOptimizer(OPTIMIZERS[name](), initial_scale=SCALE)
@@ -117,9 +117,9 @@ def test_finite_steps_equal_the_inner_optimizers(name, traced):
     assert not np.array_equal(model.get_weights()[0], small_model().get_weights()[0])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("traced", [False, True], ids=["eager", "function"])
-@pytest.mark.parametrize("unscale", [False, True], ids=["fit_way", "explicit"])
+@pytest.mark.parametrize(
+    ("name", "traced", "unscale"), one_of_each(OPTIMIZERS, [False, True], [False, True])
+)
 def test_a_skipped_step_moves_nothing(name, traced, unscale):
     model = small_model()
     optimizer = tfamp.LossScaleOptimizer(OPTIMIZERS[name](), initial_scale=SCALE)

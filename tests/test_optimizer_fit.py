@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from helpers.cases import one_of_each
 from helpers.graph_asserts import op_dtypes
 from helpers.training import assert_identical, data, small_model, snapshot, train_step
 
@@ -16,13 +17,16 @@ WAYS = {
     "several_steps": {"jit_compile": False, "steps_per_execution": 4},
     "several_steps_xla": {"jit_compile": True, "steps_per_execution": 4},
 }
+EVERY_WAY = pytest.mark.parametrize(
+    "way", [*list(WAYS)[:-1], pytest.param("several_steps_xla", marks=pytest.mark.slow)]
+)
 
 
 def fit(model, x, y, **arguments):
     return model.fit(x, y, batch_size=8, shuffle=False, verbose=0, **arguments)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@EVERY_WAY
 def test_fit_equals_the_inner_optimizer(way):
     x, y = data()
     wrapped, bare = small_model(), small_model()
@@ -40,24 +44,26 @@ def test_fit_equals_the_inner_optimizer(way):
     assert int(optimizer.iterations) == 8
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_fit_on_bad_data_changes_only_the_scale(way, bad):
+@EVERY_WAY
+def test_fit_on_bad_data_changes_only_the_scale(way):
     x, y = data()
     model = small_model()
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=2.0**10)
     model.compile(optimizer, "mse", **WAYS[way])
     fit(model, x, y)
     before = snapshot(model, optimizer.inner_optimizer)
-    x[::8] = bad  # One row of every batch.
-    fit(model, x, y)
-    assert_identical(snapshot(model, optimizer.inner_optimizer), before)
-    assert int(optimizer.skipped_steps) == int(optimizer.consecutive_skipped_steps) == 4
-    assert float(optimizer.loss_scale) == 2.0**6
+    for skipped, bad in ((4, np.inf), (8, np.nan)):
+        x[::8] = bad  # One row of every batch.
+        fit(model, x, y)
+        assert_identical(snapshot(model, optimizer.inner_optimizer), before)
+        assert int(optimizer.skipped_steps) == skipped
+        assert int(optimizer.consecutive_skipped_steps) == skipped
+        assert float(optimizer.loss_scale) == 2.0 ** (10 - skipped)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "jit_compile"), one_of_each(["float16", "bfloat16"], [False, True])
+)
 def test_fit_under_a_mixed_policy(dtype, jit_compile):
     x, y = data(16)
     tfamp.set_global_policy(f"mixed_{dtype}")

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from helpers.cases import first_of
 from helpers.training import (
     assert_identical,
     data,
@@ -87,7 +88,7 @@ def train(model, optimizer, batches, traced=True):
         step(x, y)
 
 
-@pytest.mark.parametrize("traced", [True, False], ids=["function", "eager"])
+@pytest.mark.parametrize("traced", first_of([True, False]), ids=["function", "eager"])
 def test_checkpoint_resumes_bit_identically(tmp_path, traced):
     model, optimizer = small_model(), make_optimizer()
     optimizer.build(model.trainable_variables)
@@ -121,7 +122,7 @@ def fit(model, x, y):
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float32"])
+@pytest.mark.parametrize("policy", first_of(["mixed_float16", "mixed_bfloat16", "float32"]))
 def test_keras_file_resumes_bit_identically(tmp_path, policy):
     x, y = data()
     x[9] = np.nan
@@ -205,6 +206,7 @@ PROGRAM = textwrap.dedent(
 )
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(tmp_path):
     def run(folder, kill_at):
         arguments = [tmp_path / folder, str(kill_at), tmp_path / f"{folder}.npz"]

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import tfamp
 from helpers import model_zoo
+from helpers.cases import one_of_each
 from helpers.graph_asserts import op_dtypes
 from helpers.tolerances import assert_close
 
@@ -37,8 +38,7 @@ def assert_lowered(function, ops, dtype):
     assert set().union(*found.values()) == {dtype}, found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", model_zoo.KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), one_of_each(model_zoo.KINDS, DTYPES))
 def test_the_forward_pass_is_lowered_and_matches_float32(kind, dtype):
     model = model_zoo.build(kind)
     ((x, _),) = model_zoo.digits(kind, 1)
@@ -79,8 +79,7 @@ def float32_training(kind):
     return losses, [variable.numpy() for variable in model.non_trainable_variables]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", model_zoo.KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), one_of_each(model_zoo.KINDS, DTYPES))
 def test_twenty_train_steps_are_lowered_and_match_float32(kind, dtype):
     batches = model_zoo.digits(kind, STEPS)
     step, model, optimizer = make_step(kind, dtype)

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import tfamp
 from helpers import saved_models
+from helpers.cases import one_of_each
 from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
 from helpers.tolerances import assert_close
 from tfamp.core.errors import TfampWarning
@@ -62,9 +63,8 @@ def specs(function):
     return inputs, outputs
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("freeze", [False, True], ids=["variables", "frozen"])
-@pytest.mark.parametrize("name", saved_models.MODELS)
+@pytest.mark.parametrize(("name", "dtype"), one_of_each(saved_models.MODELS, DTYPES))
 def test_models_are_lowered_and_used_as_before(source, tmp_path, name, freeze, dtype):
     src, dst = source(name), tmp_path / "low"
     before = contents(src)

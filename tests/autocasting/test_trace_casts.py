@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfamp
+from helpers.cases import first_of
 from helpers.tolerances import assert_close
 from tfamp.autocasting.trace_casts import trace_casts
 
@@ -318,18 +319,22 @@ def program(steps, variables, cache_casts):
     return run(tf.constant(X))
 
 
-@settings(max_examples=25)
-@given(STEPS)
-def test_random_uses_and_assignments_give_what_they_give_without(steps):
-    def outcome(cache_casts):
+@pytest.mark.parametrize("examples", first_of([6, 50]))
+def test_random_uses_and_assignments_give_what_they_give_without(examples):
+    def outcome(steps, cache_casts):
         variables = [tf.Variable(X), tf.Variable(X.T * 0.5)]
         return tf.nest.flatten(program(steps, variables, cache_casts))
 
-    for kept, fresh in zip(outcome(True), outcome(False), strict=True):
-        # Values are the same bits; gradients of several uses are added up in bfloat16.
-        assert_close(kept, fresh, "bfloat16", depth=4 * len(steps))
-        if not fresh.shape.rank:
-            assert float(kept) == float(fresh)
+    @settings(max_examples=examples)
+    @given(STEPS)
+    def check(steps):
+        for kept, fresh in zip(outcome(steps, True), outcome(steps, False), strict=True):
+            # Values are the same bits; gradients of several uses are added up in bfloat16.
+            assert_close(kept, fresh, "bfloat16", depth=4 * len(steps))
+            if not fresh.shape.rank:
+                assert float(kept) == float(fresh)
+
+    check()
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])

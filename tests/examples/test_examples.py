@@ -1,4 +1,7 @@
-"""Every example runs at its smallest size and prints the results it promises."""
+"""Every example runs at its smallest size and prints the results it promises.
+
+One always, the others in CI: they are whole programs.
+"""
 
 import importlib
 import json
@@ -40,6 +43,7 @@ def percent(pattern, text):
     return float(found)
 
 
+@pytest.mark.slow
 def test_the_main_job_prints_plain_text_where_there_is_no_terminal():
     paths = [str(Path(tfamp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     result = subprocess.run(
@@ -55,12 +59,14 @@ def test_the_main_job_prints_plain_text_where_there_is_no_terminal():
     assert re.search(r"│ mixed_float16 .*%.*│ +32768 │ +0 │ +4 of 8 \(50%\)", result.stdout)
 
 
+@pytest.mark.slow
 def test_the_main_job_runs_in_bfloat16_without_a_loss_scale(run):
     code, printed = run("digits_fit", "--small", "--epochs", "1", "--dtype", "bfloat16")
     assert code == 0
     assert re.search(r"│ mixed_bfloat16 .*%.*│ +- │ +- │ +4 of 8 \(50%\)", printed)
 
 
+@pytest.mark.slow
 def test_the_custom_loop_takes_one_step_per_group_of_micro_batches(run):
     code, printed = run("digits_custom_loop", "--small", "--epochs", "1", "--micro-batches", "6")
     assert code == 0
@@ -71,6 +77,7 @@ def test_the_custom_loop_takes_one_step_per_group_of_micro_batches(run):
         assert percent("accuracy", line) > 10
 
 
+@pytest.mark.slow
 def test_the_transformer_learns_and_writes(run):
     code, printed = run("char_transformer", "--small")
     assert code == 0
@@ -80,6 +87,7 @@ def test_the_transformer_learns_and_writes(run):
     assert "\ndef " in printed
 
 
+@pytest.mark.slow
 def test_lenet_trains_at_every_level(run):
     code, printed = run("lenet_levels", "--small", "--dtype", "bfloat16", "--settings")
     assert code == 0
@@ -90,7 +98,7 @@ def test_lenet_trains_at_every_level(run):
     assert "O1 (graph rewrite in graph mode, autocast when eager)" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_lenet_is_within_a_point_of_float32_at_every_level(run, dtype):
     code, printed = run("lenet_levels", "--dtype", dtype)
@@ -100,7 +108,7 @@ def test_lenet_is_within_a_point_of_float32_at_every_level(run, dtype):
     assert all(abs(difference) <= 1 for difference in differences)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_transformer_trains_at_every_level(run):
     code, printed = run("char_transformer", "--small", "--levels", "--dtype", "bfloat16")
     assert code == 0
@@ -125,6 +133,7 @@ def test_scaling_keeps_the_gradients_that_float16_flushes(run):
     assert flushed[2] < 5
 
 
+@pytest.mark.slow
 def test_masters_learn_what_pure_float16_loses(run):
     code, printed = run("master_weights", "--small")
     assert code == 0
@@ -137,6 +146,7 @@ def test_masters_learn_what_pure_float16_loses(run):
     assert len(set(sizes[1:])) == 1, "the masters are not the model's"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_torch_style_loop_draws_digits_and_scales_only_float16(run, dtype):
     code, printed = run("torch_style_loop", "--small", "--epochs", "2", "--dtype", dtype)
@@ -149,6 +159,7 @@ def test_the_torch_style_loop_draws_digits_and_scales_only_float16(run, dtype):
     assert set("".join(picture)) <= set(" .:-=+*#%@")
 
 
+@pytest.mark.slow
 def test_the_torch_style_loop_draws_a_picture(run, tmp_path):
     pytest.importorskip("matplotlib")
     code, _ = run("torch_style_loop", "--epochs", "1", "--dtype", "float32", "--plot", "gan.png")
@@ -156,6 +167,7 @@ def test_the_torch_style_loop_draws_a_picture(run, tmp_path):
     assert (tmp_path / "gan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_gradient_penalty_helps_in_float16_as_in_float32(run):
     code, printed = run("gradient_penalty", "--small", "--epochs", "8")
     assert code == 0
@@ -170,6 +182,7 @@ def test_the_gradient_penalty_helps_in_float16_as_in_float32(run):
     assert abs(attacked[1] - attacked[2]) < 5
 
 
+@pytest.mark.slow
 def test_the_underflow_demo_draws_a_picture(run, tmp_path):
     pytest.importorskip("matplotlib")
     code, _ = run("underflow_demo", "--small", "--dtype", "float32", "--plot", "gradients.png")
@@ -177,6 +190,7 @@ def test_the_underflow_demo_draws_a_picture(run, tmp_path):
     assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_monitored_digits_leave_a_log_pictures_and_a_report(run, tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "pictures").mkdir()
@@ -193,6 +207,7 @@ def test_the_monitored_digits_leave_a_log_pictures_and_a_report(run, tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_converted_model_is_as_good_and_a_frozen_one_smaller(run, dtype):
     code, printed = run("convert_saved_model", "--small", "--dtype", dtype)
@@ -206,6 +221,7 @@ def test_a_converted_model_is_as_good_and_a_frozen_one_smaller(run, dtype):
     assert int(sizes[2]) < 0.6 * int(sizes[0])
 
 
+@pytest.mark.slow
 def test_the_layer_that_float16_ruins_is_found_and_repaired(run, tmp_path):
     code, printed = run("compare_layers", "--small", "--html", "strip.html")
     assert code == 0
@@ -217,6 +233,7 @@ def test_the_layer_that_float16_ruins_is_found_and_repaired(run, tmp_path):
     assert "digits/energy" in (tmp_path / "strip.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_two_workers_skip_together_and_end_with_the_same_weights():
     paths = [str(Path(tfamp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     result = subprocess.run(
@@ -236,6 +253,7 @@ def test_two_workers_skip_together_and_end_with_the_same_weights():
     assert percent("accuracy", lines[0]) > 40
 
 
+@pytest.mark.slow
 def test_the_accuracy_table_is_markdown_and_written_only_on_request(run, tmp_path):
     code, printed = run("accuracy_table", "--small", "--output", "table.md")
     assert code == 0
@@ -245,6 +263,7 @@ def test_the_accuracy_table_is_markdown_and_written_only_on_request(run, tmp_pat
     assert (tmp_path / "table.md").read_text(encoding="utf-8") == printed
 
 
+@pytest.mark.slow
 def test_the_nan_is_found_and_the_mended_model_trains(run):
     code, printed = run("find_nan", "--small")
     assert code == 0

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfamp
 from helpers import graph_models, loops
+from helpers.cases import one_of_each
 from helpers.tolerances import assert_close
 from tfamp.graph import rewrite_graph_def
 
@@ -147,8 +148,7 @@ def test_conditionals_pass_on_what_they_are_given_unrounded():
     assert fast(x, tf.constant(False)).numpy().tolist() == x.numpy().tolist()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layer", ["LSTM", "GRU", "SimpleRNN"])
+@pytest.mark.parametrize(("layer", "dtype"), one_of_each(["LSTM", "GRU", "SimpleRNN"], DTYPES))
 def test_keras_rnns_have_few_casts_in_their_loops(layer, dtype):
     keras.utils.set_random_seed(0)
     recurrent_layer = getattr(keras.layers, layer)(16)

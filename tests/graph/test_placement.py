@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers import graph_dsl, graph_models, loops
+from helpers.cases import one_of_each
 from helpers.tolerances import assert_close
 from tfamp.core.errors import NothingToLowerWarning
 from tfamp.core.profile import KINDS, MachineProfile, builtin_profile
@@ -346,9 +347,10 @@ def test_integers_that_go_through_float32_keep_their_values():
     assert dtypes["Cast"] == "float32"
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("train", [False, True], ids=["forward", "step"])
-@pytest.mark.parametrize("name", graph_models.MODELS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), one_of_each(graph_models.MODELS, ["float16", "bfloat16"])
+)
 def test_models_are_lowered_and_close_to_float32(name, train, dtype):
     function = graph_models.concrete(name, train=train)
     names = [[each.name for each in ends] for ends in (function.outputs, function.inputs)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 
 import keras
 import numpy as np
@@ -13,7 +14,7 @@ import tfamp
 
 MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 
-# One of each kind of architecture; the others are slow. 64 pixels and no less: at 32 the last
+# One of each kind of architecture; the others are nightly. 64 pixels and no less: at 32 the last
 # BatchNormalizations see two values each, and float32 itself gets gradients of 1e9 and NaN weights.
 SIDE = 64
 REPRESENTATIVE = (
@@ -40,7 +41,12 @@ def _others():
     return [name for name, _ in found if name not in REPRESENTATIVE]
 
 
-CASES = [*REPRESENTATIVE, *(pytest.param(name, marks=pytest.mark.slow) for name in _others())]
+def _cases():
+    """The smallest model in float16 always, one of each kind in CI, all at night."""
+    for name, policy in itertools.product((*REPRESENTATIVE, *_others()), MIXED):
+        mark = pytest.mark.slow if name in REPRESENTATIVE else pytest.mark.nightly
+        quick = (name, policy) == ("MobileNetV3Small", "mixed_float16")
+        yield pytest.param(name, policy, marks=[] if quick else mark)
 
 
 def all_layers(model):
@@ -87,8 +93,7 @@ def _free_memory():
     keras.utils.clear_session(free_memory=True)
 
 
-@pytest.mark.parametrize("policy", MIXED)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "policy"), list(_cases()))
 def test_builds_trains_and_predicts(name, policy, request):
     if (name, policy) == (_EXCEEDS_FLOAT16, "mixed_float16"):
         reason = "untrained, its activations exceed float16's range in inference"
@@ -104,8 +109,15 @@ def test_builds_trains_and_predicts(name, policy, request):
     assert np.isfinite(predicted).all()
 
 
-@pytest.mark.parametrize("policy", MIXED)
-@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(
+    ("policy", "nested"),
+    [
+        ("mixed_bfloat16", True),
+        pytest.param("mixed_bfloat16", False, marks=pytest.mark.slow),
+        pytest.param("mixed_float16", True, marks=pytest.mark.slow),
+        pytest.param("mixed_float16", False, marks=pytest.mark.slow),
+    ],
+)
 def test_transfer_learning(policy, nested):
     low = MIXED[policy]
     tfamp.set_global_policy(policy)

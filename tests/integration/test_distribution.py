@@ -84,12 +84,13 @@ def check(result, steps, replicas):
 
 # Strategies of one process, after the one with the most devices; ways of training; steps.
 CASES = [
-    ("mirrored2", (*WAYS, "fit"), 12),
-    ("mirrored4", ("policy", "scaler", "fit"), 12),
-    ("central1+one", ("policy", "scaler"), 25),
-    pytest.param("one", (*WAYS, "fit"), 500, marks=pytest.mark.slow),
-    pytest.param("mirrored2", WAYS, 500, marks=pytest.mark.slow),
-    pytest.param("mirrored4", WAYS, 500, marks=pytest.mark.slow),
+    ("mirrored2", ("policy", "scaler"), 12),
+    pytest.param("mirrored2", (*WAYS, "fit"), 12, marks=pytest.mark.slow),
+    pytest.param("mirrored4", ("policy", "scaler", "fit"), 12, marks=pytest.mark.slow),
+    pytest.param("central1+one", ("policy", "scaler"), 25, marks=pytest.mark.slow),
+    pytest.param("one", (*WAYS, "fit"), 500, marks=pytest.mark.nightly),
+    pytest.param("mirrored2", WAYS, 500, marks=pytest.mark.nightly),
+    pytest.param("mirrored4", WAYS, 500, marks=pytest.mark.nightly),
 ]
 
 
@@ -107,11 +108,11 @@ def test_random_faults_of_one_replica_in_one_process(kinds, ways, steps):
 
 
 WORKER_CASES = [
-    (2, ("policy",), 50),
-    pytest.param(2, ("scaler",), 50, marks=pytest.mark.slow),
-    pytest.param(3, ("policy", "scaler"), 50, marks=pytest.mark.slow),
-    pytest.param(2, WAYS, 500, marks=pytest.mark.slow),
-    pytest.param(3, WAYS, 500, marks=pytest.mark.slow),
+    pytest.param(2, ("policy",), 50, marks=pytest.mark.slow),
+    pytest.param(2, ("scaler",), 50, marks=pytest.mark.nightly),
+    pytest.param(3, ("policy", "scaler"), 50, marks=pytest.mark.nightly),
+    pytest.param(2, WAYS, 500, marks=pytest.mark.nightly),
+    pytest.param(3, WAYS, 500, marks=pytest.mark.nightly),
 ]
 
 

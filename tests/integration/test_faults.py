@@ -22,6 +22,11 @@ from tfamp.core.profile import builtin_profile
 from tfamp.machine import profile_cache, profile_choice, profile_measure
 
 TESTS = Path(__file__).resolve().parents[1]
+# Every kill is a process that starts TensorFlow.
+ONCE_OR_OFTEN = [
+    pytest.param(1, marks=pytest.mark.slow),
+    pytest.param(20, marks=pytest.mark.nightly),
+]
 
 
 def start(program, *arguments):
@@ -128,7 +133,7 @@ def assert_equal_files(path, expected):
             np.testing.assert_array_equal(actual[name], expected[name])
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", ONCE_OR_OFTEN)
 def test_killed_at_random_moments_and_resumed_from_a_checkpoint(tmp_path, kills):
     moments, hits = random.Random(kills), 0
     arguments = (tmp_path / "checkpoints", "checkpoint", -1, tmp_path / "end.npz")
@@ -142,8 +147,8 @@ def test_killed_at_random_moments_and_resumed_from_a_checkpoint(tmp_path, kills)
 @pytest.mark.parametrize(
     "batches",
     [
-        pytest.param((27,), marks=pytest.mark.slow),
-        pytest.param(sorted(random.Random(1).sample(range(50), 20)), marks=pytest.mark.slow),
+        pytest.param((27,), marks=pytest.mark.nightly),
+        pytest.param(sorted(random.Random(1).sample(range(50), 20)), marks=pytest.mark.nightly),
     ],
     ids=["once", "often"],
 )
@@ -171,7 +176,7 @@ for number in range(10**6):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="directories are exchanged on Linux only")
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", ONCE_OR_OFTEN)
 def test_killed_while_a_saved_model_is_replaced(tmp_path, kills):
     saved_models.module(tmp_path / "source")
     target = tmp_path / "target"
@@ -203,7 +208,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", ONCE_OR_OFTEN)
 def test_killed_while_a_model_is_saved_beside_and_renamed(tmp_path, kills):
     """The guide's recipe: Keras writes into the file that is there, and half of it stays."""
     path, moments = tmp_path / "model.keras", random.Random(kills)
@@ -229,7 +234,7 @@ for number in range(10**9):
 """
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.nightly)])
 def test_killed_while_the_cache_is_written(tmp_path, kills):
     moments = random.Random(kills)
     profile_cache.put_profile(tmp_path, {"cpu": "shared"}, builtin_profile("cpu"))

@@ -1,6 +1,6 @@
 """Damaged graphs and SavedModels, and random ops under autocast: a clear error or a valid result.
 
-A short slice each; `-m slow` goes on for half an hour in all.
+A short slice each; `-m nightly` goes on for half an hour in all.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ RANDOMS = st.randoms(use_true_random=False)
 
 
 def short_and_long(short, long):
-    """Runs a property of a source of random numbers a few times, and many under `-m slow`."""
+    """Runs a property of a source of random numbers a few times, and many under `-m nightly`."""
 
     def decorate(function):
-        @pytest.mark.parametrize("examples", [short, pytest.param(long, marks=pytest.mark.slow)])
+        @pytest.mark.parametrize("examples", [short, pytest.param(long, marks=pytest.mark.nightly)])
         @functools.wraps(function, assigned=("__doc__", "__name__", "__module__"), updated=())
         def test(examples, tmp_path_factory):
             unhurried = [HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -10,8 +10,7 @@ import tensorflow as tf
 import tfamp
 
 SIDE = 64
-# One of each kind of architecture. The first two always run; the others are slow.
-ALWAYS = ("MobileNetV3Small", "ResNet50")
+# One of each kind of architecture: the first always, the second in CI, the others at night.
 OTHERS = (
     "MobileNetV2",
     "ConvNeXtTiny",
@@ -24,7 +23,11 @@ OTHERS = (
     "Xception",
 )
 _SIDES = {"Xception": 71}
-MODELS = [*ALWAYS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+MODELS = [
+    "MobileNetV3Small",
+    pytest.param("ResNet50", marks=pytest.mark.slow),
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS),
+]
 
 
 def as_after_training(name):

@@ -20,7 +20,7 @@ def resident_bytes():
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 @pytest.mark.parametrize(
-    ("steps", "calls"), [(5_000, 5), pytest.param(200_000, 20, marks=pytest.mark.slow)]
+    ("steps", "calls"), [(5_000, 5), pytest.param(200_000, 20, marks=pytest.mark.nightly)]
 )
 def test_counters_are_exact_and_memory_does_not_grow(steps, calls):
     weight = keras.Variable(np.ones(4, "float32"))

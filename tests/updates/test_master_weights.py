@@ -275,8 +275,8 @@ def test_checkpoint_resumes_bit_identically(tmp_path, dtype, built):
     status = tf.train.Checkpoint(model=other, optimizer=resumed).restore(path)
     if built:
         status.assert_consumed()
-    train(model, optimizer, steps(100, seed=2))
-    train(other, resumed, steps(100, seed=2))
+    train(model, optimizer, steps(30, seed=2))
+    train(other, resumed, steps(30, seed=2))
     assert_same_values(snapshot(other, resumed), snapshot(model, optimizer))
 
 

@@ -2,8 +2,6 @@
 
 import copy
 import json
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -447,22 +445,6 @@ def test_bad_records_say_what_is_wrong():
     monitor.record([tf.constant(1.0)], [weight])
     with pytest.raises(ValueError, match="one NumericsMonitor for each set"):
         monitor.record([tf.constant(1.0)], [keras.Variable(1.0)])
-
-
-def test_diagnostics_load_nothing_until_they_are_used():
-    code = (
-        "import sys, tfamp, tfamp.diagnostics\n"
-        "heavy = ('keras', 'tensorflow', 'numpy', 'matplotlib', 'rich', 'tensorboard')\n"
-        "loaded = [name for name in sys.modules if name.startswith(heavy)]\n"
-        "assert not loaded, loaded\n"
-        "import keras, tensorflow\n"  # Keras loads rich and matplotlib if it can.
-        "before = set(sys.modules)\n"
-        "from tfamp.diagnostics import NumericsMonitor, plot_exponents, training_report\n"
-        "NumericsMonitor(every=5)\n"
-        "loaded = [name for name in set(sys.modules) - before if name.startswith(heavy[3:])]\n"
-        "assert not loaded, loaded\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_configuration_of_the_model_is_left_alone():

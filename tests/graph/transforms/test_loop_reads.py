@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from helpers.cases import one_of_each
 from helpers.tolerances import assert_close
 from tfamp.graph.transforms.loop_reads import read_before_loops
 
@@ -335,8 +336,7 @@ def test_a_loop_without_one_of_its_functions_keeps_its_reads(part):
     assert graph_def.SerializeToString(deterministic=True) == before
 
 
-@pytest.mark.parametrize("layer", ["LSTM", "GRU"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("layer", "dtype"), one_of_each(["LSTM", "GRU"], DTYPES))
 def test_keras_rnns_train_with_their_weights_cast_once(layer, dtype):
     def trained(rewritten):
         keras.utils.set_random_seed(0)
