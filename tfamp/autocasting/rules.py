@@ -22,8 +22,7 @@ from tfamp._tf_private import (
     op_inputs,
 )
 from tfamp.autocasting.finished_graphs import warn_of_finished_graph
-from tfamp.autocasting.state import Mode, current_modes
-from tfamp.autocasting.trace_casts import trace_casts
+from tfamp.autocasting.state import Casts, Mode, current_modes
 from tfamp.dtypes import LOW_PRECISION
 
 _EDITABLE = frozenset({*LOW_PRECISION, "float32"})
@@ -89,8 +88,9 @@ class Autocaster:
         if needless and target != source:
             return tensor
         mode = current_modes.current
+        casts = current_modes.casts
         if mode.cache_casts and source == "float32" and module.startswith(_library_code.LIBRARIES):
-            return trace_casts.once(tensor, target, run)  # Keras's, of a layer's weights.
+            return casts.traced.once(tensor, target, run)  # Keras's, of a layer's weights.
         result = run()
         if not module.startswith(_library_code.LIBRARIES):
             setattr(result, _EXPLICIT, True)
@@ -178,7 +178,9 @@ class Autocaster:
 
     def recording_changed(self) -> None:
         """Forgets casts that a tape has not seen."""
-        trace_casts.recording_changed()
+        casts = current_modes.casts
+        if casts is not None:
+            casts.traced.recording_changed()
 
     def trace_key(self) -> Hashable:
         """The mode in force."""
@@ -340,23 +342,23 @@ def _recast(value: Any, dtype: str) -> Any:
     if given == dtype:
         return value
     mode = current_modes.current
+    casts = current_modes.casts if mode is not None and mode.cache_casts else None
     with current_modes.set_to(None):
-        return _cast_once(value, dtype, mode is not None and mode.cache_casts)
+        return tf.cast(value, dtype) if casts is None else _cast_once(value, dtype, casts)
 
 
-def _cast_once(value: Any, dtype: str, cache_casts: bool) -> Any:
-    if cache_casts and not tf.executing_eagerly():
+def _cast_once(value: Any, dtype: str, casts: Casts) -> Any:
+    if not tf.executing_eagerly():
         tensor = tf.convert_to_tensor(value) if isinstance(value, tf.Variable) else value
-        return trace_casts.once(tensor, dtype, lambda: tf.cast(tensor, dtype))
+        return casts.traced.once(tensor, dtype, lambda: tf.cast(tensor, dtype))
     # Immutable tensors only, so no assignment can be missed; off the tape only, because a tape
     # that did not see the cast would lose the gradient.
-    reusable = cache_casts and isinstance(value, tf.Tensor) and no_tape_is_active()
-    if not reusable:
+    if not isinstance(value, tf.Tensor) or not no_tape_is_active():
         return tf.cast(value, dtype)
-    cast = current_modes.casts.get(value, dtype)
+    cast = casts.eager.get(value, dtype)
     if cast is None:
         cast = tf.cast(value, dtype)
-        current_modes.casts.set(value, dtype, cast)
+        casts.eager.set(value, dtype, cast)
     return cast
 
 
