@@ -26,7 +26,7 @@ _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 
 class _Hooks:
-    """The interception, in place while any thread or coroutine is inside an autocast and gone afterwards."""
+    """The interception, in place while any code is inside an autocast and gone afterwards."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -82,8 +82,8 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
     widest one.
 
     It counts in its own thread and its own coroutine, and one object can be entered again while it
-    is in force. A `tf.function` called inside is traced anew for it, whenever it was traced before; a
-    `ConcreteFunction` stays what it is, and warns. Put the context inside the function that
+    is in force. A `tf.function` called inside is traced anew for it, whenever it was traced before;
+    a `ConcreteFunction` stays what it is, and warns. Put the context inside the function that
     `tf.distribute.Strategy.run` is given: replicas run in threads of their own.
 
     Source: the semantics are those of `torch.autocast` and `paddle.amp.auto_cast`; the lists are
