@@ -15,13 +15,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.autocasting.finished_graphs import warn_of_finished_graph
-from tfamp.autocasting.state import Mode, current_modes
-from tfamp.autocasting.trace_casts import trace_casts
+from tfamp.autocasting.state import Casts, Mode, current_modes
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import library_code
 from tfamp.interop.tf_private import (
     OpInput,
     chooses_its_output_dtype,
+    held_dtype,
     no_tape_is_active,
     op_inputs,
 )
@@ -32,6 +32,7 @@ _EXPLICIT = "_tfamp_explicit_cast"
 
 _ARRAYS = (np.ndarray, np.generic)
 _TENSORS = (tf.Tensor, tf.Variable)
+_STRUCTURED = (tf.RaggedTensor, tf.SparseTensor)
 _NAMES = {tf.as_dtype(name): name for name in _EDITABLE}  # DType.name takes long
 
 
@@ -46,9 +47,9 @@ class Autocaster:
         self._hold = hold
 
     def concerns(self, op: str) -> bool:
-        """Whether the op is on a list of the mode in force, or cannot run in its dtype."""
+        """Whether the op is on a list of the mode in force, or cannot run with whatever dtypes."""
         mode = current_modes.current
-        return mode is not None and (op in mode.targets or _refuses_low_precision(op))
+        return mode is not None and (op in mode.targets or _is_particular(op))
 
     def adjust(self, op: str, inputs: Sequence[Any]) -> Sequence[Any] | None:
         """Casts an op's inputs as its list says.
@@ -61,13 +62,15 @@ class Autocaster:
             The inputs to use instead; None if none changes.
         """
         mode = current_modes.current
-        if mode is None or chooses_its_output_dtype(op):
+        if mode is None:
             return None
         adjusted = list(inputs)
         for group in _groups(op):
             _cast_group(mode, op, group, adjusted)
         if all(map(operator.is_, adjusted, inputs)):
             return None
+        if any(isinstance(value, _STRUCTURED) for value in adjusted):
+            return None  # It fails, and TensorFlow goes on with what they are made of.
         # TensorFlow's fast path takes tensors only; where it gives up, it forgets these inputs.
         return [_as_tensors(*pair) for pair in zip(adjusted, op_inputs(op), strict=True)]
 
@@ -89,8 +92,9 @@ class Autocaster:
         if needless and target != source:
             return tensor
         mode = current_modes.current
+        casts = current_modes.casts
         if mode.cache_casts and source == "float32" and module.startswith(library_code.LIBRARIES):
-            return trace_casts.once(tensor, target, run)  # Keras's, of a layer's weights.
+            return casts.traced.once(tensor, target, run)  # Keras's, of a layer's weights.
         result = run()
         if not module.startswith(library_code.LIBRARIES):
             setattr(result, _EXPLICIT, True)
@@ -142,6 +146,12 @@ class Autocaster:
         """A float16, bfloat16 or float32 tensor in another of these; anything else as it is."""
         return value if current_modes.current is None else _recast(value, dtype)
 
+    def stacked(self, values: Any, dtype: Any) -> tuple[Any, Any]:
+        """Gives tensors in a list, which become one, their widest dtype where they differ."""
+        if current_modes.current is None or not _mixes(tf.nest.flatten(values)):
+            return values, dtype
+        return tf.nest.map_structure(lambda value: _recast(value, "float32"), values), tf.float32
+
     def active(self) -> bool:
         """Whether a mode is in force."""
         return current_modes.current is not None
@@ -176,9 +186,30 @@ class Autocaster:
 
         return with_gradient
 
+    def python_function(self, function: Callable[..., Any], dtypes: Any) -> Callable[..., Any]:
+        """Gives a Python function's results the dtypes that were declared for its op.
+
+        A graph runs it when no autocast is in force, on what the ops before it gave.
+        """
+        if current_modes.current is None or not callable(function):
+            return function
+        several = isinstance(dtypes, (list, tuple))
+        wanted = [_declared(each) for each in (dtypes if several else [dtypes])]
+
+        @functools.wraps(function)
+        def with_dtypes(*args: Any) -> Any:
+            result = function(*args)
+            if isinstance(result, (list, tuple)):
+                return [_recast(*each) for each in zip(result, wanted, strict=False)]
+            return _recast(result, wanted[0]) if wanted else result
+
+        return with_dtypes
+
     def recording_changed(self) -> None:
         """Forgets casts that a tape has not seen."""
-        trace_casts.recording_changed()
+        casts = current_modes.casts
+        if casts is not None:
+            casts.traced.recording_changed()
 
     def trace_key(self) -> Hashable:
         """The mode in force."""
@@ -253,7 +284,7 @@ def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Any]) -> None:
         dtypes = {_dtype_name(each) for each in tensors} - {""} or dtypes - {""}
     if not dtypes <= _EDITABLE:
         return
-    target = _target(mode, op, dtypes, members, group.floats)
+    target = _written(op, inputs) or _target(mode, op, dtypes, members, group.floats)
     if not target or (dtypes == {target} and all(isinstance(each, _TENSORS) for each in members)):
         return
     for index in group.places:
@@ -291,10 +322,8 @@ def _target(
 ) -> str:
     """The dtype an op's inputs are cast to, "" for none."""
     listed = mode.targets.get(op)
-    if listed is None:
-        # It concerns autocast because it cannot run in one of the low precisions.
-        return "" if dtypes <= floats or "float32" not in floats else "float32"
-    if listed == "":
+    if not listed or chooses_its_output_dtype(op):
+        # An op on no list is as it is given, save that it could not run with two dtypes.
         target = _widest(dtypes)
     else:
         explicit = {_dtype_name(each) for each in members if getattr(each, _EXPLICIT, False)}
@@ -304,18 +333,42 @@ def _target(
     return "float32" if "float32" in floats and not dtypes <= floats else ""
 
 
+def _written(op: str, inputs: Sequence[Any]) -> str:
+    """The dtype of the variable an op writes, if that is one ops are cast to; "" otherwise."""
+    handle = inputs[0]
+    if op_inputs(op)[0].dtype != tf.resource or not isinstance(handle, tf.Tensor):
+        return ""
+    dtype = held_dtype(handle)
+    return dtype if dtype in _EDITABLE else ""
+
+
 @functools.cache
-def _refuses_low_precision(op: str) -> bool:
-    """Whether an op takes float32 inputs but not both float16 and bfloat16 ones."""
+def _is_particular(op: str) -> bool:
+    """Whether there are float dtypes an op cannot run with.
+
+    It takes several inputs of one dtype, writes a variable, or has no kernel for a low one.
+    """
+    inputs = op_inputs(op)
     return any(
-        each.dtype == tf.float32
-        or ("float32" in each.floats and not each.floats.issuperset(LOW_PRECISION))
-        for each in op_inputs(op)
+        "float32" in group.floats
+        and (
+            len(group.places) > 1
+            or inputs[group.places[0]].is_list
+            or inputs[0].dtype == tf.resource
+            or not group.floats.issuperset(LOW_PRECISION)
+        )
+        for group in _groups(op)
     )
 
 
 def _widest(dtypes: set[str]) -> str:
     return next(iter(dtypes)) if len(dtypes) == 1 else "float32"
+
+
+def _declared(dtype: Any) -> str:
+    """The name of a dtype, or of the one in a type's specification; "" where it has none."""
+    dtype = getattr(dtype, "dtype", dtype)
+    return "" if isinstance(dtype, tf.TypeSpec) else str(tf.as_dtype(dtype).name)
 
 
 def _is_list(value: Any) -> bool:
@@ -339,24 +392,26 @@ def _recast(value: Any, dtype: str) -> Any:
         return value
     if given == dtype:
         return value
+    if isinstance(value, _ARRAYS):
+        return value.astype(tf.as_dtype(dtype).as_numpy_dtype)
     mode = current_modes.current
+    casts = current_modes.casts if mode is not None and mode.cache_casts else None
     with current_modes.set_to(None):
-        return _cast_once(value, dtype, mode is not None and mode.cache_casts)
+        return tf.cast(value, dtype) if casts is None else _cast_once(value, dtype, casts)
 
 
-def _cast_once(value: Any, dtype: str, cache_casts: bool) -> Any:
-    if cache_casts and not tf.executing_eagerly():
+def _cast_once(value: Any, dtype: str, casts: Casts) -> Any:
+    if not tf.executing_eagerly():
         tensor = tf.convert_to_tensor(value) if isinstance(value, tf.Variable) else value
-        return trace_casts.once(tensor, dtype, lambda: tf.cast(tensor, dtype))
+        return casts.traced.once(tensor, dtype, lambda: tf.cast(tensor, dtype))
     # Immutable tensors only, so no assignment can be missed; off the tape only, because a tape
     # that did not see the cast would lose the gradient.
-    reusable = cache_casts and isinstance(value, tf.Tensor) and no_tape_is_active()
-    if not reusable:
+    if not isinstance(value, tf.Tensor) or not no_tape_is_active():
         return tf.cast(value, dtype)
-    cast = current_modes.casts.get(value, dtype)
+    cast = casts.eager.get(value, dtype)
     if cast is None:
         cast = tf.cast(value, dtype)
-        current_modes.casts.set(value, dtype, cast)
+        casts.eager.set(value, dtype, cast)
     return cast
 
 

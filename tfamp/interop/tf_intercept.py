@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfamp.interop.interception import Interception
 from tfamp.interop.tf_private import (
-    float_attrs,
+    attr_kinds,
     missing_symbol,
     op_inputs,
     private_module,
@@ -114,10 +114,13 @@ def _plain_attrs(op: str, attrs: tuple[Any, ...]) -> list[Any]:
 
     Where it takes one not, TensorFlow goes another way and forgets the inputs put in its place.
     """
-    floats, plain = float_attrs(op), [_plain(attr) for attr in attrs]
+    kinds, plain = attr_kinds(op), [_plain(attr) for attr in attrs]
     for place in range(1, len(plain), 2):
-        if plain[place - 1] in floats and isinstance(plain[place], int):
+        kind = kinds.get(plain[place - 1])
+        if kind == "float" and isinstance(plain[place], int):
             plain[place] = float(plain[place])
+        elif kind == "type" and isinstance(plain[place], (str, type, np.dtype)):
+            plain[place] = tf.as_dtype(plain[place])
     return plain
 
 
@@ -188,6 +191,20 @@ def _custom_gradient(handler: Interception, original: Any) -> Any:
         return original(handler.custom_gradient(f), args, kwargs)
 
     return decorator
+
+
+def _python_function(handler: Interception, original: Any) -> Any:
+    @functools.wraps(original)
+    def python_function(
+        func: Any,
+        inp: Any,
+        Tout: Any,  # noqa: N803 - TensorFlow's name
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return original(handler.python_function(func, Tout), inp, Tout, *args, **kwargs)
+
+    return python_function
 
 
 def _function_context(handler: Interception, original: Any) -> Any:
@@ -287,6 +304,35 @@ def _convert(handler: Interception, original: Any) -> Any:
     return convert_to_tensor
 
 
+def _stacked(handler: Interception, original: Any) -> Any:
+    @functools.wraps(original)
+    def pack(values: Any, dtype: Any, name: str) -> Any:
+        return original(*handler.stacked(values, dtype), name)
+
+    return pack
+
+
+def _converted_alike(handler: Interception, original: Any) -> Any:
+    @functools.wraps(original)
+    def convert(values: Any, dtype: Any = None, name: Any = None) -> Any:
+        return original(*handler.stacked(values, dtype), name)
+
+    return convert
+
+
+def _mapped(handler: Interception, original: Any) -> Any:
+    @functools.wraps(original)
+    def to_batchable(values: Any, signature: Any) -> Any:
+        # map_fn compares what the function returned with what it was said to return.
+        cast = [
+            handler.recast(value, spec.dtype.name) if hasattr(spec, "dtype") else value
+            for value, spec in zip(values, signature, strict=True)
+        ]
+        return original(cast, signature)
+
+    return to_batchable
+
+
 def _array_method(place: int, handler: Interception, original: Any) -> Any:
     @tf.autograph.experimental.do_not_convert
     @functools.wraps(original)
@@ -365,6 +411,8 @@ INTERCEPTED = (
     Intercepted("ops.parallel_for.pfor", "PFor.convert", _gradient),
     Intercepted("ops.custom_gradient", "_eager_mode_decorator", _custom_gradient),
     Intercepted("ops.custom_gradient", "_graph_mode_decorator", _custom_gradient),
+    Intercepted("ops.script_ops", "_internal_py_func", _python_function),
+    Intercepted("ops.script_ops", "py_func_common", _python_function),  # NumPy's, in eager mode
     Intercepted(
         "eager.polymorphic_function.function_context", "make_function_context", _function_context
     ),
@@ -377,6 +425,12 @@ INTERCEPTED = (
     Intercepted("autograph.operators.control_flow", "verify_single_cond_var", _branch_check),
     Intercepted("ops.cond_v2", "_make_indexed_slices_indices_types_match", _branches),
     Intercepted("framework.ops", "convert_to_tensor", _convert),
+    Intercepted("ops.ragged.ragged_tensor", "convert_to_tensor_or_ragged_tensor", _convert),
+    Intercepted("ops.array_ops", "_autopacking_helper", _stacked),
+    Intercepted(
+        "framework.indexed_slices", "convert_n_to_tensor_or_indexed_slices", _converted_alike
+    ),
+    Intercepted("ops.map_fn", "_result_value_flat_to_batchable", _mapped),
     Intercepted("framework.tensor", "TensorSpec.cast", _signature_cast),
     Intercepted("ops.math_ops", "_truediv_python3", _true_division),
     Intercepted("ops.math_ops", "sparse_matmul", _sparse_matmul),
