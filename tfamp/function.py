@@ -16,8 +16,7 @@ from tfamp.autocasting.state import current_modes
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import NothingToLowerWarning, RewriteError, TfampWarning
 from tfamp.graph import request
-from tfamp.graph.measuring.calibration import measure
-from tfamp.graph.measuring.calibration_data import Calibration
+from tfamp.graph.calibration import Calibration, measure
 from tfamp.graph.measuring.ranges import Ranges
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.structures import RewritePlan
@@ -361,7 +360,6 @@ class RewrittenFunction:
             batches(),
             traced.captured_inputs,
             [tensor.name for tensor in traced.outputs],
-            traced.graph.variables,
         )
 
 

@@ -15,7 +15,7 @@ from tfamp.converting.graph import find_roles, rewrite_meta_graph
 from tfamp.dtypes import LOW_PRECISION
 from tfamp.errors import SavedModelError
 from tfamp.graph import request
-from tfamp.graph.measuring.calibration_data import Calibration
+from tfamp.graph.calibration import Calibration
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.structures import RewritePlan, RewriteSummary
 from tfamp.machine import hardware

@@ -10,7 +10,7 @@ from typing import Any
 
 from tfamp.errors import NothingToLowerWarning
 from tfamp.graph import request
-from tfamp.graph.measuring.calibration_data import Calibration
+from tfamp.graph.calibration import Calibration
 from tfamp.graph.measuring.ranges import Ranges
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.rewrite import rewrite_graph_def

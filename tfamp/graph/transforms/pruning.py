@@ -1,13 +1,13 @@
-"""The part of a graph that a run needs, and the functions it calls."""
+"""The part of a graph that a run needs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.structures import MAIN_GRAPH
+from tfamp.graph.structures import reach
 from tfamp.graph.tensor_names import node_name
 
 PLACEHOLDERS = ("Placeholder", "PlaceholderV2", "PlaceholderWithDefault")
@@ -33,7 +33,7 @@ def drop_unused_nodes(graph_def: Any, inputs: Sequence[str], outputs: Sequence[s
     if missing := [name for name in outputs if node_name(name) not in nodes]:
         raise ValueError(f"outputs: the graph has no node {missing[0]!r}.")
     if outputs:
-        needed = _reached([node_name(name) for name in outputs], _sources(nodes, fed))
+        needed = set(reach([node_name(name) for name in outputs], _sources(nodes, fed)))
         for name in sorted(needed - fed):
             if nodes[name].op in _MUST_BE_FED:
                 raise ValueError(
@@ -42,34 +42,13 @@ def drop_unused_nodes(graph_def: Any, inputs: Sequence[str], outputs: Sequence[s
                 )
     else:
         unfed = [n.name for n in graph_def.node if n.op in _MUST_BE_FED and n.name not in fed]
-        needed = set(nodes) - _reached(unfed, _consumers(nodes, fed))
+        needed = set(nodes) - set(reach(unfed, _consumers(nodes, fed)))
     result = tf.compat.v1.GraphDef()
     result.CopyFrom(graph_def)
     del result.node[:]
     needed |= fed
     result.node.extend(node for node in graph_def.node if node.name in needed)
     return result
-
-
-def called_scopes(graph_def: Any, calls: Collection[str]) -> set[str]:
-    """Returns the scopes that run as part of the graph: itself and the functions it calls.
-
-    Args:
-        graph_def: A `tf.compat.v1.GraphDef`.
-        calls: Op types that call functions; a function called by its name, like an op, counts too.
-    """
-    functions = {function.signature.name: function for function in graph_def.library.function}
-
-    def called(scope: str) -> Iterable[str]:
-        nodes = functions[scope].node_def if scope != MAIN_GRAPH else graph_def.node
-        for node in nodes:
-            names = [node.op]
-            if node.op in calls:
-                for value in node.attr.values():
-                    names += [each.name for each in (value.func, *value.list.func)]
-            yield from (name for name in names if name in functions)
-
-    return _reached([MAIN_GRAPH], called)
 
 
 def _sources(nodes: Any, fed: Collection[str]) -> Any:
@@ -83,14 +62,3 @@ def _consumers(nodes: Any, fed: Collection[str]) -> Any:
             if node.name not in fed:
                 consumers.setdefault(node_name(tensor), []).append(node.name)
     return lambda name: consumers.get(name, ())
-
-
-def _reached(roots: Iterable[str], neighbours: Any) -> set[str]:
-    pending = list(roots)
-    reached = set(pending)
-    while pending:
-        for name in neighbours(pending.pop()):
-            if name not in reached:
-                reached.add(name)
-                pending.append(name)
-    return reached
