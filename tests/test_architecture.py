@@ -75,7 +75,6 @@ LAYERS = (
         "graph.transforms.bias_gradients",
         "graph.apply",
         "graph.verify",
-        "graph.transforms.pruning",
         "graph.transforms.retype",
     ),
     (

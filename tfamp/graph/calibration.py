@@ -15,9 +15,8 @@ import tensorflow as tf
 
 from tfamp.graph.measuring.ranges import Limits, Ranges, TensorKey, TensorRange
 from tfamp.graph.measuring.reductions import reduction_depth
-from tfamp.graph.observe import Observer, input_specs, observed_scopes
+from tfamp.graph.observe import Observer, drop_unused_nodes, input_specs, observed_scopes
 from tfamp.graph.structures import GraphIndex
-from tfamp.graph.transforms.pruning import drop_unused_nodes
 
 _ENDLESS = -1  # tf.data.INFINITE_CARDINALITY
 _EMPTY = "Calibration needs at least one call's data; got none."

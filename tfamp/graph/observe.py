@@ -25,10 +25,11 @@ from tfamp.graph.index import build_indexes
 from tfamp.graph.measuring.ranges import TensorKey
 from tfamp.graph.structures import MAIN_GRAPH, RESULT, GraphIndex, reach
 from tfamp.graph.tensor_names import node_name
-from tfamp.graph.transforms.pruning import PLACEHOLDERS
 
 T = TypeVar("T")
 
+_PLACEHOLDERS = ("Placeholder", "PlaceholderV2", "PlaceholderWithDefault")
+_MUST_BE_FED = _PLACEHOLDERS[:2]
 # Tensors handed to Python at once, which stay in memory until all are computed.
 _GROUP = 16
 # How many executions of an op are known one by one.
@@ -48,10 +49,45 @@ _CONTROL_FLOW_V1 = frozenset(
 )
 
 
+def drop_unused_nodes(graph_def: Any, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
+    """Returns a copy of a graph without the nodes that a run does not need.
+
+    Without outputs the run is of all that needs no other placeholder than the inputs.
+    """
+    nodes = {node.name: node for node in graph_def.node}
+    fed = {node_name(name) for name in inputs}
+    if missing := [name for name in outputs if node_name(name) not in nodes]:
+        raise ValueError(f"outputs: the graph has no node {missing[0]!r}.")
+    if outputs:
+
+        def sources(name: str) -> Iterable[str]:
+            return () if name in fed else map(node_name, nodes[name].input)
+
+        needed = set(reach(map(node_name, outputs), sources))
+        for name in sorted(needed - fed):
+            if nodes[name].op in _MUST_BE_FED:
+                raise ValueError(
+                    f"The outputs need the placeholder {name!r}, which inputs does not hold; it "
+                    f"holds {list(inputs)}."
+                )
+    else:
+        unfed = [n.name for n in graph_def.node if n.op in _MUST_BE_FED and n.name not in fed]
+        consumers: dict[str, list[str]] = {}
+        for node in graph_def.node:
+            for tensor in () if node.name in fed else node.input:
+                consumers.setdefault(node_name(tensor), []).append(node.name)
+        needed = set(nodes) - set(reach(unfed, lambda name: consumers.get(name, ())))
+    result = tf.compat.v1.GraphDef()
+    result.CopyFrom(graph_def)
+    del result.node[:]
+    needed |= fed
+    result.node.extend(node for node in graph_def.node if node.name in needed)
+    return result
+
+
 def observed_scopes(graph_def: Any) -> list[GraphIndex]:
     """Returns the indexes of a graph and of the functions that run as part of it."""
-    # The dtype and the device only matter for kernels, which nothing here asks for.
-    indexes = build_indexes(graph_def, dtype="float16", device="cpu")
+    indexes = build_indexes(graph_def)
     by_scope = {index.scope: index for index in indexes}
 
     def called(scope: str) -> Iterable[str]:
@@ -68,7 +104,7 @@ def input_specs(graph_def: Any, inputs: Sequence[str]) -> list[Any]:
     if isinstance(inputs, str):
         raise TypeError(f"inputs must be a collection of strings; got the string {inputs!r}.")
     # TensorFlow makes a constant of a captured tensor that is small.
-    nodes = {node.name: node for node in graph_def.node if node.op in (*PLACEHOLDERS, "Const")}
+    nodes = {node.name: node for node in graph_def.node if node.op in (*_PLACEHOLDERS, "Const")}
     specs = []
     for name in inputs:
         if node_name(name) not in nodes:

@@ -19,10 +19,10 @@ from tfamp.errors import NothingToLowerWarning
 from tfamp.graph import request
 from tfamp.graph.cost import ScopeCosts, estimate, scope_seconds
 from tfamp.graph.index import build_indexes
+from tfamp.graph.observe import drop_unused_nodes
 from tfamp.graph.rewrite import rewrite_graph_def
 from tfamp.graph.structures import GraphIndex, NodePlan, RewritePlan
 from tfamp.graph.transforms.inline import inline_calls
-from tfamp.graph.transforms.pruning import drop_unused_nodes
 from tfamp.machine import hardware
 from tfamp.machine.profile import MachineProfile
 from tfamp.machine.profile_choice import FoundProfile, check_profile, find_profile

@@ -37,7 +37,14 @@ from tfamp.diagnostics.searching.step import (
 )
 from tfamp.dtypes import FLOAT_DTYPES, float_format
 from tfamp.graph.measuring.ranges import TensorKey
-from tfamp.graph.observe import NEVER, Observer, Seen, TensorStats, observed_scopes
+from tfamp.graph.observe import (
+    NEVER,
+    Observer,
+    Seen,
+    TensorStats,
+    drop_unused_nodes,
+    observed_scopes,
+)
 from tfamp.graph.structures import (
     ARGUMENT,
     MAIN_GRAPH,
@@ -48,7 +55,6 @@ from tfamp.graph.structures import (
     reach,
 )
 from tfamp.graph.tensor_names import node_name
-from tfamp.graph.transforms.pruning import drop_unused_nodes
 from tfamp.graph.transforms.retype import low_dtypes, retyped
 
 # What was seen of each tensor in a run.

@@ -179,23 +179,7 @@ class NonFiniteReport:
 class Finding:
     """What in a step is not finite, where and why: all that its report tells and its fix needs.
 
-    Attributes:
-        stage, kind, op, dtype, node, where, layer, variable, ranges: As in a `NonFiniteReport`.
-        layer_class: Name of the layer's class.
-        gradient_of: The first variable whose gradient is not finite because of it.
-        rewritten: Whether `tfamp.rewrite` made the step.
-        float32_max: Largest magnitude of the result in float32; None if that is not finite.
-        count: Number of values that are added up for each result.
-        is_constant: Whether it is a constant that does not fit.
-        spread: The node that made a NaN of that constant.
-        callers: The nodes whose functions it is in, the outermost first.
-        execution: In which execution of the function, from 0.
-        vanished_op: Of an underflow, the op in which a value became zero.
-        vanished_layer: And its layer.
-        vanished: Its largest magnitude in float32, if all of it became zero.
-        scale: The loss scale, if that is the cause.
-        best_scale: The largest one with which the step is finite.
-        note: What else is known, a sentence.
+    What a `NonFiniteReport` has too means the same there.
     """
 
     stage: str
@@ -207,21 +191,22 @@ class Finding:
     layer: str | None = None
     layer_class: str | None = None
     variable: str | None = None
-    gradient_of: str | None = None
+    gradient_of: str | None = None  # The first variable whose gradient is bad because of it.
     ranges: Mapping[str, Sequence[ValueRange]] = field(default_factory=dict)
-    rewritten: bool = False
-    float32_max: float | None = None
-    count: int | None = None
-    is_constant: bool = False
-    spread: str = ""
-    callers: tuple[str, ...] = ()
-    execution: int = 0
+    rewritten: bool = False  # Whether `tfamp.rewrite` made the step.
+    float32_max: float | None = None  # Largest magnitude of the result in float32, if finite.
+    count: int | None = None  # How many values are added up for each result.
+    is_constant: bool = False  # Whether it is a constant that does not fit.
+    spread: str = ""  # The node that made a NaN of that constant.
+    callers: tuple[str, ...] = ()  # The nodes whose functions it is in, the outermost first.
+    execution: int = 0  # In which execution of the function, from 0.
+    # Of an underflow, where a value became zero, and its magnitude in float32 if all of it did.
     vanished_op: str | None = None
     vanished_layer: str | None = None
     vanished: float | None = None
-    scale: float | None = None
-    best_scale: float | None = None
-    note: str = ""
+    scale: float | None = None  # The loss scale, if that is the cause.
+    best_scale: float | None = None  # The largest one with which the step is finite.
+    note: str = ""  # What else is known, a sentence.
 
 
 def report_of(finding: Finding) -> NonFiniteReport:

@@ -38,43 +38,24 @@ _SCALE = re.compile(r"(^|/)(dynamic_scale|loss_scale)(_\d+)?$")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """A traced step.
+    """A traced step."""
 
-    Attributes:
-        graph_def: The graph, with its calls inlined.
-        traced: The `FuncGraph` it is from.
-        inputs: Names of its inputs.
-        values: Their values, handles of variables included.
-        given: How many of these are arguments; the rest is captured.
-        outputs: The tensors it returns.
-        gradients: Names of variables by the tensors that are their gradients.
-        operations: Operations that have to run as well.
-        layers: The layers that were called, in the order of their first calls.
-        variables: Name and `tf.Variable` of what has to be finite before.
-        reads: Names of variables by the input that is their handle or value.
-        rewritten: Whether `tfamp.rewrite` made it.
-        scale: The loss scale; 1 where there is none.
-        scale_name: Name of the variable that holds it, if one does.
-        scale_adapts: Whether it adapts by itself.
-        scale_at: Which of the values it is, if it is one.
-        scale_in: The `tf.Variable` to set for another scale, if it is in one.
-    """
-
-    graph_def: Any
-    traced: Any
+    graph_def: Any  # Its calls are inlined.
+    traced: Any  # The `FuncGraph` it is from.
     inputs: tuple[str, ...]
-    values: tuple[Any, ...]
-    given: int
+    values: tuple[Any, ...]  # Of the inputs, handles of variables included.
+    given: int  # How many of these are arguments; the rest is captured.
     outputs: tuple[str, ...]
-    gradients: Mapping[str, str]
-    operations: tuple[str, ...]
-    layers: tuple[Any, ...]
-    variables: tuple[tuple[str, Any], ...]
-    reads: Mapping[str, str]
+    gradients: Mapping[str, str]  # Names of variables by the tensors that are their gradients.
+    operations: tuple[str, ...]  # What has to run as well.
+    layers: tuple[Any, ...]  # In the order of their first calls.
+    variables: tuple[tuple[str, Any], ...]  # Name and `tf.Variable` of what has to be finite.
+    reads: Mapping[str, str]  # Names of variables by the input that is their handle or value.
     rewritten: bool = False
-    scale: float = 1.0
-    scale_name: str | None = None
+    scale: float = 1.0  # The loss scale; 1 where there is none.
+    scale_name: str | None = None  # That of the variable that holds it.
     scale_adapts: bool = True
+    # For another scale: the position among the values, or the `tf.Variable` that holds it.
     scale_at: int | None = None
     scale_in: Any = None
 
