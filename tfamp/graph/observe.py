@@ -7,6 +7,7 @@ that of the iteration.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -71,12 +72,15 @@ def drop_unused_nodes(graph_def: Any, inputs: Sequence[str], outputs: Sequence[s
                     f"holds {list(inputs)}."
                 )
     else:
-        unfed = [n.name for n in graph_def.node if n.op in _MUST_BE_FED and n.name not in fed]
-        consumers: dict[str, list[str]] = {}
+        unfed: list[str] = [
+            n for n, node in nodes.items() if node.op in _MUST_BE_FED and n not in fed
+        ]
+        consumers = collections.defaultdict[str, list[str]](list)
         for node in graph_def.node:
             for tensor in () if node.name in fed else node.input:
-                consumers.setdefault(node_name(tensor), []).append(node.name)
-        needed = set(nodes) - set(reach(unfed, lambda name: consumers.get(name, ())))
+                consumers[node_name(tensor)].append(node.name)
+        missing = reach(unfed, consumers.__getitem__)
+        needed = set(nodes).difference(missing)
     result = tf.compat.v1.GraphDef()
     result.CopyFrom(graph_def)
     del result.node[:]
