@@ -52,14 +52,16 @@ _MOST_TENSORS = 2**20
 _DEVICE_KIND = re.compile(r"(?:^|[/:])(cpu|gpu|tpu)(?=:|$)", re.IGNORECASE)
 
 
-def build_indexes(graph_def: Any, *, dtype: str, device: str) -> tuple[GraphIndex, ...]:
+def build_indexes(
+    graph_def: Any, *, dtype: str | None = None, device: str = "cpu"
+) -> tuple[GraphIndex, ...]:
     """Indexes a graph and the functions it reaches; the graph is not modified.
 
     A function whose dtypes depend on its caller is left out: it stays as it is.
 
     Args:
         graph_def: A `tf.compat.v1.GraphDef`.
-        dtype: The low dtype, for which kernels are looked up.
+        dtype: The low dtype, for which kernels are looked up; None where they do not matter.
         device: Kind of device of nodes that are pinned to none: "cpu", "gpu" or "tpu".
 
     Returns:
@@ -86,7 +88,7 @@ class _Indexer:
 
     scope: str
     functions: Mapping[str, OpSignature]
-    dtype: str
+    dtype: str | None
     device: str
     nodes: list[IndexedNode] = field(default_factory=list)
     slots: list[TypeSlot] = field(default_factory=list)
@@ -211,7 +213,7 @@ class _Indexer:
         self, node: Any, own: OpSignature, types: Mapping[str, tuple[str, ...]], place: _Place
     ) -> bool:
         attr, index, dtype = place
-        if not attr or dtype != FLOAT32:
+        if self.dtype is None or not attr or dtype != FLOAT32:
             return False
         allowed = own.allowed[attr]
         if allowed is not None and self.dtype not in allowed:

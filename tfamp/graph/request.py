@@ -122,9 +122,7 @@ def measured(ranges: Ranges | None, limits: Limits | None, dtype: str) -> tuple[
                 f"{type(value).__name__}."
             )
     if limits is not None and ranges is None:
-        raise ValueError(
-            "limits need ranges: measure them with tfamp.graph.measuring.calibration.measure."
-        )
+        raise ValueError("limits need ranges: measure them with tfamp.graph.calibration.measure.")
     return ranges or Ranges(), limits or Limits.default(dtype)
 
 

@@ -17,8 +17,7 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingToLowerWarning, RewriteError, TfampWarning
 from tfamp.core.profile import MachineProfile
 from tfamp.graph import request
-from tfamp.graph.measuring.calibration import measure
-from tfamp.graph.measuring.calibration_data import Calibration
+from tfamp.graph.calibration import Calibration, measure
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.transforms.inline import inline_calls
 from tfamp.interop.keras_backend import require_tensorflow
@@ -361,7 +360,6 @@ class RewrittenFunction:
             batches(),
             traced.captured_inputs,
             [tensor.name for tensor in traced.outputs],
-            traced.graph.variables,
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tfamp.core.errors import NothingToLowerWarning
 from tfamp.core.profile import MachineProfile
 from tfamp.graph import request
-from tfamp.graph.measuring.calibration_data import Calibration
+from tfamp.graph.calibration import Calibration
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.rewrite import rewrite_graph_def
 from tfamp.machine.profile_choice import check_profile, resolve_profile

@@ -19,9 +19,9 @@ from tfamp.diagnostics.estimating.model_files import TracedModel, traced_model
 from tfamp.diagnostics.estimating.padding import Misfit, find_misfits
 from tfamp.graph import request
 from tfamp.graph.index import build_indexes
+from tfamp.graph.observe import drop_unused_nodes
 from tfamp.graph.rewrite import rewrite_graph_def
 from tfamp.graph.transforms.inline import inline_calls
-from tfamp.graph.transforms.pruning import drop_unused_nodes
 from tfamp.machine import hardware
 from tfamp.machine.profile_choice import FoundProfile, check_profile, find_profile
 from tfamp.planning.cost import ScopeCosts, estimate, scope_seconds
