@@ -12,7 +12,6 @@ from tfamp.diagnostics.model_runs import (
     all_layers,
     computing_in,
     float_tensors,
-    layer_outputs,
     low_dtype_of,
     observing_layers,
     policies_in,
@@ -30,9 +29,22 @@ def _model():
     return keras.Model(inputs, layers.Dense(3, name="out")(x))
 
 
-def _dtypes(model, **kwargs):
-    _, outputs = layer_outputs(model, X, **kwargs)
-    return {each.layer.name: float_tensors(each.value)[0].dtype.name for each in outputs}
+def _run(model, dtype=None, training=False):
+    """What the model returned as if in a dtype, and the name and value of each layer call."""
+    outputs = []
+
+    def note(layer, call):
+        value = call()
+        outputs.append((layer.name, value))
+        return value
+
+    with computing_in(model, dtype), unchanged(model.variables), observing_layers(note):
+        return model(X, training=training), outputs
+
+
+def _dtypes(model, dtype=None):
+    _, outputs = _run(model, dtype)
+    return {name: float_tensors(value)[0].dtype.name for name, value in outputs}
 
 
 @pytest.mark.parametrize("low", ["float16", "bfloat16"])
@@ -60,13 +72,13 @@ def test_float32_of_a_mixed_model_is_what_the_same_weights_give_in_float32():
         mixed = _model()
     plain = _model()
     plain.set_weights(mixed.get_weights())
-    result, _ = layer_outputs(mixed, X, dtype="float32")
+    result, _ = _run(mixed, dtype="float32")
     np.testing.assert_allclose(result, plain(X), rtol=1e-6, atol=1e-6)
 
 
 def test_low_variables_are_cast_up():
     model = keras.Sequential([keras.Input((8,)), layers.Dense(3, dtype="float16")])
-    result, _ = layer_outputs(model, X, dtype="float32")
+    result, _ = _run(model, dtype="float32")
     assert result.dtype == "float32"
     kernel = ops.convert_to_numpy(model.layers[0].kernel).astype(np.float32)
     np.testing.assert_allclose(result, X @ kernel, rtol=1e-6, atol=1e-6)
@@ -104,17 +116,18 @@ def test_a_policy_map_is_left_alone():
 def test_moving_statistics_and_seeds_are_not_moved():
     model = keras.Sequential([keras.Input((8,)), layers.BatchNormalization(), layers.Dropout(0.5)])
     before = [ops.convert_to_numpy(variable) for variable in model.variables]
-    layer_outputs(model, X, dtype="bfloat16", training=True)
+    _run(model, dtype="bfloat16", training=True)
     for old, variable in zip(before, model.variables, strict=True):
         np.testing.assert_array_equal(old, variable)
 
 
-def test_shared_layers_are_told_apart_by_call():
+def test_each_call_of_a_shared_layer_is_seen():
     shared = layers.Dense(8, name="shared")
     inputs = keras.Input((8,))
     model = keras.Model(inputs, shared(shared(inputs)))
-    _, outputs = layer_outputs(model, X)
-    assert [(each.layer.name, each.call) for each in outputs[:2]] == [("shared", 0), ("shared", 1)]
+    _, outputs = _run(model)
+    assert [name for name, _ in outputs[:2]] == ["shared", "shared"]
+    assert outputs[1][1] is not outputs[0][1]
 
 
 def test_observers_see_calls_of_the_block_only():

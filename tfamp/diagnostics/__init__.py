@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from tfamp.diagnostics.reporting.plots import plot_loss_scale as plot_loss_scale
     from tfamp.diagnostics.reporting.report import training_report as training_report
     from tfamp.diagnostics.searching.nonfinite import find_nonfinite as find_nonfinite
-    from tfamp.diagnostics.searching.nonfinite_report import NonFiniteReport as NonFiniteReport
-    from tfamp.diagnostics.searching.nonfinite_report import ValueRange as ValueRange
+    from tfamp.diagnostics.searching.report import NonFiniteReport as NonFiniteReport
+    from tfamp.diagnostics.searching.report import ValueRange as ValueRange
 
 # Public name -> module that defines it.
 _HOMES = {
@@ -33,10 +33,10 @@ _HOMES = {
     "ComparisonRow": "tfamp.diagnostics.comparing.comparison",
     "DeviceReport": "tfamp.diagnostics.estimating.device",
     "ModelReport": "tfamp.diagnostics.estimating.expected_gain",
-    "NonFiniteReport": "tfamp.diagnostics.searching.nonfinite_report",
+    "NonFiniteReport": "tfamp.diagnostics.searching.report",
     "NumericsMonitor": "tfamp.diagnostics.monitoring.monitor",
     "OpCounts": "tfamp.diagnostics.operator_stats",
-    "ValueRange": "tfamp.diagnostics.searching.nonfinite_report",
+    "ValueRange": "tfamp.diagnostics.searching.report",
     "compare": "tfamp.diagnostics.comparing.precision_comparison",
     "device_report": "tfamp.diagnostics.estimating.device",
     "find_nonfinite": "tfamp.diagnostics.searching.nonfinite",

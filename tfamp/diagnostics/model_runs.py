@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -23,23 +22,6 @@ from tfamp.layers.roles import is_built_in
 from tfamp.policy import Policy
 
 COMPUTE_DTYPES = ("float32", *LOW_PRECISION)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerOutput:
-    """What one call of a layer returned.
-
-    Attributes:
-        path: The layer's path.
-        layer: The layer.
-        call: How many calls of the layer came before this one in the run.
-        value: What it returned, tensors in any structure.
-    """
-
-    path: str
-    layer: Any
-    call: int
-    value: Any
 
 
 def all_layers(model: Any) -> list[Any]:
@@ -175,44 +157,6 @@ def observing_layers(around: Callable[[Any, Callable[[], Any]], Any]) -> Iterato
         yield
     finally:
         stop()
-
-
-def layer_outputs(
-    model: Any, x: Any, *, dtype: str | None = None, training: bool = False
-) -> tuple[Any, list[LayerOutput]]:
-    """Calls a model as if in a dtype and returns what every layer in it returned.
-
-    Variables that the call changes, such as moving statistics and seeds, are as before afterwards.
-
-    Args:
-        model: A Keras model.
-        x: Its input: arrays or tensors in the structure the model takes.
-        dtype: As for `computing_in`.
-        training: Whether layers are told that they are training.
-
-    Returns:
-        What the model returned, and the outputs of all layer calls in the order in which the calls
-        ended: a layer comes after the layers it holds, the model last.
-
-    Example:
-        >>> model = keras.Sequential([keras.layers.Dense(2, name="a"), keras.layers.ReLU(name="b")])
-        >>> _, outputs = layer_outputs(model, keras.ops.ones((1, 3)), dtype="float16")
-        >>> [(each.layer.name, each.value.dtype.name) for each in outputs[:2]]
-        [('a', 'float16'), ('b', 'float32')]
-    """
-    found: list[LayerOutput] = []
-
-    def record(layer: Any, call: Callable[[], Any]) -> Any:
-        value = call()
-        before = sum(each.layer is layer for each in found)
-        found.append(LayerOutput(layer_path(layer), layer, before, value))
-        return value
-
-    if not model.built:
-        model(x, training=False)  # So that all there is to restore exists.
-    with computing_in(model, dtype), unchanged(model.variables), observing_layers(record):
-        result = model(x, training=training)
-    return result, found
 
 
 @contextlib.contextmanager

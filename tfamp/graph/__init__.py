@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tfamp.core.profile import MachineProfile as MachineProfile
-    from tfamp.graph.measuring.calibration_data import Calibration as Calibration
+    from tfamp.graph.calibration import Calibration as Calibration
     from tfamp.graph.op_lists import OpLists as OpLists
     from tfamp.graph.rewrite import rewrite_graph_def as rewrite_graph_def
     from tfamp.planning.structures import RewritePlan as RewritePlan
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Public name -> module that defines it.
 _HOMES = {
-    "Calibration": "tfamp.graph.measuring.calibration_data",
+    "Calibration": "tfamp.graph.calibration",
     "MachineProfile": "tfamp.core.profile",
     "OpLists": "tfamp.graph.op_lists",
     "RewritePlan": "tfamp.planning.structures",

@@ -52,7 +52,9 @@ _MOST_TENSORS = 2**20
 _DEVICE_KIND = re.compile(r"(?:^|[/:])(cpu|gpu|tpu)(?=:|$)", re.IGNORECASE)
 
 
-def build_indexes(graph_def: Any, *, dtype: str | None, device: str) -> tuple[GraphIndex, ...]:
+def build_indexes(
+    graph_def: Any, *, dtype: str | None = None, device: str = "cpu"
+) -> tuple[GraphIndex, ...]:
     """Indexes a graph and the functions it reaches; the graph is not modified.
 
     A function whose dtypes depend on its caller is left out: it stays as it is.

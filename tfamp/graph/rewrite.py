@@ -85,7 +85,7 @@ def rewrite_graph_def(
             for this machine's. A node without a kernel there stays float32.
         inline: Whether the nodes of called functions take the place of the calls first. A function
             that is left is rewritten by itself, with float32 arguments and results.
-        ranges: What `measuring.calibration.measure` found when it ran the graph on data; nodes that
+        ranges: What `calibration.measure` found when it ran the graph on data; nodes that
             exceed the limits stay float32, unless `force_low` matches them.
         limits: From where on measured values need float32; `Limits.default(dtype)` if None.
         cached: Names of handles of variables of which somebody keeps low-precision copies: Casts
@@ -239,9 +239,7 @@ def _check_measured(ranges: Any, limits: Any) -> None:
                 f"{type(value).__name__}."
             )
     if limits is not None and ranges is None:
-        raise ValueError(
-            "limits need ranges: measure them with tfamp.graph.measuring.calibration.measure."
-        )
+        raise ValueError("limits need ranges: measure them with tfamp.graph.calibration.measure.")
 
 
 def _nothing_lowered(plan: RewritePlan) -> str:

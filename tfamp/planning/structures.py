@@ -6,8 +6,10 @@ integers: positions in the tuples of its `GraphIndex`. Dtypes are names, such as
 
 from __future__ import annotations
 
+import heapq
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,6 +18,7 @@ from tfamp.planning.plan_text import plan_json, plan_text
 from tfamp.planning.reason import Reason as Reason
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 FLOAT32 = "float32"
 MAIN_GRAPH = ""
@@ -351,3 +354,34 @@ class RewriteResult:
 
     graph_def: Any
     plan: RewritePlan
+
+
+def reach(roots: Iterable[K], neighbours: Callable[[K], Iterable[K]]) -> list[K]:
+    """Returns what can be reached from roots, these included, the nearest first, each once."""
+    found = dict.fromkeys(roots)
+    pending = list(found)
+    while pending:
+        new = dict.fromkeys(each for near in pending for each in neighbours(near))
+        pending = [each for each in new if each not in found]
+        found.update(dict.fromkeys(pending))
+    return list(found)
+
+
+def producers_first(index: GraphIndex) -> list[int]:
+    """Returns the positions of nodes in a topological order, else as they are; cycles come last."""
+    consumers: dict[int, set[int]] = {}
+    for edge in index.edges:
+        source, target = index.slots[edge.source].node, index.slots[edge.target].node
+        consumers.setdefault(source, set()).add(target)
+    waiting = Counter(each for targets in consumers.values() for each in targets)
+    ready = [position for position in range(len(index.nodes)) if not waiting[position]]
+    order = []
+    while ready:
+        position = heapq.heappop(ready)
+        order.append(position)
+        for consumer in consumers.get(position, ()):
+            waiting[consumer] -= 1
+            if not waiting[consumer]:
+                heapq.heappush(ready, consumer)
+    done = set(order)
+    return order + [position for position in range(len(index.nodes)) if position not in done]

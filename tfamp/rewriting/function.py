@@ -16,7 +16,7 @@ from tfamp.autocasting.state import current_modes
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingToLowerWarning, RewriteError, TfampWarning
 from tfamp.core.profile import MachineProfile
-from tfamp.graph.measuring.calibration_data import Calibration
+from tfamp.graph.calibration import Calibration
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop.keras_backend import require_tensorflow
 from tfamp.interop.tf_functions import SaveableFunction

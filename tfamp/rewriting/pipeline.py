@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfamp.core.errors import NothingToLowerWarning
 from tfamp.core.profile import MachineProfile
+from tfamp.graph.calibration import Calibration, measure
 from tfamp.graph.function_names import (
     called_functions,
     new_suffix,
@@ -27,8 +28,6 @@ from tfamp.graph.function_names import (
     rename_functions,
     unshare_branches,
 )
-from tfamp.graph.measuring.calibration import measure
-from tfamp.graph.measuring.calibration_data import Calibration
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.rewrite import PLACEMENTS, check_lists, convert, make_request
 from tfamp.graph.transforms.inline import INLINED_INTO, inline_calls
@@ -77,8 +76,8 @@ class FlatGraph:
 
     def ranges(self, batches: Iterable[Sequence[Any]]) -> Ranges:
         """Runs it on data, each a value for every input that is not captured."""
-        captured, variables = self.traced.captured_inputs, self.traced.graph.variables
-        return measure(self.graph_def, self.inputs, batches, captured, self.outputs, variables)
+        captured = self.traced.captured_inputs
+        return measure(self.graph_def, self.inputs, batches, captured, self.outputs)
 
 
 @dataclass(frozen=True)
@@ -125,6 +124,9 @@ class RewriteSettings:
         if self.dtype is None:
             return None
         own = (*self.keep_float32, *self.force_low)
+        limits = None
+        if self.calibration is not None and ranges is not None:
+            limits = self.calibration.limits(self.dtype)
         request = make_request(
             NodeChoices(
                 graph.outputs,
@@ -138,7 +140,7 @@ class RewriteSettings:
             placement=self.placement,
             profile=resolve_profile(self.profile, self.placement),
             ranges=ranges,
-            limits=self.calibration.limits(self.dtype) if self.calibration and ranges else None,
+            limits=limits,
             cached=tuple(cached),
         )
         return convert(graph.graph_def, request).plan

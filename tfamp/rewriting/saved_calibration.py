@@ -9,8 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.errors import SavedModelError
-from tfamp.graph.measuring.calibration import measure
-from tfamp.graph.measuring.calibration_data import Calibration
+from tfamp.graph.calibration import Calibration, measure
 from tfamp.planning.ranges import Ranges
 from tfamp.planning.tensor_names import node_name
 from tfamp.rewriting.saved_graph import CALLS, NO_SIGNATURES, Roles, ancestors, model_graph
@@ -129,7 +128,6 @@ def _run_function(
         [[batch[each] for each in names] for batch in batches],
         signature.captured_inputs,
         [f"{_CALL}:{i}" for i in range(len(function.signature.output_arg))],
-        signature.variables,
     )
 
 

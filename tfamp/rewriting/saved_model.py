@@ -10,7 +10,7 @@ from typing import Any
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import SavedModelError
-from tfamp.graph.measuring.calibration_data import Calibration
+from tfamp.graph.calibration import Calibration
 from tfamp.graph.op_lists import OpLists
 from tfamp.machine import hardware
 from tfamp.planning.choices import tensor_names

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp.graph.measuring.value_probes import Observer, measured_scopes
+from tfamp.graph.observe import Observer, Seen, observed_scopes
 from tfamp.graph.transforms.retype import UNROUNDED, low_dtypes, retyped, seeded
 from tfamp.interop import tf_functions
 
@@ -19,9 +19,9 @@ def _graph(function, *specs):
 def _run(concrete, graph_def, *args):
     outputs = [tensor.name for tensor in concrete.outputs]
     inputs = [tensor.name for tensor in concrete.inputs]
-    observer = Observer(graph_def, measured_scopes(graph_def), inputs, outputs)
-    run = observer.run([*map(tf.convert_to_tensor, args), *concrete.captured_inputs])
-    return run.get(("", outputs[0].partition(":")[0], 0)).stats
+    observer = Observer(graph_def, observed_scopes(graph_def), inputs, outputs, Seen.look)
+    run = observer.run([[*map(tf.convert_to_tensor, args), *concrete.captured_inputs]])
+    return run["", outputs[0].partition(":")[0], 0].stats
 
 
 @pytest.mark.parametrize("low", ["float16", "bfloat16"])
@@ -33,10 +33,10 @@ def test_a_twin_computes_in_float32_node_by_node(low):
         return tf.cond(x[0] > 0, lambda: x + 2, lambda: x)
 
     concrete, graph_def = _graph(function, tf.TensorSpec([2]))
-    indexes = measured_scopes(graph_def)
+    indexes = observed_scopes(graph_def)
     twin = retyped(graph_def, indexes, "float32")
     assert low_dtypes(indexes) == [low]
-    assert low_dtypes(measured_scopes(twin)) == []
+    assert low_dtypes(observed_scopes(twin)) == []
     assert [node.name for node in twin.node] == [node.name for node in graph_def.node]
     stats = _run(concrete, twin, [1.0, 2.0])
     assert (stats.dtype, stats.max) == ("float32", 2 * 128.0**3 + 2)
@@ -50,7 +50,7 @@ def test_constants_get_the_values_they_had():
 
     with tf_functions.constants_noted(note):
         concrete, graph_def = _graph(lambda x: x + 1e-8, tf.TensorSpec((), tf.float16))
-    twin = retyped(graph_def, measured_scopes(graph_def), "float32")
+    twin = retyped(graph_def, observed_scopes(graph_def), "float32")
     assert _run(concrete, twin, np.float32(0)).max == np.float32(1e-8)
     assert _run(concrete, graph_def, np.float16(0)).max == 0.0
 
@@ -63,7 +63,7 @@ def test_low_variables_stay_and_are_cast():
         return variable + x
 
     concrete, graph_def = _graph(function, tf.TensorSpec([2], tf.float16))
-    twin = retyped(graph_def, measured_scopes(graph_def), "float32")
+    twin = retyped(graph_def, observed_scopes(graph_def), "float32")
     assert "AssignAddVariableOp" in {node.op for node in twin.node}
     stats = _run(concrete, twin, np.float32([1, 2]))
     assert stats.dtype == "float32"
@@ -75,7 +75,7 @@ def test_random_numbers_are_the_same_in_a_twin_and_in_every_run():
         lambda x: x * tf.random.uniform([64], dtype=tf.float16), tf.TensorSpec((), tf.float16)
     )
     graph_def = seeded(graph_def)
-    twin = retyped(graph_def, measured_scopes(graph_def), "float32")
+    twin = retyped(graph_def, observed_scopes(graph_def), "float32")
     low, again = (_run(concrete, graph_def, np.float16(1)) for _ in range(2))
     assert low == again
     assert _run(concrete, twin, np.float32(1)).max == low.max
@@ -84,5 +84,5 @@ def test_random_numbers_are_the_same_in_a_twin_and_in_every_run():
 def test_the_graph_is_not_modified():
     _, graph_def = _graph(lambda x: x + 1, tf.TensorSpec([2], tf.float16))
     before = graph_def.SerializeToString(deterministic=True)
-    retyped(seeded(graph_def), measured_scopes(graph_def), "bfloat16")
+    retyped(seeded(graph_def), observed_scopes(graph_def), "bfloat16")
     assert graph_def.SerializeToString(deterministic=True) == before

@@ -1,7 +1,7 @@
 """Compares the ops of a function under autocast, or rewritten, with float32.
 
-Both graphs are run on the same values, with every float tensor fetched. Ops inside loops, branches
-and functions that cannot be inlined are not looked at: their results are.
+Both graphs are run on the same values, and every float tensor is looked at. Ops inside loops,
+branches and functions that cannot be inlined are not looked at: their results are.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.autocasting.context import autocast
-from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.core.errors import TfampWarning
 from tfamp.diagnostics.comparing.comparison import ComparisonRow
 from tfamp.diagnostics.comparing.error_measures import largest_error, range_shares, relative_error
-from tfamp.diagnostics.model_runs import unchanged
-from tfamp.graph.function_names import new_suffix, rename_functions, unshare_branches
-from tfamp.graph.measuring.feeding import Feeds
+from tfamp.graph.function_names import unshare_branches
+from tfamp.graph.observe import Observer, observed_scopes
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.transforms.inline import inline_calls
+from tfamp.planning.ranges import TensorKey
+from tfamp.planning.structures import MAIN_GRAPH, GraphIndex, producers_first
+from tfamp.planning.tensor_names import node_name
 from tfamp.rewriting.flat_call import FlatCall
 from tfamp.rewriting.function import RewrittenFunction
 from tfamp.rewriting.traced_function import TracedFunction
@@ -118,21 +119,16 @@ class OpComparison:
 
     def _values(self, traced: Any, graph_def: Any = None) -> _Values:
         outputs = [tensor.name for tensor in traced.outputs]
+        inputs = [tensor.name for tensor in traced.inputs]
         if graph_def is None:
-            keep = (*outputs, *(tensor.name for tensor in traced.inputs))
-            graph_def = inline_calls(traced.graph.as_graph_def(), keep)
-        graph_def = rename_functions(unshare_branches(graph_def), new_suffix())
-        feeds = Feeds(graph_def, [tensor.name for tensor in traced.inputs], traced.captured_inputs)
-        names = _float_tensors(graph_def)
-        run = _runnable(graph_def, feeds, [*outputs, *(name for _, _, _, name in names)])
-        with unchanged(list(traced.graph.variables)):
-            (values,) = feeds.each([self._call.values()])
-            arrays = [each.numpy() for each in run(*values)]
-        given = [a for a, t in zip(arrays, traced.outputs, strict=False) if t.dtype.is_floating]
-        ops: dict[str, tuple[str, tuple[str, ...], list[_Array]]] = {}
-        for (op, kind, inputs, _), array in zip(names, arrays[len(outputs) :], strict=True):
-            ops.setdefault(op, (kind, inputs, []))[2].append(array)
-        return _Values(given, ops)
+            graph_def = inline_calls(traced.graph.as_graph_def(), (*outputs, *inputs))
+        graph_def = unshare_branches(graph_def)
+        index = observed_scopes(graph_def)[0]
+        observer = Observer(graph_def, [index], inputs, outputs, lambda _, value: np.array(value))
+        given = map(tf.convert_to_tensor, self._call.values())
+        seen = observer.run([[*given, *traced.captured_inputs]])
+        keys = [(MAIN_GRAPH, node_name(name), int(name.partition(":")[2])) for name in outputs]
+        return _Values([seen[key] for key in keys if key in seen], _ops(index, seen))
 
     def _compared(self) -> Iterator[ComparisonRow]:
         pairs = self._pairs()
@@ -177,23 +173,19 @@ class OpComparison:
         return pairs
 
 
-def _float_tensors(graph_def: Any) -> list[tuple[str, str, tuple[str, ...], str]]:
-    """Op, its type, the ops of its inputs, and tensor: for all float tensors, in graph order."""
-    with tf.Graph().as_default() as graph:
-        tf.graph_util.import_graph_def(graph_def, name="")
-    return [
-        (op.name, op.type, tuple(each.op.name for each in op.inputs), tensor.name)
-        for op in graph.get_operations()
-        for tensor in op.outputs
-        if tensor.dtype.name in FLOAT_DTYPES
-    ]
-
-
-def _runnable(graph_def: Any, feeds: Feeds, fetches: Sequence[str]) -> Callable[..., Any]:
-    def imported(*values: Any) -> Any:
-        given = dict(zip(feeds.inputs, values, strict=True))
-        return tf.graph_util.import_graph_def(
-            graph_def, input_map=given, return_elements=list(fetches), name="comparison"
-        )
-
-    return tf.compat.v1.wrap_function(imported, feeds.specs)
+def _ops(
+    index: GraphIndex, seen: Mapping[TensorKey, _Array]
+) -> dict[str, tuple[str, tuple[str, ...], list[_Array]]]:
+    sources: dict[int, list[str]] = {}
+    for edge in index.edges:
+        node = index.slots[edge.target].node
+        sources.setdefault(node, []).append(index.node_of(edge.source).name)
+    values: dict[str, list[_Array]] = {}
+    for _, name, port in sorted(seen):
+        values.setdefault(name, []).append(seen[index.scope, name, port])
+    nodes = [(position, index.nodes[position]) for position in producers_first(index)]
+    return {
+        node.name: (node.op, tuple(sources.get(position, ())), values[node.name])
+        for position, node in nodes
+        if node.name in values
+    }

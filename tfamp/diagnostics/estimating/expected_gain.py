@@ -17,8 +17,8 @@ from tfamp.core.profile import MachineProfile
 from tfamp.diagnostics.estimating.gain_text import findings, report_lines
 from tfamp.diagnostics.estimating.model_files import TracedModel, traced_model
 from tfamp.diagnostics.estimating.padding import Misfit, find_misfits
+from tfamp.graph.observe import drop_unused_nodes
 from tfamp.graph.rewrite import convert, make_request
-from tfamp.graph.transforms.pruning import drop_unused_nodes
 from tfamp.machine import hardware
 from tfamp.machine.profile_choice import FoundProfile, check_profile, find_profile
 from tfamp.planning.choices import NodeChoices

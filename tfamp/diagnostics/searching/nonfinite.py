@@ -1,26 +1,33 @@
-"""`find_nonfinite`: which op made the first NaN or infinity of a step, why, and what to change."""
+"""`find_nonfinite`: which op made the first NaN or infinity of a step, why, and what to change.
+
+Data, then variables and loss scale, are looked at first; then the step is traced, run in its low
+dtype and in float32, and what was seen of its tensors is analysed. Each stage ends in a finding or
+in nothing; only the report is made of words.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import dataclasses
+import math
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.diagnostics.model_runs import COMPUTE_DTYPES
-from tfamp.diagnostics.searching import model_step
-from tfamp.diagnostics.searching.finding_report import describe_finding
-from tfamp.diagnostics.searching.investigation import Investigation
-from tfamp.diagnostics.searching.known_before import bad_data, bad_scale, bad_variable
-from tfamp.diagnostics.searching.nonfinite_report import NonFiniteReport
-from tfamp.diagnostics.searching.step_graph import StepGraph, call_of, trace_step
-from tfamp.graph.measuring.value_probes import measured_scopes
-from tfamp.graph.transforms.retype import low_dtypes
-from tfamp.rewriting.function import RewrittenFunction, rewrite
+from tfamp.core.dtypes import FLOAT_DTYPES
+from tfamp.diagnostics.model_runs import COMPUTE_DTYPES, layer_path
+from tfamp.diagnostics.searching.analysis import Twins, largest_scale, look
+from tfamp.diagnostics.searching.report import (
+    ALSO_IN_FLOAT32,
+    OVERFLOW,
+    Finding,
+    NonFiniteReport,
+    ValueRange,
+    report_of,
+)
+from tfamp.diagnostics.searching.step import Step, owner_of, trace_function, trace_model
+from tfamp.graph.observe import TensorStats, stats_of
 
 # Where dynamic scales start, and a scale with which many models have been trained.
 _USUAL_START, _USUAL_SCALE = 2.0**16, 2.0**7
@@ -89,13 +96,11 @@ def find_nonfinite(
         ('forward', 'growing', 'Exp', 'overflow')
     """
     _check(model_or_fn, x, dtype)
-    report = bad_data(x, y)
-    if report is not None:
-        return report
-    if isinstance(model_or_fn, keras.Layer):
-        _check_batch(x)
-        return _find_in_model(model_or_fn, x, y, loss, dtype)
-    return _find_in_function(model_or_fn, x, y, loss, dtype)
+    finding = _bad_data(x, y)
+    if finding is None:
+        step = _trace(model_or_fn, x, y, loss, dtype)
+        finding = _bad_variable(step) or _bad_scale(step) or _search(step, dtype)
+    return None if finding is None else report_of(finding)
 
 
 def _check(model_or_fn: Any, x: Any, dtype: Any) -> None:
@@ -123,81 +128,91 @@ def _check_batch(x: Any) -> None:
         )
 
 
-def _find_in_model(
-    model: Any, x: Any, y: Any, loss: Any, dtype: str | None
-) -> NonFiniteReport | None:
-    if not model.built:
-        model(keras.tree.map_structure(keras.ops.convert_to_tensor, x))
-    report = bad_variable(model_step.all_variables(model), lambda v: model_step.owner_of(model, v))
-    if report is not None:
-        return report
-    scale, holder = model_step.loss_scale(model)
-    if not (np.isfinite(scale) and scale > 0):
-        return bad_scale(scale, holder)
-    step = model_step.trace_model(model, x, y, loss, dtype)
-    investigation = Investigation(step, dtype, step.given - 1)
-    describe = functools.partial(describe_finding, investigation, how="model")
-    return _find(investigation, scale, model_step.scale_is_dynamic(model), describe)
+def _trace(model_or_fn: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
+    if not isinstance(model_or_fn, keras.Layer):
+        return trace_function(model_or_fn, x, y, loss, dtype)
+    _check_batch(x)
+    if not model_or_fn.built:
+        model_or_fn(keras.tree.map_structure(keras.ops.convert_to_tensor, x))
+    return trace_model(model_or_fn, x, y, loss, dtype)
 
 
-def _find(
-    investigation: Investigation,
-    scale: float,
-    dynamic: bool,
-    describe: Callable[..., NonFiniteReport],
-) -> NonFiniteReport | None:
+def _search(step: Step, dtype: str | None) -> Finding | None:
     """Runs a step; if it is not finite, runs it without a loss scale, to see if that is why."""
-    finding = investigation.look(scale)
-    if finding is None or scale == 1.0:
-        return None if finding is None else describe(finding)
-    unscaled = investigation.look(1.0)
+    twins = Twins(step, dtype)
+    finding = look(step, twins, step.scale)
+    if finding is None or step.scale == 1.0:
+        return finding
+    unscaled = look(step, twins, 1.0)
     if unscaled is not None:
-        return describe(unscaled)
-    best = investigation.largest_scale(investigation.run(1.0), 1.0)
-    if dynamic and scale <= _USUAL_START and best is not None and best >= _USUAL_SCALE:
+        return unscaled
+    best = largest_scale(step, twins)
+    usual = step.scale <= _USUAL_START and best is not None and best >= _USUAL_SCALE
+    if step.scale_adapts and usual:
         return None  # A dynamic scale finds its place by itself, in a few skipped steps.
-    return describe(finding, scale=scale, best_scale=best)
+    return dataclasses.replace(
+        finding,
+        stage="loss_scale",
+        kind=OVERFLOW,
+        variable=finding.gradient_of or finding.variable,
+        scale=step.scale,
+        best_scale=best,
+    )
 
 
-def _find_in_function(
-    function: Any, x: Any, y: Any, loss: Any, dtype: str | None
-) -> NonFiniteReport | None:
-    arguments = call_of(function, x, None if loss is not None else y)
-    how = "rewritten" if isinstance(function, RewrittenFunction) else "function"
-    if isinstance(function, RewrittenFunction) and dtype in LOW_PRECISION:
-        function = function.copy(dtype)
-    step = _trace_function(function, arguments, y, loss)
-    if (
-        how == "function"
-        and dtype in LOW_PRECISION
-        and not low_dtypes(measured_scopes(step.graph_def))
-    ):
-        how = "rewritten"
-        lowered = rewrite(function, dtype=dtype, placement="lists")
-        step = _trace_function(lowered, arguments, y, loss)
-    report = bad_variable(step.variables, names=step.names)
-    if report is not None:
-        return report
-    scale = None if step.scale is None else float(step.scale.numpy())
-    if scale is not None and not (np.isfinite(scale) and scale > 0):
-        return bad_scale(scale, step.scale.name.partition(":")[0])
-    investigation = Investigation(step, dtype)
-    describe = functools.partial(describe_finding, investigation, how=how)
-    return _find(investigation, 1.0 if scale is None else scale, True, describe)
+# ---- What is not finite before a step is run -----------------------------------------------------
 
 
-def _trace_function(function: Any, arguments: tuple[Any, ...], y: Any, loss: Any) -> StepGraph:
-    if loss is None:
-        return trace_step(function, arguments)
-    loss = model_step.checked_loss(loss)
+def _bad_data(x: Any, y: Any) -> Finding | None:
+    """The first input that is not finite."""
+    for name, value in (("x", x), ("y", y)):
+        for number, leaf in enumerate(tf.nest.flatten(value, expand_composites=True)):
+            stats = _bad_stats(leaf)
+            if stats is not None:
+                whole = name if leaf is value else f"{name}, part {number}"
+                note = f"{whole}: {_where_bad(leaf)}."
+                return _before("input", "Placeholder", whole, stats, note=note)
+    return None
 
-    def step(*given: Any) -> Any:
-        with tf.GradientTape() as tape:
-            outputs = function(*given[:-1])
-            with tf.name_scope(model_step.LOSS_SCOPE):
-                value = tf.reduce_mean(model_step.call_loss(loss, given[-1], outputs))
-        variables = tape.watched_variables()
-        gradients = tape.gradient(value, variables) if variables else []
-        return [*tf.nest.flatten(outputs, expand_composites=True), value, *gradients]
 
-    return trace_step(step, (*arguments, y))
+def _bad_variable(step: Step) -> Finding | None:
+    """The first variable that is not finite."""
+    for name, variable in step.variables:
+        stats = _bad_stats(tf.convert_to_tensor(variable))
+        if stats is not None:
+            owner = owner_of(step, variable)
+            layer = (name.rpartition("/")[0] or None) if owner is None else layer_path(owner)
+            return _before("weights", "ReadVariableOp", name, stats, variable=name, layer=layer)
+    return None
+
+
+def _bad_scale(step: Step) -> Finding | None:
+    """A loss scale that is no positive number."""
+    scale, name = step.scale, step.scale_name
+    if math.isfinite(scale) and scale > 0:
+        return None
+    stats = stats_of(np.array(scale, np.float32))
+    return _before("loss_scale", "ReadVariableOp", "loss scale", stats, variable=name, scale=scale)
+
+
+def _before(stage: str, op: str, name: str, stats: TensorStats, **more: Any) -> Finding:
+    ranges = {"inputs": (), "outputs": (ValueRange.of(name, stats),)}
+    return Finding(stage, ALSO_IN_FLOAT32, op, stats.dtype, ranges=ranges, **more)
+
+
+def _bad_stats(value: Any) -> TensorStats | None:
+    """What an array is like that has values that are not finite; None for any other value."""
+    if value is None or isinstance(value, str | bytes):
+        return None
+    dtype = getattr(value, "dtype", None)
+    if getattr(dtype, "is_floating", None) is False or dtype == tf.variant:
+        return None
+    array = np.asarray(value)
+    stats = stats_of(array) if array.dtype.name in FLOAT_DTYPES else None
+    return stats if stats is not None and stats.nonfinite else None
+
+
+def _where_bad(value: Any) -> str:
+    bad = np.argwhere(~np.isfinite(np.asarray(value).astype(np.float64)))
+    rows = len(np.unique(bad[:, 0])) if bad.shape[1] else 1
+    return f"the first such value is at index {bad[0].tolist()}, {rows} rows have one"

@@ -1,18 +1,31 @@
-"""The data a graph is calibrated with, and the limits that go with it."""
+"""Data to calibrate a graph with, and the range of every tensor of a float32 graph on it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import os
+import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
-from tfamp.planning.ranges import Limits
+from tfamp.core.errors import TfampWarning
+from tfamp.graph.observe import Observer, drop_unused_nodes, input_specs, observed_scopes
+from tfamp.planning.ranges import Limits, Ranges, TensorKey, TensorRange
+from tfamp.planning.reductions import reduction_depth
+from tfamp.planning.structures import GraphIndex
+
+_ENDLESS = -1  # tf.data.INFINITE_CARDINALITY
+_EMPTY = "Calibration needs at least one call's data; got none."
+_EXPECTED = (
+    "data must be an iterable with one element for each call: a tuple of arguments, a dict of "
+    "keyword arguments, or the only argument"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,14 +151,6 @@ class Calibration:
         return limits
 
 
-_ENDLESS = -1  # tf.data.INFINITE_CARDINALITY
-_EMPTY = "Calibration needs at least one call's data; got none."
-_EXPECTED = (
-    "data must be an iterable with one element for each call: a tuple of arguments, a dict of "
-    "keyword arguments, or the only argument"
-)
-
-
 def _check_data(data: Any) -> None:
     if _is_dataset(data):
         if int(data.cardinality()) == _ENDLESS:
@@ -188,3 +193,131 @@ def _read_npz(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{name} is no .npz file of numbers; numpy.savez(path, name=array) writes one."
         ) from error
     raise ValueError(f"{name} holds one array without a name; use numpy.savez.")
+
+
+# ---- Measuring -----------------------------------------------------------------------------------
+
+
+def measure(
+    graph_def: Any,
+    inputs: Sequence[str],
+    batches: Iterable[Sequence[Any]],
+    captures: Sequence[Any] = (),
+    outputs: Sequence[str] = (),
+) -> Ranges:
+    """Runs a graph on data and returns the range of each float tensor.
+
+    The inputs get a batch's values each, then the captures. Seen is what the outputs need, or all
+    that the inputs suffice for. Variables are as before afterwards; the state of random number
+    generators, tables and iterators is not restored.
+    """
+    specs = input_specs(graph_def, inputs)
+    used = drop_unused_nodes(graph_def, inputs, outputs)
+    indexes = observed_scopes(used)
+    observer = Observer(used, indexes, inputs, outputs, _range_after)
+    count = len(inputs) - len(captures)
+    given = [tf.TensorSpec(s.shape, s.dtype, n) for s, n in zip(specs, inputs, strict=True)][:count]
+    found = observer.run([*values, *captures] for values in _fitting(batches, given))
+    tensors = {**_constants(used, indexes), **found}
+    return Ranges(tensors, _depths(indexes, tensors))
+
+
+def _fitting(batches: Iterable[Sequence[Any]], specs: Sequence[Any]) -> Iterator[list[Any]]:
+    """The values of each batch as tensors of the right dtypes."""
+    number, warned = -1, False
+    for number, batch in enumerate(batches):
+        values = list(batch) if isinstance(batch, list | tuple) else [batch]
+        if len(values) != len(specs):
+            raise ValueError(
+                f"Calibration batch {number} has {len(values)} values; the graph takes "
+                f"{len(specs)}: {', '.join(spec.name for spec in specs)}."
+            )
+        tensors = [_tensor(number, *each) for each in zip(values, specs, strict=True)]
+        if not warned and (name := _nan_input(tensors, specs)):
+            warned = True
+            text = (
+                f"Calibration batch {number}: the input {name} holds NaN. What is computed from it "
+                "cannot be measured and stays float32. Give data without NaN, unless the model is "
+                "made for it."
+            )
+            warnings.warn(text, TfampWarning, stacklevel=2)
+        yield tensors
+    if number < 0:
+        raise ValueError("Calibration needs at least one batch of data; got none.")
+
+
+def _nan_input(values: Sequence[Any], specs: Sequence[Any]) -> str | None:
+    """The name of the first input that holds NaN, which few models know what to do with."""
+    for value, spec in zip(values, specs, strict=True):
+        if value.dtype.is_floating and np.isnan(tf.cast(value, tf.float32).numpy()).any():
+            return str(spec.name)
+    return None
+
+
+def _tensor(number: int, value: Any, spec: Any) -> Any:
+    try:
+        tensor = tf.convert_to_tensor(value, spec.dtype if _converts(value, spec) else None)
+    except (TypeError, ValueError) as error:
+        raise _misfit(number, spec, f"{type(value).__name__} ({error})") from error
+    if tensor.dtype != spec.dtype or not spec.shape.is_compatible_with(tensor.shape):
+        raise _misfit(number, spec, f"{tensor.dtype.name} of shape {tensor.shape}")
+    return tensor
+
+
+def _misfit(number: int, spec: Any, found: str) -> ValueError:
+    shape = "any shape" if spec.shape.rank is None else f"shape {spec.shape}"
+    return ValueError(
+        f"Calibration batch {number}: the input {spec.name} takes {spec.dtype.name} of {shape}; "
+        f"got {found}."
+    )
+
+
+def _converts(value: Any, spec: Any) -> bool:
+    """Whether TensorFlow may convert a value: one of Python's, or an array of another width."""
+    if not hasattr(value, "dtype"):
+        return True
+    is_array = isinstance(value, np.ndarray | np.generic)
+    return is_array and value.dtype.kind == np.dtype(spec.dtype.as_numpy_dtype).kind
+
+
+def _range_after(before: TensorRange | None, value: Any) -> TensorRange:
+    """The look for an `Observer`."""
+    low, high = (float(value.min()), float(value.max())) if value.size else (0.0, 0.0)
+    largest = max(abs(low), abs(high))
+    # An execution that had a NaN says nothing of how large values are.
+    found = TensorRange(
+        0.0 if math.isnan(low) else largest, not math.isfinite(largest), value.shape
+    )
+    return found if before is None else before.joined(found)
+
+
+def _constants(graph_def: Any, indexes: Sequence[GraphIndex]) -> dict[TensorKey, TensorRange]:
+    """The ranges of constants, which need no run: that of their branch may not be among them."""
+    functions = {function.signature.name: function for function in graph_def.library.function}
+    found = {}
+    for index in indexes:
+        function = functions.get(index.scope)
+        for node in graph_def.node if function is None else function.node_def:
+            if node.op == "Const" and node.attr["dtype"].type == tf.float32.as_datatype_enum:
+                value = tf.make_ndarray(node.attr["value"].tensor)
+                found[index.scope, node.name, 0] = _range_after(None, value)
+    return found
+
+
+def _depths(
+    indexes: Sequence[GraphIndex], tensors: Mapping[TensorKey, TensorRange]
+) -> dict[tuple[str, str], int]:
+    depths = {}
+    for index in indexes:
+        inputs: dict[int, dict[int, tuple[int, ...]]] = {}
+        for edge in index.edges:
+            found = tensors.get((index.scope, index.node_of(edge.source).name, edge.port))
+            if found is not None and found.shape is not None:
+                inputs.setdefault(index.slots[edge.target].node, {})[edge.input] = found.shape
+        for position, node in enumerate(index.nodes):
+            output = tensors.get((index.scope, node.name, 0))
+            shape = None if output is None else output.shape
+            depth = reduction_depth(node.op, inputs.get(position, {}), shape, node.equation)
+            if depth is not None:
+                depths[index.scope, node.name] = depth
+    return depths

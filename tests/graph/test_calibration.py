@@ -13,7 +13,7 @@ from helpers import graph_models, loops
 from helpers.tolerances import assert_close
 from tfamp.core.errors import TfampWarning
 from tfamp.graph import Calibration
-from tfamp.graph.measuring.calibration import measure
+from tfamp.graph.calibration import measure
 from tfamp.graph.rewrite import rewrite_graph_def
 
 
@@ -21,14 +21,13 @@ def names(tensors):
     return [each.name for each in tensors]
 
 
-def measured(function, *batches, variables=()):
+def measured(function, *batches):
     return measure(
         function.graph.as_graph_def(),
         names(function.inputs),
         batches,
         function.captured_inputs,
         names(function.outputs),
-        variables,
     )
 
 
@@ -215,7 +214,7 @@ def test_a_constant_out_of_range_stays_float32_though_its_branch_never_ran():
 def test_weights_may_be_larger_than_data():
     weight = tf.Variable(filled(1000, 4, 4))
     function = traced(lambda x: tf.identity(x @ weight), (2, 4))
-    ranges = measured(function, (filled(1e-3, 2, 4),), variables=[weight])
+    ranges = measured(function, (filled(1e-3, 2, 4),))
     assert largest(ranges, "matmul/ReadVariableOp") == 1000.0
     plan = calibrated(function, ranges).plan
     assert {node.op: node.dtype for node in plan.nodes}["MatMul"] == "float16"
@@ -276,7 +275,7 @@ def test_a_train_step_leaves_variables_as_they_were_and_sees_its_gradients():
     variables = function.graph.kept_variables
     before = [variable.numpy() for variable in variables]
     batch = graph_models.example(function)
-    ranges = measured(function, (batch,), (batch,), variables=variables)
+    ranges = measured(function, (batch,), (batch,))
     for variable, value in zip(variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
     # The bodies of the loop and of its gradient; the conditions compute no floats.
@@ -294,17 +293,11 @@ def test_a_batch_that_fails_leaves_variables_as_they_were():
     steps = tf.Variable(5)
     traced_function = traced(function, (4, 4))
     with pytest.raises(tf.errors.InvalidArgumentError, match="assertion failed"):
-        measured(traced_function, (np.eye(4),), (9.0 * np.eye(4),), variables=[steps])
+        measured(traced_function, (np.eye(4),), (9.0 * np.eye(4),))
     assert steps.numpy() == 5
     with pytest.raises(ValueError, match="batch 1 "):
-        measured(traced_function, (np.eye(4),), (), variables=[steps])
+        measured(traced_function, (np.eye(4),), ())
     assert steps.numpy() == 5
-
-
-def test_assigned_variables_must_be_given():
-    function = graph_models.concrete("mlp", train=True)
-    with pytest.raises(ValueError, match=r"assigns a variable \(Assign.*give its variables"):
-        measured(function, (graph_models.example(function),))
 
 
 @pytest.mark.parametrize(
