@@ -122,8 +122,17 @@ def _holds_quantized(layer: Any, mode: str, dtype: str) -> bool:
         return True
     if dtype == "float16" and (mode == "int8" or getattr(layer, "inputs_quantizer", None)):
         return False  # sums of products of integers, beyond its range
-    groups = getattr(layer, "g_idx", None)
-    if groups is None:
+    return all(_holds(weight, dtype) for weight in layer.weights)
+
+
+def _holds(weight: Any, dtype: str) -> bool:
+    """Whether a weight of a quantized layer that Keras casts has values that are all in range."""
+    if not (weight.autocast and keras.backend.is_float_dtype(weight.dtype)):
         return True
-    # Keras casts the number of each weight's group like any variable.
-    return bool(keras.ops.max(groups) <= 2 / float_format(dtype).eps)
+    known, sizes = float_format(dtype), keras.ops.abs(keras.ops.cast(weight, "float32"))
+    if weight.name == "g_idx":  # the number of each weight's group, as a float
+        return bool(keras.ops.max(sizes) <= 2 / known.eps)
+    if not weight.name.endswith("_scale"):
+        return True
+    smallest = keras.ops.min(keras.ops.where(sizes > 0, sizes, 1.0))
+    return bool(known.tiny <= smallest) and bool(keras.ops.max(sizes) <= known.max)

@@ -30,7 +30,7 @@ from tfamp.levels.model_structure import (
     path_of,
 )
 from tfamp.levels.prepared_optimizer import exact_values, optimizer_for_copy, prepared_optimizer
-from tfamp.levels.step_rewriting import GraphRewrite, node_patterns, rewrite_steps_of
+from tfamp.levels.step_rewriting import KEPT_NODES, GraphRewrite, rewrite_steps_of
 from tfamp.policy import Policy
 
 
@@ -108,7 +108,7 @@ def _put_level_on(
         put_on(model, _policy(level, kept), kept=kept, chosen=chosen)
     if level.level != "O1":
         return None
-    rewrite = GraphRewrite(level.dtype, node_patterns(kept), level.placement)
+    rewrite = GraphRewrite(level.dtype, (KEPT_NODES,), level.placement)
     rewrite_steps_of(model, rewrite, kept)
     return rewrite
 

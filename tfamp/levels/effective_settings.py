@@ -166,9 +166,10 @@ def _rows(model: Any, level: EffectiveLevel, kept: set[int]) -> list[LayerSettin
         if isinstance(layer, keras.Model | keras.layers.InputLayer):
             continue
         is_kept = id(layer) in kept
-        by_lists = level.level == "O1" and layer.compute_dtype == "float32" and not is_kept
-        compute = f"{level.dtype} by op" if by_lists else layer.compute_dtype
         mode = quantization_of(layer)
+        left = is_kept or mode is not None or layer.compute_dtype != "float32"
+        by_lists = level.level == "O1" and not left
+        compute = f"{level.dtype} by op" if by_lists else layer.compute_dtype
         has_weights = bool(layer.weights) and mode is None
         variable = layer.weights[0].dtype if has_weights else layer.variable_dtype
         why = _why(layer, level, is_kept)
@@ -184,7 +185,7 @@ def _why(layer: Any, level: EffectiveLevel, is_kept: bool) -> str:
     if set_by_hand.get(layer):
         return "set by hand"
     if level.level == "O1" and not low:
-        return "op lists"
+        return "op lists" if quantization_of(layer) is None else "own dtype"
     if record is not None and record.raised:
         return "output"
     if record is not None and record.follows_input:
