@@ -12,8 +12,10 @@ import copy
 from typing import Any
 
 import keras
+import numpy as np
 
 from tfamp.dtypes import FLOAT_DTYPES, LOW_PRECISION, float_format
+from tfamp.keras_intercept import variables_as_stored
 
 
 def policy_of(layer: Any) -> Any:
@@ -126,13 +128,15 @@ def _holds_quantized(layer: Any, mode: str, dtype: str) -> bool:
 
 
 def _holds(weight: Any, dtype: str) -> bool:
-    """Whether a weight of a quantized layer that Keras casts has values that are all in range."""
-    if not (weight.autocast and keras.backend.is_float_dtype(weight.dtype)):
+    """Whether a dtype holds a weight that Keras casts to it: a scale, or the groups' numbers."""
+    import tensorflow as tf
+
+    if weight.name != "g_idx" and "_scale" not in weight.name:
         return True
-    known, sizes = float_format(dtype), keras.ops.abs(keras.ops.cast(weight, "float32"))
+    # A layer may be moved while a graph is traced in which it runs.
+    with tf.init_scope(), variables_as_stored():
+        sizes = np.abs(keras.ops.convert_to_numpy(weight).astype(np.float32))
+    known = float_format(dtype)
     if weight.name == "g_idx":  # the number of each weight's group, as a float
-        return bool(keras.ops.max(sizes) <= 2 / known.eps)
-    if not weight.name.endswith("_scale"):
-        return True
-    smallest = keras.ops.min(keras.ops.where(sizes > 0, sizes, 1.0))
-    return bool(known.tiny <= smallest) and bool(keras.ops.max(sizes) <= known.max)
+        return bool(np.all(sizes <= 2 / known.eps))
+    return bool(np.all((sizes <= known.max) & ((sizes >= known.tiny) | (sizes == 0))))

@@ -34,7 +34,8 @@ def set_layer_dtype(
     What MindSpore's `to_float` does. Layers inside are set with it. The casts around follow by
     themselves: a Keras layer casts what it is given, and variables keep the dtype they have, so a
     built and trained model will do. What is set by hand stays when `prepare` puts another level on
-    the model, outputs and BatchNormalization included; only level O0 leads back.
+    the model, outputs and BatchNormalization included; only level O0 leads back. A layer that Keras
+    has quantized stays so.
 
     Give the model, with a pattern, rather than a layer of it: then all of its symbolic outputs
     say the new dtype, and its compiled functions are traced anew.
@@ -51,7 +52,8 @@ def set_layer_dtype(
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: `dtype` is another one, no layer matches, or a layer stores its weights in
-            another low dtype, or does not run in this one. Nothing has changed then.
+            another low dtype, does not run in this one, or is quantized in a way that does not go with
+            it. Nothing has changed then.
 
     Example:
         >>> import keras, tfamp
