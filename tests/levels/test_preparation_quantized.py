@@ -145,6 +145,52 @@ def test_float8_and_int8_in_float16_are_left_as_keras_made_them():
     assert [x.why for x in tfamp.precision_settings(model).layers] == ["own dtype"] * 3
 
 
+class Block(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(32)
+        self.norm = layers.LayerNormalization()
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.norm.build(shape)
+
+    def call(self, x):
+        return self.norm(x) + self.dense(x)  # TensorFlow's own sum, which wants one dtype
+
+
+def test_a_layer_that_holds_one_without_a_counterpart_is_left_with_it():
+    model = keras.Sequential([keras.Input((6, 32)), layers.ReLU(), Block(), layers.Dense(2)])
+    model.quantize("int8")
+    expected = model(X)
+    model, _ = tfamp.prepare(model, level="O2", dtype="float16")
+    assert [layer.compute_dtype for layer in model.layers] == ["float16", "float32", "float32"]
+    assert model.layers[1].norm.compute_dtype == "float32"
+    assert error(model(X), expected) < MOST
+
+
+def test_gptq_gets_its_counterpart():
+    layer = layers.Dense(8, name="g")
+    model = keras.Sequential([keras.Input((6, 32)), layer, layers.Dense(2)])
+    config = keras.quantizers.GPTQConfig(dataset=[], tokenizer=None, weight_bits=8, group_size=8)
+    layer.quantize("gptq", config=config)
+    layer.is_gptq_calibrated = True
+    values = np.random.default_rng(0).integers(0, 255, (8, 32))
+    layer.quantized_kernel.assign(values)
+    layer.kernel_zero.assign(np.full((8, 4), 127))
+    layer.kernel_scale.assign(np.full((8, 4), 0.01))
+    layer.g_idx.assign(np.arange(32) // 8)
+    expected = model(X)
+    model, _ = tfamp.prepare(model, level="O2", dtype="float16")
+    assert layer.dtype_policy.name == "gptq/8/8_from_mixed_float16"
+    assert error(model(X), expected) < 16 * float_format("float16").eps
+    model, _ = tfamp.prepare(model, level="O0")
+    np.testing.assert_array_equal(model(X), expected)
+    layer.kernel_scale.assign(np.full((8, 4), 1e-9))  # nothing in float16
+    model, _ = tfamp.prepare(model, level="O2", dtype="float16")
+    assert layer.dtype_policy.name == "gptq/8/8_from_float32"
+
+
 @pytest.mark.parametrize("choice", [{"level": "O3"}, {"level": "O2", "master_weights": True}])
 def test_low_weights_are_refused_with_the_names_of_quantized_layers(choice):
     model = quantized(mlp, "int8")

@@ -21,10 +21,13 @@ from tfamp.keras_intercept import variables_as_stored
 def policy_of(layer: Any) -> Any:
     """Returns the policy a layer computes under: of a map of policies, its own entry.
 
-    It has one once it is built, and so has a path; until then the map itself is returned.
+    That goes by its path, which it gets when it is built; until then the map itself is returned.
     """
     policy = layer.dtype_policy
-    return policy[layer.path] if _is_map(policy) and layer.path else policy
+    if not _is_map(policy) or not layer.built:
+        return policy
+    # Without a path: one that is never built, such as Dropout.
+    return policy[layer.path] if layer.path else policy.default_policy
 
 
 def quantization_of(layer: Any) -> str | None:
@@ -75,11 +78,13 @@ def policy_with(layer: Any, float_name: str) -> Any:
         ('int8_from_float32', None)
     """
     wanted, own = keras.DTypePolicy(float_name), policy_of(layer)
+    if _is_map(own):
+        return None
     if own.quantization_mode is None:
         return wanted
     if _float_name(own) == float_name:
         return copy.copy(own)
-    if _is_map(own) or not _holds_quantized(layer, own.quantization_mode, wanted.compute_dtype):
+    if not _holds_quantized(layer, own.quantization_mode, wanted.compute_dtype):
         return None
     return type(own).from_config({**own.get_config(), "source_name": float_name})
 

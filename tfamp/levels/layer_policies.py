@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from tfamp.layers import output_dtypes
-from tfamp.layers.float_policies import float_policy, give_policy, policy_of
+from tfamp.layers.float_policies import float_policy, give_policy, policy_of, policy_with
 from tfamp.layers.methods import unwrap_methods, wrap_method
 from tfamp.layers.model_calls import functional_adopted, layer_adopted
 from tfamp.layers.policy_state import policy_scope
@@ -150,7 +150,7 @@ def put_on(model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Iterable[
     for layer in layers_of(model):
         if id(layer) in skipped or isinstance(layer, keras.layers.InputLayer):
             continue
-        if is_preprocessing(layer):
+        if is_preprocessing(layer) or _holds_its_dtype(layer, policy):
             skipped |= {id(each) for each in layers_of(layer)}
             continue
         keeps = policy.keeps_float32(type(layer))
@@ -164,10 +164,10 @@ def put_on(model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Iterable[
 
 
 def _put_on(layer: Any, policy: Policy, keeps: bool) -> None:
-    given, before = "float32" if keeps else policy.name, policy_of(layer)
-    if not keeps and not give_policy(layer, policy.name):
-        return  # quantized, and not to be computed in that dtype
-    layers_before.set(layer, Before(before, layer.autocast, given))
+    given = "float32" if keeps else policy.name
+    layers_before.set(layer, Before(policy_of(layer), layer.autocast, given))
+    if not keeps:
+        give_policy(layer, policy.name)
     layer_adopted(layer, policy)
     if not layer.built:
         # Layers that it makes in its own `build` get the policy there.
@@ -180,6 +180,13 @@ def _under(policy: Policy) -> Callable[..., Any]:
             return original(*args, **kwargs)
 
     return build
+
+
+def _holds_its_dtype(layer: Any, policy: Policy) -> bool:
+    """Whether a layer is quantized and cannot get a policy, or its code may mix it with such."""
+    if is_graph(layer):
+        return False  # the layers in it cast what they are given
+    return any(policy_with(each, policy.name) is None for each in layers_of(layer))
 
 
 def is_preprocessing(layer: Any) -> bool:

@@ -52,8 +52,8 @@ def set_layer_dtype(
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: `dtype` is another one, no layer matches, or a layer stores its weights in
-            another low dtype, does not run in this one, or is quantized in a way that does not go with
-            it. Nothing has changed then.
+            another low dtype, does not run in this one, or is quantized so that it cannot. Nothing
+            has changed then.
 
     Example:
         >>> import keras, tfamp
