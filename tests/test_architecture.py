@@ -108,6 +108,7 @@ LAYERS = (
         "keras_intercept",
         "updates.master_keeping",
         "updates.master_weights",
+        "layers.float_policies",
         "layers.methods",
         "scaling.optimizer_config",
         "updates.reduced_apply",
