@@ -254,7 +254,7 @@ def test_a_policy_is_replaced_and_given_back():
     layer = keras.layers.Dense(2, dtype="float16")
     layer.build((None, 3))
     own = layer.dtype_policy
-    restore = keras_hooks.replace_policy(layer, "float32")
+    restore = keras_hooks.replace_policy(layer, keras.DTypePolicy("float32"))
     assert (layer.compute_dtype, layer.variable_dtype) == ("float32", "float16")
     assert layer(np.ones((1, 3))).dtype == "float32"
     restore()

@@ -104,7 +104,7 @@ def test_a_missing_symbol_replaces_none(monkeypatch, a, missing):
 
 @pytest.mark.parametrize("name", ["intercept_layer_calls", "intercept_optimizer_steps"])
 def test_a_missing_keras_symbol_puts_the_others_back(monkeypatch, a, name):
-    def fail(_):
+    def fail(*_):
         raise UnsupportedVersionError("keras.src.x is gone")
 
     before = symbols()

@@ -39,7 +39,9 @@ class _Hooks:
                 handler = Autocaster(self.held)
                 with contextlib.ExitStack() as undo:  # undoes the first if another fails
                     undo.callback(intercept(handler))
-                    undo.callback(keras_intercept.intercept_layer_calls(handler.layer_dtype))
+                    undo.callback(
+                        keras_intercept.intercept_layer_calls(handler.layer_dtype, handler.paused)
+                    )
                     undo.callback(keras_intercept.intercept_optimizer_steps(handler.paused))
                     self._undo = undo.pop_all()
             self._users += 1

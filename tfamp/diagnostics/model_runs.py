@@ -17,6 +17,7 @@ from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_intercept import observe_layer_calls
 from tfamp.layers import output_dtypes
+from tfamp.layers.float_policies import policy_with
 from tfamp.layers.model_calls import casts_unprepared
 from tfamp.layers.roles import is_built_in
 from tfamp.policy import Policy
@@ -57,8 +58,9 @@ def computing_in(
     layers computes these in that dtype; of one that has none, those layers become low that a mixed
     `tfamp.Policy` would make low: all but BatchNormalization and the layers that make the outputs.
 
-    Policies are given back, also after an exception. It is the model that changes: other threads
-    must not call it meanwhile.
+    Layers that Keras has quantized stay so, and those whose quantization does not go with the dtype
+    stay as they are. Policies are given back, also after an exception. It is the model that
+    changes: other threads must not call it meanwhile.
 
     Args:
         model: A Keras model or layer.
@@ -78,7 +80,7 @@ def computing_in(
     """
     with contextlib.ExitStack() as undo:
         for layer, name in policies_in(model, dtype, float32_layers=float32_layers):
-            undo.callback(keras_hooks.replace_policy(layer, name))
+            undo.callback(keras_hooks.replace_policy(layer, policy_with(layer, name)))
         for layer in filter(casts_unprepared, all_layers(model)):
             undo.callback(setattr, layer, "autocast", True)
             layer.autocast = False
@@ -88,7 +90,14 @@ def computing_in(
 def policies_in(
     model: Any, dtype: str | None, *, float32_layers: tuple[type, ...] | None = None
 ) -> list[tuple[Any, str]]:
-    """Returns the layers that `computing_in` changes, with the names of their policies."""
+    """Returns the layers that `computing_in` changes, with the names of their float policies."""
+    wanted = _wanted_in(model, dtype, float32_layers)
+    return [(layer, name) for layer, name in wanted if policy_with(layer, name) is not None]
+
+
+def _wanted_in(
+    model: Any, dtype: str | None, float32_layers: tuple[type, ...] | None
+) -> list[tuple[Any, str]]:
     if dtype is None:
         return []
     if dtype not in COMPUTE_DTYPES:

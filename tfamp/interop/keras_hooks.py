@@ -290,7 +290,7 @@ def _holds(layers: Sequence[Any], layer: Any) -> bool:
     return any(layer is other for other in layers)
 
 
-def replace_policy(layer: Any, name: str) -> Callable[[], None]:
+def replace_policy(layer: Any, policy: Any) -> Callable[[], None]:
     """Gives a layer another policy for a while, whatever its own is and whether it is built.
 
     Symbols: `Layer._dtype_policy`, as the public setter changes an entry of a `DTypePolicyMap` that
@@ -299,13 +299,12 @@ def replace_policy(layer: Any, name: str) -> Callable[[], None]:
 
     Args:
         layer: The layer; its sublayers stay as they are.
-        name: Name of a policy, which says what the layer computes in.
+        policy: A policy that says what the layer computes in; it becomes the layer's own.
 
     Returns:
         A function that gives the layer its own policy back.
     """
     own = keras_symbol(layer, "_dtype_policy")
-    policy = keras.DTypePolicy(name)
     keras_symbol(policy, "_variable_dtype")
     policy._variable_dtype = layer.variable_dtype
     layer._dtype_policy = policy

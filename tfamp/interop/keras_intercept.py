@@ -15,17 +15,21 @@ import keras
 from tfamp.interop.keras_hooks import keras_module, keras_symbol
 
 
-def intercept_layer_calls(dtype: Callable[[], str | None]) -> Callable[[], None]:
+def intercept_layer_calls(
+    dtype: Callable[[], str | None], paused: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Callable[[], None]:
     """Makes Keras layers of float32 read their variables in a dtype while they are called.
 
     Keras does the same for mixed policies. Only variables that take part in it are read so: those
-    of BatchNormalization, and of an optimizer, are not.
+    of BatchNormalization, and of an optimizer, are not. Layers that Keras has quantized run paused,
+    on inputs of their own dtype: sums and scales of integers are beyond float16.
 
     Symbols: `keras.src.backend.common.variables.AutocastScope`, whose `original_scope` is the scope
     around it, and `get_autocast_scope`.
 
     Args:
         dtype: Returns the dtype for the calling thread; None for the layers' own.
+        paused: Makes a context in which the thread has no such dtype.
 
     Returns:
         A function that puts everything back.
@@ -51,6 +55,11 @@ def intercept_layer_calls(dtype: Callable[[], str | None]) -> Callable[[], None]
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         low = dtype() if isinstance(self, keras.layers.Layer) else None
+        if low is not None and self.quantization_mode is not None:
+            with paused():
+                own = functools.partial(_in_dtype, dtype=self.compute_dtype)
+                args, kwargs = keras.tree.map_structure(own, (args, kwargs))
+                return original(self, *args, **kwargs)
         if low is None or not reads_float32(self):
             return original(self, *args, **kwargs)
         with Scope(low):
@@ -62,6 +71,23 @@ def intercept_layer_calls(dtype: Callable[[], str | None]) -> Callable[[], None]
         keras.Operation.__call__ = original
 
     return restore
+
+
+def _in_dtype(value: Any, dtype: str) -> Any:
+    if not keras.ops.is_tensor(value) or isinstance(value, keras.KerasTensor):
+        return value
+    is_float = keras.backend.is_float_dtype(keras.backend.standardize_dtype(value.dtype))
+    return keras.ops.cast(value, dtype) if is_float else value
+
+
+def variables_as_stored() -> contextlib.AbstractContextManager[None]:
+    """A context in which a layer being called reads its variables in the dtype they have.
+
+    Symbol: `keras.src.backend.common.variables.AutocastScope`.
+    """
+    variables = keras_module("keras.src.backend.common.variables")
+    scope: contextlib.AbstractContextManager[None] = keras_symbol(variables, "AutocastScope")(None)
+    return scope
 
 
 def intercept_optimizer_steps(

@@ -22,6 +22,7 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.layers import fused_norms, output_dtypes
 from tfamp.layers.float32_losses import add_losses_in_float32
+from tfamp.layers.float_policies import float_policy, give_policy
 from tfamp.layers.methods import wrap_method, wrapped_methods
 from tfamp.layers.roles import ManagedLayer, graph_of, is_built_in, managed_layers, uncast_inputs
 from tfamp.policy import Policy, prepares_data
@@ -348,7 +349,7 @@ def _set_float32(layers: tuple[Any, ...], handed_down: bool, policy_name: str) -
     for layer in layers:
         # Keras's own layers give theirs a dtype explicitly; a user's explicit one wins.
         ours = managed_layers.get(layer) is not None or handed_down
-        if ours and layer.dtype_policy.name == policy_name:
-            layer.dtype_policy = "float32"
+        if ours and float_policy(layer) == policy_name:
+            give_policy(layer, "float32")
             managed_layers.discard(layer)
         _set_float32(keras_hooks.sublayers(layer), is_built_in(layer), policy_name)

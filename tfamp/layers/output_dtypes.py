@@ -25,6 +25,7 @@ import keras
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.interop import keras_hooks
+from tfamp.layers.float_policies import float_policy, give_policy, policy_with
 from tfamp.layers.roles import (
     ManagedLayer,
     ModelGraph,
@@ -122,7 +123,7 @@ def wants_float32(layer: Any) -> bool:
     record = managed_layers.get(layer)
     if record is None or not record.policy.float32_outputs:
         return False
-    return bool(record.raised) or layer.dtype_policy.name == record.policy_name
+    return bool(record.raised) or float_policy(layer) == record.policy_name
 
 
 def dissolve(functional: Any) -> None:
@@ -176,7 +177,7 @@ def _can_be_raised(layer: Any) -> bool:
 
     A layer of the user's own with sublayers may hold the whole network, as a model does.
     """
-    if isinstance(layer, keras.Model):
+    if isinstance(layer, keras.Model) or policy_with(layer, "float32") is None:
         return False
     inner = keras_hooks.sublayers(layer)
     return not inner or (is_built_in(layer) and all(_can_be_raised(sub) for sub in inner))
@@ -192,9 +193,9 @@ def _raise(layer: Any, record: ManagedLayer) -> None:
         if tensor.dtype in LOW_PRECISION
     }
     changed = list(_carrying(layer, record.policy_name))
-    record.raised = [(weakref.ref(part), part.dtype_policy) for part in changed]
+    record.raised = [weakref.ref(part) for part in changed]
     for part in changed:
-        part.dtype_policy = "float32"
+        give_policy(part, "float32")
     if not is_built_in(layer):
         # The user's code may hold on to the low dtype: ask it.
         dtypes = _dtypes_now(nodes[-1])
@@ -207,25 +208,28 @@ def _raise(layer: Any, record: ManagedLayer) -> None:
 
 
 def _lower(layer: Any, record: ManagedLayer) -> None:
-    """Gives a raised layer its mixed policy back; models that it made float32 get a cast."""
+    """Gives a raised layer its mixed policy back; models that it made float32 get a cast.
+
+    One that was quantized to int8 since stays float32 where that policy is float16.
+    """
     if not record.raised:
         return
     _restore_policies(record)
-    _retype(layer, record, record.policy.compute_dtype)
+    _retype(layer, record, layer.compute_dtype)
     _cast_and_tell(record)
 
 
 def _restore_policies(record: ManagedLayer) -> None:
-    for reference, policy in record.raised:
+    for reference in record.raised:
         part = reference()
         if part is not None:
-            part.dtype_policy = policy
+            give_policy(part, record.policy_name)
     record.raised = []
 
 
 def _carrying(layer: Any, policy_name: str) -> Iterator[Any]:
     """The layer and those below it that have the policy; Keras's own layers hand theirs down."""
-    if layer.dtype_policy.name == policy_name:
+    if float_policy(layer) == policy_name:
         yield layer
     for sub in keras_hooks.sublayers(layer):
         yield from _carrying(sub, policy_name)

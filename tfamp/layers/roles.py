@@ -58,7 +58,7 @@ class ManagedLayer:
         policy: The policy it was created under.
         output_of: Functionals it is an output layer of.
         interior_of: Functionals it is an interior layer of.
-        raised: (layer, policy before) of the layer and its sublayers while they are raised.
+        raised: The layer and those of its sublayers that had its policy, while they are raised.
         low_outputs: Which of its outputs were low before it was raised.
         follows_input: Whether its own policy is float32, and only its outputs are low: where its
             input is, and while it is not raised.
@@ -67,7 +67,7 @@ class ManagedLayer:
     policy: Policy
     output_of: WeakMap[bool] = field(default_factory=WeakMap)
     interior_of: WeakMap[bool] = field(default_factory=WeakMap)
-    raised: list[tuple[weakref.ref[Any], Any]] = field(default_factory=list)
+    raised: list[weakref.ref[Any]] = field(default_factory=list)
     low_outputs: tuple[int, ...] = ()
     follows_input: bool = False
 

@@ -13,6 +13,7 @@ import keras
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingToLowerWarning
 from tfamp.layers import fused_norms
+from tfamp.layers.float_policies import quantization_of
 from tfamp.layers.model_calls import layer_adopted, protect_values
 from tfamp.layers.roles import ManagedLayer, WeakMap, managed_layers
 from tfamp.levels.base_dtypes import BaseDtypes
@@ -26,9 +27,10 @@ from tfamp.levels.model_structure import (
     functionals_of,
     is_graph,
     layers_of,
+    path_of,
 )
 from tfamp.levels.prepared_optimizer import exact_values, optimizer_for_copy, prepared_optimizer
-from tfamp.levels.step_rewriting import GraphRewrite, node_patterns, rewrite_steps_of
+from tfamp.levels.step_rewriting import KEPT_NODES, GraphRewrite, rewrite_steps_of
 from tfamp.policy import Policy
 
 
@@ -108,7 +110,7 @@ def _put_level_on(
         put_on(model, _policy(level, kept), kept=kept, chosen=chosen)
     if level.level != "O1":
         return None
-    rewrite = GraphRewrite(level.dtype, node_patterns(kept), level.placement)
+    rewrite = GraphRewrite(level.dtype, (KEPT_NODES,), level.placement)
     rewrite_steps_of(model, rewrite, kept)
     return rewrite
 
@@ -166,6 +168,7 @@ def level_on_copy(
             f"{model.name} has no weights yet that could be stored in another dtype. Build it "
             "first: with an Input, with model.build(input_shape), or by calling it once."
         )
+    _check_not_quantized(model, level)
     values = functools.partial(exact_values, optimizer)
     state = ModelState(model)
     try:
@@ -193,6 +196,19 @@ def level_on_copy(
         compile_like(made, model, made_optimizer)
     _finish(made, level, made_kept, rewrite)
     return made, made_optimizer
+
+
+def _check_not_quantized(model: Any, level: EffectiveLevel) -> None:
+    """Raises where a copy could not get the integers of quantized layers, nor their calibration."""
+    quantized = [layer for layer in layers_of(model) if quantization_of(layer) is not None]
+    if quantized:
+        names = ", ".join(f"{path_of(layer)} ({quantization_of(layer)})" for layer in quantized)
+        raise ValueError(
+            f"Keras has quantized layers of {model.name}: {names}. At level {level.level} here its "
+            "weights are stored in another dtype, and quantized ones cannot be. Put the level on "
+            "the model before it is quantized, or take a level for which it keeps its weights: "
+            "of a model with float32 weights O0, O1, or O2 without master_weights."
+        )
 
 
 def _stored_low(mixed: Any, level: EffectiveLevel, base: BaseDtypes) -> Any:

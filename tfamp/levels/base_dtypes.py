@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.layers.float_policies import is_plain
 from tfamp.levels.layer_policies import (
     Before,
     default_policy,
@@ -15,7 +16,7 @@ from tfamp.levels.layer_policies import (
     set_by_hand,
 )
 from tfamp.levels.model_copy import same_layers
-from tfamp.levels.model_structure import is_plain, layers_of
+from tfamp.levels.model_structure import layers_of
 from tfamp.policy import prepares_data
 
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.grad_clip import GradClip
 from tfamp.core.options import FixedLossScale, LossScale
+from tfamp.layers.float_policies import quantization_of
 from tfamp.layers.roles import managed_layers
 from tfamp.levels.layer_policies import layers_before, set_by_hand
 from tfamp.levels.meaning import LEVEL_FACTS, EffectiveLevel
@@ -30,6 +31,8 @@ class LayerSettings:
         compute_dtype: The dtype it computes in; at level O1 the op lists decide.
         variable_dtype: The dtype its variables have, or would have.
         why: What decided, in a few words.
+        quantization: How Keras has quantized it, "int8" for example; None if it has not. The
+            dtypes are then those it computes in and stores its floats in.
     """
 
     path: str
@@ -37,6 +40,7 @@ class LayerSettings:
     compute_dtype: str
     variable_dtype: str
     why: str
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,9 @@ class PrecisionSettings:
         text = [f"{name:<15} {value}" for name, value in lines]
         text += [f"{'':<15} {reason}" for reason in self.reasons]
         head = ("layer", "class", "compute", "variables", "why")
-        rows = [(x.path, x.kind, x.compute_dtype, x.variable_dtype, x.why) for x in self.layers]
+        rows = [
+            (x.path, x.kind, x.compute_dtype, x.variable_dtype, _why_text(x)) for x in self.layers
+        ]
         return "\n".join([*text, "", *_aligned([head, *rows])])
 
 
@@ -161,11 +167,15 @@ def _rows(model: Any, level: EffectiveLevel, kept: set[int]) -> list[LayerSettin
         if isinstance(layer, keras.Model | keras.layers.InputLayer):
             continue
         is_kept = id(layer) in kept
-        by_lists = level.level == "O1" and layer.compute_dtype == "float32" and not is_kept
+        mode = quantization_of(layer)
+        left = is_kept or mode is not None or layer.compute_dtype != "float32"
+        by_lists = level.level == "O1" and not left
         compute = f"{level.dtype} by op" if by_lists else layer.compute_dtype
-        variable = layer.weights[0].dtype if layer.weights else layer.variable_dtype
+        has_weights = bool(layer.weights) and mode is None
+        variable = layer.weights[0].dtype if has_weights else layer.variable_dtype
         why = _why(layer, level, is_kept)
-        rows.append(LayerSettings(path_of(layer), type(layer).__name__, compute, variable, why))
+        kind = type(layer).__name__
+        rows.append(LayerSettings(path_of(layer), kind, compute, variable, why, mode))
     return rows
 
 
@@ -176,7 +186,7 @@ def _why(layer: Any, level: EffectiveLevel, is_kept: bool) -> str:
     if set_by_hand.get(layer):
         return "set by hand"
     if level.level == "O1" and not low:
-        return "op lists"
+        return "op lists" if quantization_of(layer) is None else "own dtype"
     if record is not None and record.raised:
         return "output"
     if record is not None and record.follows_input:
@@ -190,6 +200,10 @@ def _why(layer: Any, level: EffectiveLevel, is_kept: bool) -> str:
     if layers_before.get(layer) is not None or (low and layer.compute_dtype == level.dtype):
         return f"level {level.level}"
     return "own dtype"
+
+
+def _why_text(row: LayerSettings) -> str:
+    return row.why if row.quantization is None else f"{row.why}; quantized to {row.quantization}"
 
 
 def _rule_text(rule: LossScale) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 
 from tfamp.layers import output_dtypes
+from tfamp.layers.float_policies import float_policy, give_policy, policy_of, policy_with
 from tfamp.layers.methods import unwrap_methods, wrap_method
 from tfamp.layers.model_calls import functional_adopted, layer_adopted
 from tfamp.layers.policy_state import policy_scope
@@ -21,7 +22,6 @@ from tfamp.levels.model_structure import (
     correct_symbolic_dtypes,
     functionals_of,
     is_graph,
-    is_plain,
     layers_of,
     most_common_policy,
 )
@@ -56,7 +56,7 @@ def default_policy(model: Any) -> str:
     layers = [layer for layer in layers_of(model) if not isinstance(layer, keras.Model)]
     if any(layers_before.get(layer) for layer in layers):
         return "float32"
-    own = model.dtype_policy.name if is_plain(model.dtype_policy) else "float32"
+    own = float_policy(model) or "float32"
     common = own if own.startswith("mixed_") else most_common_policy(layers)
     return common if common != "float64" else "float32"
 
@@ -79,12 +79,12 @@ def take_off(model: Any, *, keep_by_hand: bool) -> dict[int, Any]:
     for layer in layers_of(model):
         if isinstance(layer, keras.layers.InputLayer):
             continue
-        now = layer.dtype_policy
+        now = policy_of(layer)
         is_chosen = _is_chosen(layer, default)
         _take_off(layer, default, is_chosen)
         before = layers_before.get(layer)
         if is_chosen and (keep_by_hand or before is None):
-            layer.dtype_policy = now
+            give_policy(layer, now)
             chosen[id(layer)] = now
             if before is not None:
                 set_by_hand.set(layer, True)
@@ -102,7 +102,7 @@ def _is_chosen(layer: Any, default: str) -> bool:
     if is_graph(layer):
         return False  # it computes nothing itself
     before, record = layers_before.get(layer), managed_layers.get(layer)
-    name = layer.dtype_policy.name
+    name = float_policy(layer)
     raised = record is not None and bool(record.raised)
     if before is not None:
         return name != ("float32" if raised else before.given)
@@ -120,12 +120,12 @@ def _take_off(layer: Any, default: str, is_chosen: bool) -> None:
     managed_layers.discard(layer)
     if before is not None:
         layer.autocast = before.autocast
-        layer.dtype_policy = before.policy
+        give_policy(layer, before.policy)
         return
     if isinstance(layer, keras.layers.BatchNormalization) or uncast_inputs.get(layer):
         layer.autocast = True  # layers.fused_norms or layers.model_calls switched it off
     if not is_chosen and default.startswith("mixed_"):
-        layer.dtype_policy = "float32"
+        give_policy(layer, "float32")
 
 
 def put_on(model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Iterable[int]) -> None:
@@ -144,7 +144,7 @@ def put_on(model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Iterable[
     for layer in layers_of(model):
         if id(layer) in skipped or isinstance(layer, keras.layers.InputLayer):
             continue
-        if prepares_data(type(layer)):
+        if prepares_data(type(layer)) or _holds_its_dtype(layer, policy):
             skipped |= {id(each) for each in layers_of(layer)}
             continue
         keeps = policy.keeps_float32(type(layer))
@@ -159,9 +159,9 @@ def put_on(model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Iterable[
 
 def _put_on(layer: Any, policy: Policy, keeps: bool) -> None:
     given = "float32" if keeps else policy.name
-    layers_before.set(layer, Before(layer.dtype_policy, layer.autocast, given))
+    layers_before.set(layer, Before(policy_of(layer), layer.autocast, given))
     if not keeps:
-        layer.dtype_policy = policy.name
+        give_policy(layer, policy.name)
     layer_adopted(layer, policy)
     if not layer.built:
         # Layers that it makes in its own `build` get the policy there.
@@ -174,3 +174,10 @@ def _under(policy: Policy) -> Callable[..., Any]:
             return original(*args, **kwargs)
 
     return build
+
+
+def _holds_its_dtype(layer: Any, policy: Policy) -> bool:
+    """Whether a layer is quantized and cannot get a policy, or its code may mix it with such."""
+    if is_graph(layer):
+        return False  # the layers in it cast what they are given
+    return any(policy_with(each, policy.name) is None for each in layers_of(layer))

@@ -10,6 +10,7 @@ import keras
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_backend import described
+from tfamp.layers.float_policies import float_policy, give_policy, policy_with, quantization_of
 from tfamp.layers.methods import unwrap_methods
 from tfamp.layers.model_calls import protect_values
 from tfamp.layers.output_dtypes import retype_followers
@@ -21,7 +22,6 @@ from tfamp.levels.model_state import ModelState
 from tfamp.levels.model_structure import (
     correct_symbolic_dtypes,
     functionals_of,
-    is_plain,
     layers_of,
     path_of,
     select,
@@ -36,7 +36,8 @@ def set_layer_dtype(
     What MindSpore's `to_float` does. Layers inside are set with it. The casts around follow by
     themselves: a Keras layer casts what it is given, and variables keep the dtype they have, so a
     built and trained model will do. What is set by hand stays when `prepare` puts another level on
-    the model, outputs and BatchNormalization included; only level O0 leads back.
+    the model, outputs and BatchNormalization included; only level O0 leads back. A layer that Keras
+    has quantized stays so.
 
     Give the model, with a pattern, rather than a layer of it: then all of its symbolic outputs
     say the new dtype, and its compiled functions are traced anew.
@@ -53,7 +54,8 @@ def set_layer_dtype(
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: `dtype` is another one, no layer matches, or a layer stores its weights in
-            another low dtype, or does not run in this one. Nothing has changed then.
+            another low dtype, does not run in this one, or is quantized so that it cannot. Nothing
+            has changed then.
 
     Example:
         >>> import keras, tfamp
@@ -76,6 +78,7 @@ def set_layer_dtype(
     targets = [layer for layer in layers_of(*chosen) if _can_be_set(layer)]
     for layer in targets:
         _check_storage(layer, name)
+    _check_quantized(targets, name)
     state = ModelState(model_or_layer)
     try:
         for layer in targets:
@@ -107,7 +110,7 @@ def _chosen(owner: Any, pattern: str | None) -> list[Any]:
 
 
 def _can_be_set(layer: Any) -> bool:
-    return not isinstance(layer, keras.layers.InputLayer) and is_plain(layer.dtype_policy)
+    return not isinstance(layer, keras.layers.InputLayer) and float_policy(layer) is not None
 
 
 def _check_storage(layer: Any, dtype: str) -> None:
@@ -120,18 +123,32 @@ def _check_storage(layer: Any, dtype: str) -> None:
             )
 
 
-def _set(layer: Any, dtype: str) -> None:
-    before, record = layers_before.get(layer), managed_layers.get(layer)
+def _check_quantized(layers: list[Any], dtype: str) -> None:
+    without = [layer for layer in layers if policy_with(layer, _policy_name(layer, dtype)) is None]
+    if without:
+        names = ", ".join(f"{path_of(layer)} ({quantization_of(layer)})" for layer in without)
+        raise ValueError(
+            f"Keras has quantized {names}, and a layer quantized so cannot be set to {dtype}: its "
+            "predictions would change by more than rounding. Leave it out with pattern=, or set "
+            "the dtype first and quantize then."
+        )
+
+
+def _policy_name(layer: Any, dtype: str) -> str:
     low = [
         keras.backend.standardize_dtype(weight.dtype) in LOW_PRECISION for weight in layer.weights
     ]
-    policy = dtype if dtype == "float32" or any(low) else f"mixed_{dtype}"
+    return dtype if dtype == "float32" or any(low) else f"mixed_{dtype}"
+
+
+def _set(layer: Any, dtype: str) -> None:
+    before, record = layers_before.get(layer), managed_layers.get(layer)
     if record is not None and isinstance(layer, keras.layers.BatchNormalization):
         # Its own arithmetic again, in the dtype that was asked for.
         unwrap_methods(layer)
         layer.autocast = True if before is None else before.autocast
     managed_layers.discard(layer)
-    layer.dtype_policy = policy
+    give_policy(layer, _policy_name(layer, dtype))
     set_by_hand.set(layer, True)
     for node in keras_hooks.inbound_nodes(layer):
         for tensor in node.outputs:

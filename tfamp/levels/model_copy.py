@@ -15,8 +15,9 @@ import keras
 
 from tfamp.core.dtypes import LOW_PRECISION, float_format
 from tfamp.interop import keras_hooks, keras_intercept
+from tfamp.layers.float_policies import is_plain
 from tfamp.layers.policy_state import policy_scope
-from tfamp.levels.model_structure import is_graph, is_plain, layers_of, path_of
+from tfamp.levels.model_structure import is_graph, layers_of, path_of
 from tfamp.policy import prepares_data
 
 PolicyOf = Callable[[Any], str | None]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfamp.interop import keras_hooks
+from tfamp.layers.float_policies import give_policy, policy_of
 from tfamp.layers.methods import rewrap_methods, wrapped_methods
 from tfamp.layers.roles import ManagedLayer, ModelGraph, WeakMap, graphs, managed_layers
 from tfamp.levels.layer_policies import Before, layers_before, set_by_hand
@@ -51,7 +52,7 @@ class ModelState:
         for state in self._layers:
             layer = state.layer
             rewrap_methods(layer, state.methods)
-            layer.dtype_policy = state.policy
+            give_policy(layer, state.policy)
             layer.autocast = state.autocast
             _put(managed_layers, layer, state.managed)
             _put(layers_before, layer, state.before)
@@ -75,7 +76,7 @@ def _layer_state(layer: Any) -> _LayerState:
     tensors = {id(tensor): tensor for node in nodes for tensor in node.outputs}
     return _LayerState(
         layer,
-        layer.dtype_policy,
+        policy_of(layer),
         layer.autocast,
         wrapped_methods(layer),
         managed_layers.get(layer),

@@ -15,6 +15,7 @@ import keras
 from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_backend import advice, described
+from tfamp.layers.float_policies import float_policy
 from tfamp.layers.model_calls import computing_specs_of
 from tfamp.layers.symbolic_dtypes import respecify
 from tfamp.levels.config_values import nearest
@@ -107,19 +108,10 @@ def _corrected(node: Any) -> bool:
         ) from error
 
 
-def is_plain(policy: Any) -> bool:
-    """Whether a Keras policy is one dtype, or a mixed one; no map of policies, not quantized."""
-    plain = (keras.DTypePolicy, keras.FloatDTypePolicy)
-    return type(policy) in plain and policy.compute_dtype in FLOAT_DTYPES
-
-
 def most_common_policy(layers: Iterable[Any]) -> str:
-    """Returns the name of the policy that most layers have; "float32" where it is a draw."""
-    counts = Counter(
-        layer.dtype_policy.name
-        for layer in layers
-        if not isinstance(layer, keras.layers.InputLayer) and is_plain(layer.dtype_policy)
-    )
+    """Returns the float policy that most layers have; "float32" where it is a draw."""
+    names = [float_policy(x) for x in layers if not isinstance(x, keras.layers.InputLayer)]
+    counts = Counter(name for name in names if name is not None)
     if not counts:
         return "float32"
     return max(counts, key=lambda name: (counts[name], name == "float32", name))

@@ -129,8 +129,9 @@ def prepare(
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument is wrong or contradicts another, or a layer does not run in the low
-            dtype. Model, weights and optimizer are as they were then.
+        ValueError: An argument is wrong or contradicts another, a layer does not run in the low
+            dtype, or weights to be stored in another dtype belong to layers that Keras has
+            quantized. Model, weights and optimizer are as they were then.
 
     Warns:
         TfampWarning: No low precision is fast on this machine, and one was asked for; or the

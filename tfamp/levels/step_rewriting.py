@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfamp.autocasting.context import autocast
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import TfampWarning
+from tfamp.interop.keras_intercept import variables_as_stored
 from tfamp.layers.methods import wrap_method
 from tfamp.levels.model_structure import layers_of
 from tfamp.rewriting.function import rewrite_step
@@ -27,7 +28,7 @@ from tfamp.rewriting.fused_tracing import traces_for_a_rewrite
 # Nodes of kept layers, and of their gradients, are under this scope. The scopes that Keras gives
 # layers would not do: the second trace of a layer called dense is under dense_1.
 _KEPT_SCOPE = "tfamp_keep_float32"
-_KEPT_NODES = rf"(^|/){_KEPT_SCOPE}(_\d+)?/"
+KEPT_NODES = rf"(^|/){_KEPT_SCOPE}(_\d+)?/"
 
 STEPS = ("train_step", "test_step", "predict_step")
 
@@ -53,11 +54,6 @@ class GraphRewrite:
         )
 
 
-def node_patterns(kept: Iterable[Any]) -> tuple[str, ...]:
-    """Returns the regular expressions for the nodes of layers that stay float32."""
-    return (_KEPT_NODES,) if list(kept) else ()
-
-
 def rewrite_steps_of(model: Any, how: GraphRewrite, kept: Iterable[Any]) -> None:
     """Makes a model run at level O1.
 
@@ -69,6 +65,9 @@ def rewrite_steps_of(model: Any, how: GraphRewrite, kept: Iterable[Any]) -> None
     for layer in layers_of(*kept):
         if not isinstance(layer, keras.layers.InputLayer):
             wrap_method(layer, "call", _in_float32)
+    for layer in layers_of(model):
+        # In place of `call` once Keras has quantized the layer; autocast leaves it alone itself.
+        wrap_method(layer, "quantized_call", _under_kept_scope)
     wrap_method(model, "call", _under_autocast(how.dtype))
     for name in STEPS:
         _rewrite_step_of(model, name, how)
@@ -114,11 +113,17 @@ def _under_autocast(dtype: str) -> Callable[..., Any]:
     return call
 
 
+def _under_kept_scope(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not traces_for_a_rewrite():
+        return original(*args, **kwargs)
+    with tf.name_scope(_KEPT_SCOPE):
+        return original(*args, **kwargs)
+
+
 def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if traces_for_a_rewrite():
-        with tf.name_scope(_KEPT_SCOPE):
-            return original(*args, **kwargs)
-    with autocast(enabled=False):
+        return _under_kept_scope(original, *args, **kwargs)
+    with autocast(enabled=False), variables_as_stored():
         args, kwargs = keras.tree.map_structure(_as_float32, (args, kwargs))
         return original(*args, **kwargs)
 

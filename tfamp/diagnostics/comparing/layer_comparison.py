@@ -21,6 +21,7 @@ from tfamp.diagnostics import model_runs
 from tfamp.diagnostics.comparing.comparison import ComparisonRow
 from tfamp.diagnostics.comparing.error_measures import RangeShares, largest_error, range_shares
 from tfamp.interop import keras_hooks
+from tfamp.layers.float_policies import policy_with
 from tfamp.policy import Policy
 
 # What a layer raises that cannot run in the low dtype on float32 inputs.
@@ -53,7 +54,11 @@ class LayerComparison:
         if not model.built:
             model(x, training=False)
         self._layers = [layer for layer in model_runs.all_layers(model) if self._has_row(layer)]
-        self._low = {id(layer): (layer, name) for layer, name in self._low_policies()}
+        self._low = {
+            id(layer): (layer, name)
+            for layer, name in self._low_policies()
+            if _runs_in(layer, name) and _runs_in(layer, "float32")
+        }
         self._seen: dict[tuple[int, int], _Seen] = {}
         self._order: list[Any] = []
         self.outputs: _Tensors = []
@@ -228,6 +233,11 @@ class LayerComparison:
         )
 
 
+def _runs_in(layer: Any, name: str) -> bool:
+    """Whether a layer can have a policy: what Keras has quantized need not."""
+    return policy_with(layer, name) is not None
+
+
 def _error_in(
     members: list[tuple[Any, str]], call: Callable[[], Any], expected: _Tensors
 ) -> float | None:
@@ -243,7 +253,7 @@ def _error_in(
 def _with_policies(policies: Any) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for layer, name in policies:
-            undo.callback(keras_hooks.replace_policy(layer, name))
+            undo.callback(keras_hooks.replace_policy(layer, policy_with(layer, name)))
         yield
 
 
