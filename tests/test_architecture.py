@@ -39,6 +39,7 @@ LAYERS = (
         "deprecation",
         "_tf_functions",
         "_tf_intercept",
+        "_tf_replacing",
         "updates.grad_clip",
         "levels.config_values",
         "levels.precision_config",
@@ -119,6 +120,7 @@ LAYERS = (
     ),
     (
         "autocasting.rules",
+        "autocasting.values",
         "machine.profile_choice",
         "scaling.loss_scaling",
         "scaling.scaler_rounds",

@@ -131,6 +131,8 @@ REACHED_BY = {
     "PFor.convert": lambda: tf.vectorized_map(tf.tanh, tf.constant(X)),
     "_eager_mode_decorator": _reach_custom_gradient,
     "_graph_mode_decorator": lambda: _trace(_reach_custom_gradient),
+    "_internal_py_func": lambda: tf.py_function(tf.tanh, [X], tf.float32),
+    "py_func_common": lambda: tf.numpy_function(np.tanh, [X], tf.float32),
     "make_function_context": lambda: tf.function(lambda x: x)(tf.constant(X)),
     "ConcreteFunction.__call__": lambda: _trace(tf.tanh, FLOATS)(tf.constant(X)),
     "_call_concrete_function": lambda: _loaded()(tf.constant(X)),
@@ -139,6 +141,10 @@ REACHED_BY = {
     "verify_single_cond_var": lambda: _trace(_reach_if, FLOATS),
     "_make_indexed_slices_indices_types_match": lambda: _trace(_reach_if, FLOATS),
     "convert_to_tensor": lambda: tf.Variable(X).assign(X),
+    "convert_to_tensor_or_ragged_tensor": lambda: tf.matmul(tf.ragged.stack([X]), [X]),
+    "_autopacking_helper": lambda: _trace(lambda x: tf.convert_to_tensor([x, x]), FLOATS),
+    "convert_n_to_tensor_or_indexed_slices": lambda: tf.math.accumulate_n([X, X]),
+    "_result_value_flat_to_batchable": lambda: tf.map_fn(tf.tanh, X),
     "TensorSpec.cast": lambda: tf.function(lambda x: x, input_signature=[FLOATS])(X),
     "_truediv_python3": lambda: tf.constant(X) / 2.0,
     "sparse_matmul": lambda: tf.matmul(X, X, a_is_sparse=True),
@@ -222,9 +228,25 @@ def test_chooses_its_output_dtype(op, chooses):
     assert tf_private.chooses_its_output_dtype(op) is chooses
 
 
-def test_float_attrs():
-    assert tf_private.float_attrs("LRN") == {"alpha", "beta", "bias"}
-    assert tf_private.float_attrs("MatMull") == frozenset()
+def test_attr_kinds():
+    kinds = tf_private.attr_kinds("LRN")
+    assert (kinds["alpha"], kinds["depth_radius"], kinds["T"]) == ("float", "int", "type")
+    assert tf_private.attr_kinds("MatMull") == {}
+
+
+def test_a_handle_tells_the_dtype_of_its_variable():
+    variable = tf.Variable(tf.ones(2, tf.bfloat16))
+    assert tf_private.held_dtype(variable.handle) == "bfloat16"
+    seen = []
+    tf.function(lambda: seen.append(tf_private.held_dtype(variable.handle)))()
+    assert seen == ["bfloat16"]
+    assert tf_private.held_dtype(tf.raw_ops.StackV2(max_size=1, elem_type=tf.float32)) == ""
+
+
+def test_op_inputs_leave_out_a_dtype_without_a_shape_function():
+    assert {each.floats for each in tf_private.op_inputs("Range")} == {
+        frozenset({"bfloat16", "float32", "float64"})
+    }
 
 
 # ---- For the graph rewrite ---------------------------------------------------------------------

@@ -33,6 +33,9 @@ class Silent:
     def convert(self, value, dtype, asker):
         return value, dtype
 
+    def stacked(self, values, dtype):
+        return values, dtype
+
     def recast(self, value, dtype):
         return value
 
@@ -46,6 +49,9 @@ class Silent:
         return contextlib.nullcontext()
 
     def custom_gradient(self, function):
+        return function
+
+    def python_function(self, function, dtypes):
         return function
 
     def recording_changed(self):

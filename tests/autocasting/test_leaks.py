@@ -1,7 +1,9 @@
-"""autocast leaves nothing behind: no replaced symbol, no mode in another thread, no changed op."""
+"""autocast leaves nothing behind: no replaced symbol, no mode elsewhere, no changed op."""
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +14,7 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.autocasting.context import _hooks
+from tfamp.autocasting.state import current_modes
 from tfamp.core.errors import UnsupportedVersionError
 from tfamp.interop import keras_intercept, tf_intercept
 
@@ -226,3 +229,134 @@ def test_threads_that_enter_and_leave_at_once_leave_nothing(a):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
     assert all(same(before, symbols()).values())
+
+
+# ---- Coroutines ----------------------------------------------------------------------------------
+
+
+def dtype_of_matmul(a):
+    return tf.matmul(a, a).dtype.name
+
+
+async def others_run():
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("decorated", [False, True])
+def test_coroutines_of_one_thread_never_see_each_other(a, decorated):
+    traced = tf.function(lambda x: tf.matmul(x, x))
+    shared = tfamp.autocast("float16")  # one object, in force in several coroutines at once
+
+    async def work():
+        found = set()
+        for _ in range(3):
+            found |= {dtype_of_matmul(a), traced(a).dtype.name}
+            await others_run()
+        return found
+
+    async def under(context):
+        before = dtype_of_matmul(a)
+        if decorated:
+            inside = await context(work)()
+        else:
+            with context:
+                inside = await work()
+        await others_run()
+        return before, inside, dtype_of_matmul(a)
+
+    async def main():
+        bfloat16, island = tfamp.autocast("bfloat16"), tfamp.autocast(enabled=False)
+        contexts = [shared, bfloat16, island, shared]
+        return await asyncio.gather(*map(under, contexts), work())
+
+    *found, plain = asyncio.run(main())
+    inside = [{"float16"}, {"bfloat16"}, {"float32"}, {"float16"}]
+    assert found == [("float32", each, "float32") for each in inside]
+    assert plain == {"float32"}
+    assert current_modes.casts is None
+
+
+def test_a_task_takes_the_autocast_it_was_started_in_along_until_that_is_left(a):
+    async def child(left):
+        first = dtype_of_matmul(a)
+        with tfamp.autocast("float16"):
+            await others_run()
+            inner = dtype_of_matmul(a)
+        await left.wait()
+        return first, inner, dtype_of_matmul(a)
+
+    async def main():
+        left = asyncio.Event()
+        with tfamp.autocast("bfloat16"):
+            task = asyncio.ensure_future(child(left))
+            in_thread = await asyncio.to_thread(dtype_of_matmul, a)
+            await others_run()
+            assert dtype_of_matmul(a) == "bfloat16"
+        left.set()
+        return in_thread, await task
+
+    assert asyncio.run(main()) == ("float32", ("bfloat16", "float16", "float32"))
+
+
+@pytest.mark.parametrize("how", ["cancel", "fail"])
+def test_a_coroutine_that_is_cancelled_or_fails_leaves_nothing(a, how):
+    async def work():
+        with tfamp.autocast("bfloat16"):
+            await asyncio.sleep(0 if how == "fail" else 60)
+            raise KeyError("mine")
+
+    async def main():
+        task = asyncio.ensure_future(work())
+        await asyncio.sleep(0)
+        if how == "cancel":
+            task.cancel()
+        with pytest.raises(KeyError if how == "fail" else asyncio.CancelledError):
+            await task
+        return dtype_of_matmul(a)
+
+    assert asyncio.run(main()) == "float32"
+    assert _hooks._users == 0
+
+
+@pytest.mark.parametrize("close", ["in another task", "in another thread", "by the loop"])
+def test_an_asynchronous_generator_closed_elsewhere_leaves_nothing(a, close):
+    async def generate():
+        with tfamp.autocast("bfloat16"):
+            yield dtype_of_matmul(a)
+
+    async def main():
+        running = generate()
+        started = [await asyncio.ensure_future(anext(running))]
+        with tfamp.autocast("float16"):
+            if close == "in another task":
+                await asyncio.ensure_future(running.aclose())
+            if close == "in another thread":
+                await asyncio.to_thread(asyncio.run, running.aclose())
+            return started, dtype_of_matmul(a)
+
+    assert asyncio.run(main()) == (["bfloat16"], "float16")
+    assert _hooks._users == 0
+    assert dtype_of_matmul(a) == "float32"
+
+
+def test_a_context_that_kept_a_block_left_elsewhere_is_not_under_it(a):
+    def generate():
+        with tfamp.autocast("bfloat16"):
+            yield dtype_of_matmul(a)
+
+    context, running = contextvars.copy_context(), generate()
+    assert context.run(next, running) == "bfloat16"
+    assert context.run(dtype_of_matmul, a) == "bfloat16"  # as in a loop over such a generator
+    assert dtype_of_matmul(a) == "float32"
+    running.close()
+    with tfamp.autocast("float16"):
+        assert context.run(dtype_of_matmul, a) == "float32"
+
+
+def test_leaving_more_often_than_entering_is_an_error(a):
+    context = tfamp.autocast("bfloat16")
+    with pytest.raises(RuntimeError, match="left more often than it was entered"):
+        context.__exit__(None, None, None)
+    with context:
+        assert dtype_of_matmul(a) == "bfloat16"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import tfamp
 from helpers.tolerances import assert_close
-from tfamp.autocasting.trace_casts import trace_casts
+from tfamp.autocasting.state import current_modes
 
 DTYPES = ["float16", "bfloat16"]
 X = np.random.default_rng(0).uniform(-1, 1, (4, 4)).astype("float32")
@@ -53,7 +53,7 @@ def traced(function, dtype, cache_casts=True, around=False):
             concrete = tf.function(function).get_concrete_function(tf.TensorSpec((4, 4)))
     else:
         concrete = inside.get_concrete_function(tf.TensorSpec((4, 4)))
-    assert len(trace_casts) == 0
+    assert current_modes.casts is None
     return casts_of_reads(concrete.graph, dtype), concrete(tf.constant(X))
 
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from tfamp.autocasting.rules import Autocaster
-from tfamp.autocasting.state import Mode, current_modes
+from tfamp.autocasting.state import Block, Mode, current_modes
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.graph.op_lists import OpLists
@@ -26,7 +26,7 @@ _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 
 class _Hooks:
-    """The interception, in place while any thread is inside an autocast and gone afterwards."""
+    """The interception, in place while any code is inside an autocast and gone afterwards."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -81,9 +81,9 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
     are not. Loops keep the dtypes of their variables, the branches of a condition meet in the
     widest one.
 
-    It counts in its own thread, and one object can be entered again while it is in force. A
-    `tf.function` called inside is traced anew for it, whenever it was traced before; a
-    `ConcreteFunction` stays what it is, and warns. Put the context inside the function that
+    It counts in its own thread and its own coroutine, and one object can be entered again while it
+    is in force. A `tf.function` called inside is traced anew for it, whenever it was traced before;
+    a `ConcreteFunction` stays what it is, and warns. Put the context inside the function that
     `tf.distribute.Strategy.run` is given: replicas run in threads of their own.
 
     Source: the semantics are those of `torch.autocast` and `paddle.amp.auto_cast`; the lists are
@@ -137,6 +137,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
         low = _low_dtype(dtype, enabled)
         if enabled:
             require_tensorflow("tfamp.autocast")
+        self._entered: list[Block] = []  # in all contexts and threads
         self._mode: Mode | None = None
         if enabled and low is not None:
             self._mode = Mode.of(low, op_lists or OpLists.default(low), cache_casts)
@@ -145,7 +146,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
         if self._mode is not None and self._mode.dtype == "float16":
             _warn_once_where_float16_is_slow()
         _hooks.acquire()
-        current_modes.push(self, self._mode)
+        self._entered.append(current_modes.enter(self._mode))
         return self
 
     def __exit__(
@@ -154,18 +155,27 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        current_modes.pop(self)
+        if not self._entered:
+            raise RuntimeError("autocast was left more often than it was entered.")
+        # An asynchronous generator, for one, may be closed in another context.
+        here = [block for block in self._entered if current_modes.holds(block)]
+        block = (here or self._entered)[-1]
+        self._entered.remove(block)
+        current_modes.leave(block)
         _hooks.release()
 
     def __call__(self, function: _Callable) -> _Callable:
         """Decorates a function, or a layer's or model's `call`, to run under this autocast."""
         if not callable(function):
             raise TypeError(f"autocast decorates functions; got {function!r}.")
-        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        if inspect.isasyncgenfunction(function):
             raise TypeError(
-                f"{function.__name__} is asynchronous, and autocast counts per thread: use "
-                "`with tfamp.autocast(...)` around code that does not await."
+                f"{function.__name__} is an asynchronous generator, and would run what awaits its "
+                "items under autocast too: use `with tfamp.autocast(...)` inside, around code that "
+                "does not yield."
             )
+        if inspect.iscoroutinefunction(function):
+            return _coroutine_under(self, function)
         if inspect.isgeneratorfunction(function):
             return _generator_under(self, function)
 
@@ -175,6 +185,15 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
                 return function(*args, **kwargs)
 
         return under_autocast  # type: ignore[return-value]
+
+
+def _coroutine_under(context: autocast, function: Callable[..., Any]) -> Any:
+    @functools.wraps(function)
+    async def under_autocast(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return await function(*args, **kwargs)
+
+    return under_autocast
 
 
 def _generator_under(context: autocast, function: Callable[..., Any]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,8 +51,8 @@ class _Trace:
         return bisect.bisect_left(self.recordings, place)
 
 
-class TraceCasts(threading.local):
-    """The casts of variables in the graphs this thread traces, until the last autocast is left."""
+class TraceCasts:
+    """The casts of variables in the graphs that are traced under one stack of autocasts."""
 
     def __init__(self) -> None:
         self._traces: weakref.WeakKeyDictionary[Any, _Trace] = weakref.WeakKeyDictionary()
@@ -121,6 +120,3 @@ def _is_read_in_this_trace(value: Any) -> bool:
         and getattr(value, "graph", None) is tf.compat.v1.get_default_graph()
         and value.op.type == _READ
     )
-
-
-trace_casts = TraceCasts()

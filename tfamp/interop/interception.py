@@ -12,10 +12,10 @@ class Interception(Protocol):
     """What intercepted TensorFlow code calls back into."""
 
     def active(self) -> bool:
-        """Whether anything is cast in this thread now."""
+        """Whether anything is cast here now."""
 
     def concerns(self, op: str) -> bool:
-        """Whether `adjust` may change this op's inputs in this thread now; asked for every op."""
+        """Whether `adjust` may change this op's inputs here now; asked for every op."""
 
     def adjust(self, op: str, inputs: Sequence[Any]) -> Sequence[Any] | None:
         """Returns the inputs an op is to run with, or None to leave them."""
@@ -28,6 +28,9 @@ class Interception(Protocol):
 
     def convert(self, value: Any, dtype: Any, asker: FrameType) -> tuple[Any, Any]:
         """Returns the value and the dtype (None: its own) for a conversion to a tensor."""
+
+    def stacked(self, values: Any, dtype: Any) -> tuple[Any, Any]:
+        """Returns the values, nested in lists, that are to be one tensor, and its dtype."""
 
     def recast(self, value: Any, dtype: str) -> Any:
         """Returns a value in a dtype, if both are ones that ops are cast between."""
@@ -42,10 +45,13 @@ class Interception(Protocol):
         """A context in which nothing is cast; gradients are computed in it."""
 
     def custom_gradient(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that `tf.custom_gradient` decorates, fit for this thread's mode."""
+        """Returns a function that `tf.custom_gradient` decorates, fit for the mode here."""
+
+    def python_function(self, function: Callable[..., Any], dtypes: Any) -> Callable[..., Any]:
+        """Returns the function an op is to run that runs Python and was declared these dtypes."""
 
     def recording_changed(self) -> None:
-        """Called when a tape or an accumulator of this thread begins to record or to watch."""
+        """Called when a tape or an accumulator here begins to record or to watch."""
 
     def trace_key(self) -> Hashable:
         """What a trace of a `tf.function` depends on, None where on nothing."""

@@ -33,10 +33,12 @@ FLOAT32_FUNCTIONS = frozenset(
         ("tensorflow.python.ops.check_ops", "assert_near"),
         ("tensorflow.python.ops.clip_ops", "clip_by_norm"),
         ("tensorflow.python.ops.linalg.linalg_impl", "matrix_exponential"),
+        ("tensorflow.python.ops.linalg.linalg_impl", "matrix_rank"),
         ("tensorflow.python.ops.linalg.linalg_impl", "pinv"),
         ("tensorflow.python.ops.linalg_ops", "norm"),
         ("tensorflow.python.ops.math_ops", "complex"),
         ("tensorflow.python.ops.nn_impl", "l2_normalize"),
+        ("tensorflow.python.ops.ragged.ragged_math_ops", "range"),
         ("tensorflow.python.ops.signal.fft_ops", "_irfft"),
         ("tensorflow.python.ops.signal.fft_ops", "_rfft"),
     }
@@ -47,10 +49,15 @@ SAME_DTYPE_FUNCTIONS = frozenset(
         ("tensorflow.python.ops.math_ops", "_div_python2"),
         ("tensorflow.python.ops.math_ops", "div_no_nan"),
         ("tensorflow.python.ops.math_ops", "multiply_no_nan"),
+        ("tensorflow.python.ops.nn_ops", "_dropout"),
+        ("tensorflow.python.ops.ragged.ragged_math_ops", "matmul"),
     }
 )
-# Modules whose conversions are for something that has its dtype already: a variable.
-FIXED_DTYPES = ("tensorflow.python.ops.resource_variable_ops",)
+# Modules whose conversions are for something that has its dtype already: a variable or a queue.
+FIXED_DTYPES = (
+    "tensorflow.python.ops.data_flow_ops",
+    "tensorflow.python.ops.resource_variable_ops",
+)
 # Modules a cast passes through between whoever asked for it and TensorFlow's cast op.
 IN_BETWEEN = (
     "tensorflow.python.autograph.",

@@ -121,6 +121,19 @@ def chooses_its_output_dtype(op: str) -> bool:
     return any(attr.name in free and _allowed_floats(attr) for attr in definition.attr)
 
 
+def held_dtype(handle: Any) -> str:
+    """Returns the dtype of the variable that a handle is of, or "" if it is not known.
+
+    Symbol: `tensorflow.python.ops.handle_data_util.get_handle_data`.
+
+    Args:
+        handle: A tensor of dtype "resource".
+    """
+    data = private_symbol(private_module("ops.handle_data_util"), "get_handle_data")(handle)
+    known = data is not None and data.is_set and len(data.shape_and_type) == 1
+    return dtype_name(data.shape_and_type[0].dtype) if known else ""
+
+
 class OpInput(NamedTuple):
     """One input of an op.
 
@@ -142,6 +155,8 @@ class OpInput(NamedTuple):
 # SparseAdd's threshold has the dtype of the real part of its values. TensorFlow does not check it,
 # and reads past the end of one that has not.
 _REAL_PART_OF = {"Treal": "T"}
+# Low dtypes that an op's shape function refuses in a graph, although there is a kernel.
+_WITHOUT_SHAPE = {("Range", "Tidx"): frozenset({"float16"})}
 
 
 @functools.cache
@@ -159,7 +174,9 @@ def op_inputs(op: str) -> tuple[OpInput, ...]:
         return ()
     used = {arg.type_attr for arg in definition.input_arg}
     floats = {
-        attr.name: _allowed_floats(attr) - _without_kernel(op, attr.name)
+        attr.name: _allowed_floats(attr)
+        - _without_kernel(op, attr.name)
+        - _WITHOUT_SHAPE.get((op, attr.name), frozenset())
         for attr in definition.attr
         if attr.name in used and _allowed_floats(attr)
     }
@@ -176,11 +193,10 @@ def op_inputs(op: str) -> tuple[OpInput, ...]:
 
 
 @functools.cache
-def float_attrs(op: str) -> frozenset[str]:
-    """The names of an op type's attributes that are numbers with a fraction."""
+def attr_kinds(op: str) -> dict[str, str]:
+    """The kind of each attribute of an op type, such as "float" or "type", by its name."""
     definition = op_definition(op)
-    attrs = () if definition is None else definition.attr
-    return frozenset(attr.name for attr in attrs if attr.type == "float")
+    return {} if definition is None else {attr.name: attr.type for attr in definition.attr}
 
 
 def _allowed_floats(attr: Any) -> frozenset[str]:

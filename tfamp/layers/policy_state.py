@@ -112,7 +112,8 @@ class policy_scope(contextlib.ContextDecorator):  # noqa: N801 - reads as a func
     """Puts a policy in force in this thread for a block of code.
 
     Restores what was in force before, exceptions included, Keras's own policy too. Scopes nest; one
-    object can be entered again inside itself, and by several threads. Other threads do not see it.
+    object can be entered again inside itself, and by several threads. Other threads do not see it;
+    other coroutines of this thread do, as they do Keras's own policy, so do not await inside.
     Build a model inside the scope that creates its layers. It can be called outside.
 
     Args:

@@ -85,7 +85,8 @@ FLOAT32_KERNELS = frozenset(
     }
 )
 
-# Ops that take several tensors of one dtype and compute, join or compare them.
+# Ops that take several tensors of one dtype and compute, join or compare them. Autocast gives those
+# of any other op one dtype too, as TensorFlow would refuse them; these are what programs use.
 JOINING = frozenset(
     {
         "AccumulateNV2",

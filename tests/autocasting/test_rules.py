@@ -1,0 +1,251 @@
+"""What runs in float32 runs under autocast, whichever of its float tensors are low.
+
+First every op of TensorFlow's that takes several tensors of one dtype; then the functions that
+look at dtypes themselves, or that run what is not TensorFlow's.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.tolerances import assert_close
+from tfamp.interop import tf_private
+
+DTYPES = ("float16", "bfloat16")
+RAW = tf.raw_ops
+
+# ---- Every op ------------------------------------------------------------------------------------
+
+ATTRIBUTES = {
+    "type": tf.float32,
+    "float": 1.0,
+    "bool": False,
+    "string": "",
+    "shape": tf.TensorShape(None),
+    "list(int)": [1, 1, 1, 1],
+    "list(type)": [tf.float32],
+    "list(shape)": [tf.TensorShape(None)],
+}
+
+
+def shared_float_attrs(definition):
+    """The type attributes that may be float32 and that several tensors of an op share."""
+    slots = [
+        each.type_attr
+        for each in definition.input_arg
+        for _ in range(2 if each.number_attr else 1)
+        if each.type_attr and not each.is_ref
+    ]
+    return {
+        attr.name
+        for attr in definition.attr
+        if attr.type == "type" and slots.count(attr.name) > 1 and admits_float32(attr)
+    }
+
+
+def admits_float32(attr):
+    allowed = attr.allowed_values.list.type
+    return not allowed or tf.float32.as_datatype_enum in allowed
+
+
+def other_attributes(definition):
+    """Values for the attributes that have no default and do not follow from the inputs."""
+    used = {name for each in definition.input_arg for name in (each.type_attr, each.number_attr)}
+    found = {}
+    for attr in definition.attr:
+        if attr.name in used or attr.HasField("default_value"):
+            continue
+        if attr.type == "string" and attr.allowed_values.list.s:
+            found[attr.name] = attr.allowed_values.list.s[0].decode()
+        elif attr.type == "int":
+            found[attr.name] = max(attr.minimum, 1)
+        else:
+            found[attr.name] = ATTRIBUTES[attr.type]
+    return found
+
+
+def built(op, dtypes):
+    """The node of an op type built, in the default graph, with float inputs of dtypes by turns."""
+    definition = tf_private.op_definition(op)
+    shared, dtypes = shared_float_attrs(definition), itertools.cycle(dtypes)
+    attrs = {attr.name: attr for attr in definition.attr}
+
+    def placeholder(argument):
+        attr = attrs.get(argument.type_attr)
+        if argument.type_attr in shared:
+            dtype = next(dtypes)
+        elif attr is None:
+            dtype = argument.type
+        else:
+            dtype = tf.float32 if admits_float32(attr) else attr.allowed_values.list.type[0]
+        if dtype == tf.resource:
+            return RAW.VarHandleOp(dtype=tf.float32, shape=tf.TensorShape(None))
+        return tf.compat.v1.placeholder(dtype)
+
+    inputs = {
+        each.name: [placeholder(each) for _ in range(2)] if each.number_attr else placeholder(each)
+        for each in definition.input_arg
+    }
+    getattr(RAW, op)(**inputs, **other_attributes(definition))
+    made = reversed(tf.compat.v1.get_default_graph().get_operations())
+    return next(each for each in made if each.type == op)
+
+
+def joining_ops():
+    """The op types with public names that take several float tensors of one dtype."""
+    definitions = {name: tf_private.op_definition(name) for name in dir(RAW)}
+    return [name for name, each in definitions.items() if each and shared_float_attrs(each)]
+
+
+def test_every_op_that_takes_several_tensors_of_one_dtype_takes_mixed_ones():
+    low_lists = {dtype: tfamp.OpLists.default(dtype).low for dtype in DTYPES}
+    walked, refused = 0, {}
+    for op in joining_ops():
+        with tf.Graph().as_default():
+            try:
+                built(op, ["float32"])
+            except (KeyError, NotImplementedError, TypeError, ValueError):
+                continue  # It needs known shapes, functions or attributes that fit together.
+            walked += 1
+            for low, first in itertools.product(DTYPES, (0, 1)):
+                order = (low, "float32") if first else ("float32", low)
+                try:
+                    with tfamp.autocast(low):
+                        node = built(op, order)
+                except (TypeError, ValueError) as error:
+                    refused[op, order] = str(error)
+                    continue
+                shared = shared_float_attrs(tf_private.op_definition(op))
+                found = {node.get_attr(name).name for name in shared}
+                assert found == {low if op in low_lists[low] else "float32"}, op
+    assert not refused
+    assert walked > 200
+
+
+# ---- Functions -----------------------------------------------------------------------------------
+
+
+def doubled(x):
+    return x * 2
+
+
+def ragged(x):
+    """Two matrices, of one row and of all."""
+    return tf.ragged.stack([x[:1], x])
+
+
+def rows(x):
+    return tf.RaggedTensor.from_row_lengths(x[0], [1, 3])
+
+
+def image(x):
+    return tf.tile(tf.reshape(x, (1, 4, 4, 1)), (1, 3, 3, 1))
+
+
+def traced(function):
+    return tf.function(function, autograph=False)
+
+
+VARIABLE = tf.Variable(tf.zeros((4, 4)))
+
+
+def written(write):
+    """What a float32 variable holds after something was written to it."""
+
+    def call(f, x):
+        VARIABLE.assign(f)
+        write(VARIABLE, x)
+        return VARIABLE.read_value()
+
+    return call
+
+
+# Of a float32 matrix `f` and a low one `x`.
+FUNCTIONS = {
+    # Lists of tensors of one dtype, and tensors that become one.
+    "shape_n": lambda f, x: tf.shape_n([f, x]),
+    "accumulate_n": lambda f, x: tf.math.accumulate_n([x, f, x]),
+    "stacked by an op": lambda f, x: tf.reduce_max([x, f], 0),
+    "stacked by a conversion": lambda f, x: tf.convert_to_tensor([[x[0, 0], 1.0], [f[0, 0], 2.0]]),
+    "ragged stack and concat": lambda f, x: tf.concat([ragged(x), ragged(f)], 0).flat_values,
+    # Several tensors of one dtype.
+    "ssim": lambda f, x: tf.image.ssim(image(x), image(x + f * 0), 1.0),
+    "ssim_multiscale": lambda f, x: tf.image.ssim_multiscale(
+        image(x), image(f), 1.0, power_factors=(0.5, 0.5), filter_size=3
+    ),
+    "non_max_suppression": lambda f, x: tf.image.non_max_suppression(x, f[0], 4),
+    "edit_distance": lambda f, x: tf.edit_distance(
+        tf.sparse.from_dense(x), tf.sparse.from_dense(f)
+    ),
+    "unique of two": lambda f, x: tf.compat.v1.setdiff1d(x[0], f[0] + 2)[0],
+    "searchsorted with a dtype by name": lambda f, x: RAW.LowerBound(
+        sorted_inputs=tf.sort(x), values=f, out_type="int64"
+    ),
+    "where of ragged": lambda f, x: tf.where(rows(f) > 0, rows(x), rows(f)).flat_values,
+    "dropout at a rate": lambda f, x: tf.nn.dropout(x, f[0, 0] * 0),
+    # No kernel, or no shape function, of one dtype at least.
+    "dct": lambda f, x: [tf.signal.dct(x, kind) for kind in (1, 2, 3, 4)],
+    "mfccs": lambda f, x: tf.signal.mfccs_from_log_mel_spectrograms(x),
+    "poisson": lambda f, x: tf.random.stateless_poisson((4, 4), (1, 2), x * 0, tf.int32),
+    "isotonic_regression": lambda f, x: tf.nn.isotonic_regression(x)[0],
+    "matrix_rank": lambda f, x: tf.linalg.matrix_rank(x),
+    "ragged range": lambda f, x: tf.ragged.range(x[0] * 0 + 3).flat_values,
+    # Ragged matmuls; map_fn is what they are made of.
+    "matmul of ragged and dense": lambda f, x: tf.matmul(ragged(x), tf.stack([f, f])).flat_values,
+    "matmul of ragged and low": lambda f, x: tf.matmul(ragged(f), tf.stack([x, x])).flat_values,
+    "map_fn that says its dtype": lambda f, x: tf.map_fn(
+        lambda row: tf.linalg.matvec(x, row), f, fn_output_signature=tf.TensorSpec((4,))
+    ),
+    # Python with declared dtypes.
+    "py_function": lambda f, x: tf.py_function(doubled, [tf.matmul(f, x)], tf.float32),
+    "py_function of several": lambda f, x: tf.py_function(
+        lambda a: (doubled(a), len(a)), [x], [tf.float32, tf.int32]
+    ),
+    "py_function of ragged": lambda f, x: (
+        tf.py_function(
+            doubled, [ragged(x)], tf.RaggedTensorSpec((2, None, None), ragged_rank=2)
+        ).flat_values
+    ),
+    "numpy_function": lambda f, x: tf.numpy_function(doubled, [tf.matmul(f, x)], tf.float32),
+    # A variable's dtype.
+    "scatter_nd_update": written(lambda v, x: v.scatter_nd_update([[1]], x[:1])),
+    "scatter_add": written(lambda v, x: v.scatter_add(tf.IndexedSlices(x[:1], [2]))),
+    "assign of a slice": written(lambda v, x: v[:2].assign(x[:2])),
+    "raw assignment": written(lambda v, x: RAW.AssignAddVariableOp(resource=v.handle, value=x)),
+}
+
+
+@pytest.mark.parametrize("run", [lambda f: f, traced], ids=["eager", "traced"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_that_runs_in_float32_runs_with_low_tensors_too(name, run):
+    values = np.random.default_rng(0).uniform(0.25, 0.75, (2, 4, 4))
+    f = tf.constant(values[0], tf.float32)
+    for dtype in DTYPES:
+        x = tf.constant(values[1], dtype)
+        call = run(FUNCTIONS[name])
+        expected = tf.nest.flatten(call(f, tf.cast(x, tf.float32)))
+        with tfamp.autocast(dtype):
+            found = tf.nest.flatten(call(f, x))
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype.is_floating == other.dtype.is_floating
+            assert_close(one, other, dtype, depth=16)
+
+
+def test_the_gradient_of_python_with_a_declared_dtype():
+    x = tf.Variable(np.random.default_rng(0).uniform(0.25, 0.75, (4, 4)), dtype=tf.float32)
+
+    @tf.function
+    def gradient():
+        with tf.GradientTape() as tape, tfamp.autocast("bfloat16"):
+            low = tf.matmul(x, x)
+            loss = tf.reduce_sum(tf.py_function(doubled, [low], tf.float32))
+        assert (low.dtype, loss.dtype) == (tf.bfloat16, tf.float32)
+        return tape.gradient(loss, x)
+
+    ones = np.full((4, 4), 2.0, "float32")
+    assert_close(gradient(), ones @ x.numpy().T + x.numpy().T @ ones, "bfloat16", depth=8)
