@@ -7,33 +7,38 @@ import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from tfamp.autocasting.finished_graphs import warn_of_finished_graph
-from tfamp.autocasting.state import Casts, Mode, current_modes
+from tfamp.autocasting.state import Mode, current_modes
+from tfamp.autocasting.values import (
+    ARRAYS,
+    EDITABLE,
+    declared_dtype,
+    dtype_name,
+    mixes,
+    recast,
+    recast_gradients,
+    widest,
+)
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import library_code
 from tfamp.interop.tf_private import (
     OpInput,
     chooses_its_output_dtype,
     held_dtype,
-    no_tape_is_active,
     op_inputs,
 )
 
-_EDITABLE = frozenset({*LOW_PRECISION, "float32"})
 _EXPLICIT = "_tfamp_explicit_cast"
 
 
-_ARRAYS = (np.ndarray, np.generic)
 _TENSORS = (tf.Tensor, tf.Variable)
 _STRUCTURED = (tf.RaggedTensor, tf.SparseTensor)
-_NAMES = {tf.as_dtype(name): name for name in _EDITABLE}  # DType.name takes long
 
 
 class Autocaster:
@@ -78,8 +83,8 @@ class Autocaster:
         """Runs a cast, notes that it was the user's, or leaves out one of a library's."""
         if current_modes.current is None:
             return run()
-        source, target = _dtype_name(tensor), tf.as_dtype(dtype).name
-        if source not in _EDITABLE or target not in _EDITABLE or not tf.is_tensor(tensor):
+        source, target = dtype_name(tensor), tf.as_dtype(dtype).name
+        if source not in EDITABLE or target not in EDITABLE or not tf.is_tensor(tensor):
             return run()
         module, function = _asker()
         if source == "float32":
@@ -92,8 +97,8 @@ class Autocaster:
         if needless and target != source:
             return tensor
         mode = current_modes.current
-        casts = current_modes.casts
-        if mode.cache_casts and source == "float32" and module.startswith(library_code.LIBRARIES):
+        casts = current_modes.casts if mode.cache_casts else None
+        if casts is not None and source == "float32" and module.startswith(library_code.LIBRARIES):
             return casts.traced.once(tensor, target, run)  # Keras's, of a layer's weights.
         result = run()
         if not module.startswith(library_code.LIBRARIES):
@@ -105,7 +110,7 @@ class Autocaster:
         if current_modes.current is None or not tf.is_tensor(tensor):
             return tensor
         module, _ = _asker()
-        if _dtype_name(tensor) not in _EDITABLE or module.startswith(library_code.LIBRARIES):
+        if dtype_name(tensor) not in EDITABLE or module.startswith(library_code.LIBRARIES):
             return tensor
         with current_modes.set_to(None):
             result = tf.identity(tensor)  # The tensor itself may be used elsewhere.
@@ -126,31 +131,31 @@ class Autocaster:
         """
         if not tf.is_tensor(value):  # true of Keras's variables as well
             return value, dtype
-        given = _dtype_name(value)
-        if given not in _EDITABLE:
+        given = dtype_name(value)
+        if given not in EDITABLE:
             return value, dtype
         module = asker.f_globals.get("__name__", "")
         function = (module, asker.f_code.co_name)
         if function in library_code.FLOAT32_FUNCTIONS or (
-            function in library_code.SAME_DTYPE_FUNCTIONS and _mixes(asker.f_locals.values())
+            function in library_code.SAME_DTYPE_FUNCTIONS and mixes(asker.f_locals.values())
         ):
-            return _recast(value, "float32"), None
+            return recast(value, "float32"), None
         wanted = given if dtype is None else tf.as_dtype(dtype).base_dtype.name
-        if given == wanted or wanted not in _EDITABLE:
+        if given == wanted or wanted not in EDITABLE:
             return value, dtype
         if wanted == "float32" or module in library_code.FIXED_DTYPES:
-            return _recast(value, wanted), dtype
+            return recast(value, wanted), dtype
         return value, None
 
     def recast(self, value: Any, dtype: str) -> Any:
         """A float16, bfloat16 or float32 tensor in another of these; anything else as it is."""
-        return value if current_modes.current is None else _recast(value, dtype)
+        return value if current_modes.current is None else recast(value, dtype)
 
     def stacked(self, values: Any, dtype: Any) -> tuple[Any, Any]:
         """Gives tensors in a list, which become one, their widest dtype where they differ."""
-        if current_modes.current is None or not _mixes(tf.nest.flatten(values)):
+        if current_modes.current is None or not mixes(tf.nest.flatten(values)):
             return values, dtype
-        return tf.nest.map_structure(lambda value: _recast(value, "float32"), values), tf.float32
+        return tf.nest.map_structure(lambda value: recast(value, "float32"), values), tf.float32
 
     def active(self) -> bool:
         """Whether a mode is in force."""
@@ -172,13 +177,13 @@ class Autocaster:
         @functools.wraps(function)
         def with_gradient(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             result, grad_fn = function(*args, **kwargs)
-            dtypes = [_dtype_name(arg) for arg in tf.nest.flatten((args, kwargs))]
+            dtypes = [dtype_name(arg) for arg in tf.nest.flatten((args, kwargs))]
 
             @functools.wraps(grad_fn)
             def gradient(*dys: Any, **variables: Any) -> Any:
                 # The tape may be asked after the context was left.
                 with self._hold(), current_modes.set_to(mode):
-                    return _recast_gradients(grad_fn(*dys, **variables), dtypes, **variables)
+                    return recast_gradients(grad_fn(*dys, **variables), dtypes, **variables)
 
             # TensorFlow looks for an argument named "variables".
             gradient.__signature__ = inspect.signature(grad_fn)  # type: ignore[attr-defined]
@@ -194,14 +199,14 @@ class Autocaster:
         if current_modes.current is None or not callable(function):
             return function
         several = isinstance(dtypes, (list, tuple))
-        wanted = [_declared(each) for each in (dtypes if several else [dtypes])]
+        wanted = [declared_dtype(each) for each in (dtypes if several else [dtypes])]
 
         @functools.wraps(function)
         def with_dtypes(*args: Any) -> Any:
             result = function(*args)
             if isinstance(result, (list, tuple)):
-                return [_recast(*each) for each in zip(result, wanted, strict=False)]
-            return _recast(result, wanted[0]) if wanted else result
+                return [recast(*each) for each in zip(result, wanted, strict=False)]
+            return recast(result, wanted[0]) if wanted else result
 
         return with_dtypes
 
@@ -231,24 +236,24 @@ class Autocaster:
         """Gives a loop body's outputs the dtypes of the variables it got."""
         if current_modes.current is None:
             return outputs
-        wanted = [_dtype_name(value) for value in tf.nest.flatten(like)]
+        wanted = [dtype_name(value) for value in tf.nest.flatten(like)]
         flat = tf.nest.flatten(outputs)
         if len(flat) != len(wanted):  # TensorFlow has a message for that.
             return outputs
-        cast = [_recast(value, dtype) for value, dtype in zip(flat, wanted, strict=True)]
+        cast = [recast(value, dtype) for value, dtype in zip(flat, wanted, strict=True)]
         return tf.nest.pack_sequence_as(outputs, cast)
 
     def common_dtype(self, values: Sequence[Any]) -> str:
         """The widest dtype of the outputs of several branches, "" if they have one already."""
-        dtypes = {_dtype_name(value) for value in values}
-        differ = current_modes.current is not None and len(dtypes) > 1 and dtypes <= _EDITABLE
+        dtypes = {dtype_name(value) for value in values}
+        differ = current_modes.current is not None and len(dtypes) > 1 and dtypes <= EDITABLE
         return "float32" if differ else ""
 
     def cross_entropy_input(self, logits: Any) -> Any:
         """Logits in float32 where the lists keep cross-entropies in it."""
         mode = current_modes.current
         name = "SoftmaxCrossEntropyWithLogits"
-        return _recast(logits, "float32") if mode and mode.targets.get(name) else logits
+        return recast(logits, "float32") if mode and mode.targets.get(name) else logits
 
 
 class _Group(NamedTuple):
@@ -277,12 +282,12 @@ def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Any]) -> None:
     for index in group.places:
         value = inputs[index]
         members += value if isinstance(value, (list, tuple)) else (value,)
-    dtypes = {_dtype_name(member) for member in members}
+    dtypes = {dtype_name(member) for member in members}
     if len(dtypes) > 1:
         # Beside a tensor, TensorFlow gives arrays and numbers the tensor's dtype.
-        tensors = [each for each in members if not isinstance(each, _ARRAYS)]
-        dtypes = {_dtype_name(each) for each in tensors} - {""} or dtypes - {""}
-    if not dtypes <= _EDITABLE:
+        tensors = [each for each in members if not isinstance(each, ARRAYS)]
+        dtypes = {dtype_name(each) for each in tensors} - {""} or dtypes - {""}
+    if not dtypes <= EDITABLE:
         return
     target = _written(op, inputs) or _target(mode, op, dtypes, members, group.floats)
     if not target or (dtypes == {target} and all(isinstance(each, _TENSORS) for each in members)):
@@ -300,9 +305,9 @@ def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Any]) -> None:
 def _recast_or_make(value: Any, dtype: str) -> Any:
     """An input in a dtype, as a tensor if it was none."""
     if value is None or isinstance(value, _TENSORS):
-        return _recast(value, dtype)
+        return recast(value, dtype)
     if _is_list(value):
-        value = [_recast(member, dtype) for member in value]
+        value = [recast(member, dtype) for member in value]
     with current_modes.set_to(None):
         # A Keras variable does not take a dtype that is not its own.
         return tf.cast(value, dtype) if tf.is_tensor(value) else tf.convert_to_tensor(value, dtype)
@@ -324,10 +329,10 @@ def _target(
     listed = mode.targets.get(op)
     if not listed or chooses_its_output_dtype(op):
         # An op on no list is as it is given, save that it could not run with two dtypes.
-        target = _widest(dtypes)
+        target = widest(dtypes)
     else:
-        explicit = {_dtype_name(each) for each in members if getattr(each, _EXPLICIT, False)}
-        target = _widest(explicit) if explicit else listed
+        explicit = {dtype_name(each) for each in members if getattr(each, _EXPLICIT, False)}
+        target = widest(explicit) if explicit else listed
     if target in floats:
         return target
     return "float32" if "float32" in floats and not dtypes <= floats else ""
@@ -339,7 +344,7 @@ def _written(op: str, inputs: Sequence[Any]) -> str:
     if op_inputs(op)[0].dtype != tf.resource or not isinstance(handle, tf.Tensor):
         return ""
     dtype = held_dtype(handle)
-    return dtype if dtype in _EDITABLE else ""
+    return dtype if dtype in EDITABLE else ""
 
 
 @functools.cache
@@ -361,79 +366,8 @@ def _is_particular(op: str) -> bool:
     )
 
 
-def _widest(dtypes: set[str]) -> str:
-    return next(iter(dtypes)) if len(dtypes) == 1 else "float32"
-
-
-def _declared(dtype: Any) -> str:
-    """The name of a dtype, or of the one in a type's specification; "" where it has none."""
-    dtype = getattr(dtype, "dtype", dtype)
-    return "" if isinstance(dtype, tf.TypeSpec) else str(tf.as_dtype(dtype).name)
-
-
 def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(_dtype_name(member) for member in value)
-
-
-def _dtype_name(value: Any) -> str:
-    """The dtype's name of anything that has one; "" of numbers, lists and None."""
-    dtype = getattr(value, "dtype", None)
-    if dtype is None:
-        return ""
-    if isinstance(dtype, tf.DType):
-        return _NAMES.get(dtype) or dtype.base_dtype.name
-    return str(getattr(dtype, "name", dtype))
-
-
-def _recast(value: Any, dtype: str) -> Any:
-    """A float16, bfloat16 or float32 value in another of these dtypes; anything else as it is."""
-    given = _dtype_name(value)
-    if given not in _EDITABLE or dtype not in _EDITABLE or isinstance(value, tf.TypeSpec):
-        return value
-    if given == dtype:
-        return value
-    if isinstance(value, _ARRAYS):
-        return value.astype(tf.as_dtype(dtype).as_numpy_dtype)
-    mode = current_modes.current
-    casts = current_modes.casts if mode is not None and mode.cache_casts else None
-    with current_modes.set_to(None):
-        return tf.cast(value, dtype) if casts is None else _cast_once(value, dtype, casts)
-
-
-def _cast_once(value: Any, dtype: str, casts: Casts) -> Any:
-    if not tf.executing_eagerly():
-        tensor = tf.convert_to_tensor(value) if isinstance(value, tf.Variable) else value
-        return casts.traced.once(tensor, dtype, lambda: tf.cast(tensor, dtype))
-    # Immutable tensors only, so no assignment can be missed; off the tape only, because a tape
-    # that did not see the cast would lose the gradient.
-    if not isinstance(value, tf.Tensor) or not no_tape_is_active():
-        return tf.cast(value, dtype)
-    cast = casts.eager.get(value, dtype)
-    if cast is None:
-        cast = tf.cast(value, dtype)
-        casts.eager.set(value, dtype, cast)
-    return cast
-
-
-def _recast_gradients(gradients: Any, dtypes: Sequence[str], variables: Any = None) -> Any:
-    """What a custom gradient returned, in the dtypes of its inputs and variables."""
-    if variables:
-        of_inputs, of_variables = gradients
-        wanted = [_dtype_name(variable) for variable in variables]
-        return _recast_gradients(of_inputs, dtypes), [
-            _recast(value, dtype) for value, dtype in zip(of_variables, wanted, strict=False)
-        ]
-    flat = tf.nest.flatten(gradients)
-    if len(flat) != len(dtypes):  # TensorFlow has a message for that.
-        return gradients
-    cast = [_recast(value, dtype) for value, dtype in zip(flat, dtypes, strict=True)]
-    return tf.nest.pack_sequence_as(gradients, cast)
-
-
-def _mixes(values: Iterable[Any]) -> bool:
-    """Whether tensors among the values have different float dtypes."""
-    dtypes = {_dtype_name(value) for value in values if tf.is_tensor(value)}
-    return len(dtypes & _EDITABLE) > 1
+    return isinstance(value, (list, tuple)) and any(dtype_name(member) for member in value)
 
 
 def _asker() -> tuple[str, str]:

@@ -55,7 +55,7 @@ class Block:
     def __init__(self, mode: Mode | None, outer: Block | None) -> None:
         self.mode = mode
         self.outer = outer
-        self.casts = Casts() if outer is None else outer.casts
+        self.casts: Casts = Casts() if outer is None else outer.casts
         self.thread = threading.get_ident()
         self.left = False
 
