@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from tfamp.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from tfamp.options import DynamicLossScale as DynamicLossScale
     from tfamp.options import FixedLossScale as FixedLossScale
+    from tfamp.options import GradClip as GradClip
     from tfamp.policy import Policy as Policy
     from tfamp.saved_model import rewrite_saved_model as rewrite_saved_model
-    from tfamp.updates.grad_clip import GradClip as GradClip
 
 __version__ = "0.1.0"
 
@@ -48,7 +48,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "DynamicLossScale": "tfamp.options",
     "FixedLossScale": "tfamp.options",
-    "GradClip": "tfamp.updates.grad_clip",
+    "GradClip": "tfamp.options",
     "GradScaler": "tfamp.grad_scaler",
     "GradientAccumulator": "tfamp.gradient_accumulator",
     "LossScaleOptimizer": "tfamp.optimizer",

@@ -9,7 +9,7 @@ import pytest
 
 import tfamp
 from tfamp import DynamicLossScale, FixedLossScale, PrecisionConfig
-from tfamp.updates.grad_clip import GradClip
+from tfamp.options import GradClip
 
 FULL = {
     "level": "O2",

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tfamp.dtypes import LOW_PRECISION
-from tfamp.options import DynamicLossScale, FixedLossScale, LossScale
-from tfamp.updates.grad_clip import GradClip, resolve_grad_clip
+from tfamp.options import DynamicLossScale, FixedLossScale, GradClip, LossScale, resolve_grad_clip
 
 LEVELS = ("O0", "O1", "O2", "O3", "auto")
 _DTYPES = {

@@ -15,8 +15,7 @@ from tfamp.levels.layer_policies import is_preprocessing, layers_before, set_by_
 from tfamp.levels.meaning import LEVEL_FACTS, EffectiveLevel
 from tfamp.levels.model_structure import layers_of, path_of
 from tfamp.levels.step_rewriting import GraphRewrite
-from tfamp.options import FixedLossScale, LossScale
-from tfamp.updates.grad_clip import GradClip
+from tfamp.options import FixedLossScale, GradClip, LossScale
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,8 @@ from tfamp.dtypes import LOW_PRECISION
 from tfamp.levels.precision_config import PrecisionConfig
 from tfamp.machine import hardware
 from tfamp.machine.hardware import Hardware
-from tfamp.options import DynamicLossScale, FixedLossScale, LossScale
+from tfamp.options import DynamicLossScale, FixedLossScale, GradClip, LossScale
 from tfamp.policy import Policy
-from tfamp.updates.grad_clip import GradClip
 
 
 @dataclass(frozen=True, slots=True)

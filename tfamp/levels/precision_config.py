@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tfamp.levels import config_values
-from tfamp.options import LossScale
-from tfamp.updates.grad_clip import GradClip
+from tfamp.options import GradClip, LossScale
 
 PREFIX = "TFAMP_"
 # Read elsewhere: what the cost model goes by is no matter of precision.

@@ -28,8 +28,7 @@ from tfamp.levels.prepared_optimizer import (
     with_needed_masters,
 )
 from tfamp.machine import hardware
-from tfamp.options import LossScale
-from tfamp.updates.grad_clip import GradClip
+from tfamp.options import GradClip, LossScale
 
 
 class _NotGiven(str):

@@ -1,1 +1,1 @@
-"""How gradients become an update: checked, summed, clipped, put on weights or on masters."""
+"""How gradients become an update: the loss scale, gradients, weights, and what applies them."""

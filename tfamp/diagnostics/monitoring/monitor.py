@@ -24,7 +24,7 @@ from tfamp.diagnostics.monitoring.step_statistics import SampledCounts, StepStat
 from tfamp.errors import SkippedStepsError
 from tfamp.tracing import as_written
 from tfamp.updates import gradients as gradient_lib
-from tfamp.updates.conditional_apply import outside_the_graph
+from tfamp.updates.replicas import outside_the_graph
 
 
 class NumericsMonitor(keras.callbacks.Callback):
@@ -287,7 +287,7 @@ class NumericsMonitor(keras.callbacks.Callback):
             # of a step behind a skipped one are looked at.
             faulty = in_a_row > 0 if finite is None else tf.logical_not(finite)
             if finite is None and self.max_consecutive_skips == 1:
-                faulty = tf.logical_not(gradient_lib.all_finite(grads))
+                faulty = tf.logical_not(gradient_lib.Gradients.of_any(grads).all_finite())
         statistics.observe(
             grads,
             variables,

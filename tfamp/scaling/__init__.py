@@ -1,1 +1,0 @@
-"""What `LossScaleOptimizer` and `GradScaler` are made of: the scale, and what is unscaled."""
