@@ -11,18 +11,16 @@ import tensorflow as tf
 from tfamp.optimizer import LossScaleOptimizer
 from tfamp.options import checked_count
 from tfamp.tracing import as_written
+from tfamp.updates.apply import OnEach, once_for_all_replicas
 from tfamp.updates.gradients import (
-    Gradients,
     check_gradients,
     dtype_name,
     split_pairs,
     variable_name,
 )
 from tfamp.updates.replicas import (
-    OnEach,
     call_if,
     check_in_replica,
-    once_for_all_replicas,
     outside_the_graph,
 )
 
@@ -195,9 +193,9 @@ class GradientAccumulator(tf.Module):
     def _add(self, grads: list[Any]) -> None:
         # The sums are of unscaled gradients: whoever ends the window, in this graph or another,
         # cannot know what was unscaled in each of its micro-batches.
-        divisor = self._optimizer.unscaled_gradients.take_divisor()
-        self._optimizer.unscaled_gradients.drop_pending()
-        gradients = Gradients(grads, self._window.variables, divisor).unscaled()
+        unscaled_before = self._optimizer.unscaled_gradients
+        gradients = unscaled_before.take(grads, self._window.variables).unscaled()
+        unscaled_before.drop_pending()
         for i, (gradient, total) in enumerate(zip(gradients.values, self._sums, strict=True)):
             if gradient is None:
                 continue

@@ -447,13 +447,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.built:
             outside_the_graph(lambda: self.build(variables))
         self._check_known(variables)
-        targets = self.stored_weights.targets(variables)
-        unchecked = self.unscaled_gradients.unchecked(grads, targets)
-        gradients = Gradients(grads, targets, self._divisor(unscaled))
+        self._warn_if_no_loss_was_scaled(unscaled)
+        gradients = self.unscaled_gradients.take(
+            grads, self.stored_weights.targets(variables), unscaled
+        )
         checked = self._pipeline.run(
             gradients,
             finite=self.unscaled_gradients.all_finite,
-            unchecked=unchecked,
             loss_scale=self._scale_variables.scale,
         )
         if self.gradient_observer is not None:
@@ -478,8 +478,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                     "optimizer for a new set of variables, or build it with all of them first."
                 )
 
-    def _divisor(self, unscaled: bool | None) -> Any:
-        """What the gradients are still to be divided by; None where they have been."""
+    def _warn_if_no_loss_was_scaled(self, unscaled: bool | None) -> None:
         said = unscaled is not None or self.unscaled_gradients.known_here()
         if not said and not self._scale_was_used:
             warnings.warn(
@@ -491,7 +490,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             )
         if not unscaled:
             self._scale_was_used = True  # Say it once.
-        return self.unscaled_gradients.take_divisor(unscaled)
 
     def _record_step(self, finite: Any) -> None:
         """Moves the state on by one step, whose gradients were all finite or not."""

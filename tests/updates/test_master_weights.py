@@ -185,6 +185,27 @@ def test_loaded_weights_hold(tmp_path):
         assert_close(actual, expected, "float16", depth=2)
 
 
+def test_a_step_branches_once_for_all_masters():
+    def conditions(count):
+        weights = [keras.Variable([1.0], dtype="bfloat16") for _ in range(count)]
+        optimizer = make(keras.optimizers.SGD(0.5), initial_scale=1.0)
+        optimizer.build(weights)
+
+        @tf.function
+        def step():
+            gradients = [tf.constant([1.0])] * count
+            optimizer.apply_gradients(zip(gradients, weights, strict=True), unscaled=True)
+
+        graph = step.get_concrete_function().graph.as_graph_def()
+        nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+        weights[-1].assign([3.0])
+        step()
+        assert [float(weight[0]) for weight in weights] == [0.5] * (count - 1) + [2.5]
+        return sum(node.op in {"If", "StatelessIf"} for node in nodes)
+
+    assert conditions(3) == conditions(1)
+
+
 def test_names_and_paths_are_those_of_the_variables():
     model, optimizer = low_model(), make(keras.optimizers.AdamW(0.5, weight_decay=0.5))
     kernel = model.layers[0].kernel

@@ -7,15 +7,43 @@ from dataclasses import replace
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from tfamp._tf_private import strategy_needs_merge_call
 from tfamp.errors import UnsupportedVersionError
+from tfamp.keras_backend import runs_tensorflow
 from tfamp.updates.fused_update import fused_update, has_fused_update
 from tfamp.updates.gradients import Checked, Gradients, is_next_value
-from tfamp.updates.replicas import OnEach, call_if, once_for_all_replicas
+from tfamp.updates.replicas import call_if
 from tfamp.updates.weights import Weights
 
 _PLAIN_WEIGHTS = Weights()
 _SUMS = "_all_reduce_sum_gradients"
+
+
+# Calls a function with arguments that differ between the replicas, once on each of them.
+OnEach = Callable[..., None]
+
+
+def once_for_all_replicas(function: Callable[..., None], condition: Any, *arguments: Any) -> None:
+    """Calls `function(on_each, condition, *arguments)` where a `tf.cond` may hold updates.
+
+    Some strategies allow no condition around an update in a replica; for those the function is
+    called once for all replicas, in cross-replica context. `on_each(update, *arguments)` calls an
+    update on every replica with its own arguments. The condition is the same on all replicas.
+    """
+    if not (runs_tensorflow() and strategy_needs_merge_call()):
+        function(lambda update, *own: update(*own), condition, *arguments)
+        return
+
+    def merged(strategy: tf.distribute.Strategy, condition: Any, *arguments: Any) -> None:
+        def on_each(update: Callable[..., None], *own: Any) -> None:
+            strategy.extended.call_for_each_replica(update, args=own)
+
+        # The replicas agree on it, so any one's will do.
+        function(on_each, strategy.experimental_local_results(condition)[0], *arguments)
+
+    tf.distribute.get_replica_context().merge_call(merged, args=(condition, *arguments))
 
 
 def apply_if_finite(

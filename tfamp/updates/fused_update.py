@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -54,19 +54,20 @@ def fused_update(optimizer: keras.optimizers.Optimizer, gradients: Gradients) ->
     """
     # Warns of gradients that are None, as the optimizer does.
     values, variables = optimizer._filter_empty_gradients(gradients.values, gradients.variables)
-    gradients = replace(gradients, values=list(values), variables=list(variables))
-    fits = [_fits(optimizer, *pair) for pair in gradients.pairs()]
+    divisor = gradients.divisor
+    fits = [_fits(optimizer, *pair) for pair in zip(values, variables, strict=True)]
     if _clips(optimizer):
-        gradients = gradients.unscaled()
+        values, divisor = Gradients(values, variables, divisor).unscaled().values, None
         if all(fits):
-            clipped = optimizer._clip_gradients(gradients.values)
-            gradients = replace(gradients, values=list(clipped))
+            values = optimizer._clip_gradients(values)
         else:
             fits = [False] * len(fits)  # The norm may be that of all gradients together.
-    _update_in_one_pass(optimizer, gradients.only(fits))
-    others = gradients.only(not fit for fit in fits).unscaled()
-    if others.values:
-        optimizer.apply(others.values, others.variables)
+    triples = list(zip(values, variables, fits, strict=True))
+    _update_in_one_pass(optimizer, [(g, v) for g, v, fit in triples if fit], divisor)
+    others = [(g, v) for g, v, fit in triples if not fit]
+    if others:
+        values, variables = (list(each) for each in zip(*others, strict=True))
+        optimizer.apply(Gradients(values, variables, divisor).unscaled().values, variables)
     else:
         optimizer._iterations.assign_add(1)
 
@@ -104,18 +105,19 @@ def _clips(optimizer: keras.optimizers.Optimizer) -> bool:
     return any((optimizer.clipnorm, optimizer.clipvalue, optimizer.global_clipnorm))
 
 
-def _update_in_one_pass(optimizer: keras.optimizers.Optimizer, gradients: Gradients) -> None:
-    if not gradients.values:
+def _update_in_one_pass(
+    optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]], divisor: Any
+) -> None:
+    if not pairs:
         return
     with tf.name_scope(optimizer.name):
-        given = gradients.divisor
-        divisor = tf.constant(1.0) if given is None else tf.cast(given, tf.float32)
+        divisor = tf.constant(1.0) if divisor is None else tf.cast(divisor, tf.float32)
         rule = _fused_rule(optimizer, divisor)
         decay = None
         if optimizer.weight_decay is not None:
             rate = tf.cast(optimizer.learning_rate, tf.float32)
             decay = tf.constant(optimizer.weight_decay, tf.float32) * rate
-        for gradient, variable in gradients.pairs():
+        for gradient, variable in pairs:
             target = native(variable)
             index = optimizer._get_variable_index(variable)
             with tf.device(target.device):

@@ -28,12 +28,14 @@ class Gradients:
         values: Float tensors, `tf.IndexedSlices` or None.
         variables: What each of them updates; None where that is not known.
         divisor: Scalar float32, the same for all; None: they are unscaled.
+        checked: Whether each has been checked before; None: none has been.
         summed: Whether they are sums over all replicas.
     """
 
     values: list[Any]
     variables: list[Any]
     divisor: Any = None
+    checked: list[bool] | None = None
     summed: bool = False
 
     @classmethod
@@ -53,11 +55,6 @@ class Gradients:
         """The gradients with their variables."""
         return list(zip(self.values, self.variables, strict=True))
 
-    def only(self, wanted: Iterable[bool]) -> Gradients:
-        """Those gradients for which True is given."""
-        kept = [pair for pair, keep in zip(self.pairs(), wanted, strict=True) if keep]
-        return replace(self, values=[g for g, _ in kept], variables=[v for _, v in kept])
-
     def unscaled(self) -> Gradients:
         """The gradients divided by their divisor, in float32 or wider; sparse ones stay sparse."""
         if self.divisor is None:
@@ -76,8 +73,13 @@ class Gradients:
         return replace(self, values=[_stored(*pair) for pair in self.pairs()])
 
     def all_finite(self) -> Any:
-        """Whether no unscaled gradient is inf or NaN in its variable's dtype, a bool tensor."""
-        pairs = [pair for pair in self.pairs() if pair[0] is not None]
+        """Whether no unchecked gradient is inf or NaN, unscaled and in its variable's dtype."""
+        checked = self.checked or [False] * len(self.values)
+        pairs = [
+            (gradient, variable)
+            for gradient, variable, known in zip(self.values, self.variables, checked, strict=True)
+            if gradient is not None and not known
+        ]
         squared = [pair for pair in pairs if _can_be_squared(*pair)]
         checks = _finite_each([p for p in pairs if not _can_be_squared(*p)], self.divisor)
         if squared:
@@ -87,7 +89,7 @@ class Gradients:
     def summed_over_replicas(self) -> Gradients:
         """The sums of the unscaled gradients over the replicas, in float32 or wider."""
         unscaled = self.unscaled()
-        return replace(unscaled, values=_all_reduced(unscaled.pairs()), summed=True)
+        return replace(unscaled, values=_all_reduced(unscaled.pairs()), checked=None, summed=True)
 
     def summed_in_float16(self, loss_scale: Any) -> Gradients:
         """The sums over the replicas, sent as float16 at the loss scale, which divides them then.
@@ -108,7 +110,7 @@ class Gradients:
 
         sent = [(g if is_next_value(v) else _mapped(packed, g), v) for g, v in self.pairs()]
         values = [_mapped(_widened, gradient) for gradient in _all_reduced(sent)]
-        return replace(self, values=values, divisor=loss_scale, summed=True)
+        return replace(self, values=values, divisor=loss_scale, checked=None, summed=True)
 
     def clipped(self, clip: GradClip) -> tuple[Gradients, Any]:
         """Clips the gradients, all together, by their divisor; returns their norm before as well.
@@ -156,18 +158,11 @@ class GradientPipeline:
     clip: GradClip | None = None
     sums_in_float16: bool = False
 
-    def run(
-        self,
-        gradients: Gradients,
-        *,
-        finite: Any,
-        unchecked: Sequence[bool] | None = None,
-        loss_scale: Any = None,
-    ) -> Checked:
+    def run(self, gradients: Gradients, *, finite: Any, loss_scale: Any = None) -> Checked:
         """Sums, checks and clips gradients.
 
-        `finite` says what was found of those that `unchecked`, None for all, leaves out. Sums in
-        float16 are sent at `loss_scale`.
+        `finite` says what was found of those that were checked before. Sums in float16 are sent at
+        `loss_scale`; all sums are checked, as they can overflow where no replica's gradient has.
         """
         if several_replicas() and (self.sums_in_float16 or self.clip is not None):
             gradients = (
@@ -175,11 +170,7 @@ class GradientPipeline:
                 if self.sums_in_float16
                 else gradients.summed_over_replicas()
             )
-            # The sum can overflow where no replica's gradient has.
-            found = gradients.all_finite()
-        else:
-            found = (gradients if unchecked is None else gradients.only(unchecked)).all_finite()
-        finite = on_every_replica(ops.logical_and(found, finite))
+        finite = on_every_replica(ops.logical_and(gradients.all_finite(), finite))
         if self.clip is None:
             return Checked(gradients, finite)
         clipped, norm = gradients.clipped(self.clip)

@@ -1,4 +1,4 @@
-"""Replicas of a `tf.distribute` strategy: sums, agreement, and what all of them do together."""
+"""Replicas of a `tf.distribute` strategy: their sums, their agreement, and where code may run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import tensorflow as tf
 from keras import ops
 
-from tfamp._tf_private import strategy_needs_merge_call
 from tfamp.keras_backend import runs_tensorflow
 
 
@@ -75,28 +74,3 @@ def call_if(condition: Any, function: Callable[[], Any]) -> None:
         ops.cond(condition, branch, lambda: None)
     elif condition:  # JAX traces both branches of a cond: what they assign would be tracers.
         branch()
-
-
-# Calls a function with arguments that differ between the replicas, once on each of them.
-OnEach = Callable[..., None]
-
-
-def once_for_all_replicas(function: Callable[..., None], condition: Any, *arguments: Any) -> None:
-    """Calls `function(on_each, condition, *arguments)` where a `tf.cond` may hold updates.
-
-    Some strategies allow no condition around an update in a replica; for those the function is
-    called once for all replicas, in cross-replica context. `on_each(update, *arguments)` calls an
-    update on every replica with its own arguments. The condition is the same on all replicas.
-    """
-    if not (runs_tensorflow() and strategy_needs_merge_call()):
-        function(lambda update, *own: update(*own), condition, *arguments)
-        return
-
-    def merged(strategy: tf.distribute.Strategy, condition: Any, *arguments: Any) -> None:
-        def on_each(update: Callable[..., None], *own: Any) -> None:
-            strategy.extended.call_for_each_replica(update, args=own)
-
-        # The replicas agree on it, so any one's will do.
-        function(on_each, strategy.experimental_local_results(condition)[0], *arguments)
-
-    tf.distribute.get_replica_context().merge_call(merged, args=(condition, *arguments))

@@ -25,8 +25,8 @@ def check_scales_no_loss(optimizer: Any, user: str) -> None:
     """Raises if an optimizer is none, or scales losses itself, and `user` scales them too."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
-            f"{optimizer.name} is a LossScaleOptimizer already; a {user} would scale the loss a "
-            "second time. Pass its inner_optimizer instead."
+            f"{optimizer.name} is a LossScaleOptimizer already; with a {user} the loss would be "
+            "scaled twice. Pass its inner_optimizer instead."
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
@@ -132,27 +132,27 @@ class UnscaledGradients:
         window.remember(gradients, unscaled)
         return unscaled
 
-    def unchecked(self, gradients: Sequence[Any], targets: Sequence[Any]) -> list[bool]:
-        """Whether each gradient was changed since it was unscaled, or never was."""
-        checked = self._windows.current().came_out(gradients)
-        # What the variable's own dtype can hold was not known there.
-        return [
-            not known or dtype_name(target) in LOW_PRECISION
-            for known, target in zip(checked, targets, strict=True)
-        ]
-
     def known_here(self) -> bool:
         """Whether something was unscaled in this graph since the last apply."""
         return self._windows.current().is_open
 
-    def take_divisor(self, unscaled: bool | None = None) -> Any:
-        """What the gradients of an apply are still to be divided by; forgets what is known here.
+    def take(
+        self, gradients: list[Any], targets: list[Any], unscaled: bool | None = None
+    ) -> Gradients:
+        """Gradients with what they are still to be divided by; forgets what is known of them here.
 
         `unscaled` is what the caller says of them, None for nothing.
         """
-        if self._windows.current().close() and unscaled is None:
+        window = self._windows.current()
+        # What the variable's own dtype can hold was not known when they were unscaled.
+        checked = [
+            came_out and dtype_name(target) not in LOW_PRECISION
+            for came_out, target in zip(window.came_out(gradients), targets, strict=True)
+        ]
+        if window.close() and unscaled is None:
             unscaled = True
-        return divisor_of(self._state.scale, unscaled, lambda: as_tensor(self._pending))
+        divisor = divisor_of(self._state.scale, unscaled, lambda: as_tensor(self._pending))
+        return Gradients(gradients, targets, divisor, checked)
 
     def drop_pending(self) -> None:
         """Forgets, unless it is known here, that something was unscaled and not applied."""
