@@ -1,8 +1,11 @@
-"""Which backend Keras runs on, and an error for what works on TensorFlow only."""
+"""Which backend Keras runs on, what is inside its variables, and an error for TensorFlow only."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
+import tensorflow as tf
 
 from tfamp.core.errors import UnsupportedBackendError
 
@@ -10,6 +13,18 @@ from tfamp.core.errors import UnsupportedBackendError
 def runs_tensorflow() -> bool:
     """Whether Keras runs on TensorFlow."""
     return bool(keras.backend.backend() == "tensorflow")
+
+
+def native(variable: Any) -> Any:
+    """What a `keras.Variable` holds, a `tf.Variable` on TensorFlow; any other variable itself."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def as_tensor(variable: Any) -> Any:
+    """The value of a variable as a tensor; on several replicas this one's, or the first one's."""
+    # Keras takes its own variable for a tensor, so ops.convert_to_tensor would hand it out.
+    value = native(variable)
+    return tf.convert_to_tensor(value) if runs_tensorflow() else value
 
 
 def how_to_change() -> str:
