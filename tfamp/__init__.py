@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from tfamp.core.errors import TfampWarning as TfampWarning
     from tfamp.core.errors import UnsupportedBackendError as UnsupportedBackendError
     from tfamp.core.errors import UnsupportedVersionError as UnsupportedVersionError
-    from tfamp.core.grad_clip import GradClip as GradClip
     from tfamp.core.options import DynamicLossScale as DynamicLossScale
     from tfamp.core.options import FixedLossScale as FixedLossScale
+    from tfamp.core.options import GradClip as GradClip
     from tfamp.gradient_accumulator import GradientAccumulator as GradientAccumulator
     from tfamp.graph.op_lists import OpLists as OpLists
     from tfamp.layers.policy_state import global_policy as global_policy
@@ -48,7 +48,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "DynamicLossScale": "tfamp.core.options",
     "FixedLossScale": "tfamp.core.options",
-    "GradClip": "tfamp.core.grad_clip",
+    "GradClip": "tfamp.core.options",
     "GradScaler": "tfamp.training.grad_scaler",
     "GradientAccumulator": "tfamp.gradient_accumulator",
     "LossScaleOptimizer": "tfamp.optimizer",

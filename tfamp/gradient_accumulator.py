@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfamp.core.options import checked_count
 from tfamp.interop.keras_backend import described
-from tfamp.interop.tf_private import strategy_needs_merge_call
 from tfamp.interop.tracing import as_written
 from tfamp.optimizer import LossScaleOptimizer
-from tfamp.training import gradients as gradient_lib
-from tfamp.training.conditional_apply import check_in_replica, outside_the_graph
+from tfamp.training.apply import OnEach, once_for_all_replicas
+from tfamp.training.gradients import (
+    check_gradients,
+    dtype_name,
+    split_pairs,
+    variable_name,
+)
+from tfamp.training.replicas import (
+    call_if,
+    check_in_replica,
+    outside_the_graph,
+)
 
 
 @dataclass(slots=True)
@@ -129,8 +137,8 @@ class GradientAccumulator(tf.Module):
             ValueError: As `LossScaleOptimizer.apply_gradients`, or the variables are others.
             TypeError: As `LossScaleOptimizer.apply_gradients`.
         """
-        grads, variables = gradient_lib.split_pairs(grads_and_vars, "apply_gradients")
-        gradient_lib.check_gradients(grads, variables)
+        grads, variables = split_pairs(grads_and_vars, "apply_gradients")
+        check_gradients(grads, variables)
         check_in_replica()
         if not self._sums:
             outside_the_graph(lambda: self._build(variables))
@@ -158,9 +166,7 @@ class GradientAccumulator(tf.Module):
         """Drops what has been added since the last window ended."""
         self._clear()
         # What was unscaled for it, and was not finite, says nothing of the next window.
-        self._optimizer._windows.current().close()
-        self._optimizer._unscaled_pending.assign(False)
-        self._optimizer._unscaled_finite.assign(True)
+        self._optimizer.unscaled_gradients.forget()
 
     def _clear(self) -> None:
         for total in self._sums:
@@ -186,8 +192,12 @@ class GradientAccumulator(tf.Module):
             )
 
     def _add(self, grads: list[Any]) -> None:
-        grads = gradient_lib.unscale_all(grads, self._window.variables, self._scaled_by())
-        for i, (gradient, total) in enumerate(zip(grads, self._sums, strict=True)):
+        # The sums are of unscaled gradients: whoever ends the window, in this graph or another,
+        # cannot know what was unscaled in each of its micro-batches.
+        unscaled_before = self._optimizer.unscaled_gradients
+        gradients = unscaled_before.take(grads, self._window.variables).unscaled()
+        unscaled_before.drop_pending()
+        for i, (gradient, total) in enumerate(zip(gradients.values, self._sums, strict=True)):
             if gradient is None:
                 continue
             self._window.had_gradient[i] = True
@@ -201,35 +211,11 @@ class GradientAccumulator(tf.Module):
             else:
                 total.assign_add(tf.cast(gradient, total.dtype))
 
-    def _scaled_by(self) -> Any:
-        """Returns what the gradients of a micro-batch are to be divided by; None for nothing.
-
-        The sums are of unscaled gradients: whoever ends the window, in this graph or another,
-        cannot know what was unscaled in each of its micro-batches.
-        """
-        optimizer = self._optimizer
-        if optimizer._windows.current().close():
-            scale = None
-        else:
-            # What was unscaled in another graph, or in eager mode, only shows at run time.
-            scale = keras.ops.where(optimizer._unscaled_pending, 1.0, optimizer.get_scale())
-        optimizer._unscaled_pending.assign(False)
-        return scale
-
     def _end_window_if(self, ends: Any) -> Any:
-        def end_window() -> None:
-            self._apply_mean()
+        def on_all_replicas(on_each: OnEach, ends: Any) -> None:
+            call_if(ends, lambda: on_each(self._apply_mean))
 
-        def on_all_replicas(strategy: tf.distribute.Strategy, ends: Any) -> None:
-            _if(
-                strategy.experimental_local_results(ends)[0],
-                lambda: strategy.extended.call_for_each_replica(end_window),
-            )
-
-        if strategy_needs_merge_call():
-            tf.distribute.get_replica_context().merge_call(on_all_replicas, args=(ends,))
-        else:
-            _if(ends, end_window)
+        once_for_all_replicas(on_all_replicas, ends)
         return ends
 
     def _apply_mean(self) -> None:
@@ -243,19 +229,12 @@ class GradientAccumulator(tf.Module):
 
 
 def _zeros_like(variable: Any) -> tf.Variable:
-    wide = "float64" if gradient_lib.dtype_name(variable) == "float64" else "float32"
+    wide = "float64" if dtype_name(variable) == "float64" else "float32"
     return tf.Variable(
         tf.zeros(variable.shape, wide),
         trainable=False,
         # One sum for each replica; saved as the sum of them all.
         synchronization=tf.VariableSynchronization.ON_READ,
         aggregation=tf.VariableAggregation.SUM,
-        name=f"{gradient_lib.variable_name(variable).partition(':')[0]}_sum",
+        name=f"{variable_name(variable).partition(':')[0]}_sum",
     )
-
-
-def _if(condition: Any, function: Callable[[], Any]) -> None:
-    def call() -> None:
-        function()
-
-    keras.ops.cond(condition, call, lambda: None)

@@ -3,38 +3,74 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
 from keras import ops
 
-from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import TfampWarning
-from tfamp.core.grad_clip import GradClip, resolve_grad_clip
-from tfamp.core.options import DynamicLossScale, LossScale, resolve_loss_scale
-from tfamp.interop.tracing import as_written
-from tfamp.training import gradients as gradient_lib
-from tfamp.training.conditional_apply import apply_if_finite, check_in_replica, outside_the_graph
-from tfamp.training.gradient_norm import clipped_scale, gradient_norm
-from tfamp.training.inner_settings import InnerSettings
-from tfamp.training.master_keeping import MasterKeeping
-from tfamp.training.optimizer_config import (
-    check_features,
-    check_inner,
-    rule_from_config,
-    scale_config,
+from tfamp.core.loss_scale import LossScaleState, initial_state
+from tfamp.core.options import (
+    DynamicLossScale,
+    FixedLossScale,
+    GradClip,
+    LossScale,
+    resolve_grad_clip,
+    resolve_loss_scale,
 )
-from tfamp.training.replica_sum import several_replicas, summed, summed_in_float16
-from tfamp.training.scale_variables import as_tensor
-from tfamp.training.stateless_apply import StatelessApply
+from tfamp.interop.keras_backend import as_tensor, runs_tensorflow
+from tfamp.interop.tracing import as_written
+from tfamp.training.apply import apply_if_finite
+from tfamp.training.gradients import (
+    GradientPipeline,
+    Gradients,
+    check_gradients,
+    listed,
+    split_pairs,
+    variable_name,
+)
+from tfamp.training.replicas import check_in_replica, outside_the_graph
+from tfamp.training.scaling import (
+    ScaleVariables,
+    UnscaledGradients,
+    check_scales_no_loss,
+    scaled_loss,
+)
+from tfamp.training.weights import MasterWeights, Weights
+
+_Loss = TypeVar("_Loss")
+# Fields of DynamicLossScale that are arguments of the optimizer under another name.
+_RENAMED = {"growth_steps": "dynamic_growth_steps"}
+
+
+class _OfInner:
+    """An attribute that is the inner optimizer's once there is one."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
+        if wrapper is None:
+            return self
+        holder = vars(wrapper)
+        inner = holder.get("inner_optimizer")
+        if inner is None or holder.get("_hides_inner", False):
+            return holder.get(self._name)
+        return getattr(inner, self._name, None)
+
+    def __set__(self, wrapper: Any, value: Any) -> None:
+        inner = vars(wrapper).get("inner_optimizer")
+        if inner is None:  # Keras's constructor sets the defaults of the wrapper itself.
+            vars(wrapper)[self._name] = value
+        else:
+            setattr(inner, self._name, value)
 
 
 @keras.saving.register_keras_serializable(package="tfamp")
-class LossScaleOptimizer(
-    InnerSettings, MasterKeeping, StatelessApply, keras.optimizers.LossScaleOptimizer
-):
+class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """Wraps a Keras optimizer with loss scaling, so that float16 gradients do not underflow.
 
     The loss is multiplied by a scale before the gradients are taken and the gradients are divided
@@ -89,6 +125,21 @@ class LossScaleOptimizer(
         0.5
     """
 
+    # Settings that Keras knows on every optimizer.
+    weight_decay = _OfInner()
+    clipnorm = _OfInner()
+    clipvalue = _OfInner()
+    global_clipnorm = _OfInner()
+    use_ema = _OfInner()
+    ema_momentum = _OfInner()
+    ema_overwrite_frequency = _OfInner()
+    gradient_accumulation_steps = _OfInner()
+
+    # Called with what `apply` is about to apply: gradients, variables, what the gradients are still
+    # to be divided by (None: nothing) and whether all are finite. A NumericsMonitor puts itself
+    # here while it watches; a function that was traced before does not know of it.
+    gradient_observer: Callable[[list[Any], list[Any], Any, Any], None] | None = None
+
     def __init__(
         self,
         inner_optimizer: keras.optimizers.Optimizer,
@@ -108,14 +159,14 @@ class LossScaleOptimizer(
         grad_clip: GradClip | Mapping[str, Any] | float | None = None,
         name: str | None = None,
     ) -> None:
-        check_inner(inner_optimizer)
+        check_scales_no_loss(inner_optimizer, "LossScaleOptimizer")
         clip = resolve_grad_clip(grad_clip)
         # Keras 2's class has None for both, and programs hand it on.
         if initial_scale is None:
             initial_scale = DynamicLossScale.initial_scale
         if dynamic_growth_steps is None:
             dynamic_growth_steps = DynamicLossScale.growth_steps
-        check_features(
+        _check_features(
             inner_optimizer,
             clip,
             aggregate_in_float16=aggregate_in_float16,
@@ -138,11 +189,61 @@ class LossScaleOptimizer(
         # Not Keras's LossScaleOptimizer.__init__: it would clear the inner optimizer's settings.
         keras.optimizers.Optimizer.__init__(self, learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
-        self._aggregates_in_float16 = aggregate_in_float16
-        self._start_masters(master_weights)
-        self._start_scaling(rule)
-        self._grad_clip = clip
-        self._norm = None if clip is None else self._scalar("last_gradient_norm", "float32", 0.0)
+        self._rule = rule
+        self._pipeline = GradientPipeline(clip, aggregate_in_float16)
+        self._has_masters = master_weights
+        # Held by `prepare` too; GradientAccumulator holds `unscaled_gradients`.
+        self.stored_weights = MasterWeights(inner_optimizer) if master_weights else Weights()
+        self._create_variables()
+
+    def _create_variables(self) -> None:
+        """Creates what changes from step to step; checkpoints know it by the attributes' names."""
+        # Created here, not in build: a scale that is read while a function is traced before the
+        # first apply would otherwise be baked into its graph as a constant.
+        rule, start = self._rule, initial_state(self._rule)
+        self._scale_was_used = False
+        self.dynamic_scale = self._scalar("dynamic_scale", "float32", start.scale)
+        self.step_counter = self._scalar("step_counter", "int", start.good_steps)
+        self._skipped = self._scalar("skipped_steps", "int", start.skipped_steps)
+        self._consecutive = self._scalar(
+            "consecutive_skipped_steps", "int", start.consecutive_skipped_steps
+        )
+        self._overflows = (
+            self._scalar("overflows", "int", start.overflows)
+            if isinstance(rule, DynamicLossScale) and not rule.consecutive_hysteresis
+            else None
+        )
+        self._last_finite = self._scalar("last_step_finite", "bool", True)
+        # What get_unscaled_gradients leaves for an apply in another function.
+        self._unscaled_pending = self._scalar("unscaled_pending", "bool", False)
+        self._unscaled_finite = self._scalar("unscaled_finite", "bool", True)
+        self._norm = (
+            None if self.grad_clip is None else self._scalar("last_gradient_norm", "float32", 0.0)
+        )
+        self._scale_variables = ScaleVariables(
+            LossScaleState(
+                self.dynamic_scale,
+                self.step_counter,
+                self._skipped,
+                self._consecutive,
+                self._overflows,
+            )
+        )
+        self.unscaled_gradients = UnscaledGradients(
+            self._scale_variables, self._unscaled_pending, self._unscaled_finite
+        )
+
+    def _scalar(self, name: str, dtype: str, value: float | bool) -> keras.Variable:
+        return self.add_variable(
+            shape=(),
+            dtype=dtype,
+            # Every replica computes the same value: each updates its own copy, nothing is sent.
+            aggregation="none",
+            initializer=keras.initializers.Constant(value),
+            name=name,
+        )
+
+    # ---- Building --------------------------------------------------------------------------------
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Creates the inner optimizer's variables.
@@ -155,10 +256,21 @@ class LossScaleOptimizer(
         # for no variables, the optimizer would refuse the model's ever after.
         if not var_list:
             return
-        targets = self._create_masters(var_list)
+        created = self.stored_weights.create(var_list)
+        for variable in created:
+            self._track_variable(variable)
+        if created:
+            self._master_list = created  # For tf.train.Checkpoint, which goes by attributes.
         if not self.inner_optimizer.built:
-            self.inner_optimizer.build(targets)
-        self._register(list(var_list))
+            self.inner_optimizer.build(self.stored_weights.targets(var_list))
+        # Keras would make the accumulators and averages that are the inner optimizer's a second
+        # time.
+        self._hides_inner = True
+        try:
+            # Past Keras's LossScaleOptimizer.build, which would make more state variables.
+            keras.optimizers.Optimizer.build(self, list(var_list))
+        finally:
+            self._hides_inner = False
 
     def exclude_from_weight_decay(
         self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
@@ -170,6 +282,90 @@ class LossScaleOptimizer(
             var_names: Parts of names; variables whose name contains one are taken out.
         """
         self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Puts the inner optimizer's moving averages into the weights, as `fit` does at its end.
+
+        Args:
+            var_list: The trainable variables.
+        """
+        self.stored_weights.load()
+        self.inner_optimizer.finalize_variable_values(self.stored_weights.targets(var_list))
+        self.stored_weights.store()
+
+    # ---- Scaling ---------------------------------------------------------------------------------
+
+    @as_written
+    def get_scaled_loss(self, loss: _Loss) -> _Loss:
+        """Multiplies the loss by the current scale.
+
+        Args:
+            loss: Float tensor of any shape, or a function without arguments that returns one.
+
+        Returns:
+            The scaled loss, float32 (float64 for a float64 loss), or a function returning it.
+
+        Raises:
+            TypeError: `loss` is neither.
+
+        Example:
+            >>> import keras, tfamp
+            >>> optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8.0)
+            >>> float(optimizer.get_scaled_loss(2.0))
+            16.0
+        """
+        if callable(loss) and not keras.ops.is_tensor(loss):
+            compute: Callable[[], Any] = loss
+            return lambda: self.scale_loss(compute())  # type: ignore[return-value]
+        return self.scale_loss(loss)
+
+    @as_written
+    def scale_loss(self, loss: Any) -> Any:
+        """Multiplies the loss by the current scale; what `model.fit` calls.
+
+        Args:
+            loss: Float tensor of any shape.
+
+        Returns:
+            The scaled loss, float32 (float64 for a float64 loss).
+
+        Raises:
+            TypeError: `loss` is no float tensor.
+        """
+        scaled = scaled_loss(loss, self.get_scale())
+        # What was unscaled elsewhere and never applied (to look at it, or because something failed
+        # in between) says nothing of the gradients of this loss.
+        self.unscaled_gradients.drop_pending()
+        return scaled
+
+    @as_written
+    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+        """Divides gradients of a scaled loss by the current scale.
+
+        The gradients are checked here and the result is remembered until the next apply, so
+        nothing done to them in between (clipping by value, say) can hide an overflow. May be
+        called several times before one apply, for gradients of several backward passes.
+
+        Args:
+            grads: Float tensors, `tf.IndexedSlices` or None, as `tape.gradient` returns them.
+
+        Returns:
+            The unscaled gradients, in the same order.
+
+        Raises:
+            TypeError: `grads` is no list or tuple of gradients.
+            ValueError: One of them has been unscaled already.
+
+        Example:
+            >>> import keras, tensorflow as tf, tfamp
+            >>> optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8.0)
+            >>> [float(g) for g in optimizer.get_unscaled_gradients([tf.constant(24.0)])]
+            [3.0]
+        """
+        grads = listed(grads, "get_unscaled_gradients")
+        return self.unscaled_gradients.unscale(self, grads)
+
+    # ---- Applying --------------------------------------------------------------------------------
 
     @as_written
     def minimize(
@@ -218,7 +414,7 @@ class LossScaleOptimizer(
                 the optimizer was built for other variables.
             TypeError: An element is no pair of a float gradient and a variable.
         """
-        grads, variables = gradient_lib.split_pairs(grads_and_vars, "apply_gradients")
+        grads, variables = split_pairs(grads_and_vars, "apply_gradients")
         self.apply(grads, variables, unscaled=unscaled)
         return self.iterations
 
@@ -242,65 +438,183 @@ class LossScaleOptimizer(
             ValueError: As in `apply_gradients`, or called outside a replica.
             TypeError: As in `apply_gradients`.
         """
-        grads = list(grads)
         variables = list(
             self._trainable_variables if trainable_variables is None else trainable_variables
         )
-        gradient_lib.check_gradients(grads, variables)
+        grads = list(grads)
+        check_gradients(grads, variables)
         check_in_replica()
         if not self.built:
             outside_the_graph(lambda: self.build(variables))
         self._check_known(variables)
-        targets = [self._target(variable) for variable in variables]
-        sums_itself = several_replicas() and (
-            self._aggregates_in_float16 or self._grad_clip is not None
+        self._warn_if_no_loss_was_scaled(unscaled)
+        gradients = self.unscaled_gradients.take(
+            grads, self.stored_weights.targets(variables), unscaled
         )
-        unchecked = self._unchecked(grads, targets)
-        scale = self._still_scaled_by(unscaled)
-        given = grads, variables, scale
-        if sums_itself:
-            grads, scale = self._summed(grads, targets, scale)
-            # The sum can overflow where no replica's gradient has.
-            unchecked = (grads, targets)
-        finite = ops.logical_and(gradient_lib.all_finite(*unchecked, scale), self._unscaled_finite)
-        finite = gradient_lib.on_every_replica(finite)
+        checked = self._pipeline.run(
+            gradients,
+            finite=self.unscaled_gradients.all_finite,
+            loss_scale=self._scale_variables.scale,
+        )
         if self.gradient_observer is not None:
-            self.gradient_observer(*given, finite)
+            self.gradient_observer(grads, variables, gradients.divisor, checked.finite)
+        if self._norm is not None:
+            self._norm.assign(checked.norm)
         apply_if_finite(
-            finite,
             self.inner_optimizer,
-            grads,
-            targets,
-            self._clipped(grads, targets, scale),
+            checked,
+            self.stored_weights,
             skips=self._rule.skip_nonfinite,
             record=self._record_step,
-            summed=sums_itself,
-            masters=self._masters.pairs(),
         )
 
-    def _summed(self, grads: list[Any], targets: list[Any], scale: Any) -> tuple[list[Any], Any]:
-        """Sums the gradients over the replicas; returns what the sums are to be divided by."""
-        if self._aggregates_in_float16:
-            return summed_in_float16(grads, targets, scale, self.get_scale())
-        return summed(grads, targets, scale), None
+    def _check_known(self, variables: list[Any]) -> None:
+        # Keras checks it too, but some releases fail there while they put the message together.
+        for variable in variables:
+            if self._var_key(variable) not in self._trainable_variables_indices:
+                raise ValueError(
+                    f"Unknown variable {variable_name(variable)}: {self.name} was "
+                    f"built for {len(self._trainable_variables)} other variables. Create a new "
+                    "optimizer for a new set of variables, or build it with all of them first."
+                )
 
-    def _clipped(self, grads: list[Any], targets: list[Any], scale: Any) -> Any:
-        """Returns what the gradients are to be divided by, clipping included."""
-        if self._grad_clip is None or self._norm is None:
-            return scale
-        norm = gradient_norm(grads, targets, scale, self._grad_clip.norm_type)
-        self._norm.assign(norm)
-        return clipped_scale(self._grad_clip, norm, scale)
+    def _warn_if_no_loss_was_scaled(self, unscaled: bool | None) -> None:
+        said = unscaled is not None or self.unscaled_gradients.known_here()
+        if not said and not self._scale_was_used:
+            warnings.warn(
+                f"{self.name} divides the gradients it applies by its loss scale, but no loss has "
+                "been scaled with it yet. In a custom loop take the gradients of "
+                "optimizer.get_scaled_loss(loss), or pass unscaled=True.",
+                TfampWarning,
+                stacklevel=6,
+            )
+        if not unscaled:
+            self._scale_was_used = True  # Say it once.
+
+    def _record_step(self, finite: Any) -> None:
+        """Moves the state on by one step, whose gradients were all finite or not."""
+        self._scale_variables.advance(self._rule, finite)
+        self._last_finite.assign(finite)
+        self.unscaled_gradients.start_next()
+
+    def stateless_apply(
+        self,
+        optimizer_variables: Sequence[Any],
+        grads: Sequence[Any],
+        trainable_variables: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns what `apply` would assign, without assigning it; for Keras's JAX backend.
+
+        Args:
+            optimizer_variables: Values of `variables`, in that order.
+            grads: Gradients of the scaled loss.
+            trainable_variables: Values of the variables the optimizer was built with.
+
+        Returns:
+            The new values of the trainable variables and of `variables`.
+
+        Raises:
+            ValueError: The optimizer is not built, or the backend is TensorFlow, where Keras's
+                optimizers do not support it.
+        """
+        if not self.built:
+            raise ValueError(
+                f"{self.name} must be built before stateless_apply: call "
+                "optimizer.build(model.trainable_variables)."
+            )
+        mapping = list(zip(self.variables, optimizer_variables, strict=True))
+        inner_values = list(optimizer_variables[len(self._variables) :])
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            scale = self.dynamic_scale.value
+            gradients = Gradients(list(grads), self._trainable_variables, scale).unscaled()
+            finite = gradients.all_finite()
+            self._record_step(finite)
+        own_values = [scope.get_current_value(variable) for variable in self._variables]
+
+        def update() -> tuple[list[Any], list[Any]]:
+            values: tuple[list[Any], list[Any]] = self.inner_optimizer.stateless_apply(
+                inner_values, gradients.values, trainable_variables
+            )
+            return values
+
+        skips = self._rule.skip_nonfinite
+        new_trainable, new_inner = (
+            ops.cond(finite, update, lambda: (list(trainable_variables), inner_values))
+            if skips
+            else update()
+        )
+        return new_trainable, own_values + list(new_inner)
+
+    # ---- What a program can read -----------------------------------------------------------------
+
+    def get_scale(self) -> Any:
+        """The current loss scale, a scalar float32 tensor."""
+        self._scale_was_used = True
+        return self._scale_variables.scale
+
+    @property
+    def loss_scale(self) -> Any:
+        """The current loss scale, a scalar float32 tensor."""
+        return self.get_scale()
+
+    @property
+    def rule(self) -> LossScale:
+        """How the scale moves: a `FixedLossScale` or a `DynamicLossScale`."""
+        return self._rule
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale adapts."""
+        return isinstance(self._rule, DynamicLossScale)
+
+    @property
+    def initial_scale(self) -> float:
+        """The scale of the first step."""
+        return self._rule.initial_scale
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """Finite steps in a row before the scale grows; None for a fixed scale."""
+        return self._rule.growth_steps if isinstance(self._rule, DynamicLossScale) else None
+
+    @property
+    def dynamic_counter(self) -> Any:
+        """Finite steps since the scale last changed, a scalar integer tensor."""
+        return as_tensor(self.step_counter)
+
+    @property
+    def iterations(self) -> Any:
+        """Steps applied so far, the inner optimizer's variable; on several replicas a tensor."""
+        count = self.inner_optimizer.iterations
+        value = getattr(count, "value", None)
+        # A variable with a value per replica cannot be made a number.
+        distributed = isinstance(value, tf.distribute.DistributedValues)
+        return as_tensor(count) if distributed else count
+
+    @property
+    def skipped_steps(self) -> Any:
+        """Steps skipped so far because a gradient was not finite, a scalar integer tensor."""
+        return as_tensor(self._skipped)
+
+    @property
+    def consecutive_skipped_steps(self) -> Any:
+        """Steps skipped since the last finite one, a scalar integer tensor."""
+        return as_tensor(self._consecutive)
+
+    @property
+    def last_step_finite(self) -> Any:
+        """Whether every gradient of the last step was finite, a scalar bool tensor."""
+        return as_tensor(self._last_finite)
 
     @property
     def grad_clip(self) -> GradClip | None:
         """How gradients are clipped, if they are."""
-        return self._grad_clip
+        return self._pipeline.clip
 
     @property
     def aggregate_in_float16(self) -> bool:
         """Whether the gradients of several replicas are sent as float16."""
-        return self._aggregates_in_float16
+        return self._pipeline.sums_in_float16
 
     @property
     def last_gradient_norm(self) -> Any:
@@ -311,57 +625,26 @@ class LossScaleOptimizer(
         """
         return None if self._norm is None else as_tensor(self._norm)
 
-    def _check_known(self, variables: list[Any]) -> None:
-        # Keras checks it too, but some releases fail there while they put the message together.
-        for variable in variables:
-            if self._var_key(variable) not in self._trainable_variables_indices:
-                raise ValueError(
-                    f"Unknown variable {gradient_lib.variable_name(variable)}: {self.name} was "
-                    f"built for {len(self._trainable_variables)} other variables. Create a new "
-                    "optimizer for a new set of variables, or build it with all of them first."
-                )
+    @property
+    def master_weights(self) -> bool:
+        """Whether float16 and bfloat16 variables are updated through float32 copies."""
+        return self._has_masters
 
-    def _unchecked(self, grads: list[Any], variables: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns the gradients, with their variables, that were not checked when unscaled."""
-        checked = self._windows.current().came_out(grads)
-        pairs = [
-            (gradient, variable)
-            for gradient, variable, known in zip(grads, variables, checked, strict=True)
-            # What the variable's own dtype can hold was not known there.
-            if not known or gradient_lib.dtype_name(variable) in LOW_PRECISION
-        ]
-        return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+    @property
+    def master_variables(self) -> list[keras.Variable]:
+        """The float32 copies, in the order of the variables they belong to; empty without any."""
+        return [master for _, master in self.stored_weights.pairs()]
 
-    def _still_scaled_by(self, unscaled: bool | None) -> Any:
-        """Returns what the gradients are to be divided by; None where they have been."""
-        known_unscaled = self._windows.current().close() or unscaled
-        if unscaled is False or (unscaled is None and not known_unscaled):
-            return self._divisor(certainly_scaled=unscaled is False)
-        return None
-
-    def _divisor(self, certainly_scaled: bool) -> Any:
-        if certainly_scaled:
-            return self.get_scale()
-        if not self._scale_was_used:
-            self._scale_was_used = True  # Say it once.
-            warnings.warn(
-                f"{self.name} divides the gradients it applies by its loss scale, but no loss has "
-                "been scaled with it yet. In a custom loop take the gradients of "
-                "optimizer.get_scaled_loss(loss), or pass unscaled=True.",
-                TfampWarning,
-                stacklevel=7,
-            )
-        # Gradients unscaled in another tf.function, or in eager mode, only show at run time.
-        return ops.where(self._unscaled_pending, 1.0, self.get_scale())
+    # ---- Saving ----------------------------------------------------------------------------------
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, serializable."""
-        clip = self._grad_clip
+        clip = self.grad_clip
         return {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            **scale_config(self._rule),
-            "aggregate_in_float16": self._aggregates_in_float16,
+            **_config_of(self._rule),
+            "aggregate_in_float16": self.aggregate_in_float16,
             "master_weights": self._has_masters,
             "grad_clip": None if clip is None else clip.to_dict(),
         }
@@ -383,5 +666,38 @@ class LossScaleOptimizer(
         inner = keras.saving.deserialize_keras_object(
             arguments.pop("inner_optimizer"), custom_objects=custom_objects
         )
-        rule = rule_from_config(arguments.pop("loss_scale", None))
+        rule = _rule_of(arguments.pop("loss_scale", None))
         return cls(inner, loss_scale=rule, **arguments)
+
+
+def _check_features(inner: Any, grad_clip: GradClip | None, **flags: Any) -> None:
+    """Raises if what is asked of the optimizer cannot be had together."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False; got {flag!r}.")
+    asked = [name for name, flag in flags.items() if flag] + ["grad_clip"] * (grad_clip is not None)
+    if asked and not runs_tensorflow():
+        raise ValueError(
+            f"{', '.join(asked)} need Keras's TensorFlow backend; got {keras.backend.backend()}."
+        )
+    if inner.gradient_accumulation_steps and set(asked) - {"master_weights"}:
+        raise ValueError(
+            f"{inner.name} has gradient_accumulation_steps={inner.gradient_accumulation_steps}: "
+            f"{' and '.join(asked)} would act on the gradients of every micro-batch instead of "
+            "their mean. Create it without, and accumulate with tfamp.GradientAccumulator."
+        )
+
+
+def _config_of(rule: LossScale) -> dict[str, Any]:
+    """Returns the arguments of `LossScaleOptimizer` that mean a loss scale."""
+    fields = asdict(rule)
+    if isinstance(rule, FixedLossScale):
+        return {"loss_scale": fields}
+    return {_RENAMED.get(name, name): value for name, value in fields.items()}
+
+
+def _rule_of(saved: Any) -> LossScale | None:
+    """Returns the loss scale that is saved as `loss_scale`."""
+    if not saved:
+        return None
+    return FixedLossScale(**saved) if "scale" in saved else DynamicLossScale(**saved)

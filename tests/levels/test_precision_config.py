@@ -9,7 +9,7 @@ import pytest
 
 import tfamp
 from tfamp import DynamicLossScale, FixedLossScale, PrecisionConfig
-from tfamp.core.grad_clip import GradClip
+from tfamp.core.options import GradClip
 
 FULL = {
     "level": "O2",

@@ -185,6 +185,27 @@ def test_loaded_weights_hold(tmp_path):
         assert_close(actual, expected, "float16", depth=2)
 
 
+def test_a_step_branches_once_for_all_masters():
+    def conditions(count):
+        weights = [keras.Variable([1.0], dtype="bfloat16") for _ in range(count)]
+        optimizer = make(keras.optimizers.SGD(0.5), initial_scale=1.0)
+        optimizer.build(weights)
+
+        @tf.function
+        def step():
+            gradients = [tf.constant([1.0])] * count
+            optimizer.apply_gradients(zip(gradients, weights, strict=True), unscaled=True)
+
+        graph = step.get_concrete_function().graph.as_graph_def()
+        nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+        weights[-1].assign([3.0])
+        step()
+        assert [float(weight[0]) for weight in weights] == [0.5] * (count - 1) + [2.5]
+        return sum(node.op in {"If", "StatelessIf"} for node in nodes)
+
+    assert conditions(3) == conditions(1)
+
+
 def test_names_and_paths_are_those_of_the_variables():
     model, optimizer = low_model(), make(keras.optimizers.AdamW(0.5, weight_decay=0.5))
     kernel = model.layers[0].kernel
@@ -267,7 +288,10 @@ def test_checkpoint_resumes_bit_identically(tmp_path, dtype, built):
     model, optimizer = low_model(dtype), make()
     train(model, optimizer, steps(30, seed=1))
     path = tf.train.Checkpoint(model=model, optimizer=optimizer).save(tmp_path / "checkpoint")
-    lost = [m.numpy() - np.float32(v.numpy()) for v, m in optimizer._masters.pairs()]
+    lost = [
+        m.numpy() - np.float32(v.numpy())
+        for v, m in zip(model.trainable_variables, optimizer.master_variables, strict=True)
+    ]
     assert any(np.any(rest) for rest in lost), "masters hold what the weights do not"
     other, resumed = low_model(dtype), make()
     if built:
@@ -352,7 +376,7 @@ def test_replicas_update_their_masters_alike(two_replicas, arguments):
     assert int(spread.iterations) == 3
     for actual, expected in zip(spread.master_variables, optimizer.master_variables, strict=True):
         assert_close(actual.numpy(), expected.numpy(), "bfloat16", depth=48)
-    for variable, master in spread._masters.pairs():
+    for variable, master in zip(other.trainable_variables, spread.master_variables, strict=True):
         rounded = tf.cast(master.value.values[0], variable.dtype)
         assert tf.reduce_all(rounded == variable.value.values[0])
     for variable in other.trainable_variables:

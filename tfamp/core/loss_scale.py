@@ -84,42 +84,16 @@ class LossScaleState(NamedTuple):
 
 
 def initial_state(rule: LossScale) -> LossScaleState:
-    """Returns the state training starts with.
-
-    Args:
-        rule: A `FixedLossScale` or `DynamicLossScale`.
-
-    Returns:
-        The state, in plain Python numbers.
-
-    Example:
-        >>> from tfamp.core.options import FixedLossScale
-        >>> initial_state(FixedLossScale(128.0)).scale
-        128.0
-    """
+    """The state training starts with, in plain Python numbers."""
     return LossScaleState(rule.initial_scale, 0, 0, 0)
 
 
 def next_state(
     rule: LossScale | DynamicRule, state: LossScaleState, finite: Any, xp: ArrayNamespace
 ) -> LossScaleState:
-    """Returns the state after one step.
+    """The state after one step, whose gradients were all `finite` or not.
 
-    Args:
-        rule: A `FixedLossScale`, a `DynamicLossScale` or another dynamic rule.
-        state: The state before the step; not modified.
-        finite: Scalar bool, tensor or plain: whether every gradient of the step was finite.
-        xp: The array library of `state` and `finite`, e.g. `keras.ops` or `numpy`.
-
-    Returns:
-        The state after the step.
-
-    Example:
-        >>> import numpy
-        >>> from tfamp.core.options import DynamicLossScale
-        >>> rule = DynamicLossScale(initial_scale=8.0)
-        >>> float(next_state(rule, initial_state(rule), False, numpy).scale)
-        4.0
+    `xp` is the array library of `state` and `finite`: `keras.ops` or `numpy`, for example.
     """
     if isinstance(rule, FixedLossScale) and not rule.skip_nonfinite:
         return state

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -13,19 +15,7 @@ from tfamp.core.dtypes import float_format
 def checked_number(name: str, value: Any, *, low: float, high: float, bounds: str = "[]") -> float:
     """Returns `value` as a float after checking that it is a finite number within bounds.
 
-    Args:
-        name: Argument name, for the message.
-        value: What the user gave.
-        low: Smallest value.
-        high: Largest value.
-        bounds: Two characters, "[" or "(" and "]" or ")": whether each bound itself is allowed.
-
-    Returns:
-        The number as a Python float.
-
-    Raises:
-        TypeError: `value` is no real number.
-        ValueError: `value` lies outside the bounds, or is NaN.
+    `bounds` says with "[" or "(", and "]" or ")", whether each bound itself is allowed.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number; got {value!r} of type {type(value).__name__}.")
@@ -40,19 +30,7 @@ def checked_number(name: str, value: Any, *, low: float, high: float, bounds: st
 
 
 def checked_count(name: str, value: Any) -> int:
-    """Returns `value` as an int after checking that it is a whole number of at least 1.
-
-    Args:
-        name: Argument name, for the message.
-        value: What the user gave.
-
-    Returns:
-        The number as a Python int.
-
-    Raises:
-        TypeError: `value` is no whole number.
-        ValueError: `value` is less than 1.
-    """
+    """Returns `value` as an int after checking that it is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(
             f"{name} must be a whole number; got {value!r} of type {type(value).__name__}."
@@ -193,20 +171,7 @@ LossScale = FixedLossScale | DynamicLossScale
 def resolve_loss_scale(
     loss_scale: LossScale | float | None, dynamic: bool, built: DynamicLossScale
 ) -> LossScale:
-    """Turns an optimizer's arguments into the one rule they mean.
-
-    Args:
-        loss_scale: A rule, a number for a fixed scale, or None.
-        dynamic: Whether the scale adapts, if `loss_scale` is None.
-        built: The rule made of the other arguments.
-
-    Returns:
-        A `FixedLossScale` or `DynamicLossScale`.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: `loss_scale` is given together with what it replaces, or out of range.
-    """
+    """Turns an optimizer's arguments into the one rule they mean."""
     if not isinstance(dynamic, bool):
         raise TypeError(f"dynamic must be True or False; got {dynamic!r}.")
     if loss_scale is None:
@@ -219,3 +184,109 @@ def resolve_loss_scale(
     if isinstance(loss_scale, (FixedLossScale, DynamicLossScale)):
         return loss_scale
     return FixedLossScale(loss_scale)
+
+
+_GRAD_CLIP_FIELDS = ("max_norm", "norm_type")
+
+
+@dataclass(frozen=True, slots=True)
+class GradClip:
+    """Clips the gradients of a step, all together, to a norm.
+
+    Where the norm of all gradients, taken as one long vector, is greater than `max_norm`, all are
+    multiplied by the same factor that makes it `max_norm`. It is the norm of what is applied: after
+    unscaling and, on several replicas, of the gradients summed over the replicas.
+
+    Source: `torch.nn.utils.clip_grad_norm_`, and `grad_clip` in mmdetection's configurations.
+
+    Args:
+        max_norm: The greatest norm that is left as it is; positive, in units of the loss over
+            those of the weights.
+        norm_type: 1 for the sum of magnitudes, 2 for the Euclidean norm, `math.inf` (or "inf") for
+            the greatest magnitude.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: `max_norm` is not positive and finite, or `norm_type` is another number.
+
+    Example:
+        >>> GradClip(35)
+        GradClip(max_norm=35.0, norm_type=2)
+    """
+
+    max_norm: float
+    norm_type: float = 2
+
+    def __post_init__(self) -> None:
+        limit = checked_number("max_norm", self.max_norm, low=_FLOAT32.tiny, high=_FLOAT32.max)
+        object.__setattr__(self, "max_norm", limit)
+        object.__setattr__(self, "norm_type", _checked_norm_type(self.norm_type))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GradClip:
+        """Makes one of a dict, such as a configuration file holds.
+
+        Args:
+            values: `max_norm` and, if wanted, `norm_type`.
+
+        Returns:
+            The same as the class called with the values.
+
+        Raises:
+            TypeError: A value has the wrong type, or `values` is no dict.
+            ValueError: A key is unknown or missing, or a value is out of range.
+
+        Example:
+            >>> GradClip.from_dict({"max_norm": 35, "norm_type": "inf"})
+            GradClip(max_norm=35.0, norm_type=inf)
+        """
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"grad_clip must be a dict such as {{'max_norm': 1.0}}; got {values!r}."
+            )
+        for name in values:
+            if name not in _GRAD_CLIP_FIELDS:
+                close = difflib.get_close_matches(str(name), _GRAD_CLIP_FIELDS, n=1, cutoff=0.0)
+                raise ValueError(
+                    f"grad_clip has no key {name!r}; it takes max_norm and norm_type. The nearest "
+                    f"is {close[0]!r}."
+                )
+        if "max_norm" not in values:
+            raise ValueError(f"grad_clip needs the key 'max_norm'; got {dict(values)!r}.")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as `from_dict` takes them, of types that JSON and TOML have.
+
+        Example:
+            >>> GradClip(1.0, norm_type=float("inf")).to_dict()
+            {'max_norm': 1.0, 'norm_type': 'inf'}
+        """
+        name = "inf" if math.isinf(self.norm_type) else self.norm_type
+        return {"max_norm": self.max_norm, "norm_type": name}
+
+
+def _checked_norm_type(value: Any) -> float:
+    if value == "inf":
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"norm_type must be 1, 2 or inf; got {value!r} of type {type(value).__name__}."
+        )
+    if value not in (1, 2, math.inf):
+        raise ValueError(f"norm_type must be 1, 2 or inf; got {value!r}.")
+    return math.inf if value == math.inf else int(float(value))
+
+
+def resolve_grad_clip(value: GradClip | Mapping[str, Any] | float | None) -> GradClip | None:
+    """Returns what an argument named `grad_clip` means."""
+    if value is None or isinstance(value, GradClip):
+        return value
+    if isinstance(value, Mapping):
+        return GradClip.from_dict(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return GradClip(float(value))
+    raise TypeError(
+        "grad_clip must be a GradClip, a dict such as {'max_norm': 1.0}, a number or None; got "
+        f"{value!r} of type {type(value).__name__}."
+    )

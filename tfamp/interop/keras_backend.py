@@ -1,10 +1,12 @@
-"""Which backend Keras runs on, and what to say of what works on another, or with another Keras."""
+"""Which backend Keras runs on, what its variables hold, and words for what works elsewhere."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfamp.core.errors import UnsupportedBackendError
 
@@ -12,6 +14,18 @@ from tfamp.core.errors import UnsupportedBackendError
 def runs_tensorflow() -> bool:
     """Whether Keras runs on TensorFlow."""
     return bool(keras.backend.backend() == "tensorflow")
+
+
+def native(variable: Any) -> Any:
+    """What a `keras.Variable` holds, a `tf.Variable` on TensorFlow; any other variable itself."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def as_tensor(variable: Any) -> Any:
+    """The value of a variable as a tensor; on several replicas this one's, or the first one's."""
+    # Keras takes its own variable for a tensor, so ops.convert_to_tensor would hand it out.
+    value = native(variable)
+    return tf.convert_to_tensor(value) if runs_tensorflow() else value
 
 
 def how_to_change() -> str:

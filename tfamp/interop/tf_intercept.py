@@ -1,7 +1,7 @@
 """The private TensorFlow symbols that autocast replaces while it is active, and by what.
 
-The replacements are in `tfamp._tf_replacing`. When a TensorFlow release moves a symbol, this file
-says which and replaces none.
+The replacements are in `tf_replacing`. When a TensorFlow release moves a symbol, this file says
+which and replaces none.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What autocast puts in the place of private TensorFlow symbols while it is active.
 
-Each function gets the handler and the original of the symbol that `tfamp.interop.tf_intercept` names with
+Each function gets the handler and the original of the symbol that `tf_intercept` names with
 it, and returns its replacement. Nothing here decides anything: every replacement asks the handler
 and calls the original.
 """

@@ -10,8 +10,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.grad_clip import GradClip, resolve_grad_clip
-from tfamp.core.options import DynamicLossScale, FixedLossScale, LossScale
+from tfamp.core.options import (
+    DynamicLossScale,
+    FixedLossScale,
+    GradClip,
+    LossScale,
+    resolve_grad_clip,
+)
 
 LEVELS = ("O0", "O1", "O2", "O3", "auto")
 _DTYPES = {

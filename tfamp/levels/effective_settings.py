@@ -10,8 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.grad_clip import GradClip
-from tfamp.core.options import FixedLossScale, LossScale
+from tfamp.core.options import FixedLossScale, GradClip, LossScale
 from tfamp.layers.float_policies import quantization_of
 from tfamp.layers.roles import managed_layers
 from tfamp.levels.layer_policies import layers_before, set_by_hand

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.grad_clip import GradClip
-from tfamp.core.options import DynamicLossScale, FixedLossScale, LossScale
+from tfamp.core.options import DynamicLossScale, FixedLossScale, GradClip, LossScale
 from tfamp.levels.precision_config import PrecisionConfig
 from tfamp.machine import hardware
 from tfamp.machine.hardware import Hardware

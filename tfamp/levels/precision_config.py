@@ -13,8 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tfamp.core.grad_clip import GradClip
-from tfamp.core.options import LossScale
+from tfamp.core.options import GradClip, LossScale
 from tfamp.levels import config_values
 
 PREFIX = "TFAMP_"

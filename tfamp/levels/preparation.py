@@ -10,8 +10,7 @@ from typing import Any
 import keras
 
 from tfamp.core.errors import TfampWarning
-from tfamp.core.grad_clip import GradClip
-from tfamp.core.options import LossScale
+from tfamp.core.options import GradClip, LossScale
 from tfamp.interop.keras_backend import advice, described
 from tfamp.levels.application import (
     is_stored_so,

@@ -197,7 +197,7 @@ def _masters(optimizer: Any) -> dict[int, Any]:
     """Returns the master of each variable that has one, by the variable's number."""
     if not isinstance(optimizer, LossScaleOptimizer):
         return {}
-    return {id(variable): master for variable, master in optimizer._masters.pairs()}
+    return {id(variable): master for variable, master in optimizer.stored_weights.pairs()}
 
 
 def _wanted(optimizer: Any, level: EffectiveLevel) -> tuple[LossScale | None, dict[str, Any]]:

@@ -1,18 +1,23 @@
-"""Applying scaled gradients, in one pass over each variable where that gives Keras's result."""
+"""Updates of Keras's SGD, Adam and AdamW, each in one pass over a variable.
+
+Keras writes an update as a dozen ops, each of which reads and writes whole tensors. For SGD
+TensorFlow has ops that do it in one, with the same roundings. Adam is compiled by XLA instead:
+TensorFlow's ResourceApplyAdam computes 1 - beta_2 in float32, which for 0.999 is off by 1e-5.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfamp.interop.keras_backend import runs_tensorflow
-from tfamp.training import gradients as gradient_lib
-from tfamp.training.fused_rules import fused_rule, has_fused_rule, needs_xla
+from tfamp.interop.keras_backend import native, runs_tensorflow
+from tfamp.training.gradients import Gradients, is_next_value
 
 _logger = logging.getLogger(__name__)
 # What `Optimizer.apply` consists of: an optimizer with one of its own does something else.
@@ -25,54 +30,15 @@ _REPLACED = (
 )
 
 
-def update_variables(
-    optimizer: keras.optimizers.Optimizer,
-    gradients: Sequence[Any],
-    variables: Sequence[Any],
-    scale: Any = None,
-) -> None:
-    """Divides gradients by the loss scale and applies them, with the same result as Keras.
+def has_fused_update(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether some variables of an optimizer can be updated in one pass, with Keras's result.
 
-    Dense float32 variables of a plain `keras.optimizers.SGD`, `Adam` or `AdamW` are updated in one
-    pass each. All others, and all of them under a distribution strategy, with moving averages of
-    the weights, with gradient accumulation or (Adam, AdamW) where XLA does not work, are updated
-    by the optimizer's own `apply`.
-
-    Args:
-        optimizer: A built Keras optimizer that does not scale losses itself.
-        gradients: Finite float tensors, `tf.IndexedSlices` or None.
-        variables: The variables they belong to, in the same order.
-        scale: Scalar float32 the gradients are still to be divided by; None: they have been.
+    Not under a distribution strategy, nor with moving averages of the weights or with gradient
+    accumulation.
     """
-    if not _optimizer_fits(optimizer):
-        gradients = _unscaled(gradients, variables, scale)
-        if optimizer.gradient_accumulation_steps:
-            gradients = gradient_lib.as_stored_all(gradients, variables)
-        optimizer.apply(gradients, variables)
-        return
-    # Warns of gradients that are None, as the optimizer does.
-    gradients, variables = optimizer._filter_empty_gradients(gradients, variables)
-    fits = [_pair_fits(optimizer, *pair) for pair in zip(gradients, variables, strict=True)]
-    if _clips(optimizer):
-        gradients, scale = _unscaled(gradients, variables, scale), None
-        if all(fits):
-            gradients = optimizer._clip_gradients(gradients)
-        else:
-            fits = [False] * len(fits)  # The norm may be that of all gradients together.
-    pairs = list(zip(gradients, variables, fits, strict=True))
-    _update_fused(optimizer, [(g, v) for g, v, fit in pairs if fit], scale)
-    others = [(g, v) for g, v, fit in pairs if not fit]
-    if others:
-        grads, rest = zip(*others, strict=True)
-        optimizer.apply(_unscaled(grads, rest, scale), rest)
-    else:
-        optimizer._iterations.assign_add(1)
-
-
-def _optimizer_fits(optimizer: keras.optimizers.Optimizer) -> bool:
     return (
         runs_tensorflow()
-        and has_fused_rule(optimizer)
+        and _has_rule(optimizer)
         and not optimizer.use_ema
         and not optimizer.gradient_accumulation_steps
         and not any(name in vars(optimizer) for name in _REPLACED)
@@ -81,8 +47,33 @@ def _optimizer_fits(optimizer: keras.optimizers.Optimizer) -> bool:
     )
 
 
-def _pair_fits(optimizer: keras.optimizers.Optimizer, gradient: Any, variable: Any) -> bool:
-    target = _native(variable)
+def fused_update(optimizer: keras.optimizers.Optimizer, gradients: Gradients) -> None:
+    """Applies gradients to dense float32 variables in one pass each, to others as Keras does.
+
+    So are those of Adam and AdamW where XLA does not work.
+    """
+    # Warns of gradients that are None, as the optimizer does.
+    values, variables = optimizer._filter_empty_gradients(gradients.values, gradients.variables)
+    divisor = gradients.divisor
+    fits = [_fits(optimizer, *pair) for pair in zip(values, variables, strict=True)]
+    if _clips(optimizer):
+        values, divisor = Gradients(values, variables, divisor).unscaled().values, None
+        if all(fits):
+            values = optimizer._clip_gradients(values)
+        else:
+            fits = [False] * len(fits)  # The norm may be that of all gradients together.
+    triples = list(zip(values, variables, fits, strict=True))
+    _update_in_one_pass(optimizer, [(g, v) for g, v, fit in triples if fit], divisor)
+    others = [(g, v) for g, v, fit in triples if not fit]
+    if others:
+        values, variables = (list(each) for each in zip(*others, strict=True))
+        optimizer.apply(Gradients(values, variables, divisor).unscaled().values, variables)
+    else:
+        optimizer._iterations.assign_add(1)
+
+
+def _fits(optimizer: keras.optimizers.Optimizer, gradient: Any, variable: Any) -> bool:
+    target = native(variable)
     if (
         not tf.is_tensor(gradient)
         or isinstance(gradient, tf.IndexedSlices)
@@ -92,22 +83,15 @@ def _pair_fits(optimizer: keras.optimizers.Optimizer, gradient: Any, variable: A
         or isinstance(target, tf.distribute.DistributedValues)
         or target.dtype != tf.float32
         or getattr(variable, "constraint", None) is not None
-        or getattr(variable, "overwrite_with_gradient", False)
+        or is_next_value(variable)
     ):
         return False
-    return not needs_xla(optimizer) or xla_works(target.device)
+    return not _needs_xla(optimizer) or xla_works(target.device)
 
 
 @functools.cache
 def xla_works(device: str) -> bool:
-    """Whether XLA compiles and runs a function on a device; tried once per process.
-
-    Args:
-        device: Name of the device, as `tf.Variable.device` gives it.
-
-    Returns:
-        False where XLA is not built in, or lacks a library it needs there.
-    """
+    """Whether XLA compiles and runs a function on a device; tried once per process."""
     try:
         with tf.init_scope(), tf.device(device):
             compiled = tf.function(tf.sqrt, jit_compile=True, autograph=False)
@@ -121,20 +105,20 @@ def _clips(optimizer: keras.optimizers.Optimizer) -> bool:
     return any((optimizer.clipnorm, optimizer.clipvalue, optimizer.global_clipnorm))
 
 
-def _update_fused(
-    optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]], scale: Any
+def _update_in_one_pass(
+    optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]], divisor: Any
 ) -> None:
     if not pairs:
         return
     with tf.name_scope(optimizer.name):
-        divisor = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
-        rule = fused_rule(optimizer, divisor)
+        divisor = tf.constant(1.0) if divisor is None else tf.cast(divisor, tf.float32)
+        rule = _fused_rule(optimizer, divisor)
         decay = None
         if optimizer.weight_decay is not None:
             rate = tf.cast(optimizer.learning_rate, tf.float32)
             decay = tf.constant(optimizer.weight_decay, tf.float32) * rate
         for gradient, variable in pairs:
-            target = _native(variable)
+            target = native(variable)
             index = optimizer._get_variable_index(variable)
             with tf.device(target.device):
                 rule.update(
@@ -142,15 +126,161 @@ def _update_fused(
                     decay if optimizer._use_weight_decay(target) else None,
                     *rule.numbers,
                     target.handle,
-                    *(_native(slot[index]).handle for slot in rule.slots),
+                    *(native(slot[index]).handle for slot in rule.slots),
                 )
 
 
-def _unscaled(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> Sequence[Any]:
-    if scale is None:
-        return gradients
-    return gradient_lib.unscale_all(gradients, variables, scale)
+# ---- The rules -----------------------------------------------------------------------------------
+
+_TENSOR = tf.TensorSpec(None, tf.float32)
+_SCALAR = tf.TensorSpec([], tf.float32)
+_RESOURCE = tf.TensorSpec([], tf.resource)
 
 
-def _native(variable: Any) -> Any:
-    return variable.value if isinstance(variable, keras.Variable) else variable
+@dataclass(frozen=True, slots=True)
+class _FusedRule:
+    """How one optimizer updates one variable.
+
+    Attributes:
+        update: Function of a gradient, the weight decay times the learning rate (None for none),
+            the numbers, the variable's handle and its slots' handles. All are tensors.
+        numbers: Scalar float32 tensors, the same for all variables.
+        slots: For each slot the optimizer's variables, by the index of the variable they belong to.
+    """
+
+    update: Callable[..., None]
+    numbers: tuple[Any, ...]
+    slots: tuple[Sequence[Any], ...]
+
+
+def _fused_rule(optimizer: keras.optimizers.Optimizer, scale: Any) -> _FusedRule:
+    """The rule of an optimizer at its present iteration, for gradients to be divided by `scale`."""
+    rate = tf.cast(optimizer.learning_rate, tf.float32)
+    if _needs_xla(optimizer):
+        return _adam_rule(optimizer, scale, rate)
+    # A scalar is divided instead of the gradient, which SGD uses only times the learning rate.
+    rate = rate / scale
+    if optimizer.momentum == 0:
+        return _FusedRule(_descent, (rate,), ())
+    update = _nesterov if optimizer.nesterov else _momentum
+    return _FusedRule(update, (rate, _number(optimizer.momentum)), (optimizer.momentums,))
+
+
+def _has_rule(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an optimizer is one of those below, as Keras ships it, with numbers for settings.
+
+    A subclass may compute something else.
+    """
+    settings = [getattr(optimizer, name) for name in _SETTINGS.get(type(optimizer), ())]
+    numbers = bool(settings) and all(isinstance(setting, (int, float)) for setting in settings)
+    return numbers and not getattr(optimizer, "amsgrad", False)
+
+
+def _needs_xla(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether the rule of an optimizer is compiled by XLA."""
+    return type(optimizer) is not keras.optimizers.SGD
+
+
+_SETTINGS = {
+    keras.optimizers.SGD: ("momentum",),
+    keras.optimizers.Adam: ("beta_1", "beta_2", "epsilon"),
+    keras.optimizers.AdamW: ("beta_1", "beta_2", "epsilon"),
+}
+
+
+def _adam_rule(optimizer: keras.optimizers.Optimizer, scale: Any, rate: Any) -> _FusedRule:
+    step = tf.cast(optimizer.iterations + 1, tf.float32)
+    bias_1 = 1 - tf.pow(_number(optimizer.beta_1), step)
+    bias_2 = 1 - tf.pow(_number(optimizer.beta_2), step)
+    # 1 - beta in Python's float64, rounded once, as Keras does.
+    numbers = (
+        scale,
+        rate * tf.sqrt(bias_2) / bias_1,
+        _number(1 - optimizer.beta_1),
+        _number(1 - optimizer.beta_2),
+        _number(optimizer.epsilon),
+    )
+    return _FusedRule(_adam, numbers, (optimizer._momentums, optimizer._velocities))
+
+
+def _number(value: float) -> Any:
+    return tf.constant(value, tf.float32)
+
+
+def _descent(gradient: Any, decay: Any, rate: Any, variable: Any) -> None:
+    _decay(variable, decay)
+    tf.raw_ops.ResourceApplyGradientDescent(var=variable, alpha=rate, delta=gradient)
+
+
+def _momentum(
+    gradient: Any,
+    decay: Any,
+    rate: Any,
+    momentum: Any,
+    variable: Any,
+    velocity: Any,
+    *,
+    nesterov: bool = False,
+) -> None:
+    _decay(variable, decay)
+    tf.raw_ops.ResourceApplyKerasMomentum(
+        var=variable,
+        accum=velocity,
+        lr=rate,
+        grad=gradient,
+        momentum=momentum,
+        use_nesterov=nesterov,
+    )
+
+
+_nesterov = functools.partial(_momentum, nesterov=True)
+
+
+def _decay(variable: Any, decay: Any) -> None:
+    if decay is not None:
+        tf.raw_ops.AssignSubVariableOp(resource=variable, value=_read(variable) * decay)
+
+
+# Traced once per process and compiled once per shape. It takes handles: a function of variables is
+# traced again for each of their shapes.
+@tf.function(
+    input_signature=[_TENSOR] + [_SCALAR] * 6 + [_RESOURCE] * 3, jit_compile=True, autograph=False
+)
+def _compiled_adam(
+    gradient: Any,
+    decay: Any,
+    scale: Any,
+    rate: Any,
+    rest_1: Any,
+    rest_2: Any,
+    epsilon: Any,
+    variable: Any,
+    first: Any,
+    second: Any,
+) -> None:
+    gradient = gradient / scale
+    mean = _read(first)
+    mean = mean + (gradient - mean) * rest_1
+    square = _read(second)
+    square = square + (tf.square(gradient) - square) * rest_2
+    _assign(first, mean)
+    _assign(second, square)
+    _assign(variable, _decayed(variable, decay) - mean * rate / (tf.sqrt(square) + epsilon))
+
+
+def _adam(gradient: Any, decay: Any, *others: Any) -> None:
+    _compiled_adam(gradient, tf.constant(0.0) if decay is None else decay, *others)
+
+
+def _decayed(variable: Any, decay: Any) -> Any:
+    value = _read(variable)
+    # Not multiplied by 0: a weight may be infinite, as in a mask.
+    return tf.where(tf.equal(decay, 0.0), value, value - value * decay)
+
+
+def _read(handle: Any) -> Any:
+    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32)
+
+
+def _assign(handle: Any, value: Any) -> None:
+    tf.raw_ops.AssignVariableOp(resource=handle, value=value)

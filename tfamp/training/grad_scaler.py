@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfamp.interop.keras_backend import described, require_tensorflow
+from tfamp.core.dtypes import float_format
+from tfamp.core.loss_scale import LossScaleState
+from tfamp.core.options import checked_count, checked_number
+from tfamp.interop.keras_backend import require_tensorflow
 from tfamp.interop.tracing import as_written
-from tfamp.training import gradients as gradient_lib
-from tfamp.training.conditional_apply import apply_if_finite, check_in_replica, outside_the_graph
-from tfamp.training.scaler_rounds import Rounds, Stage
-from tfamp.training.scaler_state import ScalerState
+from tfamp.training.apply import apply_if_finite
+from tfamp.training.call_order import CallOrder, Stage
+from tfamp.training.gradients import (
+    GradientPipeline,
+    Gradients,
+    check_gradients,
+    listed,
+    split_pairs,
+)
+from tfamp.training.replicas import check_in_replica, on_every_replica, outside_the_graph
+from tfamp.training.scaling import (
+    ScaleVariables,
+    check_scales_no_loss,
+    divisor_of,
+    scaled_loss,
+)
+
+_FLOAT32 = float_format("float32")
 
 
-class GradScaler(ScalerState):
+class _Rule(NamedTuple):
+    """The rule as scalar tensors, so that what a setter changes holds in traced functions too."""
+
+    growth_factor: Any
+    backoff_factor: Any
+    growth_steps: Any
+    max_scale: Any
+    min_scale: float = _FLOAT32.tiny
+    hysteresis: int = 1
+    consecutive_hysteresis: bool = True
+
+
+class GradScaler(tf.Module):
     """Scales losses and unscales gradients for any number of optimizers, as in PyTorch and Paddle.
 
     One scaler serves a training loop with several losses, models and optimizers. In each iteration
@@ -71,8 +101,21 @@ class GradScaler(ScalerState):
         enabled: bool = True,
     ) -> None:
         require_tensorflow("tfamp.GradScaler", "tfamp.LossScaleOptimizer")
-        super().__init__(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._rounds = Rounds()
+        super().__init__(name="grad_scaler")
+        if not isinstance(enabled, bool):
+            raise TypeError(f"enabled must be True or False; got {enabled!r}.")
+        self._enabled = enabled
+        self._scale = _variable("float32", _checked_scale("init_scale", init_scale), "loss_scale")
+        self._growth_tracker = _variable("int64", 0)
+        # float64, as PyTorch computes with them: the scale is the same for any factor.
+        self._growth_factor = _variable("float64", _checked_growth_factor(growth_factor))
+        self._backoff_factor = _variable("float64", _checked_backoff_factor(backoff_factor))
+        self._growth_interval = _variable("int64", _checked_interval(growth_interval))
+        self._scale_variables = ScaleVariables(
+            LossScaleState(self._scale, self._growth_tracker, None, None, None), dtype="float64"
+        )
+        self._pipeline = GradientPipeline()
+        self._calls = CallOrder()
 
     @as_written
     def scale(self, outputs: Any) -> Any:
@@ -90,7 +133,7 @@ class GradScaler(ScalerState):
         if not self._enabled:
             return outputs
         scale = self.get_scale()
-        return tf.nest.map_structure(lambda loss: gradient_lib.scaled_loss(loss, scale), outputs)
+        return tf.nest.map_structure(lambda loss: scaled_loss(loss, scale), outputs)
 
     @as_written
     def unscale(self, optimizer: keras.optimizers.Optimizer, grads: Iterable[Any]) -> list[Any]:
@@ -111,16 +154,15 @@ class GradScaler(ScalerState):
             TypeError: `optimizer` is no Keras optimizer, or `grads` no list of gradients.
             ValueError: The optimizer scales losses itself.
         """
-        grads = gradient_lib.listed(grads, "unscale")
+        grads = listed(grads, "unscale")
         if not self._enabled:
             return grads
-        _check_optimizer(optimizer)
-        guards = self._rounds.check_order("unscale", optimizer)
-        variables = getattr(optimizer, "_trainable_variables", ())
-        unscaled = gradient_lib.unscale_all(grads, variables, self.get_scale())
-        finite = gradient_lib.on_every_replica(gradient_lib.all_finite(unscaled))
+        check_scales_no_loss(optimizer, "GradScaler")
+        guards = self._calls.check_order("unscale", optimizer)
+        unscaled = Gradients.for_optimizer(optimizer, grads, self.get_scale()).unscaled().values
+        finite = on_every_replica(Gradients.of_any(unscaled).all_finite())
         with tf.control_dependencies(guards):
-            self._rounds.record(optimizer, Stage.UNSCALED, tf.identity(finite))
+            self._calls.record(optimizer, Stage.UNSCALED, tf.identity(finite))
         return unscaled
 
     @as_written
@@ -144,7 +186,7 @@ class GradScaler(ScalerState):
             ValueError: The optimizer scales losses itself, or there is nothing to apply, or a
                 shape does not fit its variable.
         """
-        grads, variables = gradient_lib.split_pairs(grads_and_vars, "step")
+        grads, variables = split_pairs(grads_and_vars, "step")
         return self._step("step", optimizer, grads, variables)
 
     def _step(
@@ -157,32 +199,29 @@ class GradScaler(ScalerState):
         if not self._enabled:
             optimizer.apply_gradients(zip(grads, variables, strict=True))
             return tf.constant(True)
-        _check_optimizer(optimizer)
-        gradient_lib.check_gradients(grads, variables)
+        check_scales_no_loss(optimizer, "GradScaler")
+        check_gradients(grads, variables)
         check_in_replica()
-        guards = self._rounds.check_order(call, optimizer)
+        guards = self._calls.check_order(call, optimizer)
         if not optimizer.built:
             outside_the_graph(lambda: optimizer.build(variables))
-        scale = self._still_scaled_by(optimizer)
-        finite = gradient_lib.on_every_replica(gradient_lib.all_finite(grads, variables, scale))
+        gradients = Gradients(grads, variables, self._divisor(optimizer))
         with tf.control_dependencies(guards):
             # Also what unscale found, perhaps in another function, and clipping has hidden since.
-            found = self._rounds.of(optimizer).nonfinite.is_set()
-            finite = tf.logical_and(finite, tf.logical_not(found))
-        self._rounds.record(optimizer, Stage.STEPPED, finite)
-        apply_if_finite(finite, optimizer, grads, variables, scale)
-        return finite
+            finite = tf.logical_not(self._calls.of(optimizer).nonfinite.is_set())
+        checked = self._pipeline.run(gradients, finite=finite)
+        self._calls.record(optimizer, Stage.STEPPED, checked.finite)
+        apply_if_finite(optimizer, checked)
+        return checked.finite
 
-    def _still_scaled_by(self, optimizer: keras.optimizers.Optimizer) -> Any:
-        """Returns what the gradients are to be divided by; None where they have been."""
-        stage = self._rounds.stage(optimizer)
-        if stage is Stage.UNSCALED:
-            return None
-        scale = self.get_scale()
-        if stage is Stage.UNKNOWN:
-            unscaled = self._rounds.of(optimizer).reached[Stage.UNSCALED].is_set()
-            return tf.where(unscaled, 1.0, scale)
-        return scale
+    def _divisor(self, optimizer: keras.optimizers.Optimizer) -> Any:
+        """What the gradients are still to be divided by; None where they have been."""
+        stage = self._calls.stage(optimizer)
+        return divisor_of(
+            self.get_scale(),
+            None if stage is Stage.UNKNOWN else stage is Stage.UNSCALED,
+            lambda: self._calls.of(optimizer).reached[Stage.UNSCALED].is_set(),
+        )
 
     @as_written
     def update(self, new_scale: Any = None) -> None:
@@ -200,12 +239,12 @@ class GradScaler(ScalerState):
         if not self._enabled:
             return
         if new_scale is None:
-            with tf.control_dependencies(self._rounds.check_recorded()):
-                finite = self._rounds.all_finite()
+            with tf.control_dependencies(self._calls.check_recorded()):
+                finite = self._calls.all_finite()
             self._follow_the_rule(finite)
         else:
             self._set_scale(new_scale)
-        self._rounds.start_next()
+        self._calls.start_next()
 
     @as_written
     def minimize(
@@ -240,20 +279,131 @@ class GradScaler(ScalerState):
         self.update()
         return applied
 
+    def _follow_the_rule(self, finite: Any) -> None:
+        """Moves the scale on by one iteration, whose gradients were all finite or not."""
+        scale = tf.cast(self._scale, "float64")
+        growth_factor = tf.convert_to_tensor(self._growth_factor)
+        grown = tf.cast(scale * growth_factor, "float32")
+        rule = _Rule(
+            growth_factor,
+            tf.convert_to_tensor(self._backoff_factor),
+            tf.convert_to_tensor(self._growth_interval),
+            # What cannot grow any more keeps its value.
+            max_scale=tf.where(tf.math.is_finite(grown), tf.cast(_FLOAT32.max, "float64"), scale),
+        )
+        self._scale_variables.advance(rule, finite)
 
-def _check_optimizer(optimizer: Any) -> None:
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ValueError(
-            f"{optimizer.name} is a LossScaleOptimizer; with a GradScaler the loss would be "
-            "scaled twice. Pass its inner_optimizer instead."
+    def _set_scale(self, new_scale: Any) -> None:
+        if not tf.is_tensor(new_scale):
+            self._scale.assign(_checked_scale("new_scale", new_scale))
+            return
+        scale = tf.reshape(tf.cast(new_scale, "float32"), [])
+        usable = (scale >= _FLOAT32.tiny) & (scale <= _FLOAT32.max)
+        self._scale.assign(tf.where(usable, scale, self._scale))
+
+    def get_scale(self) -> Any:
+        """The current scale, a scalar float32 tensor; 1 if not enabled."""
+        return tf.convert_to_tensor(self._scale) if self._enabled else tf.constant(1.0)
+
+    def is_enabled(self) -> bool:
+        """Whether the scaler does anything."""
+        return self._enabled
+
+    def get_growth_factor(self) -> float:
+        """The factor the scale grows by. Waits for the device."""
+        return float(self._growth_factor.numpy())
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Sets the factor the scale grows by, greater than 1."""
+        self._growth_factor.assign(_checked_growth_factor(new_factor))
+
+    def get_backoff_factor(self) -> float:
+        """The factor the scale backs off by. Waits for the device."""
+        return float(self._backoff_factor.numpy())
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Sets the factor the scale backs off by, between 0 and 1."""
+        self._backoff_factor.assign(_checked_backoff_factor(new_factor))
+
+    def get_growth_interval(self) -> int:
+        """Iterations in a row without overflow before the scale grows. Waits for the device."""
+        return int(self._growth_interval.numpy())
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Sets the iterations in a row without overflow before the scale grows, at least 1."""
+        self._growth_interval.assign(_checked_interval(new_interval))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in plain numbers, under PyTorch's names. Waits for the device.
+
+        Returns:
+            `scale`, `growth_factor`, `backoff_factor`, `growth_interval` and `_growth_tracker`;
+            an empty dict if not enabled.
+        """
+        if not self._enabled:
+            return {}
+        return {
+            "scale": float(self._scale.numpy()),
+            "growth_factor": self.get_growth_factor(),
+            "backoff_factor": self.get_backoff_factor(),
+            "growth_interval": self.get_growth_interval(),
+            "_growth_tracker": int(self._growth_tracker.numpy()),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned, PyTorch's or ours. Does nothing if not enabled.
+
+        Args:
+            state_dict: The state; not modified.
+
+        Raises:
+            RuntimeError: It is empty: it comes from a scaler that was not enabled.
+            KeyError: Something is missing.
+            TypeError: It is no dict, or a value has the wrong type.
+            ValueError: A value is out of range. Nothing is restored then.
+        """
+        if not self._enabled:
+            return
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                "load_state_dict takes the dict that state_dict() returned; got "
+                f"{state_dict!r} of type {type(state_dict).__name__}."
+            )
+        if not state_dict:
+            raise RuntimeError(
+                "The state dict is empty; it was probably saved by a GradScaler with "
+                "enabled=False. Start this one without it, or disable it too."
+            )
+        tracker = checked_number(
+            "_growth_tracker", state_dict["_growth_tracker"], low=0, high=2**31
         )
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(
-            "GradScaler takes a keras.optimizers.Optimizer, e.g. keras.optimizers.Adam(); got "
-            f"{described(optimizer)}"
+        values = (
+            (self._scale, _checked_scale("scale", state_dict["scale"])),
+            (self._growth_factor, _checked_growth_factor(state_dict["growth_factor"])),
+            (self._backoff_factor, _checked_backoff_factor(state_dict["backoff_factor"])),
+            (self._growth_interval, _checked_interval(state_dict["growth_interval"])),
+            (self._growth_tracker, int(tracker)),
         )
-    if optimizer.loss_scale_factor is not None:
-        raise ValueError(
-            f"{optimizer.name} has loss_scale_factor={optimizer.loss_scale_factor}, so it "
-            "scales losses itself. Create it without."
-        )
+        for variable, value in values:  # Only now: a bad value must not leave half a state.
+            variable.assign(value)
+
+
+def _variable(dtype: str, value: float, name: str | None = None) -> tf.Variable:
+    # No aggregation: every replica assigns the same value to its own copy.
+    return tf.Variable(value, dtype=dtype, trainable=False, name=name)
+
+
+def _checked_scale(name: str, value: Any) -> float:
+    return checked_number(name, value, low=_FLOAT32.tiny, high=_FLOAT32.max)
+
+
+def _checked_growth_factor(value: Any) -> float:
+    return checked_number("growth_factor", value, low=1.0, high=math.inf, bounds="()")
+
+
+def _checked_backoff_factor(value: Any) -> float:
+    return checked_number("backoff_factor", value, low=0.0, high=1.0, bounds="()")
+
+
+def _checked_interval(value: Any) -> int:
+    return checked_count("growth_interval", value)

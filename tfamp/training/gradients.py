@@ -1,8 +1,13 @@
-"""Pure functions on lists of gradients: checking, unscaling, finiteness, agreement of replicas."""
+"""The gradients of a step on their way to the weights: summed, checked, clipped, unscaled.
+
+Every stage takes `Gradients` and returns new ones; `GradientPipeline` puts them in their order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -10,7 +15,309 @@ import tensorflow as tf
 from keras import ops
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.core.options import GradClip
 from tfamp.interop.keras_backend import runs_tensorflow
+from tfamp.training.replicas import all_reduce_sum, on_every_replica, several_replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """The gradients of one step, and what they are still to be divided by.
+
+    Attributes:
+        values: Float tensors, `tf.IndexedSlices` or None.
+        variables: What each of them updates; None where that is not known.
+        divisor: Scalar float32, the same for all; None: they are unscaled.
+        checked: Whether each has been checked before; None: none has been.
+        summed: Whether they are sums over all replicas.
+    """
+
+    values: list[Any]
+    variables: list[Any]
+    divisor: Any = None
+    checked: list[bool] | None = None
+    summed: bool = False
+
+    @classmethod
+    def of_any(cls, values: list[Any], divisor: Any = None) -> Gradients:
+        """Gradients of variables that are not known."""
+        return cls(values, [None] * len(values), divisor)
+
+    @classmethod
+    def for_optimizer(cls, optimizer: Any, values: list[Any], divisor: Any) -> Gradients:
+        """Gradients, which may not be all, for the variables an optimizer was built with."""
+        variables = list(getattr(optimizer, "_trainable_variables", ()))
+        # Without one for each gradient it is not known which are a variable's next value.
+        fits = len(variables) == len(values)
+        return cls(values, variables, divisor) if fits else cls.of_any(values, divisor)
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """The gradients with their variables."""
+        return list(zip(self.values, self.variables, strict=True))
+
+    def unscaled(self) -> Gradients:
+        """The gradients divided by their divisor, in float32 or wider; sparse ones stay sparse."""
+        if self.divisor is None:
+            return self
+        values = [
+            gradient if is_next_value(variable) else _divided(gradient, self.divisor)
+            for gradient, variable in self.pairs()
+        ]
+        return replace(self, values=values, divisor=None)
+
+    def as_stored(self) -> Gradients:
+        """The gradients of float16 and bfloat16 variables in their variable's dtype.
+
+        Keras adds gradients up in sums of that dtype, and does not cast them itself there.
+        """
+        return replace(self, values=[_stored(*pair) for pair in self.pairs()])
+
+    def all_finite(self) -> Any:
+        """Whether no unchecked gradient is inf or NaN, unscaled and in its variable's dtype."""
+        checked = self.checked or [False] * len(self.values)
+        pairs = [
+            (gradient, variable)
+            for gradient, variable, known in zip(self.values, self.variables, checked, strict=True)
+            if gradient is not None and not known
+        ]
+        squared = [pair for pair in pairs if _can_be_squared(*pair)]
+        checks = _finite_each([p for p in pairs if not _can_be_squared(*p)], self.divisor)
+        if squared:
+            checks.append(_finite_squares(squared, self.divisor))
+        return ops.all(ops.stack(checks)) if checks else ops.convert_to_tensor(True)
+
+    def summed_over_replicas(self) -> Gradients:
+        """The sums of the unscaled gradients over the replicas, in float32 or wider."""
+        unscaled = self.unscaled()
+        return replace(unscaled, values=_all_reduced(unscaled.pairs()), checked=None, summed=True)
+
+    def summed_in_float16(self, loss_scale: Any) -> Gradients:
+        """The sums over the replicas, sent as float16 at the loss scale, which divides them then.
+
+        What is sent is the gradient times the loss scale, as on one replica. What overflows, in a
+        cast or in the sum, is inf in the result: so the result has to be checked, and a loss scale
+        that is too large for the sum backs off. Gradients of 16 bits are sent in their dtype,
+        float64 in float64.
+
+        Source: TensorFlow RFC 293, "Keras mixed precision", which designed it and was not built.
+        """
+        factor = loss_scale if self.divisor is None else loss_scale / self.divisor
+
+        def packed(values: Any) -> Any:
+            wide = _widened(values)
+            sent = "float16" if values.dtype == tf.float32 else values.dtype
+            return tf.cast(wide * tf.cast(factor, wide.dtype), sent)
+
+        sent = [(g if is_next_value(v) else _mapped(packed, g), v) for g, v in self.pairs()]
+        values = [_mapped(_widened, gradient) for gradient in _all_reduced(sent)]
+        return replace(self, values=values, divisor=loss_scale, checked=None, summed=True)
+
+    def clipped(self, clip: GradClip) -> tuple[Gradients, Any]:
+        """Clips the gradients, all together, by their divisor; returns their norm before as well.
+
+        The divisor stays, to the last bit, where the norm is within bounds.
+        """
+        norm = self._norm(clip.norm_type)
+        divisor = tf.constant(1.0) if self.divisor is None else tf.cast(self.divisor, tf.float32)
+        factor = tf.maximum(norm, clip.max_norm) / clip.max_norm
+        return replace(self, divisor=divisor * factor), norm
+
+    def _norm(self, norm_type: float) -> Any:
+        """The norm of the unscaled gradients as one long vector; not finite where one is not."""
+        given = [g for g, v in self.pairs() if g is not None and not is_next_value(v)]
+        if not given:
+            return tf.constant(0.0)
+        norm = _norm_function(norm_type)([_distinct_rows(gradient) for gradient in given])
+        return norm / (1.0 if self.divisor is None else tf.cast(self.divisor, tf.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Gradients that are ready to be applied where all were finite.
+
+    Attributes:
+        gradients: They, clipped, still to be divided by their divisor.
+        finite: Scalar bool tensor, equal on all replicas.
+        norm: Norm before clipping, scalar float32; None where nothing is clipped.
+    """
+
+    gradients: Gradients
+    finite: Any
+    norm: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPipeline:
+    """What happens to gradients before they are applied.
+
+    Attributes:
+        clip: How the sum over the replicas is clipped.
+        sums_in_float16: Whether it is sent as float16.
+    """
+
+    clip: GradClip | None = None
+    sums_in_float16: bool = False
+
+    def run(self, gradients: Gradients, *, finite: Any, loss_scale: Any = None) -> Checked:
+        """Sums, checks and clips gradients.
+
+        `finite` says what was found of those that were checked before. Sums in float16 are sent at
+        `loss_scale`; all sums are checked, as they can overflow where no replica's gradient has.
+        """
+        if several_replicas() and (self.sums_in_float16 or self.clip is not None):
+            gradients = (
+                gradients.summed_in_float16(loss_scale)
+                if self.sums_in_float16
+                else gradients.summed_over_replicas()
+            )
+        finite = on_every_replica(ops.logical_and(gradients.all_finite(), finite))
+        if self.clip is None:
+            return Checked(gradients, finite)
+        clipped, norm = gradients.clipped(self.clip)
+        return Checked(clipped, finite, norm)
+
+
+def is_next_value(variable: Any) -> bool:
+    """Whether a variable's "gradient" is its next value (float8 training), no derivative."""
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
+def _divided(gradient: Any, divisor: Any) -> Any:
+    return _mapped(lambda values: _quotient(values, divisor), gradient)
+
+
+def _quotient(values: Any, divisor: Any) -> Any:
+    if dtype_name(values) in LOW_PRECISION:
+        values = ops.cast(values, "float32")
+    return values / ops.cast(divisor, values.dtype)
+
+
+def _stored(gradient: Any, variable: Any) -> Any:
+    if not _narrows(gradient, variable):
+        return gradient
+    return _mapped(lambda values: ops.cast(values, dtype_name(variable)), gradient)
+
+
+def _mapped(function: Callable[[Any], Any], gradient: Any) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
+    return function(gradient)
+
+
+# ---- Checking ------------------------------------------------------------------------------------
+
+
+def _finite_squares(pairs: Sequence[tuple[Any, Any]], divisor: Any) -> Any:
+    # The sum of the squares takes one look at a gradient, and is finite only where every element
+    # is. Where it is not, which is rare, every element is looked at.
+    sums = tf.stack([tf.nn.l2_loss(tf.cast(gradient, "float32")) for gradient, _ in pairs])
+    sums = sums if divisor is None else sums / divisor / divisor
+    return tf.cond(
+        tf.reduce_all(tf.math.is_finite(sums)),
+        lambda: tf.constant(True),
+        lambda: tf.reduce_all(tf.stack(_finite_each(pairs, divisor))),
+    )
+
+
+def _finite_each(pairs: Sequence[tuple[Any, Any]], divisor: Any) -> list[Any]:
+    checks = []
+    for gradient, variable in pairs:
+        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        if divisor is not None and not is_next_value(variable):
+            values = _quotient(values, divisor)
+        if _narrows(values, variable):
+            values = ops.cast(values, dtype_name(variable))
+        checks.append(ops.all(ops.isfinite(values)))
+    return checks
+
+
+def _can_be_squared(gradient: Any, variable: Any) -> bool:
+    # In eager mode the host would wait for the device between the two looks.
+    if not runs_tensorflow() or tf.executing_eagerly():
+        return False
+    sparse = isinstance(gradient, tf.IndexedSlices)
+    narrow = variable is not None and dtype_name(variable) in LOW_PRECISION
+    wide = dtype_name(gradient) == "float64"
+    return not (sparse or narrow or wide or is_next_value(variable))
+
+
+def _narrows(gradient: Any, variable: Any) -> bool:
+    if gradient is None or variable is None:
+        return False
+    return dtype_name(variable) in LOW_PRECISION and dtype_name(gradient) != dtype_name(variable)
+
+
+# ---- Summing -------------------------------------------------------------------------------------
+
+
+def _all_reduced(pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+    result = [gradient for gradient, _ in pairs]
+    sent = [i for i, (g, v) in enumerate(pairs) if g is not None and not is_next_value(v)]
+    if sent:
+        sums = all_reduce_sum([result[i] for i in sent])
+        for i, value in zip(sent, sums, strict=True):
+            result[i] = value
+    return result
+
+
+def _widened(values: Any) -> Any:
+    values = tf.convert_to_tensor(values)
+    return tf.cast(values, tf.float32) if values.dtype.name in LOW_PRECISION else values
+
+
+# ---- The norm ------------------------------------------------------------------------------------
+
+
+def _distinct_rows(gradient: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        _, rows = tf.unique(gradient.indices)
+        # As many rows as there were: those beyond the distinct ones are zero.
+        return _widened(tf.math.unsorted_segment_sum(gradient.values, rows, tf.size(rows)))
+    return _widened(gradient)
+
+
+def _norm_function(norm_type: float) -> Callable[[Sequence[Any]], Any]:
+    return {1: _sum_of_magnitudes, 2: _euclidean, math.inf: _greatest}[norm_type]
+
+
+def _sum_of_magnitudes(values: Sequence[Any]) -> Any:
+    return _total([tf.reduce_sum(tf.abs(value)) for value in values])
+
+
+def _total(parts: Sequence[Any]) -> Any:
+    return tf.add_n([tf.cast(part, tf.float32) for part in parts])
+
+
+def _greatest(values: Sequence[Any]) -> Any:
+    # Not tf.reduce_max: which of NaN and a number it takes is up to the kernel.
+    greatest = tf.stack([tf.cast(tf.norm(value, math.inf), tf.float32) for value in values])
+    is_nan = tf.stack([tf.reduce_any(tf.math.is_nan(value)) for value in values])
+    return tf.where(tf.reduce_any(is_nan), math.nan, tf.reduce_max(greatest))
+
+
+def _euclidean(values: Sequence[Any]) -> Any:
+    if tf.executing_eagerly():
+        # The host would wait for the device to know whether the squares are in range.
+        return _euclidean_of_any_size(values)
+    squares = 2 * _total([tf.nn.l2_loss(value) for value in values])
+    return tf.cond(
+        tf.math.is_finite(squares) & (squares > 1e-30),
+        lambda: tf.sqrt(squares),
+        lambda: _euclidean_of_any_size(values),
+    )
+
+
+def _euclidean_of_any_size(values: Sequence[Any]) -> Any:
+    """The same where squares overflow or underflow: gradients of a scaled loss may be large."""
+    greatest = _greatest(values)
+    unit = tf.where(greatest > 0, greatest, 1.0)
+    squares = [tf.nn.l2_loss(value / tf.cast(unit, value.dtype)) for value in values]
+    return unit * tf.sqrt(2 * _total(squares))
+
+
+# ---- What a user gave ----------------------------------------------------------------------------
 
 
 def variable_name(variable: Any) -> str:
@@ -23,211 +330,8 @@ def dtype_name(tensor: Any) -> str:
     return keras.backend.standardize_dtype(tensor.dtype)
 
 
-def scaled_loss(loss: Any, scale: Any) -> Any:
-    """Multiplies a loss by the loss scale, in float32 or wider.
-
-    A float16 loss is cast first: the default maximum scale, and already 2**16, is inf in float16.
-
-    Args:
-        loss: Float tensor of any shape, or a number.
-        scale: Scalar float32.
-
-    Returns:
-        The scaled loss: float64 if the loss is, else float32.
-
-    Raises:
-        TypeError: `loss` is no float tensor or number.
-    """
-    loss = _as_float_tensor(loss)
-    if dtype_name(loss) in LOW_PRECISION:
-        loss = ops.cast(loss, "float32")
-    return loss * ops.cast(scale, loss.dtype)
-
-
-def _as_float_tensor(loss: Any) -> Any:
-    try:
-        tensor = ops.convert_to_tensor(loss)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"The loss must be a float tensor; got {type(loss).__name__}. To scale several losses, "
-            "scale each of them."
-        ) from error
-    if dtype_name(tensor) not in FLOAT_DTYPES:
-        raise TypeError(f"The loss must be a float tensor; got dtype {dtype_name(tensor)}.")
-    return tensor
-
-
-def unscale(gradient: Any, scale: Any) -> Any:
-    """Divides one gradient by the loss scale, in float32 or wider.
-
-    Args:
-        gradient: Float tensor, `tf.IndexedSlices` (its values are divided, it is not densified)
-            or None.
-        scale: Scalar float32.
-
-    Returns:
-        The unscaled gradient; None for None.
-    """
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            unscale(gradient.values, scale), gradient.indices, gradient.dense_shape
-        )
-    if dtype_name(gradient) in LOW_PRECISION:
-        gradient = ops.cast(gradient, "float32")
-    return gradient / ops.cast(scale, gradient.dtype)
-
-
-def unscale_all(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> list[Any]:
-    """Divides gradients by the loss scale, in float32 or wider.
-
-    Args:
-        gradients: As in `unscale`.
-        variables: The variables they belong to. Those that are overwritten with their "gradient"
-            keep it: it is their next value (float8 training), not a derivative. Where there is
-            another number of variables than of gradients, all gradients are divided.
-        scale: Scalar float32. None: they have been.
-
-    Returns:
-        The unscaled gradients, in the same order.
-    """
-    if scale is None:
-        return list(gradients)
-    if len(variables) != len(gradients):
-        return [unscale(gradient, scale) for gradient in gradients]
-    return [
-        gradient
-        if getattr(variable, "overwrite_with_gradient", False)
-        else unscale(gradient, scale)
-        for gradient, variable in zip(gradients, variables, strict=True)
-    ]
-
-
-def as_stored_all(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """Casts the gradients of float16 and bfloat16 variables to their variable's dtype.
-
-    Keras adds gradients up in sums of that dtype, and does not cast them itself there.
-
-    Args:
-        gradients: Unscaled gradients: float tensors, `tf.IndexedSlices` or None.
-        variables: The variables they belong to, in the same order.
-
-    Returns:
-        The gradients, in the same order.
-    """
-    return [_stored(*pair) for pair in zip(gradients, variables, strict=True)]
-
-
-def _stored(gradient: Any, variable: Any) -> Any:
-    if gradient is None or not _narrows(gradient, variable):
-        return gradient
-    values = _as_stored(gradient, variable)
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return values
-
-
-def all_finite(
-    gradients: Sequence[Any], variables: Sequence[Any] | None = None, scale: Any = None
-) -> Any:
-    """Whether no gradient holds an inf or NaN.
-
-    Args:
-        gradients: Float tensors, `tf.IndexedSlices` (only their values are looked at) or None.
-        variables: The variables they belong to, if known. A gradient that is finite but would not
-            be in its variable's narrower dtype counts as not finite.
-        scale: Scalar float32: what counts is the gradients divided by it. None: they are unscaled.
-
-    Returns:
-        Scalar bool tensor; True for an empty list.
-    """
-    pairs = [
-        (gradient, variable)
-        for gradient, variable in zip(gradients, variables or [None] * len(gradients), strict=True)
-        if gradient is not None
-    ]
-    summed = [pair for pair in pairs if _can_be_summed(*pair)]
-    checks = _finite_each([pair for pair in pairs if not _can_be_summed(*pair)], scale)
-    if summed:
-        checks.append(_finite_sums(summed, scale))
-    return ops.all(ops.stack(checks)) if checks else ops.convert_to_tensor(True)
-
-
-def _finite_sums(pairs: Sequence[tuple[Any, Any]], scale: Any) -> Any:
-    # The sum of the squares takes one look at a gradient, and is finite only where every element
-    # is. Where it is not, which is rare, every element is looked at.
-    sums = tf.stack([tf.nn.l2_loss(tf.cast(gradient, "float32")) for gradient, _ in pairs])
-    sums = sums if scale is None else sums / scale / scale
-    return tf.cond(
-        tf.reduce_all(tf.math.is_finite(sums)),
-        lambda: tf.constant(True),
-        lambda: tf.reduce_all(tf.stack(_finite_each(pairs, scale))),
-    )
-
-
-def _finite_each(pairs: Sequence[tuple[Any, Any]], scale: Any) -> list[Any]:
-    return [
-        ops.all(ops.isfinite(_as_stored(_divided(gradient, variable, scale), variable)))
-        for gradient, variable in pairs
-    ]
-
-
-def _can_be_summed(gradient: Any, variable: Any) -> bool:
-    # In eager mode the host would wait for the device between the two looks.
-    if not runs_tensorflow() or tf.executing_eagerly():
-        return False
-    sparse = isinstance(gradient, tf.IndexedSlices)
-    overwritten = getattr(variable, "overwrite_with_gradient", False)
-    narrow = variable is not None and dtype_name(variable) in LOW_PRECISION
-    return not (sparse or overwritten or narrow or dtype_name(gradient) == "float64")
-
-
-def _narrows(gradient: Any, variable: Any) -> bool:
-    dtype = None if variable is None else dtype_name(variable)
-    return dtype in LOW_PRECISION and dtype_name(gradient) != dtype
-
-
-def _divided(gradient: Any, variable: Any, scale: Any) -> Any:
-    if scale is None or getattr(variable, "overwrite_with_gradient", False):
-        return gradient
-    return unscale(gradient, scale)
-
-
-def _as_stored(gradient: Any, variable: Any) -> Any:
-    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    return ops.cast(values, dtype_name(variable)) if _narrows(values, variable) else values
-
-
-def on_every_replica(finite: Any) -> Any:
-    """Makes all replicas agree: True only where every replica of every worker said True.
-
-    Args:
-        finite: Scalar bool tensor of this replica.
-
-    Returns:
-        Scalar bool tensor, equal on all replicas. Without several replicas it is `finite`.
-    """
-    replica = tf.distribute.get_replica_context()
-    if replica is None or replica.num_replicas_in_sync == 1:
-        return finite
-    faults = tf.cast(tf.logical_not(finite), "float32")
-    return tf.equal(replica.all_reduce(tf.distribute.ReduceOp.SUM, faults), 0.0)
-
-
 def listed(gradients: Iterable[Any], caller: str) -> list[Any]:
-    """Returns gradients as a list.
-
-    Args:
-        gradients: Float tensors, `tf.IndexedSlices` or None.
-        caller: Name of the method they were given to, for the message.
-
-    Returns:
-        The gradients, in the same order.
-
-    Raises:
-        TypeError: It is one tensor, a dict or something else that is no list of gradients.
-    """
+    """Returns gradients as a list, or raises that `caller` takes one."""
     if (
         isinstance(gradients, (dict, str))
         or not isinstance(gradients, Iterable)
@@ -243,18 +347,7 @@ def listed(gradients: Iterable[Any], caller: str) -> list[Any]:
 def split_pairs(
     grads_and_vars: Iterable[tuple[Any, Any]], caller: str
 ) -> tuple[list[Any], list[Any]]:
-    """Splits (gradient, variable) pairs.
-
-    Args:
-        grads_and_vars: The pairs.
-        caller: Name of the method they were given to, for the message.
-
-    Returns:
-        The gradients and the variables.
-
-    Raises:
-        TypeError: An element is no pair.
-    """
+    """Splits (gradient, variable) pairs, or raises that `caller` takes those."""
     try:
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
     except (TypeError, ValueError) as error:
@@ -266,17 +359,7 @@ def split_pairs(
 
 
 def check_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Raises if the gradients cannot be applied to the variables, before anything is changed.
-
-    Args:
-        gradients: Float tensors, `tf.IndexedSlices` or None.
-        variables: The variables they belong to, in the same order.
-
-    Raises:
-        ValueError: The lists are empty or of different lengths, all gradients are None, or a
-            shape does not fit.
-        TypeError: A gradient is no float tensor.
-    """
+    """Raises if the gradients cannot be applied to the variables, before anything is changed."""
     if not gradients:
         raise ValueError(
             "There is nothing to apply: the list of gradients is empty. Pass one (gradient, "

@@ -24,7 +24,7 @@ from tfamp.diagnostics.monitoring.records import activations_of, make_record
 from tfamp.diagnostics.monitoring.step_statistics import SampledCounts, StepStatistics, only_if
 from tfamp.interop.tracing import as_written
 from tfamp.training import gradients as gradient_lib
-from tfamp.training.conditional_apply import outside_the_graph
+from tfamp.training.replicas import outside_the_graph
 
 
 class NumericsMonitor(keras.callbacks.Callback):
@@ -287,7 +287,7 @@ class NumericsMonitor(keras.callbacks.Callback):
             # of a step behind a skipped one are looked at.
             faulty = in_a_row > 0 if finite is None else tf.logical_not(finite)
             if finite is None and self.max_consecutive_skips == 1:
-                faulty = tf.logical_not(gradient_lib.all_finite(grads))
+                faulty = tf.logical_not(gradient_lib.Gradients.of_any(grads).all_finite())
         statistics.observe(
             grads,
             variables,

@@ -12,9 +12,9 @@ import tensorflow as tf
 from tfamp.gradient_accumulator import GradientAccumulator
 from tfamp.interop.keras_backend import described
 from tfamp.optimizer import LossScaleOptimizer
-from tfamp.training import gradients as gradient_lib
-from tfamp.training.conditional_apply import outside_the_graph
 from tfamp.training.grad_scaler import GradScaler
+from tfamp.training.gradients import Gradients
+from tfamp.training.replicas import on_every_replica, outside_the_graph
 
 # Called with gradients, variables, what the gradients are still to be divided by, and whether all
 # are finite; None where the optimizer does not skip steps.
@@ -126,8 +126,7 @@ def _wrap_apply(optimizer: Any, observer: Observer) -> Callable[[], None]:
             outside_the_graph(lambda: optimizer.build(variables))
         if variables:
             # Keras's own loss scaling tells nobody what it found.
-            finite = gradient_lib.all_finite(grads) if scales else None
-            finite = gradient_lib.on_every_replica(finite) if scales else None
+            finite = on_every_replica(Gradients.of_any(grads).all_finite()) if scales else None
             observer(grads, variables, scaling_of(optimizer).scale(), finite)
         return original(grads, trainable_variables, **options)
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfamp.diagnostics.monitoring.exponents import FLOAT16_MAX
 from tfamp.diagnostics.monitoring.value_counts import COLUMNS, count_values
-from tfamp.training.conditional_apply import outside_the_graph
+from tfamp.training.replicas import outside_the_graph
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
-"""What a `GradScaler` knows of each optimizer since the last update, and the order of its calls.
+"""The order of the calls of a `GradScaler`: what it did with each optimizer since the last update.
 
-A *round* lasts from one update to the next. Whatever happens is noted in a variable as the number
-of the round it last happened in. So it is known in every other `tf.function` too, and an update
-forgets all of it by starting another round: also what belongs to an optimizer that the function
-that updates has never heard of.
+An *iteration* lasts from one update to the next. Whatever happens is noted in a variable as the
+number of the iteration it last happened in. So it is known in every other `tf.function` too, and an
+update forgets all of it by starting another iteration: also what belongs to an optimizer that the
+function that updates has never heard of.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import keras
 import tensorflow as tf
 
 from tfamp.interop.tracing import PerTrace
-from tfamp.training.conditional_apply import outside_the_graph
+from tfamp.training.replicas import outside_the_graph
 
 
 class Stage(enum.Enum):
-    """How far an optimizer has come in the round, as far as is known where the question is asked.
+    """How far an optimizer has come in the iteration, as far as is known where it is asked.
 
     In eager mode it is always known. While a function is traced it is known from the calls traced
     before; at the beginning it is not, since the gradients may have been unscaled elsewhere.
@@ -56,11 +56,7 @@ _NO_CHECKS = (
 
 
 class Mark:
-    """Notes that something happened in the current round.
-
-    Args:
-        now: The number of the current round.
-    """
+    """Notes that something happened in the current iteration, whose number is `now`."""
 
     def __init__(self, now: tf.Variable) -> None:
         self._now = now
@@ -75,24 +71,20 @@ class Mark:
         self._last.assign(self._now)
 
     def is_set(self) -> Any:
-        """Whether it was noted in this round, a scalar bool tensor."""
+        """Whether it was noted in this iteration, a scalar bool tensor."""
         return tf.equal(self._last, self._now)
 
 
 class OptimizerMarks:
-    """What happened to one optimizer.
-
-    Args:
-        now: The number of the current round.
-    """
+    """What happened to one optimizer."""
 
     def __init__(self, now: tf.Variable) -> None:
         self.reached = {Stage.UNSCALED: Mark(now), Stage.STEPPED: Mark(now)}
         self.nonfinite = Mark(now)
 
 
-class Rounds:
-    """The rounds of one scaler."""
+class CallOrder:
+    """What one scaler has been called with since its last update."""
 
     def __init__(self) -> None:
         self._now = _counter(0)
@@ -106,15 +98,11 @@ class Rounds:
         )
 
     def knows(self, optimizer: keras.optimizers.Optimizer) -> bool:
-        """Whether the optimizer has been unscaled or stepped before, in any round."""
+        """Whether the optimizer has been unscaled or stepped before, in any iteration."""
         return optimizer in self._marks
 
     def of(self, optimizer: keras.optimizers.Optimizer) -> OptimizerMarks:
-        """The marks of an optimizer.
-
-        Raises:
-            ValueError: Replicas use a scaler that was created outside their strategy's scope.
-        """
+        """The marks of an optimizer."""
         if not self.knows(optimizer):
             self._check_scope()
             outside_the_graph(lambda: self._create_marks(optimizer))
@@ -144,18 +132,9 @@ class Rounds:
         return Stage.READY
 
     def check_order(self, call: str, optimizer: keras.optimizers.Optimizer) -> list[Any]:
-        """Checks that a call comes in order.
+        """Raises if a call, "unscale", "step" or "minimize", does not come in order.
 
-        Args:
-            call: "unscale", "step" or "minimize".
-            optimizer: The optimizer it is called with.
-
-        Returns:
-            What is to be checked when the function that is being traced runs: control
-            dependencies, none in eager mode.
-
-        Raises:
-            RuntimeError: It does not.
+        Returns the control dependencies that check it when the traced function runs.
         """
         known, reached = self.stage(optimizer), self.of(optimizer).reached
         later = []
@@ -168,7 +147,7 @@ class Rounds:
         return later
 
     def check_recorded(self) -> list[Any]:
-        """Checks that something was recorded in this round; as `check_order`."""
+        """Checks that something was recorded in this iteration; as `check_order`."""
         if not tf.executing_eagerly():
             known = bool(self._traced.current())
             return [] if known else [tf.debugging.Assert(self._checked.is_set(), [_NO_CHECKS])]
@@ -187,7 +166,7 @@ class Rounds:
             self._traced.current()[optimizer] = stage
 
     def all_finite(self) -> Any:
-        """Whether the gradients of all optimizers were finite in this round, a bool tensor."""
+        """Whether the gradients of all optimizers were finite in this iteration, a bool tensor."""
         return tf.logical_not(self._nonfinite.is_set())
 
     def start_next(self) -> None:
@@ -195,8 +174,8 @@ class Rounds:
         self._now.assign(self._now + 1)
         self._traced.current().clear()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Rounds:
-        return Rounds()  # What happened with one scaler says nothing of its copy.
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallOrder:
+        return CallOrder()  # What happened with one scaler says nothing of its copy.
 
 
 def _counter(start: int) -> tf.Variable:

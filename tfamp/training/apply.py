@@ -1,0 +1,126 @@
+"""Applying gradients with a Keras optimizer, unless they are not finite, on any strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfamp.core.errors import UnsupportedVersionError
+from tfamp.interop.keras_backend import runs_tensorflow
+from tfamp.interop.tf_private import strategy_needs_merge_call
+from tfamp.training.fused_update import fused_update, has_fused_update
+from tfamp.training.gradients import Checked, Gradients, is_next_value
+from tfamp.training.replicas import call_if
+from tfamp.training.weights import Weights
+
+_PLAIN_WEIGHTS = Weights()
+_SUMS = "_all_reduce_sum_gradients"
+
+
+# Calls a function with arguments that differ between the replicas, once on each of them.
+OnEach = Callable[..., None]
+
+
+def once_for_all_replicas(function: Callable[..., None], condition: Any, *arguments: Any) -> None:
+    """Calls `function(on_each, condition, *arguments)` where a `tf.cond` may hold updates.
+
+    Some strategies allow no condition around an update in a replica; for those the function is
+    called once for all replicas, in cross-replica context. `on_each(update, *arguments)` calls an
+    update on every replica with its own arguments. The condition is the same on all replicas.
+    """
+    if not (runs_tensorflow() and strategy_needs_merge_call()):
+        function(lambda update, *own: update(*own), condition, *arguments)
+        return
+
+    def merged(strategy: tf.distribute.Strategy, condition: Any, *arguments: Any) -> None:
+        def on_each(update: Callable[..., None], *own: Any) -> None:
+            strategy.extended.call_for_each_replica(update, args=own)
+
+        # The replicas agree on it, so any one's will do.
+        function(on_each, strategy.experimental_local_results(condition)[0], *arguments)
+
+    tf.distribute.get_replica_context().merge_call(merged, args=(condition, *arguments))
+
+
+def apply_if_finite(
+    optimizer: keras.optimizers.Optimizer,
+    checked: Checked,
+    weights: Weights = _PLAIN_WEIGHTS,
+    *,
+    skips: bool = True,
+    record: Callable[[Any], None] = lambda finite: None,
+) -> None:
+    """Applies gradients where they are finite, and otherwise changes nothing.
+
+    `skips=False` applies them in any case. `record` is called with whether they were finite after
+    that, once for all replicas.
+    """
+    gradients = checked.gradients
+
+    def apply_own(values: list[Any], divisor: Any) -> None:
+        _apply(optimizer, replace(gradients, values=values, divisor=divisor))
+
+    def on_all_replicas(on_each: OnEach, finite: Any, values: Any, divisor: Any) -> None:
+        def update() -> None:
+            weights.load()
+            on_each(apply_own, values, divisor)
+            weights.store()
+
+        if skips:
+            call_if(finite, update)
+        else:
+            update()
+        record(finite)
+
+    once_for_all_replicas(on_all_replicas, checked.finite, gradients.values, gradients.divisor)
+
+
+def _apply(optimizer: keras.optimizers.Optimizer, gradients: Gradients) -> None:
+    """Divides gradients by their divisor and applies them, with the same result as Keras."""
+    if gradients.summed:
+        _apply_sums(optimizer, gradients.unscaled())
+    elif has_fused_update(optimizer):
+        fused_update(optimizer, gradients)
+    else:
+        gradients = gradients.unscaled()
+        if optimizer.gradient_accumulation_steps:
+            gradients = gradients.as_stored()
+        optimizer.apply(gradients.values, gradients.variables)
+
+
+def _apply_sums(optimizer: keras.optimizers.Optimizer, gradients: Gradients) -> None:
+    """Applies sums over the replicas with the optimizer's `apply`, which must not sum them again.
+
+    Keras's optimizers sum over the replicas inside `apply` and have no switch for it. So `apply` is
+    called on a view of the optimizer: an object with the same attributes, thus the same variables,
+    of a subclass whose sum returns what it is given. The optimizer itself is not touched, which
+    matters where replicas run in threads of their own.
+    """
+    asked: list[bool] = []
+    _view(optimizer, asked).apply(gradients.values, gradients.variables)
+    if not asked and any(g is not None and not is_next_value(v) for g, v in gradients.pairs()):
+        raise UnsupportedVersionError(
+            f"{optimizer.name} ({type(optimizer).__name__}) does not sum gradients over the "
+            f"replicas in Optimizer.{_SUMS}, as Keras 3.12 to 3.15 do, so tfamp cannot do it in "
+            "its place. Leave out grad_clip and aggregate_in_float16 on several replicas."
+        )
+
+
+def _view(optimizer: Any, asked: list[bool]) -> Any:
+    def as_given(self: Any, grads_and_vars: Any) -> list[Any]:
+        asked.append(True)
+        return list(grads_and_vars)
+
+    kind = type(optimizer)
+    view: Any = object.__new__(type(kind.__name__, (kind,), {_SUMS: as_given}))
+    # Past Keras's __setattr__, which would track the variables a second time.
+    vars(view).update(vars(optimizer))
+    if "_inner_optimizers" in vars(view):  # MultiOptimizer hands each its share.
+        vars(view)["_inner_optimizers"] = [
+            _view(each, asked) for each in optimizer._inner_optimizers
+        ]
+    return view

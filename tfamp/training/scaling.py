@@ -1,0 +1,212 @@
+"""The loss scale in variables, and what is still scaled by it.
+
+The owner makes the variables, so that its checkpoints name them; these parts read and assign them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.core.loss_scale import DynamicRule, LossScaleState, next_state
+from tfamp.core.options import LossScale
+from tfamp.interop.keras_backend import as_tensor, described
+from tfamp.interop.tracing import PerTrace
+from tfamp.training.gradients import Gradients, dtype_name
+
+
+def check_scales_no_loss(optimizer: Any, user: str) -> None:
+    """Raises if an optimizer is none, or scales losses itself, and `user` scales them too."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            f"{optimizer.name} is a LossScaleOptimizer already; with a {user} the loss would be "
+            "scaled twice. Pass its inner_optimizer instead."
+        )
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"The optimizer for a {user} must be a keras.optimizers.Optimizer, e.g. "
+            f"keras.optimizers.Adam(); got {described(optimizer)}"
+        )
+    factor = optimizer.loss_scale_factor
+    if factor is not None:
+        raise ValueError(
+            f"{optimizer.name} has loss_scale_factor={factor}, so it scales losses itself. Create "
+            f"it without; tfamp.LossScaleOptimizer(..., loss_scale={factor}) has a fixed scale."
+        )
+
+
+def scaled_loss(loss: Any, scale: Any) -> Any:
+    """Multiplies a loss by the loss scale, in float32 or wider.
+
+    A float16 loss is cast first: the default maximum scale, and already 2**16, is inf in float16.
+    """
+    try:
+        tensor = ops.convert_to_tensor(loss)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"The loss must be a float tensor; got {type(loss).__name__}. To scale several losses, "
+            "scale each of them."
+        ) from error
+    if dtype_name(tensor) not in FLOAT_DTYPES:
+        raise TypeError(f"The loss must be a float tensor; got dtype {dtype_name(tensor)}.")
+    if dtype_name(tensor) in LOW_PRECISION:
+        tensor = ops.cast(tensor, "float32")
+    return tensor * ops.cast(scale, tensor.dtype)
+
+
+class ScaleVariables:
+    """A loss scale and its counters in variables, moved on by `next_state`.
+
+    Args:
+        variables: The variables; None for a counter that the rule does not look at.
+        dtype: The dtype the scale is computed in.
+    """
+
+    def __init__(self, variables: LossScaleState, dtype: str = "float32") -> None:
+        self._variables = variables
+        self._dtype = dtype
+
+    @property
+    def scale(self) -> Any:
+        """The loss scale, a scalar tensor."""
+        return as_tensor(self._variables.scale)
+
+    def advance(self, rule: LossScale | DynamicRule, finite: Any) -> None:
+        """Moves the state on by one step, whose gradients were all finite or not."""
+        before = LossScaleState(*(0 if v is None else as_tensor(v) for v in self._variables))
+        if dtype_name(before.scale) != self._dtype:
+            before = before._replace(scale=ops.cast(before.scale, self._dtype))
+        after = next_state(rule, before, finite, ops)
+        for variable, old, new in zip(self._variables, before, after, strict=True):
+            if variable is not None and new is not old:
+                variable.assign(ops.cast(new, variable.dtype))
+
+
+def divisor_of(scale: Any, unscaled: bool | None, noted: Callable[[], Any]) -> Any:
+    """What gradients are still to be divided by: the scale, or None where they are unscaled.
+
+    `unscaled` is None where that only shows at run time; then `noted`, a scalar bool, says it.
+    """
+    if unscaled is None:
+        return ops.where(noted(), 1.0, scale)
+    return None if unscaled else scale
+
+
+class UnscaledGradients:
+    """Which gradients an optimizer has unscaled since its last apply, and whether they were finite.
+
+    In the graph where they were unscaled that is a fact of the program text. For an apply in
+    another graph two variables hold it.
+
+    Args:
+        state: The loss scale.
+        pending: Bool variable: something was unscaled and not applied.
+        finite: Bool variable: everything that was unscaled was finite.
+    """
+
+    def __init__(self, state: ScaleVariables, pending: Any, finite: Any) -> None:
+        self._state, self._pending, self._finite = state, pending, finite
+        self._windows = PerTrace(_Window)
+
+    @property
+    def all_finite(self) -> Any:
+        """Whether all that were unscaled since the last apply were finite, a bool tensor."""
+        return as_tensor(self._finite)
+
+    def unscale(self, optimizer: Any, gradients: list[Any]) -> list[Any]:
+        """Unscales gradients for an optimizer, once; checks them and notes both."""
+        window = self._windows.current()
+        window.check_not_unscaled(gradients)
+        scaled = Gradients.for_optimizer(optimizer, gradients, self._state.scale)
+        unscaled = scaled.unscaled().values
+        # The replicas agree on it when they apply: nothing is sent here.
+        found = Gradients.of_any(unscaled).all_finite()
+        self._finite.assign(ops.logical_and(self.all_finite, found))
+        self._pending.assign(True)
+        window.remember(gradients, unscaled)
+        return unscaled
+
+    def known_here(self) -> bool:
+        """Whether something was unscaled in this graph since the last apply."""
+        return self._windows.current().is_open
+
+    def take(
+        self, gradients: list[Any], targets: list[Any], unscaled: bool | None = None
+    ) -> Gradients:
+        """Gradients with what they are still to be divided by; forgets what is known of them here.
+
+        `unscaled` is what the caller says of them, None for nothing.
+        """
+        window = self._windows.current()
+        # What the variable's own dtype can hold was not known when they were unscaled.
+        checked = [
+            came_out and dtype_name(target) not in LOW_PRECISION
+            for came_out, target in zip(window.came_out(gradients), targets, strict=True)
+        ]
+        if window.close() and unscaled is None:
+            unscaled = True
+        divisor = divisor_of(self._state.scale, unscaled, lambda: as_tensor(self._pending))
+        return Gradients(gradients, targets, divisor, checked)
+
+    def drop_pending(self) -> None:
+        """Forgets, unless it is known here, that something was unscaled and not applied."""
+        if not self.known_here():
+            self._pending.assign(False)
+
+    def start_next(self) -> None:
+        """Starts the next step."""
+        self._pending.assign(False)
+        self._finite.assign(True)
+
+    def forget(self) -> None:
+        """Forgets everything, here as well."""
+        self._windows.current().close()
+        self.start_next()
+
+
+class _Window:
+    """The gradients unscaled since the last apply, in one graph or in eager mode."""
+
+    def __init__(self) -> None:
+        # Weak: the window must not keep a step's gradients alive.
+        self._seen: list[weakref.ref[Any]] = []
+        self._unscaled: list[weakref.ref[Any]] = []
+        self.is_open = False
+
+    def check_not_unscaled(self, gradients: Sequence[Any]) -> None:
+        """Raises if one of the gradients went in or came out since the last apply."""
+        seen = {id(tensor) for ref in self._seen if (tensor := ref()) is not None}
+        if any(id(values) in seen for values in _tensors(gradients)):
+            raise ValueError(
+                "These gradients have been unscaled already since the last apply; unscaling them "
+                "again would divide by the loss scale twice. Call get_unscaled_gradients once on "
+                "the gradients of each backward pass, then apply_gradients."
+            )
+
+    def remember(self, gradients: Sequence[Any], unscaled: Sequence[Any]) -> None:
+        """Notes gradients that were unscaled, what came out, and that this was checked."""
+        self.is_open = True
+        came_out = [weakref.ref(values) for values in _tensors(unscaled)]
+        self._unscaled += came_out
+        self._seen += [weakref.ref(values) for values in _tensors(gradients)] + came_out
+
+    def came_out(self, gradients: Iterable[Any]) -> list[bool]:
+        """Whether each of the gradients is one that came out, unchanged, since the last apply."""
+        unscaled = {id(tensor) for ref in self._unscaled if (tensor := ref()) is not None}
+        return [id(gradient) in unscaled for gradient in gradients]
+
+    def close(self) -> bool:
+        """Starts anew and returns whether anything had been unscaled."""
+        was_open, self.is_open, self._seen, self._unscaled = self.is_open, False, [], []
+        return was_open
+
+
+def _tensors(gradients: Iterable[Any]) -> list[Any]:
+    values = (g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients)
+    return [value for value in values if tf.is_tensor(value)]
