@@ -619,3 +619,23 @@ def test_the_signature_is_the_one_that_is_documented():
         "master_weights", "config",
     ]  # fmt: skip
     assert parameters["level"].default == "O2"
+
+
+def test_a_layer_kept_at_o1_reads_float32_weights_in_eager_calls_too():
+    read = []
+
+    class Reads(keras.layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+        def call(self, x):
+            scale = keras.ops.convert_to_tensor(self.scale)
+            read.append(scale.dtype)
+            return x * scale
+
+    layers = [keras.Input((4,)), keras.layers.Dense(4), Reads(name="reads"), keras.layers.Dense(2)]
+    model = keras.Sequential(layers)
+    for kept, dtype in (([], "float16"), (["reads"], "float32")):
+        model, _ = tfamp.prepare(model, level="O1", dtype="float16", keep_float32=kept)
+        model(np.ones((2, 4), "float32"))
+        assert read[-1] == dtype
