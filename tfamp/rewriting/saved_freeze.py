@@ -67,7 +67,9 @@ def freeze_meta_graph(meta_graph: Any, roles: Roles, src: Path) -> None:
         SavedModelError: A signature writes to a variable, or a value cannot be read.
     """
     keep = (*roles.feeds, *roles.fetches, *roles.init)
-    graph = inline_calls(meta_graph.graph_def, keep)
+    graph = tf.compat.v1.GraphDef()
+    graph.CopyFrom(meta_graph.graph_def)
+    inline_calls(graph, keep)
     nodes = {node.name: node for node in graph.node}
     # A variable that is set when the model is loaded, such as the path of an asset, stays one.
     set_at_start = {

@@ -107,19 +107,19 @@ def test_the_measurement_is_made_once_and_is_a_ratio(monkeypatch):
     float16.measure_slowdown.cache_clear()
     first = float16.measure_slowdown()
     assert 0.05 < first < 1000
-    monkeypatch.setattr(device, "_slowdown", lambda tf: pytest.fail("measured again"))
+    monkeypatch.setattr(float16, "_slowdown", lambda tf: pytest.fail("measured again"))
     assert float16.measure_slowdown() == first
 
 
 def test_the_measurement_runs_eagerly_while_a_function_is_traced(monkeypatch):
     dtypes = []
-    work = device._work
+    work = float16._work
 
     def watched(tf, dtype):
         dtypes.append(dtype)
         return work(tf, dtype)
 
-    monkeypatch.setattr(device, "_work", watched)
+    monkeypatch.setattr(float16, "_work", watched)
     float16.measure_slowdown.cache_clear()
 
     @tf.function
