@@ -16,7 +16,7 @@ from tfamp.core.errors import NothingToLowerWarning
 from tfamp.core.options import checked_count
 from tfamp.core.profile import MachineProfile
 from tfamp.core.text_table import table_lines
-from tfamp.diagnostics.model_files import TracedModel, traced_model
+from tfamp.diagnostics.model_files import Traced, traced_model
 from tfamp.graph.observe import drop_unused_nodes
 from tfamp.graph.rewrite import Converted, convert, make_request
 from tfamp.machine import hardware
@@ -207,7 +207,7 @@ def model_report(
             training=training,
             example_args=example_args,
         )
-    size = batch_size or _batch_of(traced.concrete)
+    size = batch_size or _batch_of(traced[0])
     report = _estimated(traced, low, _profile(profile), _name(path_or_model), size)
     return dataclasses.replace(report, findings=tuple(_findings(report, hardware.detect())))
 
@@ -233,10 +233,10 @@ def _batch_of(traced: Any) -> int | None:
     return sizes[0] if sizes else None
 
 
-def _converted(model: TracedModel, dtype: str, profile: MachineProfile) -> Converted:
-    """What a rewrite of the model's graph with placement "min_cut" would make."""
-    needed = tuple(op.name for op in model.concrete.graph.control_outputs)
-    graph = FlatGraph.of(model.concrete, needed)
+def _converted(concrete: Any, dtype: str, profile: MachineProfile) -> Converted:
+    """What a rewrite of the graph with placement "min_cut" would make."""
+    needed = tuple(op.name for op in concrete.graph.control_outputs)
+    graph = FlatGraph.of(concrete, needed)
     used = drop_unused_nodes(graph.graph_def, graph.inputs, (*graph.outputs, *needed))
     request = make_request(
         NodeChoices(graph.outputs, graph.inputs, (), ()),
@@ -251,9 +251,9 @@ def _converted(model: TracedModel, dtype: str, profile: MachineProfile) -> Conve
 
 
 def _estimated(
-    traced: TracedModel, dtype: str, profile: FoundProfile, source: str, batch_size: int | None
+    traced: Traced, dtype: str, profile: FoundProfile, source: str, batch_size: int | None
 ) -> ModelReport:
-    converted = _converted(traced, dtype, profile.profile)
+    converted = _converted(traced[0], dtype, profile.profile)
     plan, summary = converted.plan, converted.plan.summary
     scopes = [(each.index, each.costs) for each in converted.scopes if each.costs]
     before = sum(scope_seconds(index, costs, ()) for index, costs in scopes)
@@ -285,7 +285,7 @@ def _estimated(
         nodes=summary.nodes,
         low_nodes=summary.low_nodes,
         float32_ops=_float32_ops(plan, profile.profile.op_overhead, after),
-        misfits=tuple(_misfits(scopes, traced.layers, before)),
+        misfits=tuple(_misfits(scopes, traced[1], before)),
     )
 
 

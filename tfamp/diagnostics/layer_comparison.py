@@ -77,7 +77,8 @@ class LayerComparison:
             inner = [scores[id(each)] for each in below if id(each) in scores]
             explained = bool(inner) and own <= _OWN_FACTOR * max(inner)
             scores[id(layer)] = -1.0 / (1 + own) if explained else own
-        order = {key: number for number, key in enumerate(self._calls)}
+        seen = (key for key, (_, calls) in self._calls.items() if any(calls))
+        order = {key: number for number, key in enumerate(seen)}
         units = [layer for layer in self._layers if self._members(layer) and id(layer) in order]
         units.sort(key=lambda layer: (-scores[id(layer)], order[id(layer)]))
         return list(dict.fromkeys(map(model_runs.layer_path, units)))

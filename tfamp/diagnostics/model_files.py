@@ -6,9 +6,8 @@ import functools
 import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -17,6 +16,9 @@ from tfamp.core.errors import SavedModelError
 from tfamp.diagnostics.model_runs import computing_in, layer_path, observing_layers
 from tfamp.rewriting import saved_files
 from tfamp.rewriting.pipeline import FlatGraph, into_current_graph
+
+# A concrete function, and by names of its ops the paths of the layers that made them, where known.
+Traced: TypeAlias = tuple[Any, Mapping[str, str]]
 
 DEFAULT_SIGNATURE = "serving_default"
 # What Keras raises for an archive or a configuration it cannot make a model of.
@@ -31,19 +33,6 @@ _KERAS_ERRORS = (
 )
 
 
-@dataclass(frozen=True)
-class TracedModel:
-    """A traced model.
-
-    Attributes:
-        concrete: The concrete function.
-        layers: Name of an op -> path of the Keras layer that made it, where that is known.
-    """
-
-    concrete: Any
-    layers: Mapping[str, str] = field(default_factory=dict)
-
-
 def traced_model(
     source: Any,
     *,
@@ -51,34 +40,22 @@ def traced_model(
     signature: str | None,
     training: bool,
     example_args: Sequence[Any] | None,
-) -> TracedModel:
-    """Traces a model in float32; runs nothing of it.
+) -> Traced:
+    """Traces a model, or the file of one, in float32; runs nothing of it.
 
-    Args:
-        source: Path of a SavedModel or a `.keras` file, a Keras model, or a function.
-        batch_size: Size of the unknown first dimensions; None leaves them unknown.
-        signature: Which of a SavedModel; None is "serving_default", or the only one.
-        training: Whether to trace a Keras model's forward and backward pass in place of its call.
-        example_args: Arguments of a call, for what does not tell its inputs by itself.
-
-    Returns:
-        The trace. A SavedModel's and a function's is as it is, low ops included.
-
-    Raises:
-        SavedModelError: The file cannot be read.
-        TypeError, ValueError: An argument is wrong; the message says what is needed.
+    A SavedModel and a function are traced as they are, low ops included.
     """
     model = _load(Path(source)) if isinstance(source, str | os.PathLike) else source
     if hasattr(model, "signatures") and not isinstance(model, keras.Model):
         if training:
             raise ValueError("training=True needs a Keras model: a SavedModel only infers.")
-        return TracedModel(_with_batch(_signature(model, signature, source), batch_size))
+        return _with_batch(_signature(model, signature, source), batch_size), {}
     if signature is not None:
         raise ValueError(
             f"A signature is of a SavedModel; got signature {signature!r} for {source!r}."
         )
     if isinstance(model, tf.types.experimental.ConcreteFunction):
-        return TracedModel(_with_batch(model, batch_size))
+        return _with_batch(model, batch_size), {}
     if not callable(model):
         raise TypeError(
             "model_report takes the path of a SavedModel or a .keras file, a Keras model or a "
@@ -90,11 +67,12 @@ def traced_model(
         if training:
             raise TypeError(f"training=True needs a Keras model; got {type(model).__name__}.")
         written = getattr(model, "python_function", model)
-        return TracedModel(tf.function(written).get_concrete_function(*inputs))
-    return _traced_layers(model, _step(model) if training else lambda *given: model(*given), inputs)
+        return tf.function(written).get_concrete_function(*inputs), {}
+    function = _step(model) if training else lambda *given: model(*given)
+    return _traced_layers(model, function, inputs)
 
 
-def _traced_layers(model: Any, function: Callable[..., Any], inputs: Any) -> TracedModel:
+def _traced_layers(model: Any, function: Callable[..., Any], inputs: Any) -> Traced:
     makers: dict[str, str] = {}
 
     def around(layer: Any, call: Callable[[], Any]) -> Any:
@@ -108,7 +86,7 @@ def _traced_layers(model: Any, function: Callable[..., Any], inputs: Any) -> Tra
 
     with computing_in(model, "float32"), observing_layers(around):
         concrete = tf.function(function, autograph=False).get_concrete_function(*inputs)
-    return TracedModel(concrete, makers)
+    return concrete, makers
 
 
 def _load(path: Path) -> Any:

@@ -81,12 +81,6 @@ def with_policies(policies: Iterable[tuple[Any, str]]) -> Iterator[None]:
         yield
 
 
-def policies_in(model: Any, dtype: str | None) -> list[tuple[Any, str]]:
-    """Returns the layers that `computing_in` changes, with the names of their float policies."""
-    wanted = _wanted_in(model, dtype)
-    return [(layer, name) for layer, name in wanted if policy_with(layer, name) is not None]
-
-
 def check_compute_dtype(dtype: Any) -> None:
     """Raises a ValueError where a model cannot compute in a dtype; None is the model's own."""
     if dtype is not None and dtype not in COMPUTE_DTYPES:
@@ -95,25 +89,26 @@ def check_compute_dtype(dtype: Any) -> None:
         )
 
 
-def _wanted_in(model: Any, dtype: str | None) -> list[tuple[Any, str]]:
+def policies_in(model: Any, dtype: str | None) -> list[tuple[Any, str]]:
+    """Returns the layers that `computing_in` changes, with the names of their float policies."""
     check_compute_dtype(dtype)
-    if dtype is None:
-        return []
     layers = all_layers(model)
     low = [layer for layer in layers if layer.compute_dtype in LOW_PRECISION]
-    if dtype == "float32":
-        return [(layer, "float32") for layer in low]
-    name = f"mixed_{dtype}"
-    if low:
-        return [(layer, name) for layer in low if layer.compute_dtype != dtype]
-    kept = {id(layer) for layer in _kept_float32(model, layers, Policy(name))}
-    return [
-        (layer, name)
-        for layer in layers
-        if id(layer) not in kept
-        and layer.compute_dtype == "float32"
-        and not isinstance(layer, keras.layers.InputLayer)
-    ]
+    name = dtype if dtype == "float32" else f"mixed_{dtype}"
+    if dtype is None:
+        wanted = []
+    elif dtype == "float32" or low:
+        wanted = [layer for layer in low if layer.compute_dtype != dtype]
+    else:
+        kept = {id(layer) for layer in _kept_float32(model, layers, Policy(name))}
+        wanted = [
+            layer
+            for layer in layers
+            if id(layer) not in kept
+            and layer.compute_dtype == "float32"
+            and not isinstance(layer, keras.layers.InputLayer)
+        ]
+    return [(layer, name) for layer in wanted if policy_with(layer, name) is not None]
 
 
 def _kept_float32(model: Any, layers: list[Any], policy: Policy) -> list[Any]:

@@ -17,22 +17,10 @@ import tensorflow as tf
 
 from tfamp.core.errors import SkippedStepsError
 from tfamp.core.options import checked_count
+from tfamp.diagnostics import records
 from tfamp.diagnostics.exponents import FLOAT16_MAX, SHARES
 from tfamp.diagnostics.model_runs import chosen_layers, watch_layers
-from tfamp.diagnostics.optimizer_watch import (
-    Scaling,
-    is_watched_by,
-    scaling_of,
-    watch_optimizer,
-)
-from tfamp.diagnostics.records import (
-    activations_of,
-    make_record,
-    scale_text,
-    to_rich,
-    to_text,
-    write_summary,
-)
+from tfamp.diagnostics.optimizer_watch import Scaling, is_watched_by, scaling_of, watch_optimizer
 from tfamp.diagnostics.step_statistics import SampledCounts, StepStatistics, count_values, only_if
 from tfamp.interop.tracing import as_written
 from tfamp.training import gradients as gradient_lib
@@ -253,7 +241,7 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     def to_text(self) -> str:
         """Returns a summary of the last record: the run, and a table of the variables."""
-        return to_text(self.history)
+        return records.to_text(self.history)
 
     def print_summary(self, file: Any = None) -> None:
         """Writes the summary: a table where rich is installed, else plain text.
@@ -261,10 +249,10 @@ class NumericsMonitor(keras.callbacks.Callback):
         Args:
             file: Text file to write to; None: standard output.
         """
-        write_summary(self.history, sys.stdout if file is None else file)
+        records.write_summary(self.history, sys.stdout if file is None else file)
 
     def __rich__(self) -> Any:
-        return to_rich(self.history)
+        return records.to_rich(self.history)
 
     # What runs on the device.
 
@@ -350,7 +338,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         self, statistics: StepStatistics, sampled: SampledCounts, skipped: int, consecutive: int
     ) -> None:
         names = _unique([gradient_lib.variable_name(v) for v in statistics.variables])
-        record = make_record(
+        record = records.make_record(
             sampled.read(),
             names,
             past=statistics.past(self._reported + 1, self._taken),
@@ -359,7 +347,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         )
         if self._outputs:
             samples = ((name, sample.read()) for name, sample in self._outputs.items())
-            record["activations"] = activations_of(samples)
+            record["activations"] = records.activations_of(samples)
         self._reported = self._taken
         self.history.append(record)
         if self._jsonl is not None:
@@ -372,9 +360,10 @@ class NumericsMonitor(keras.callbacks.Callback):
         bad = [name for name, each in record.get("variables", {}).items() if each["nonfinite"]]
         where = "; their sum over the replicas overflowed, no replica's own did"
         if bad:
+            scale = records.scale_text(record["loss_scale"])
             where = (
-                f"; at step {record['step']}, with loss scale {scale_text(record['loss_scale'])}, "
-                f"the first bad variable was {bad[0]}"
+                f"; at step {record['step']}, with loss scale {scale}, the first bad variable was "
+                f"{bad[0]}"
             )
         if len(bad) > 1:
             where += f", of {len(bad)} in all; the backward pass comes to {bad[-1]} first"

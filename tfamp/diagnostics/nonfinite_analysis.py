@@ -94,9 +94,7 @@ class Twins:
         if low and dtype is not None and low != [dtype]:
             graph = retyped(graph, indexes, dtype)
             indexes = observed_scopes(graph)
-            low = low_dtypes(indexes)
         self._graph, self._indexes = graph, indexes
-        self._is_low = bool(low)
         self._observer = self._observed(graph, indexes)
         self.scopes = {index.scope: Scope(index) for index in indexes}
         self.results = list(map(_key_of, results))
@@ -107,10 +105,12 @@ class Twins:
 
     def run_float32(self, scale: float) -> Run | None:
         """Runs the float32 twin; None where the step is that itself."""
-        return self._run(self._float32_observer, scale) if self._is_low else None
+        return None if self._float32 is None else self._run(self._float32, scale)
 
     @functools.cached_property
-    def _float32_observer(self) -> Observer[Seen]:
+    def _float32(self) -> Observer[Seen] | None:
+        if not low_dtypes(self._indexes):
+            return None
         graph = retyped(self._graph, self._indexes, "float32")
         return self._observed(graph, observed_scopes(graph))
 

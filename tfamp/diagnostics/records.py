@@ -65,7 +65,7 @@ def make_record(
         "suggested_scale": suggested_scale(everything[0]),
         "skipped_steps": skipped,
         "consecutive_skipped_steps": consecutive,
-        "loss_scales": _changes(past),
+        "loss_scales": [list(each) for each in changes((step, scale) for step, scale, _ in past)],
         "skipped": _skipped(past, skipped),
         "first_nonfinite": bad[0] if bad else None,
         "gradients": _described(*everything),
@@ -85,10 +85,6 @@ def activations_of(samples: Iterable[tuple[str, Sample]]) -> dict[str, Any]:
 
 def _described(unscaled: ExponentHistogram, scaled: ExponentHistogram) -> dict[str, Any]:
     return {**unscaled.to_dict(), **scaled.shares(), "unscaled": unscaled.shares()}
-
-
-def _changes(past: Sequence[tuple[int, float, int]]) -> list[list[float]]:
-    return [[step, scale] for step, scale in changes((step, scale) for step, scale, _ in past)]
 
 
 def changes(steps: Iterable[Sequence[float]]) -> Iterator[tuple[float, float]]:

@@ -12,20 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tfamp.diagnostics.plots import (
-    BLUE,
-    GREEN,
-    GRID,
-    INK,
-    ORANGE,
-    RED,
-    SKY,
-    dress,
-    new_figure,
-    plot_compare,
-    plot_exponents,
-    plot_loss_scale,
-)
+from tfamp.diagnostics import plots
 from tfamp.diagnostics.records import (
     HEADINGS,
     all_rows,
@@ -37,7 +24,7 @@ from tfamp.diagnostics.records import (
 from tfamp.machine.file_replacing import replace_text
 from tfamp.planning.plan_page import palette, security_policy, sources
 
-_COLORS = (BLUE, RED, GREEN, ORANGE, SKY)
+_COLORS = (plots.BLUE, plots.RED, plots.GREEN, plots.ORANGE, plots.SKY)
 
 
 def training_report(
@@ -136,7 +123,7 @@ def _monitor_sections(records: Sequence[Mapping[str, Any]]) -> list[str]:
         _section(
             "Is float16 enough?",
             _paragraph(_verdict(last)),
-            _picture(_png(plot_exponents(records)), "Gradients by size, against float16's range"),
+            _picture(plots.plot_exponents(records), "Gradients by size, against float16's range"),
             _paragraph(
                 "What was zero already when it was counted is not drawn: float16 may have flushed "
                 "it before.",
@@ -145,7 +132,7 @@ def _monitor_sections(records: Sequence[Mapping[str, Any]]) -> list[str]:
         ),
         _section(
             "Loss scale",
-            _picture(_png(plot_loss_scale(records)), "Loss scale over the steps"),
+            _picture(plots.plot_loss_scale(records), "Loss scale over the steps"),
             _paragraph(_skips(records)),
         ),
         _section(
@@ -200,12 +187,13 @@ def _history_section(metrics: Mapping[str, Sequence[float]]) -> str:
     names = [name for name in metrics if not name.startswith("val_") and metrics[name]]
     if not names:
         raise ValueError("history has no metric; give what model.fit returned.")
-    figure = new_figure(8, 2.9)  # The first to need matplotlib: its error says what to install.
+    # The first to need matplotlib: its error says what to install.
+    figure = plots.new_figure(8, 2.9)
     from matplotlib.ticker import MaxNLocator
 
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        dress(axes, title=name)
-        axes.grid(color=GRID, linewidth=0.7)
+        plots.dress(axes, title=name)
+        axes.grid(color=plots.GRID, linewidth=0.7)
         for each, color in zip((name, f"val_{name}"), _COLORS, strict=False):
             if metrics.get(each):
                 epochs = range(1, len(metrics[each]) + 1)
@@ -213,11 +201,11 @@ def _history_section(metrics: Mapping[str, Sequence[float]]) -> str:
                 axes.plot(epochs, metrics[each], color=color, label=label, marker=".")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("epoch")
-    axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+    axes.legend(frameon=False, fontsize=9, labelcolor=plots.INK)
     rows = [(name, f"{values[-1]:.4g}") for name, values in metrics.items() if len(values)]
     return _section(
         "Metrics",
-        _picture(_png(figure), "Metrics over the epochs"),
+        _picture(figure, "Metrics over the epochs"),
         _table(("metric", "last"), rows),
     )
 
@@ -225,7 +213,7 @@ def _history_section(metrics: Mapping[str, Sequence[float]]) -> str:
 def _comparison_section(comparison: Any) -> str:
     rows = list(comparison.rows)
     parts = [
-        _picture(_png(plot_compare(comparison)), "Relative error of each layer"),
+        _picture(plots.plot_compare(comparison), "Relative error of each layer"),
         comparison.to_html_fragment(),
         _table(
             ("layer", "relative error", "largest", "out of range"),
@@ -251,13 +239,6 @@ def _plan_totals(plan: Any) -> list[tuple[str, str]]:
     if plan.summary.estimated_speed_up is not None:
         totals.append(("estimated speed-up", f"{plan.summary.estimated_speed_up:.2f}×"))
     return totals
-
-
-def _png(figure: Any) -> bytes:
-    file = io.BytesIO()
-    # Without the name and version of the program that wrote it: the same run, the same bytes.
-    figure.savefig(file, format="png", dpi=144, metadata={"Software": None})
-    return file.getvalue()
 
 
 # ---- The page ------------------------------------------------------------------------------------
@@ -311,9 +292,12 @@ def _preformatted(text: str) -> str:
     return f"<pre>{html.escape(text)}</pre>"
 
 
-def _picture(png: bytes, description: str) -> str:
-    """Returns an image that is in the page itself; the description is for those who cannot see."""
-    data = base64.b64encode(png).decode()
+def _picture(figure: Any, description: str) -> str:
+    """An image that is in the page itself; the description is for those who do not see it."""
+    file = io.BytesIO()
+    # Without the name and version of the program that wrote it: the same run, the same bytes.
+    figure.savefig(file, format="png", dpi=144, metadata={"Software": None})
+    data = base64.b64encode(file.getvalue()).decode()
     return f'<img alt="{html.escape(description)}" src="data:image/png;base64,{data}">'
 
 
