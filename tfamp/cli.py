@@ -25,7 +25,7 @@ import tfamp
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import TfampError, TfampWarning
 from tfamp.core.options import checked_count
-from tfamp.diagnostics.estimating import device
+from tfamp.diagnostics import device
 
 if TYPE_CHECKING:
     from tfamp.planning.structures import RewritePlan
@@ -244,7 +244,7 @@ def _doctor(args: argparse.Namespace) -> int:
         print(report.to_json() if args.json else report.to_text())
         return 1 if report.problems else 0
     with _prepared():
-        from tfamp.diagnostics.estimating import expected_gain
+        from tfamp.diagnostics import expected_gain
 
         found = expected_gain.model_report(
             args.model,

@@ -7,14 +7,17 @@ model will do, subclassed ones too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.interop import keras_hooks
+from tfamp.interop.keras_backend import described
 from tfamp.interop.keras_intercept import observe_layer_calls
 from tfamp.layers import output_dtypes
 from tfamp.layers.float_policies import policy_with
@@ -28,12 +31,14 @@ COMPUTE_DTYPES = ("float32", *LOW_PRECISION)
 def all_layers(model: Any) -> list[Any]:
     """Returns a model and the layers in it, at every depth, each once."""
     found: dict[int, Any] = {}
-    pending: list[Any] = [model]
-    while pending:
-        layer = pending.pop()
+
+    def visit(layer: Any) -> None:
         if id(layer) not in found:
             found[id(layer)] = layer
-            pending += reversed(keras_hooks.sublayers(layer))
+            for each in keras_hooks.sublayers(layer):
+                visit(each)
+
+    visit(model)
     return list(found.values())
 
 
@@ -49,9 +54,7 @@ def low_dtype_of(model: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def computing_in(
-    model: Any, dtype: str | None, *, float32_layers: tuple[type, ...] | None = None
-) -> Iterator[None]:
+def computing_in(model: Any, dtype: str | None) -> Iterator[None]:
     """Makes a model compute in a dtype, with the variables it has, until the block ends.
 
     In float32 every layer that is low computes in float32. In a low dtype, a model that has low
@@ -61,65 +64,51 @@ def computing_in(
     Layers that Keras has quantized stay so, and those whose quantization does not go with the dtype
     stay as they are. Policies are given back, also after an exception. It is the model that
     changes: other threads must not call it meanwhile.
-
-    Args:
-        model: A Keras model or layer.
-        dtype: "float32", "float16" or "bfloat16"; None leaves it as it is.
-        float32_layers: Classes of layers that stay float32; None for those of `tfamp.Policy`.
-
-    Raises:
-        ValueError: There is no such dtype.
-
-    Example:
-        >>> layer = keras.layers.Dense(2)
-        >>> with computing_in(keras.Sequential([layer, keras.layers.ReLU()]), "float16"):
-        ...     layer.compute_dtype
-        'float16'
-        >>> layer.compute_dtype
-        'float32'
     """
-    with contextlib.ExitStack() as undo:
-        for layer, name in policies_in(model, dtype, float32_layers=float32_layers):
-            undo.callback(keras_hooks.replace_policy(layer, policy_with(layer, name)))
+    with with_policies(policies_in(model, dtype)), contextlib.ExitStack() as undo:
         for layer in filter(casts_unprepared, all_layers(model)):
             undo.callback(setattr, layer, "autocast", True)
             layer.autocast = False
         yield
 
 
-def policies_in(
-    model: Any, dtype: str | None, *, float32_layers: tuple[type, ...] | None = None
-) -> list[tuple[Any, str]]:
-    """Returns the layers that `computing_in` changes, with the names of their float policies."""
-    wanted = _wanted_in(model, dtype, float32_layers)
-    return [(layer, name) for layer, name in wanted if policy_with(layer, name) is not None]
+@contextlib.contextmanager
+def with_policies(policies: Iterable[tuple[Any, str]]) -> Iterator[None]:
+    """Gives layers the float policies of these names until the block ends."""
+    with contextlib.ExitStack() as undo:
+        for layer, name in policies:
+            undo.callback(keras_hooks.replace_policy(layer, policy_with(layer, name)))
+        yield
 
 
-def _wanted_in(
-    model: Any, dtype: str | None, float32_layers: tuple[type, ...] | None
-) -> list[tuple[Any, str]]:
-    if dtype is None:
-        return []
-    if dtype not in COMPUTE_DTYPES:
+def check_compute_dtype(dtype: Any) -> None:
+    """Raises a ValueError where a model cannot compute in a dtype; None is the model's own."""
+    if dtype is not None and dtype not in COMPUTE_DTYPES:
         raise ValueError(
             f"dtype must be one of {', '.join(COMPUTE_DTYPES)} or None; got {dtype!r}."
         )
+
+
+def policies_in(model: Any, dtype: str | None) -> list[tuple[Any, str]]:
+    """Returns the layers that `computing_in` changes, with the names of their float policies."""
+    check_compute_dtype(dtype)
     layers = all_layers(model)
     low = [layer for layer in layers if layer.compute_dtype in LOW_PRECISION]
-    if dtype == "float32":
-        return [(layer, "float32") for layer in low]
-    name = f"mixed_{dtype}"
-    if low:
-        return [(layer, name) for layer in low if layer.compute_dtype != dtype]
-    policy = Policy(name) if float32_layers is None else Policy(name, float32_layers=float32_layers)
-    kept = {id(layer) for layer in _kept_float32(model, layers, policy)}
-    return [
-        (layer, name)
-        for layer in layers
-        if id(layer) not in kept
-        and layer.compute_dtype == "float32"
-        and not isinstance(layer, keras.layers.InputLayer)
-    ]
+    name = dtype if dtype == "float32" else f"mixed_{dtype}"
+    if dtype is None:
+        wanted = []
+    elif dtype == "float32" or low:
+        wanted = [layer for layer in low if layer.compute_dtype != dtype]
+    else:
+        kept = {id(layer) for layer in _kept_float32(model, layers, Policy(name))}
+        wanted = [
+            layer
+            for layer in layers
+            if id(layer) not in kept
+            and layer.compute_dtype == "float32"
+            and not isinstance(layer, keras.layers.InputLayer)
+        ]
+    return [(layer, name) for layer in wanted if policy_with(layer, name) is not None]
 
 
 def _kept_float32(model: Any, layers: list[Any], policy: Policy) -> list[Any]:
@@ -153,8 +142,7 @@ def _holds_no_users_layers(layer: Any) -> bool:
 def observing_layers(around: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
     """Puts a function around the layer calls that this thread makes in the block.
 
-    Args:
-        around: Gets the layer and a function that makes the call; returns the call's result.
+    It gets the layer and a function that makes the call, and returns the call's result.
     """
     thread = threading.get_ident()
 
@@ -186,3 +174,85 @@ def float_tensors(value: Any) -> list[Any]:
         for leaf in keras.tree.flatten(value)
         if keras.ops.is_tensor(leaf) and keras.backend.standardize_dtype(leaf.dtype) in FLOAT_DTYPES
     ]
+
+
+# ---- In the train step ---------------------------------------------------------------------------
+
+
+def chosen_layers(model: keras.Model, activations: Any) -> list[keras.layers.Layer]:
+    """Returns the layers of a model that an argument names: all, none, or some of them."""
+    if isinstance(activations, bool):
+        wanted: Sequence[Any] = model.layers if activations else ()
+        return [layer for layer in wanted if not isinstance(layer, keras.layers.InputLayer)]
+    if isinstance(activations, str) or not isinstance(activations, Iterable):
+        raise TypeError(
+            "activations must be True, False or a list of layers or of their names; got "
+            f"{activations!r}."
+        )
+    return [_layer(model, each) for each in activations]
+
+
+def _layer(model: keras.Model, given: Any) -> keras.layers.Layer:
+    if isinstance(given, keras.layers.Layer):
+        return given
+    if not isinstance(given, str):
+        raise TypeError(f"activations must hold layers or names of layers; got {described(given)}")
+    known = [each for each in model._flatten_layers(include_self=False) if each.name == given]
+    if not known:
+        names = ", ".join(layer.name for layer in model.layers)
+        raise ValueError(f"The model has no layer {given!r}; its layers are {names}.")
+    return known[0]
+
+
+def watch_layers(
+    model: keras.Model,
+    layers: Sequence[keras.layers.Layer],
+    observer: Callable[[int, Any], None],
+) -> Callable[[], None]:
+    """Has a function see what layers return in the train step of a model, and in no other call.
+
+    The model's train function has to be made again. The observer is called with the position of a
+    layer and the first float tensor it returned. Returns what takes it off again.
+    """
+    training = threading.local()  # Each replica of a MirroredStrategy traces in its own thread.
+    step = model.train_step
+
+    @functools.wraps(step)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        training.on = True
+        try:
+            return step(*args, **kwargs)
+        finally:
+            training.on = False
+
+    # Past Keras's __setattr__: these are functions for a while, no parts of the model.
+    vars(model)["train_step"] = tf.autograph.experimental.do_not_convert(train_step)
+    for position, layer in enumerate(layers):
+        vars(layer)["call"] = _watched_call(layer, position, observer, training)
+
+    def take_off() -> None:
+        vars(model).pop("train_step", None)
+        for layer in layers:
+            vars(layer).pop("call", None)
+
+    return take_off
+
+
+def _watched_call(
+    layer: keras.layers.Layer,
+    position: int,
+    observer: Callable[[int, Any], None],
+    training: threading.local,
+) -> Callable[..., Any]:
+    original = layer.call
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        outputs = original(*args, **kwargs)
+        if getattr(training, "on", False):
+            for tensor in float_tensors(outputs)[:1]:  # The first stands for the layer.
+                observer(position, tensor)
+        return outputs
+
+    kept: Callable[..., Any] = tf.autograph.experimental.do_not_convert(call)
+    return kept

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES
+from tfamp.core.text_table import table_lines
 from tfamp.graph.function_names import called_functions
 from tfamp.graph.op_signatures import (
     Argument,
@@ -21,20 +22,9 @@ from tfamp.graph.op_signatures import (
 # Ops that compute nothing: they hold or pass on a value, or call what is counted itself.
 _NOT_COUNTED = frozenset(
     {
-        "Case",
-        "Const",
-        "Identity",
-        "IdentityN",
-        "If",
-        "NoOp",
-        "PartitionedCall",
-        "Placeholder",
-        "StatefulPartitionedCall",
-        "StatelessCase",
-        "StatelessIf",
-        "StatelessWhile",
-        "SymbolicGradient",
-        "While",
+        *("Case", "Const", "Identity", "IdentityN", "If", "NoOp", "PartitionedCall", "Placeholder"),
+        *("StatefulPartitionedCall", "StatelessCase", "StatelessIf", "StatelessWhile"),
+        *("SymbolicGradient", "While"),
     }
 )
 # What Paddle's table shows, then all the rest.
@@ -72,13 +62,7 @@ class OpCounts(dict[str, dict[str, int]]):
         for op, numbers in self.items():
             own = [numbers.get(dtype, 0) for dtype in _COLUMNS]
             rows.append((op, *map(str, (*own, sum(numbers.values()) - sum(own)))))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(
-                (row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])),
-            )
-            for row in rows
-        )
+        return "\n".join(table_lines(rows, left=1))
 
 
 def op_counts(fn: Any, /, *args: Any, **kwargs: Any) -> OpCounts:
@@ -138,7 +122,7 @@ def _traced(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             f"tfamp.rewrite or a Keras model; got {type(fn).__name__}."
         )
     if _is_train_step(fn, args, kwargs):
-        return _train_step(fn).get_concrete_function(*args)
+        return tf.function(lambda *data: fn.train_step(data)).get_concrete_function(*args)
     # A bound method would be traced once and its trace kept; a new function is dropped at the end.
     return tf.function(lambda *a, **k: fn(*a, **k)).get_concrete_function(*args, **kwargs)
 
@@ -146,13 +130,6 @@ def _traced(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 def _is_train_step(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     compiled = getattr(fn, "compiled", False) is True and hasattr(fn, "train_step")
     return compiled and len(args) in _STEP_ARGUMENTS and not kwargs
-
-
-def _train_step(model: Any) -> Any:
-    def train_step(*data: Any) -> Any:
-        return model.train_step(data)
-
-    return tf.function(train_step)
 
 
 def _places(nodes: Iterable[Any], library: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,146 @@
+"""`device_report`: the facts of the machine, its text and JSON, and the measurement of float16."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+
+import keras
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp import diagnostics
+from tfamp.diagnostics import device
+from tfamp.machine import float16, hardware
+
+PLAIN_CPU = hardware.Hardware("My CPU", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
+GPU = hardware.Gpu("A100", (8, 0))
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets the machine, and how slow float16 is measured to be on it."""
+
+    def configure(slowdown=7.04, **facts):
+        found = dataclasses.replace(PLAIN_CPU, **facts)
+        monkeypatch.setattr(hardware, "detect", lambda: found)
+        monkeypatch.setattr(float16, "measure_slowdown", lambda: slowdown)
+        return found
+
+    return configure
+
+
+def test_it_is_public():
+    assert tfamp.diagnostics is diagnostics
+    assert diagnostics.device_report is device.device_report
+    assert set(diagnostics.__all__) <= set(dir(diagnostics))
+    with pytest.raises(AttributeError, match="has no attribute 'device_reprt'"):
+        diagnostics.device_reprt  # noqa: B018
+
+
+def test_report_holds_versions_facts_and_the_policy_auto_picks(machine):
+    found = machine()
+    report = diagnostics.device_report()
+    assert report.versions["tensorflow"] == tf.__version__
+    assert report.versions["keras"] == keras.__version__
+    assert report.versions["tfamp"] == tfamp.__version__
+    assert report.hardware == found
+    assert (report.policy, report.reason) == hardware.automatic_policy(found)
+    assert report.float16_slowdown == 7.04
+    assert report.problems == ()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.policy = "float16"
+
+
+@pytest.mark.parametrize("facts", [{"cpu_float16": True}, {"gpus": (GPU,)}, {"tpu": True}], ids=str)
+def test_float16_is_measured_only_where_it_is_emulated(machine, facts):
+    machine(**facts)
+    assert diagnostics.device_report().float16_slowdown is None
+    assert float16.warning() is None
+    assert "float16 takes" not in diagnostics.device_report().to_text()
+
+
+def test_text_and_json_say_the_same(machine):
+    machine(gpus=(GPU, hardware.Gpu("mystery", None)))
+    report = diagnostics.device_report()
+    text, facts = report.to_text(), json.loads(report.to_json())
+    for line in ("A100, compute capability 8.0", "mystery, compute capability unknown", "My CPU"):
+        assert line in text
+    assert facts["hardware"]["gpus"][0] == {"name": "A100", "capability": [8, 0]}
+    assert facts["auto_policy"] == {"name": report.policy, "reason": report.reason}
+    assert report.policy in text
+    assert report.reason in text
+    assert facts["versions"] == dict(report.versions)
+
+
+def test_text_shows_the_measured_slowdown(machine):
+    machine(slowdown=7.04)
+    assert "float16 takes  7.0 times as long as float32" in diagnostics.device_report().to_text()
+
+
+def test_another_keras_backend_is_a_problem(machine, monkeypatch):
+    machine()
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    report = diagnostics.device_report()
+    assert "Keras runs on the jax backend" in report.problems[0]
+    assert report.problems[0] in report.to_text()
+
+
+@pytest.mark.parametrize(
+    ("bfloat16", "advice"), [(True, 'Use "bfloat16"'), (False, "float16 on a GPU")]
+)
+def test_warning_names_the_measured_slowdown_and_the_alternative(machine, bfloat16, advice):
+    machine(cpu_bfloat16=bfloat16)
+    message = float16.warning()
+    assert "took 7.0 times as long in float16 as in float32" in message
+    assert advice in message
+
+
+def test_no_warning_where_float16_is_measured_to_be_as_fast(machine):
+    machine(slowdown=1.05)
+    assert float16.warning() is None
+
+
+def test_the_measurement_is_made_once_and_is_a_ratio(monkeypatch):
+    float16.measure_slowdown.cache_clear()
+    first = float16.measure_slowdown()
+    assert 0.05 < first < 1000
+    monkeypatch.setattr(float16, "_slowdown", lambda tf: pytest.fail("measured again"))
+    assert float16.measure_slowdown() == first
+
+
+def test_the_measurement_runs_eagerly_while_a_function_is_traced(monkeypatch):
+    dtypes = []
+    work = float16._work
+
+    def watched(tf, dtype):
+        dtypes.append(dtype)
+        return work(tf, dtype)
+
+    monkeypatch.setattr(float16, "_work", watched)
+    float16.measure_slowdown.cache_clear()
+
+    @tf.function
+    def traced(x):
+        dtypes.append(float16.measure_slowdown())
+        return x
+
+    graph = traced.get_concrete_function(tf.ones(2)).graph
+    assert dtypes[:2] == ["float32", "float16"]
+    assert "MatMul" not in {op.type for op in graph.get_operations()}
+
+
+def test_the_measurement_runs_eagerly_where_a_graph_is_the_default():
+    float16.measure_slowdown.cache_clear()
+    with tf.Graph().as_default() as graph:
+        assert 0.05 < float16.measure_slowdown() < 1000
+    assert not graph.get_operations()
+
+
+def test_looking_at_the_machine_changes_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        diagnostics.device_report()
+    assert keras.config.dtype_policy().name == "float32"

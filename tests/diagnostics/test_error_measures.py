@@ -1,0 +1,53 @@
+"""Relative errors and range shares of arrays."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tfamp.diagnostics.comparison import largest_error, range_shares, relative_error
+
+
+@pytest.mark.parametrize(
+    ("value", "reference", "error"),
+    [
+        ([1, 2], [1, 2], 0.0),
+        ([1, 3], [1, 4], 0.25),
+        ([0.5, -4], [1, -4], 0.125),
+        ([1], [0], math.inf),
+        ([0], [0], 0.0),
+        ([math.inf], [1], math.inf),
+        ([math.nan, 1], [1, 1], math.inf),
+        ([math.inf, 3], [math.inf, 4], 0.25),
+        ([5.0], [math.nan], 0.0),
+        ([], [], 0.0),
+    ],
+)
+def test_the_largest_difference_over_the_largest_magnitude(value, reference, error):
+    assert relative_error(np.array(value, float), np.array(reference, float)) == error
+
+
+def test_low_dtypes_are_taken():
+    value = np.array([1.0, 257.0], ml_dtypes.bfloat16)
+    assert relative_error(value, np.array([1.0, 257.0], "float32")) == 1 / 257
+
+
+def test_shapes_must_agree():
+    with pytest.raises(ValueError, match=r"shapes differ: \(2,\) and \(1,\)"):
+        relative_error([1, 2], [1])
+
+
+def test_the_worst_of_several_tensors():
+    assert largest_error([[1.0], [3.0]], [[1.0], [4.0]]) == 0.25
+    assert largest_error([], []) == 0.0
+
+
+def test_shares_count_what_the_dtype_cannot_hold():
+    values = [np.array([0.0, 65504.0, 65505.0, math.inf]), np.array([2.0**-24, 2.0**-25, 1.0, 1.0])]
+    shares = range_shares(values, "float16")
+    assert shares == {"max": 65505.0, "overflow": 1 / 8, "underflow": 1 / 8}
+    assert range_shares(values, "bfloat16")["overflow"] == 0
+    assert range_shares([], "float16")["max"] == 0

@@ -1,0 +1,127 @@
+"""`known_issues`: every row of the table has a machine that has it, a sound machine has none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import pytest
+import tensorflow as tf
+
+from tfamp.diagnostics import device_report
+from tfamp.diagnostics.device import read_environment
+from tfamp.diagnostics.known_issues import _TABLE, Environment, known_issues
+from tfamp.machine import hardware
+
+CPU = hardware.Hardware("Xeon", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
+SOUND = Environment(CPU, kernels=("sm_60", "sm_70", "sm_80", "sm_89", "compute_90"))
+
+
+def gpu(name, *capability) -> Environment:
+    machine = dataclasses.replace(CPU, gpus=(hardware.Gpu(name, capability or None),))
+    return dataclasses.replace(SOUND, hardware=machine, tensor_float_32=False)
+
+
+def with_variables(**variables) -> Environment:
+    return dataclasses.replace(SOUND, variables=variables)
+
+
+CASES = {
+    "keras-2": dataclasses.replace(SOUND, keras="2.15.0"),
+    "legacy-keras": with_variables(TF_USE_LEGACY_KERAS="1"),
+    "tensorflow-untested": dataclasses.replace(SOUND, tensorflow="2.18.1"),
+    "windows-gpu": dataclasses.replace(SOUND, system="Windows"),
+    "gpu-not-seen": dataclasses.replace(SOUND, nvidia_driver=True, cuda_build=True),
+    "old-cuda-libraries": dataclasses.replace(
+        gpu("A100", 8, 0),
+        wanted_libraries={"nvidia-cudnn-cu12": "9.3.0.75", "nvidia-nccl-cu12": "2.27.7"},
+        libraries={"nvidia-cudnn-cu12": "9.1.0.70", "nvidia-nccl-cu12": "2.27.7"},
+    ),
+    "maxwell": dataclasses.replace(gpu("GTX 980", 5, 2), kernels=()),
+    "no-tensor-cores": gpu("NVIDIA GeForce GTX 1660 Ti", 7, 5),
+    "no-machine-code": gpu("NVIDIA GeForce RTX 5090", 12, 0),
+    "tensor-float-32": dataclasses.replace(gpu("A100", 8, 0), tensor_float_32=True),
+    "onednn-off": with_variables(TF_ENABLE_ONEDNN_OPTS="0"),
+    "onednn-isa": with_variables(ONEDNN_MAX_CPU_ISA="AVX512_CORE"),
+    "grappler": dataclasses.replace(SOUND, grappler=True),
+    "eager-functions": dataclasses.replace(SOUND, eager=True),
+    "intel-extension": dataclasses.replace(SOUND, intel_extension="2.15.0.1"),
+}
+
+
+def test_every_row_of_the_table_has_a_case():
+    assert [name for name, *_ in _TABLE] == list(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_issue_is_found_alone_with_advice_and_source(name):
+    (issue,) = known_issues(CASES[name])
+    assert issue.name == name
+    assert issue.text.endswith(".")
+    assert issue.advice.endswith(".")
+    assert issue.source.startswith("https://") or issue.source in (
+        "tfamp's continuous integration",
+        "measured: TF_ENABLE_ONEDNN_OPTS=0 tfamp doctor",
+    )
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        SOUND,
+        with_variables(ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16", TF_ENABLE_ONEDNN_OPTS="1"),
+        with_variables(TF_USE_LEGACY_KERAS="0"),
+        dataclasses.replace(SOUND, tensorflow="2.19.0"),
+        gpu("Tesla T4", 7, 5),
+        gpu("H100", 9, 0),
+        gpu("RTX 4090", 8, 9),
+        gpu("unknown GPU"),
+    ],
+    ids=str,
+)
+def test_a_sound_machine_has_none(environment):
+    assert known_issues(environment) == ()
+
+
+def test_the_texts_name_what_was_found():
+    (library,) = known_issues(CASES["old-cuda-libraries"])
+    assert "nvidia-cudnn-cu12 9.1.0.70 (at least 9.3.0.75)" in library.text
+    assert "nccl" not in library.text
+    (code,) = known_issues(CASES["no-machine-code"])
+    assert "12.0" in code.text
+    assert "sm_89" in code.text
+
+
+def test_the_process_is_read(monkeypatch):
+    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
+    tf.config.run_functions_eagerly(True)
+    found = read_environment(CPU)
+    assert found.tensorflow == tf.__version__
+    assert found.variables["TF_ENABLE_ONEDNN_OPTS"] == "0"
+    assert found.eager
+    assert not found.grappler
+    assert found.system == {"linux": "Linux", "darwin": "Darwin", "win32": "Windows"}[sys.platform]
+    assert {"onednn-off", "eager-functions"} <= {issue.name for issue in known_issues(found)}
+
+
+def test_grapplers_own_pass_is_seen(monkeypatch):
+    monkeypatch.setenv("TF_ENABLE_AUTO_MIXED_PRECISION", "1")
+    assert read_environment(CPU).grappler
+    monkeypatch.delenv("TF_ENABLE_AUTO_MIXED_PRECISION")
+    tf.config.optimizer.set_experimental_options({"auto_mixed_precision": True})
+    try:
+        assert read_environment(CPU).grappler
+    finally:
+        tf.config.optimizer.set_experimental_options({"auto_mixed_precision": False})
+    assert not read_environment(CPU).grappler
+
+
+def test_the_report_shows_them_and_is_no_failure_for_it():
+    tf.config.run_functions_eagerly(True)
+    report = device_report()
+    issue = next(each for each in report.known_issues if each.name == "eager-functions")
+    assert report.problems == ()
+    for part in (issue.text, issue.advice, issue.source):
+        assert part in report.to_text()
+    assert dataclasses.asdict(issue) in json.loads(report.to_json())["known_issues"]

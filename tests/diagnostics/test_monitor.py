@@ -1,0 +1,455 @@
+"""`NumericsMonitor`: what it records, wherever it is used, and when it stops training."""
+
+import copy
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.training import BATCH, assert_identical, data, scaled_gradients, small_model, snapshot
+from tfamp.diagnostics import NumericsMonitor
+
+
+def optimizer(**options):
+    return tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.01), **options)
+
+
+def fit(monitor, model=None, made=None, epochs=1, batches=4, x=None, **compile_options):
+    keras.backend.clear_session()
+    model = model or small_model()
+    model.compile(made or optimizer(), "mse", **compile_options)
+    given, y = data(batches)
+    x = given if x is None else x
+    model.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=[monitor])
+    return model
+
+
+def poisoned(batches, first_bad, last_bad=None):
+    """Inputs whose batches from `first_bad` to `last_bad`, counted from 1, hold an inf."""
+    x, _ = data(batches)
+    x = x.copy()
+    last_bad = batches if last_bad is None else last_bad
+    x[(first_bad - 1) * BATCH : last_bad * BATCH] = np.inf
+    return x
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"run_eagerly": True}, {"jit_compile": True}, {"steps_per_execution": 2}],
+    ids=lambda options: next(iter(options), "graph"),
+)
+def test_the_gradients_of_fit_are_counted(options):
+    monitor = NumericsMonitor(every=2)
+    start = small_model()
+    model = fit(monitor, batches=1, epochs=4, **options)
+    assert [record["step"] for record in monitor.history] == [2, 4]
+    record = monitor.history[0]
+    assert record["loss_scale"] == 2.0**15
+    assert list(record["variables"]) == [v.path for v in model.trainable_variables]
+    # The second step's gradients, computed in another way.
+    x, y = data(1)
+    sgd = keras.optimizers.SGD(0.01)
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(start(x) - y))
+        grads = tape.gradient(loss, [v.value for v in start.trainable_variables])
+        sgd.apply(grads, start.trainable_variables)
+    for described, gradient in zip(record["variables"].values(), grads, strict=True):
+        size = np.abs(gradient.numpy())
+        assert described["values"] == size.size
+        assert described["zeros"] == pytest.approx((size == 0).mean())
+        assert described["largest"] == pytest.approx(size.max(), rel=1e-4)
+        assert sum(described["exponents"].values()) == (size > 0).sum()
+        assert max(described["exponents"]) == np.floor(np.log2(size.max()))
+
+
+def test_every_keras_optimizer_gives_the_same_gradients_without_its_scale():
+    found = {}
+    for name, made in {
+        "tfamp": optimizer(initial_scale=8.0),
+        "bare": keras.optimizers.SGD(0.01),
+        "Keras's scaling": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01)),
+        "fixed by Keras": keras.optimizers.SGD(0.01, loss_scale_factor=8.0),
+    }.items():
+        monitor = NumericsMonitor(every=2)
+        model = fit(monitor, made=made, batches=2)
+        found[name] = [each["gradients"]["exponents"] for each in monitor.history]
+        assert "apply" not in vars(model.optimizer)
+    assert len(found["tfamp"]) == 1
+    assert all(each == found["tfamp"] for each in found.values()), found
+
+
+def test_training_is_the_same_with_a_monitor():
+    bare, watched = small_model(), small_model()
+    fit(keras.callbacks.Callback(), bare)
+    fit(NumericsMonitor(every=1, activations=True), watched)
+    for one, other in zip(bare.weights, watched.weights, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+def test_replicas_count_together(two_replicas):
+    with two_replicas.scope():
+        model = small_model()
+        made = optimizer(initial_scale=4.0)
+    monitor = NumericsMonitor(every=2, activations=True)
+    fit(monitor, model, made)
+    assert [record["step"] for record in monitor.history] == [2, 4]
+    parameters = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+    assert monitor.history[0]["gradients"]["values"] == 2 * parameters
+    outputs = monitor.history[0]["activations"]
+    assert [each["values"] for each in outputs.values()] == [BATCH * 8, BATCH]
+
+
+def test_one_bad_replica_is_named_and_stops_training(two_replicas):
+    with two_replicas.scope():
+        model = small_model()
+        made = optimizer()
+    monitor = NumericsMonitor(max_consecutive_skips=2)
+    x = poisoned(6, 1)
+    x[::2] = 1.0  # Each replica takes half of a batch.
+    with pytest.raises(tfamp.SkippedStepsError, match="dense"):
+        fit(monitor, model, made, batches=6, x=x)
+
+
+def test_scales_and_skipped_steps_of_every_step_are_in_the_records():
+    monitor = NumericsMonitor(every=3)
+    made = optimizer(initial_scale=1024.0, dynamic_growth_steps=3)
+    fit(monitor, made=made, batches=9, x=poisoned(9, 2, 2))
+    first, second, third = monitor.history
+    assert (first["skipped"], first["skipped_steps"]) == ([2], 1)
+    assert first["loss_scales"] == [[1, 1024.0], [3, 512.0]]
+    assert second["loss_scales"] == [[4, 512.0], [6, 1024.0]]
+    assert second["loss_scale"] == 1024.0
+    assert (third["skipped"], third["skipped_steps"]) == ([], 1)
+    assert [record["first_nonfinite"] for record in monitor.history] == [None] * 3
+
+
+def test_shares_are_those_in_the_backward_pass_and_without_scale():
+    monitor = NumericsMonitor(every=1)
+    variables = [keras.Variable(np.zeros(4, "float32"), name="small")]
+    scaled = tf.constant([2.0**-20, 2.0**-10, 1.0, 2.0**17])
+    monitor.record([scaled], variables, optimizer=optimizer(initial_scale=256.0))
+    described = monitor.history[0]["variables"]["small"]
+    assert described["exponents"] == {-28: 1, -18: 1, -8: 1, 9: 1}
+    shares = ("under_2**-24", "under_2**-14", "over_65504")
+    assert [described[share] for share in shares] == [0.0, 0.25, 0.25]
+    assert [described["unscaled"][share] for share in shares] == [0.25, 0.5, 0.0]
+    assert described["largest"] == 512.0
+    assert monitor.history[0]["suggested_scale"] == 2.0**5
+
+
+def test_training_stops_after_so_many_skipped_steps_and_no_later(tmp_path):
+    model = small_model()
+    path = tmp_path / "model.weights.h5"
+    model.save_weights(path)
+    before, kept = snapshot(model), path.read_bytes()
+    monitor = NumericsMonitor(max_consecutive_skips=3, jsonl=tmp_path / "log.jsonl")
+    seen = []
+
+    class Count(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(batch)
+
+    made = optimizer()
+    model.compile(made, "mse")
+    x, y = poisoned(9, 1), data(9)[1]
+    with pytest.raises(tfamp.SkippedStepsError) as error:
+        model.fit(x, y, batch_size=BATCH, verbose=0, shuffle=False, callbacks=[monitor, Count()])
+    assert len(seen) == 3
+    assert "3 steps in a row" in str(error.value)
+    assert model.trainable_variables[0].path in str(error.value)
+    assert "find_nonfinite" in str(error.value)
+    assert_identical(snapshot(model), before)
+    assert path.read_bytes() == kept
+    (line,) = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert json.loads(line)["first_nonfinite"] == model.trainable_variables[0].path
+    # Nothing is left behind: the model trains on without the monitor.
+    assert made.gradient_observer is None
+    model.fit(*data(1), batch_size=BATCH, verbose=0)
+
+
+def test_it_stops_exactly_after_a_good_start_too():
+    monitor = NumericsMonitor(every=100, max_consecutive_skips=4)
+    made = optimizer()
+    with pytest.raises(tfamp.SkippedStepsError):
+        fit(monitor, made=made, batches=20, x=poisoned(20, 4))
+    assert int(made.skipped_steps) == 4
+    assert int(made.iterations) == 3
+
+
+def test_skips_that_end_in_time_do_not_stop_training():
+    made = optimizer()
+    fit(NumericsMonitor(max_consecutive_skips=4), made=made, batches=9, x=poisoned(9, 3, 5))
+    assert int(made.skipped_steps) == 3
+    made = optimizer()
+    fit(NumericsMonitor(max_consecutive_skips=None), made=made, batches=9, x=poisoned(9, 1))
+    assert int(made.skipped_steps) == 9
+
+
+def test_the_first_bad_variable_is_named_and_not_the_good_ones():
+    monitor = NumericsMonitor(max_consecutive_skips=1)
+    variables = [keras.Variable(0.0, name=name) for name in ("good", "bad", "worse", "fine")]
+    gradients = [tf.constant(value) for value in (1.0, np.inf, np.nan, 2.0)]
+    made = optimizer()
+    with pytest.raises(tfamp.SkippedStepsError) as error:
+        for _ in range(2):
+            made.scale_loss(1.0)
+            monitor.record(gradients, variables, optimizer=made)
+            made.apply_gradients(zip(gradients, variables, strict=True))
+    assert "bad variable was bad, of 2" in str(error.value)
+    assert "comes to worse first" in str(error.value)
+    assert [float(v) for v in variables] == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("jit_compile", "unscaled"),
+    [(False, False), pytest.param(True, True, marks=pytest.mark.slow), (None, True)],
+    ids=["graph", "XLA", "eager"],
+)
+def test_a_custom_loop_records(jit_compile, unscaled):
+    model, made, monitor = small_model(), optimizer(initial_scale=64.0), NumericsMonitor(every=2)
+    x, y = (tf.constant(each) for each in data(1))
+
+    def step(x, y):
+        gradients = scaled_gradients(model, made, x, y)
+        if unscaled:
+            gradients = made.get_unscaled_gradients(gradients)
+        monitor.record(
+            gradients,
+            model.trainable_variables,
+            optimizer=made,
+            unscaled=unscaled,
+            activations={"out": model(x)},
+        )
+        made.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    taken = step if jit_compile is None else tf.function(step, jit_compile=jit_compile)
+    for _ in range(5):
+        taken(x, y)
+        if jit_compile is not None:
+            monitor.advance()
+    expected = NumericsMonitor(every=2)
+    fit(expected, made=tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.01)), batches=1, epochs=5)
+    assert [record["step"] for record in monitor.history] == [2, 4]
+    found, known = monitor.history[0], expected.history[0]
+    assert found["gradients"]["exponents"] == known["gradients"]["exponents"]
+    assert found["loss_scale"] == 64.0
+    assert found["activations"]["out"]["values"] == BATCH
+
+
+def test_a_loop_with_several_replicas_records(two_replicas):
+    with two_replicas.scope():
+        model, made = small_model(), optimizer()
+    monitor = NumericsMonitor(every=2)
+    x, y = (tf.constant(each) for each in data(1))
+
+    def step(x, y):
+        gradients = scaled_gradients(model, made, x, y)
+        monitor.record(gradients, model.trainable_variables, optimizer=made)
+        made.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    run = tf.function(lambda: two_replicas.run(step, args=(x, y)))
+    for _ in range(4):
+        run()
+        monitor.advance()
+    assert [record["step"] for record in monitor.history] == [2, 4]
+    parameters = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+    assert monitor.history[1]["gradients"]["values"] == 2 * parameters
+
+
+def test_a_grad_scalers_skips_are_counted_from_what_it_returned():
+    scaler, sgd = tfamp.GradScaler(init_scale=4.0), keras.optimizers.SGD(1.0)
+    weight = keras.Variable(1.0, name="weight")
+    monitor = NumericsMonitor(every=1, max_consecutive_skips=2)
+    for value in (1.0, np.inf, 1.0, np.inf, np.inf):
+        scale = scaler.get_scale()
+        applied = scaler.step(sgd, [(tf.constant(value), weight)])
+
+        def record(value=value, scale=scale, applied=applied):
+            monitor.record(
+                [(tf.constant(value), weight)], loss_scale=scale, finite=applied, optimizer=scaler
+            )
+
+        if len(monitor.history) == 4:
+            with pytest.raises(tfamp.SkippedStepsError, match="weight"):
+                record()
+        else:
+            record()
+        scaler.update()
+    assert [each["loss_scale"] for each in monitor.history] == [4.0, 4.0, 2.0, 2.0, 1.0]
+    assert [each["skipped"] for each in monitor.history] == [[], [2], [], [4], [5]]
+    assert monitor.history[1]["first_nonfinite"] == "weight"
+
+
+def test_steps_can_be_numbered_and_gradients_be_missing_or_sparse():
+    table, other = keras.Variable(np.zeros((9, 2), "float32")), keras.Variable(0.0)
+    sparse = tf.IndexedSlices(tf.ones((3, 2)), tf.constant([0, 1, 1]), tf.constant([9, 2]))
+    monitor = NumericsMonitor(every=10)
+    monitor.record([(sparse, table), (None, other)], step=70)
+    for _ in range(12):
+        monitor.record([(sparse, table), (None, other)])
+    assert monitor.history[-1]["step"] == 80
+    values = [each["values"] for each in monitor.history[-1]["variables"].values()]
+    assert values == [6, 0]
+
+
+def test_outputs_of_chosen_layers_are_counted_in_training_only():
+    model = small_model()
+    monitor = NumericsMonitor(every=2, activations=[model.layers[0].name])
+    model.compile(optimizer(), "mse")
+    x, y = data(2)
+    model.fit(
+        x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[monitor],
+        validation_data=(x * 2.0**40, y), validation_batch_size=4,
+    )  # fmt: skip
+    (record,) = monitor.history
+    (found,) = record["activations"].values()
+    assert found["values"] == BATCH * 8
+    assert 0 < found["zeros"] < 1  # relu
+    assert found["largest"] < 100
+    assert not [layer for layer in model.layers if "call" in vars(layer)]
+    assert "train_step" not in vars(model)
+
+
+def test_activations_that_are_not_there_are_an_error():
+    with pytest.raises(ValueError, match="no layer 'nope'; its layers are dense"):
+        fit(NumericsMonitor(activations=["nope"]))
+    with pytest.raises(TypeError, match="activations must be True, False or a list"):
+        fit(NumericsMonitor(activations="dense"))
+
+
+def test_json_lines_are_the_history(tmp_path):
+    path = tmp_path / "new" / "log.jsonl"
+    monitor = NumericsMonitor(every=1, jsonl=path, activations=True)
+    fit(monitor, batches=3, x=poisoned(3, 2, 2))
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert lines == json.loads(json.dumps(monitor.history))
+    assert [line["first_nonfinite"] is None for line in lines] == [True, False, True]
+
+
+def test_tensorboard_reads_scalars_and_histograms(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monitor = NumericsMonitor(every=2, tensorboard=tmp_path, activations=True)
+    fit(monitor)
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    scales = events.Tensors("numerics/loss_scale")
+    assert [(each.step, tf.make_ndarray(each.tensor_proto)) for each in scales] == [
+        (2, 32768.0),
+        (4, 32768.0),
+    ]
+    name = next(iter(monitor.history[0]["variables"]))
+    (first, _) = events.Tensors(f"numerics/variables/{name}")
+    bins = {int(left): int(n) for left, _, n in tf.make_ndarray(first.tensor_proto) if n}
+    assert bins == monitor.history[0]["variables"][name]["exponents"]
+    assert [tag for tag in events.Tags()["tensors"] if tag.startswith("numerics/activations/")]
+
+
+def test_the_summary_names_the_variables(capsys):
+    monitor = NumericsMonitor(every=2, verbose=1)
+    assert monitor.to_text() == "no record yet"
+    model = fit(monitor)
+    text = monitor.to_text()
+    assert "loss scale 2^15, skipped 0 steps" in text
+    assert all(variable.path in text for variable in model.trainable_variables)
+    assert "suggested loss scale: 2^" in text
+    assert "suggested loss scale: 2^" in capsys.readouterr().out
+
+
+def test_the_summary_is_plain_where_rich_is_missing(monkeypatch, capsys):
+    monitor = NumericsMonitor(every=2)
+    fit(monitor)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monitor.print_summary()
+    assert capsys.readouterr().out == monitor.to_text() + "\n"
+
+
+@pytest.mark.slow
+def test_a_monitor_goes_on_in_a_second_fit_and_can_be_taken_off():
+    monitor = NumericsMonitor(every=3)
+    model = fit(monitor)
+    model.fit(*data(4), batch_size=BATCH, verbose=0, callbacks=[monitor])
+    assert [record["step"] for record in monitor.history] == [3, 6]
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(*data(4), batch_size=BATCH, verbose=0, callbacks=[monitor, Interrupt()])
+    assert model.optimizer.gradient_observer is not None
+    monitor.detach()
+    assert model.optimizer.gradient_observer is None
+    # Another one takes over what an interrupted fit left.
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(*data(4), batch_size=BATCH, verbose=0, callbacks=[monitor, Interrupt()])
+    other = NumericsMonitor(every=3)
+    model.fit(*data(4), batch_size=BATCH, verbose=0, callbacks=[other])
+    assert [record["step"] for record in other.history] == [9, 12]
+
+
+def test_two_monitors_in_one_fit_are_an_error():
+    model = small_model()
+    model.compile(optimizer(), "mse")
+    pair = [NumericsMonitor(), NumericsMonitor()]
+    with pytest.raises(ValueError, match="pass one only"):
+        model.fit(*data(1), verbose=0, callbacks=pair)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"every": 0}, ValueError, "every must be at least 1; got 0"),
+        ({"jsonl": 3}, TypeError, "expected str, bytes or os.PathLike"),
+        ({"every": 1.5}, TypeError, "every must be a whole number; got 1.5"),
+        ({"max_consecutive_skips": 0}, ValueError, "max_consecutive_skips must be at least 1"),
+    ],
+)
+def test_bad_arguments_say_what_is_wrong(arguments, error, message):
+    with pytest.raises(error, match=message):
+        NumericsMonitor(**arguments)
+
+
+def test_a_folder_that_cannot_be_made_for_events_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "events"
+    with pytest.raises(OSError, match="No event file can be made in .*file/events"):
+        NumericsMonitor(tensorboard=folder)
+
+
+def test_micro_batches_have_the_scale_of_their_accumulators_optimizer():
+    variables = [keras.Variable(np.zeros(2, "float32"), name="weight")]
+    scaling = optimizer(initial_scale=256.0)
+    accumulator = tfamp.GradientAccumulator(scaling, steps=2)
+    assert accumulator.optimizer is scaling
+    monitor = NumericsMonitor(every=1)
+    for _ in range(2):
+        scaled = [tf.constant([256.0, 512.0])]
+        monitor.record(scaled, variables, optimizer=accumulator)
+        accumulator.apply_gradients(zip(scaled, variables, strict=True))
+    assert [record["loss_scale"] for record in monitor.history] == [256.0, 256.0]
+    assert [record["skipped_steps"] for record in monitor.history] == [0, 0]
+    assert monitor.history[1]["variables"]["weight"]["largest"] == 2.0
+
+
+def test_bad_records_say_what_is_wrong():
+    weight, monitor = keras.Variable(1.0), NumericsMonitor()
+    with pytest.raises(TypeError, match="optimizer must be a Keras optimizer"):
+        monitor.record([tf.constant(1.0)], [weight], optimizer="adam")
+    with pytest.raises(ValueError, match="one gradient for each of the 1 variables"):
+        monitor.record([tf.constant(1.0)] * 2, [weight])
+    monitor.record([tf.constant(1.0)], [weight])
+    with pytest.raises(ValueError, match="one NumericsMonitor for each set"):
+        monitor.record([tf.constant(1.0)], [keras.Variable(1.0)])
+
+
+def test_the_configuration_of_the_model_is_left_alone():
+    model = small_model()
+    model.compile(optimizer(), "mse")
+    before = copy.deepcopy(model.get_config()), copy.deepcopy(model.optimizer.get_config())
+    fit(NumericsMonitor(every=1, activations=True), model, model.optimizer)
+    assert (model.get_config(), model.optimizer.get_config()) == before

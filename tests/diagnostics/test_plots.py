@@ -1,0 +1,138 @@
+"""Pictures: what is drawn, that nothing global is touched, what is said where they cannot be."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from helpers.monitor_records import made_record
+from tfamp.diagnostics import plot_compare, plot_exponents, plot_loss_scale, training_report
+from tfamp.diagnostics.plots import new_figure
+
+matplotlib = pytest.importorskip("matplotlib")
+
+HISTORY = [
+    made_record(100, changes=[[1, 2.0**16], [31, 2.0**15]], skipped=[30]),
+    made_record(200, scale=2.0**13, changes=[[101, 2.0**15], [150, 2.0**14], [151, 2.0**13]],
+                skipped=[149, 150]),
+]  # fmt: skip
+
+
+def row(layer, error, share=0.0):
+    return SimpleNamespace(layer=layer, relative_error=error, max=3.0, share_out_of_range=share)
+
+
+def heights(axes):
+    """Exponent -> height of the bars."""
+    return {round(bar.get_x()): bar.get_height() for bar in axes.patches if bar.get_width() < 1}
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.findobj(matplotlib.text.Text)]
+
+
+def test_the_loss_scale_is_drawn_step_by_step_with_the_skips():
+    figure = plot_loss_scale(HISTORY)
+    (axes,) = figure.axes
+    scale, suggested, skips = axes.lines
+    assert list(zip(*scale.get_data(), strict=True)) == [
+        (1, 16), (31, 15), (150, 14), (151, 13), (200, 13)
+    ]  # fmt: skip
+    assert list(zip(*skips.get_data(), strict=True)) == [(30, 16), (149, 15), (150, 14)]
+    assert list(suggested.get_xdata()) == [100, 200]
+    assert "skipped step (3)" in texts(figure)
+
+
+def test_exponents_are_drawn_before_and_after_scaling():
+    above, below = plot_exponents(HISTORY[0]).axes
+    assert heights(above) == {-20: 0.3, -8: 0.6, 0: 0.1}
+    assert heights(below) == {-5: 0.3, 7: 0.6, 15: 0.1}
+    assert above.get_title(loc="right") == "flushed 0.0%   subnormal 30.0%   overflow 0.0%"
+    assert below.get_title(loc="right") == "flushed 0.0%   subnormal 0.0%   overflow 0.0%"
+    edges = [bar.get_x() for bar in above.patches if bar.get_width() > 1]
+    assert edges[1:] == [-24, -14, 16]
+
+
+def test_several_records_are_drawn_together_each_with_its_own_scale():
+    figure = plot_exponents(HISTORY)
+    below = figure.axes[1]
+    assert heights(below) == pytest.approx({-5: 0.15, 7: 0.3, 15: 0.05, -7: 0.15, 5: 0.3, 13: 0.05})
+    assert "with loss scale $2^{13}$ to $2^{15}$" in texts(figure)
+    assert any("20.0% of the values are zero" in text for text in texts(figure))
+
+
+def test_one_variable_can_be_drawn_and_an_unknown_one_not():
+    assert any(
+        "dense/bias" in text for text in texts(plot_exponents(HISTORY, variable="dense/bias"))
+    )
+    with pytest.raises(ValueError, match="no record of 'x'; there are dense/kernel, dense/bias"):
+        plot_exponents(HISTORY, variable="x")
+
+
+def test_far_away_exponents_and_no_gradient_at_all_can_be_drawn():
+    plot_exponents(made_record(counts={-127: 1, 100: 1})).draw_without_rendering()
+    plot_exponents(made_record(counts={})).draw_without_rendering()
+    plot_loss_scale(made_record(counts={}, scale=1.0)).draw_without_rendering()
+
+
+@pytest.mark.parametrize("plot", [plot_exponents, plot_loss_scale])
+def test_a_monitor_its_history_and_its_file_are_drawn_alike(plot, tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in HISTORY))
+    given = [HISTORY, SimpleNamespace(history=HISTORY), path, str(path)]
+    drawn = []
+    for i, history in enumerate(given):
+        plot(history).savefig(tmp_path / f"{i}.png")
+        drawn.append((tmp_path / f"{i}.png").read_bytes())
+    assert drawn[0].startswith(b"\x89PNG")
+    assert len(set(drawn)) == 1
+
+
+@pytest.mark.parametrize("plot", [plot_exponents, plot_loss_scale])
+def test_what_is_no_history_is_an_error(plot):
+    with pytest.raises(ValueError, match="no record to show"):
+        plot([])
+    with pytest.raises(TypeError, match="history must be a NumericsMonitor"):
+        plot(3)
+    with pytest.raises(TypeError, match="Expected records of a NumericsMonitor"):
+        plot([{"loss": 1}])
+
+
+def test_layers_are_drawn_in_order_and_what_is_out_of_range_apart():
+    rows = [row("a", 0.5, 0.25), row("b", 0.1), row("c", float("inf")), row("d", 0.0)]
+    figure = plot_compare(SimpleNamespace(rows=rows))
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == list("abcd")
+    assert [len(container) for container in axes.containers] == [3, 1]
+    assert {"5.0e-01, 25.0% out of range", "not finite", "1.0e-01"} <= set(texts(figure))
+    long = plot_compare(SimpleNamespace(rows=[row(str(i), 0.1) for i in range(60)]))
+    assert "the first 40 of 60 layers" in texts(long)
+
+
+def test_no_window_and_no_setting_of_matplotlib_is_touched():
+    before = dict(matplotlib.rcParams)
+    figure = plot_loss_scale(HISTORY)
+    assert dict(matplotlib.rcParams) == before
+    assert figure.canvas.manager is None
+
+
+def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch, tmp_path):
+    for name in {"matplotlib", *sys.modules}:
+        if name.partition(".")[0] == "matplotlib":
+            monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "tfamp\[plot\]"'):
+        new_figure(1, 1)
+    for made in (
+        lambda: plot_loss_scale(HISTORY),
+        lambda: plot_exponents(HISTORY),
+        lambda: plot_compare(SimpleNamespace(rows=[row("a", 0.5)])),
+        lambda: training_report(tmp_path / "report.html", history={"loss": [1.0]}),
+    ):
+        with pytest.raises(ModuleNotFoundError, match=r'pip install "tfamp\[plot\]"'):
+            made()
+
+
+def test_what_is_no_comparison_is_an_error():
+    with pytest.raises(TypeError, match="what tfamp.diagnostics.compare returned; got list"):
+        plot_compare(HISTORY)

@@ -1,1 +1,0 @@
-"""`compare`: float32 against mixed precision, and what to keep in float32."""

@@ -1,1 +1,0 @@
-"""`device_report` and `model_report`: what low precision gains on a machine and a model."""

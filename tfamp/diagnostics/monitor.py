@@ -1,0 +1,443 @@
+"""`NumericsMonitor`: what loss scale and gradients do during training."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.core.errors import SkippedStepsError
+from tfamp.core.options import checked_count
+from tfamp.diagnostics import records
+from tfamp.diagnostics.exponents import FLOAT16_MAX, SHARES
+from tfamp.diagnostics.model_runs import chosen_layers, watch_layers
+from tfamp.diagnostics.optimizer_watch import Scaling, is_watched_by, scaling_of, watch_optimizer
+from tfamp.diagnostics.step_statistics import SampledCounts, StepStatistics, count_values, only_if
+from tfamp.interop.tracing import as_written
+from tfamp.training import gradients as gradient_lib
+from tfamp.training.replicas import outside_the_graph
+
+
+class NumericsMonitor(keras.callbacks.Callback):
+    """Watches loss scale, skipped steps and the size of gradients; tells if float16 is enough.
+
+    As a callback of `model.fit` it sees the gradients the optimizer applies, whichever Keras
+    optimizer that is, under a `MirroredStrategy`, with `jit_compile`, `run_eagerly` and several
+    steps per execution too. In a custom loop call `record` in the step and `advance` behind it.
+
+    Every `every` steps the gradients of one step are counted by binary exponent, on the device.
+    What there is to count is kept in variables; between the records the host never waits for the
+    device, but to read one number every `max_consecutive_skips` steps, to know when to stop.
+
+    `history` is a list with one dict per record:
+
+    - "step": the step whose gradients were counted, from 1. "loss_scale": its loss scale, 1.0
+      without. "suggested_scale": the power of two that would have put the most gradient values in
+      float16's normal range and none over 65504; None if all are zero.
+    - "skipped_steps", "consecutive_skipped_steps": how many there have been when the record was
+      made. "skipped": those since the last record. "loss_scales": pairs of a step since the last
+      record and the loss scale from this step on.
+    - "first_nonfinite": the first variable with an inf or NaN in its gradient, or None.
+    - "variables": for each variable, "exponents" (e -> number of gradient values with
+      2**e <= |value| < 2**(e + 1), without loss scale), "values" (number of them), "zeros" (share
+      of them), "nonfinite" (number), "largest" (without loss scale), and as shares of what is not
+      zero "under_2**-24", "under_2**-14" and "over_65504", with loss scale as in the backward pass.
+      "unscaled" has the same three without it. What float16 has flushed already is among the zeros.
+    - "gradients": the same of all variables together. "activations": of layers' outputs.
+
+    Source: the exponents of gradients are Figure 3 of Micikevicius et al., "Mixed Precision
+    Training", ICLR 2018.
+
+    Args:
+        every: Steps between records.
+        jsonl: File that each record is appended to, as one line of JSON.
+        tensorboard: Folder for an event file with scalars and histograms.
+        max_consecutive_skips: Training stops with a `SkippedStepsError` after this many skipped
+            steps in a row; None never stops it.
+        activations: True to count the outputs of the model's layers too, or a list of layers or
+            names of layers. Counted are those of the train step, each layer's first output.
+        verbose: 1 writes the summary to standard output when training ends.
+
+    Raises:
+        ValueError: `every` or `max_consecutive_skips` is less than 1.
+        TypeError: One of them is no integer.
+        OSError: No event file can be made in the folder `tensorboard`.
+
+    Example:
+        >>> import keras, numpy, tfamp
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(tfamp.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
+        >>> monitor = tfamp.diagnostics.NumericsMonitor(every=2)
+        >>> x = numpy.ones((8, 4), "float32")
+        >>> _ = model.fit(x, x[:, :1], batch_size=2, verbose=0, callbacks=[monitor])
+        >>> [(record["step"], record["loss_scale"]) for record in monitor.history]
+        [(2, 32768.0), (4, 32768.0)]
+    """
+
+    def __init__(
+        self,
+        every: int = 100,
+        *,
+        jsonl: str | os.PathLike[str] | None = None,
+        tensorboard: str | os.PathLike[str] | None = None,
+        max_consecutive_skips: int | None = 50,
+        activations: bool | Sequence[Any] = False,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__()
+        if max_consecutive_skips is not None:
+            checked_count("max_consecutive_skips", max_consecutive_skips)
+        self.every = checked_count("every", every)
+        self.max_consecutive_skips = max_consecutive_skips
+        self.history: list[dict[str, Any]] = []
+        # A number would be written to as a file that is open already.
+        self._jsonl = None if jsonl is None else os.fspath(jsonl)
+        self._events = None if tensorboard is None else _EventWriter(tensorboard)
+        self._activations = activations
+        self._verbose = verbose
+        self._statistics: StepStatistics | None = None
+        self._outputs: dict[str, SampledCounts] = {}
+        self._scaling: Scaling = scaling_of(None)
+        self._take_off: list[Any] = []
+        self._taken = 0  # Steps the device has taken, at most; known exactly after each look.
+        self._next_look = 0.0
+        self._reported = 0  # The last step whose loss scale is in a record.
+        self._pending = 0
+        self._observer = as_written(self._observe)
+
+    # Training with model.fit.
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Starts to watch the model's optimizer; its train function is traced anew."""
+        self.detach()
+        model = self.model
+        layers = chosen_layers(model, self._activations)
+        self._scaling = scaling_of(model.optimizer)
+        with model.distribute_strategy.scope():
+            names = _unique([layer.name for layer in layers])
+            self._start(int(model.steps_per_execution), names)
+        self._take_off.append(watch_optimizer(model.optimizer, self._observer))
+        if layers:
+            see = as_written(lambda i, tensor: self._see_output(names[i], tensor))
+            self._take_off.append(watch_layers(model, layers, see))
+        self._take_off.append(lambda: model.make_train_function(force=True))
+        model.make_train_function(force=True)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Looks at what the steps before left, if it is time."""
+        # Not on_train_batch_end: for a callback that has it Keras waits for every step's loss.
+        self.advance(self._pending)
+        self._pending = int(self.model.steps_per_execution)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Looks at what the last steps of the epoch left, if it is time."""
+        self.advance(self._pending)
+        self._pending = 0
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Stops watching."""
+        optimizer = self.model.optimizer
+        if self._take_off and not is_watched_by(optimizer, self._observer):
+            raise ValueError(
+                "Another NumericsMonitor took this one's place during the same fit; pass one only."
+            )
+        self.advance(self._pending)
+        self._pending = 0
+        self.detach()
+        if self._verbose:
+            self.print_summary()
+
+    def detach(self) -> None:
+        """Stops watching; only needed if `model.fit` was interrupted and goes on without it."""
+        take_off, self._take_off = self._take_off, []
+        for each in take_off:
+            each()
+
+    # Custom loops.
+
+    @as_written
+    def record(
+        self,
+        gradients: Iterable[Any],
+        variables: Sequence[Any] | None = None,
+        *,
+        optimizer: Any = None,
+        loss_scale: Any = None,
+        unscaled: bool = False,
+        finite: Any = None,
+        step: Any = None,
+        activations: dict[str, Any] | None = None,
+    ) -> None:
+        """Looks at the gradients of one step of a custom loop, before they are applied.
+
+        Call it once a step, in eager mode or in a `tf.function`, in `strategy.run` too. Whatever
+        is not at hand there, `advance` does, called behind each step from plain Python; in eager
+        mode `record` calls it.
+
+        Args:
+            gradients: Float tensors, `tf.IndexedSlices` or None, as `tape.gradient` returns them;
+                or, without `variables`, pairs of gradient and variable.
+            variables: The variables they belong to, in the same order.
+            optimizer: The `tfamp.LossScaleOptimizer`, `tfamp.GradScaler` or
+                `tfamp.GradientAccumulator` the loss was scaled with, or any Keras optimizer. None:
+                there is no loss scale but `loss_scale`.
+            loss_scale: The scale of this step's loss, scalar. None: the optimizer's.
+            unscaled: Whether the gradients have been divided by the loss scale already.
+            finite: Whether this step is applied, scalar bool, such as `GradScaler.step` returns.
+                Only needed where the optimizer does not count the skipped steps itself, as a
+                `tfamp.LossScaleOptimizer` does; None: it is.
+            step: Number of this step, from 1, scalar. None: one more than the last.
+            activations: Name -> float tensor, counted as `activations` of `model.fit` are. All
+                names must be there at the first call.
+
+        Raises:
+            ValueError: The gradients do not fit the variables, or the variables are others than
+                at the first call.
+            TypeError: A gradient is no float tensor, or `optimizer` is neither.
+        """
+        if variables is None:
+            grads, owners = gradient_lib.split_pairs(gradients, "record")
+        else:
+            grads, owners = gradient_lib.listed(gradients, "record"), list(variables)
+        gradient_lib.check_gradients(grads, owners)
+        self._scaling = scaling_of(optimizer)
+        names = _unique(list(activations or {}))
+        if self._statistics is None:
+            outside_the_graph(lambda: self._start(1, names))
+        if step is not None and self._statistics is not None:
+            self._statistics.set_step(step)
+        for name, tensor in (activations or {}).items():
+            self._see_output(name, tensor)
+        scale = self._scaling.scale() if loss_scale is None else loss_scale
+        self._observe(grads, owners, None if unscaled else scale, finite, scale)
+        if tf.executing_eagerly() and not tf.distribute.has_strategy():
+            self.advance()
+
+    def advance(self, steps: int = 1) -> None:
+        """Says that steps were taken; makes a record and may stop the loop, if it is time.
+
+        Reads from the device only then. Call it outside any `tf.function`.
+
+        Args:
+            steps: How many steps there have been since the last call, or more.
+
+        Raises:
+            SkippedStepsError: `max_consecutive_skips` steps in a row were skipped.
+        """
+        self._taken += steps
+        if self._taken >= self._next_look and self._statistics is not None:
+            self._look(self._statistics)
+
+    # Results.
+
+    def to_text(self) -> str:
+        """Returns a summary of the last record: the run, and a table of the variables."""
+        return records.to_text(self.history)
+
+    def print_summary(self, file: Any = None) -> None:
+        """Writes the summary: a table where rich is installed, else plain text.
+
+        Args:
+            file: Text file to write to; None: standard output.
+        """
+        records.write_summary(self.history, sys.stdout if file is None else file)
+
+    def __rich__(self) -> Any:
+        return records.to_rich(self.history)
+
+    # What runs on the device.
+
+    def _start(self, steps_at_once: int, outputs: Sequence[str]) -> None:
+        self._outputs |= {n: SampledCounts(1) for n in outputs if n not in self._outputs}
+        if self._statistics is not None:
+            return
+        skips = self._scaling.skips
+        skipped = int(skips()[0]) if skips else 0
+        start = self._scaling.steps()
+        # The host comes to look after as many steps at once as Keras takes.
+        remembered = self.every + steps_at_once
+        self._statistics = StepStatistics(self.every, remembered, start, skipped)
+        self._taken = self._reported = start
+        self._plan_next_look(0)
+
+    def _observe(
+        self, grads: list[Any], variables: list[Any], divisor: Any, finite: Any, scale: Any = None
+    ) -> None:
+        statistics = self._statistics
+        if statistics is None:
+            return
+        skips = self._scaling.skips
+        if skips is None:
+            finite = tf.constant(True) if finite is None else tf.convert_to_tensor(finite)
+            before, faulty = statistics.own_skips(finite), tf.logical_not(finite)
+        else:
+            before, in_a_row = skips()
+            # Before a step is applied nobody knows yet whether it will be skipped: the gradients
+            # of a step behind a skipped one are looked at.
+            faulty = in_a_row > 0 if finite is None else tf.logical_not(finite)
+            if finite is None and self.max_consecutive_skips == 1:
+                faulty = tf.logical_not(gradient_lib.Gradients.of_any(grads).all_finite())
+        statistics.observe(
+            grads,
+            variables,
+            scale=self._scaling.scale() if scale is None else scale,
+            divisor=1.0 if divisor is None else divisor,
+            skipped_before=before,
+            faulty=faulty,
+        )
+
+    def _see_output(self, name: str, tensor: Any) -> None:
+        statistics, sample = self._statistics, self._outputs.get(name)
+        if statistics is None or sample is None:
+            raise ValueError(
+                f"activations has a new name, {name!r}; every name must be there at the first call."
+            )
+        step, due = statistics.next_is_due()
+
+        def count() -> None:
+            counts = count_values(tensor, FLOAT16_MAX, FLOAT16_MAX)
+            sample.write(due, counts[None], tf.stack([tf.cast(step, tf.float64), 1.0, 1.0]))
+
+        only_if(due, count)
+
+    # What runs on the host.
+
+    def _look(self, statistics: StepStatistics) -> None:
+        self._taken = statistics.step()
+        skipped, consecutive = map(int, (self._scaling.skips or statistics.skips)())
+        last = self.history[-1]["step"] if self.history else 0
+        stops = consecutive >= self._limit
+        if statistics.samples:
+            sampled = statistics.samples[stops]
+            if sampled.step() > last:
+                self._add_record(statistics, sampled, skipped, consecutive)
+        if stops:
+            self.detach()
+            raise SkippedStepsError(self._why_stopped(consecutive))
+        self._plan_next_look(consecutive)
+
+    def _plan_next_look(self, consecutive: int) -> None:
+        regular = self._taken - self._taken % self.every + self.every
+        # No sooner can there be so many skipped steps in a row.
+        self._next_look = min(regular, self._taken + self._limit - consecutive)
+
+    @property
+    def _limit(self) -> float:
+        return math.inf if self.max_consecutive_skips is None else self.max_consecutive_skips
+
+    def _add_record(
+        self, statistics: StepStatistics, sampled: SampledCounts, skipped: int, consecutive: int
+    ) -> None:
+        names = _unique([gradient_lib.variable_name(v) for v in statistics.variables])
+        record = records.make_record(
+            sampled.read(),
+            names,
+            past=statistics.past(self._reported + 1, self._taken),
+            skipped=skipped,
+            consecutive=consecutive,
+        )
+        if self._outputs:
+            samples = ((name, sample.read()) for name, sample in self._outputs.items())
+            record["activations"] = records.activations_of(samples)
+        self._reported = self._taken
+        self.history.append(record)
+        if self._jsonl is not None:
+            _append_line(self._jsonl, record)
+        if self._events is not None:
+            self._events.write(record)
+
+    def _why_stopped(self, consecutive: int) -> str:
+        record = self.history[-1] if self.history else {}
+        bad = [name for name, each in record.get("variables", {}).items() if each["nonfinite"]]
+        where = "; their sum over the replicas overflowed, no replica's own did"
+        if bad:
+            scale = records.scale_text(record["loss_scale"])
+            where = (
+                f"; at step {record['step']}, with loss scale {scale}, the first bad variable was "
+                f"{bad[0]}"
+            )
+        if len(bad) > 1:
+            where += f", of {len(bad)} in all; the backward pass comes to {bad[-1]} first"
+        return (
+            f"{consecutive} steps in a row were skipped because gradients were not finite{where}. "
+            "No weight has changed in these steps. A lower loss scale does not help any more: look "
+            "for an inf or NaN in the data, the weights or the model with "
+            "tfamp.diagnostics.find_nonfinite, lower the learning rate, or use bfloat16."
+        )
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Names with "#2", "#3" and so on behind those that are there more than once."""
+    counts: Counter[str] = Counter()
+    made = []
+    for name in names:
+        counts[name] += 1
+        made.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
+    return made
+
+
+# ---- Files --------------------------------------------------------------------------------------
+
+
+def _append_line(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
+    """Appends a record to a file of JSON lines; the file ends with a complete line at any time."""
+    line = json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    # Opened for each line: a run may end at any time, and nothing is to be lost or left open then.
+    with open(path, "ab") as file:
+        file.write(line.encode())
+
+
+class _EventWriter:
+    """Writes records as scalars and histograms for TensorBoard."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            self._writer = tf.summary.create_file_writer(os.fspath(folder))
+        except tf.errors.OpError as error:
+            raise OSError(
+                f"No event file can be made in {os.fspath(folder)!r}: {error.message}. Give a "
+                "folder that can be written to."
+            ) from error
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Writes one record; it is in the file when this returns."""
+        with self._writer.as_default(step=record["step"]), tf.summary.record_if(True):
+            for name in ("loss_scale", "suggested_scale", "skipped_steps"):
+                if record[name] is not None:
+                    _write_scalar(f"numerics/{name}", record[name])
+            for name in (*SHARES, "zeros"):
+                _write_scalar(f"numerics/gradients/{name}", record["gradients"][name])
+            for kind in ("variables", "activations"):
+                for name, described in record.get(kind, {}).items():
+                    _write_exponents(f"numerics/{kind}/{name}", described["exponents"])
+        self._writer.flush()
+
+
+def _write_scalar(tag: str, value: float) -> None:
+    # As tf.summary.scalar, which needs the package tensorboard.
+    _write("scalars", 1, tag, np.float32(value))
+
+
+def _write_exponents(tag: str, counts: Mapping[int, int]) -> None:
+    # tf.summary.histogram makes bins of its own, from values; these are the bins already: left
+    # edge, right edge, number.
+    if counts:
+        exponents = range(min(counts), max(counts) + 1)
+        bins = np.array([(e, e + 1, counts.get(e, 0)) for e in exponents], "float64")
+        _write("histograms", 2, tag, bins)
+
+
+def _write(plugin: str, data_class: int, tag: str, value: Any) -> None:
+    metadata = tf.compat.v1.SummaryMetadata(data_class=data_class)
+    metadata.plugin_data.plugin_name = plugin
+    tf.summary.write(tag, value, metadata=metadata)

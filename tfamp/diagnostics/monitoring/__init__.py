@@ -1,1 +1,0 @@
-"""`NumericsMonitor`: what gradients, layers and the loss scale do during training."""

@@ -1,0 +1,425 @@
+"""The step of a model or a function as one graph that says which layer each op belongs to."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfamp
+from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.diagnostics.model_runs import all_layers, computing_in, float_tensors, observing_layers
+from tfamp.graph.function_names import unshare_branches
+from tfamp.graph.observe import observed_scopes
+from tfamp.graph.transforms.inline import inline_calls
+from tfamp.graph.transforms.retype import UNROUNDED, low_dtypes, seeded
+from tfamp.interop import keras_hooks, tf_functions
+from tfamp.layers.float32_losses import add_losses_in_float32
+from tfamp.layers.methods import rewrap_methods, wrapped_methods
+from tfamp.rewriting.flat_call import FlatCall
+from tfamp.rewriting.function import RewrittenFunction, rewrite
+from tfamp.rewriting.traced_function import TracedFunction
+
+# Scope and name of the nodes whose functions an op runs in, the outermost first, then of the op.
+Path: TypeAlias = tuple[tuple[str, str], ...]
+
+LOSS_SCOPE, SCALE_SCOPE = "tfamp_loss", "tfamp_loss_scale"
+_LAYER = "_tfamp_layer"
+_MARKER = re.compile(r"tfamp_layer_(\d+)(?:_\d+)?(?:/|$)")
+_SCALE = re.compile(r"(^|/)(dynamic_scale|loss_scale)(_\d+)?$")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A traced step."""
+
+    graph_def: Any  # Its calls are inlined.
+    traced: Any  # The `FuncGraph` it is from.
+    inputs: tuple[str, ...]
+    values: tuple[Any, ...]  # Of the inputs, handles of variables included.
+    given: int  # How many of these are arguments; the rest is captured.
+    outputs: tuple[str, ...]
+    gradients: Mapping[str, str]  # Names of variables by the tensors that are their gradients.
+    operations: tuple[str, ...]  # What has to run as well.
+    layers: tuple[Any, ...]  # In the order of their first calls.
+    variables: tuple[tuple[str, Any], ...]  # Name and `tf.Variable` of what has to be finite.
+    reads: Mapping[str, str]  # Names of variables by the input that is their handle or value.
+    rewritten: bool = False
+    scale: float = 1.0  # The loss scale; 1 where there is none.
+    scale_name: str | None = None  # That of the variable that holds it.
+    scale_adapts: bool = True
+    # For another scale: the position among the values, or the `tf.Variable` that holds it.
+    scale_at: int | None = None
+    scale_in: Any = None
+
+
+# ---- A model -------------------------------------------------------------------------------------
+
+
+def trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
+    """Traces the training step of a built model: forward, loss, scaled loss, gradients.
+
+    Without targets and a loss only the forward pass is traced.
+    """
+    compute_loss = _loss_function(model, y, loss)
+
+    def body(x: Any, y: Any, scale: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            outputs = model(x, training=compute_loss is not None)
+            if dtype is not None:  # As a policy of tfamp's would have it.
+                outputs = keras.tree.map_structure(_as_float32, outputs)
+            results = float_tensors(outputs)
+            if compute_loss is None:
+                return results
+            with tf.name_scope(LOSS_SCOPE):
+                loss = compute_loss(x, y, outputs)
+            with tf.name_scope(SCALE_SCOPE):
+                # In float32, as a scaled loss easily exceeds float16's range.
+                scaled = tf.cast(loss, tf.float32) * scale
+        tape.gradient(scaled, [variable.value for variable in model.trainable_variables])
+        return [*results, loss, scaled]
+
+    optimizer = getattr(model, "optimizer", None)
+    variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
+    names = _paths(variables)
+    values = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+    scale, scale_name = _loss_scale(optimizer)
+    args = (keras.tree.map_structure(_as_input, x), keras.tree.map_structure(_as_input, y))
+    # As in `fit`, AutoGraph leaves the code of layers as it is.
+    body = tf.autograph.experimental.do_not_convert(body)
+    with computing_in(model, dtype), _losses_kept(model):
+        step = _trace(body, (*args, tf.constant(1.0)), names)
+    return dataclasses.replace(
+        step,
+        variables=tuple((_name(variable, names), variable) for variable in values),
+        scale=scale,
+        scale_name=scale_name,
+        scale_adapts=hasattr(optimizer, "dynamic_scale") and getattr(optimizer, "dynamic", True),
+        scale_at=step.given - 1,
+        scale_in=None,
+    )
+
+
+def _loss_function(model: Any, y: Any, loss: Any) -> Callable[[Any, Any, Any], Any] | None:
+    """What computes the loss from inputs, targets and outputs; None if there is none."""
+    if loss is not None:
+        loss = _checked_loss(loss)
+        return lambda x, y, outputs: _mean_loss(model, _call_loss(loss, y, outputs))
+    own = getattr(type(model), "compute_loss", None)
+    computes = own is not None and own is not keras.Model.compute_loss
+    if getattr(model, "compiled", False) and (y is not None or computes):
+        return lambda x, y, outputs: model.compute_loss(x, y, outputs, training=True)
+    if y is not None:
+        raise ValueError(
+            "find_nonfinite got targets y, but no loss: the model is not compiled. Give loss=, as "
+            "for compile, or leave y out to look at the forward pass only."
+        )
+    return None
+
+
+def _mean_loss(model: Any, values: Any) -> Any:
+    total = tf.reduce_mean(values) if values.shape.rank != 0 else values
+    for extra in model.losses:
+        total += tf.cast(extra, total.dtype)
+    return total
+
+
+def _checked_loss(loss: Any) -> Callable[..., Any]:
+    if not isinstance(loss, str) and not callable(loss):
+        raise TypeError(
+            f"loss must be the name of a Keras loss, a keras.losses.Loss or a function of targets "
+            f"and outputs; got {loss!r}."
+        )
+    found: Callable[..., Any] = keras.losses.get(loss)
+    return found
+
+
+def _call_loss(loss: Callable[..., Any], y: Any, outputs: Any) -> Any:
+    """Calls a loss with targets and outputs, or with outputs alone if it takes one argument."""
+    if y is None and not isinstance(loss, keras.losses.Loss) and _required_arguments(loss) == 1:
+        return tf.convert_to_tensor(loss(outputs))
+    return tf.convert_to_tensor(loss(y, outputs))
+
+
+def _required_arguments(function: Callable[..., Any]) -> int:
+    return sum(
+        each.default is each.empty
+        and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        for each in inspect.signature(function).parameters.values()
+    )
+
+
+def _loss_scale(optimizer: Any) -> tuple[float, str | None]:
+    dynamic = getattr(optimizer, "dynamic_scale", None)
+    if dynamic is not None:
+        return float(keras.ops.convert_to_numpy(dynamic)), str(dynamic.path)
+    fixed = getattr(optimizer, "loss_scale_factor", None)
+    return (float(fixed), "loss_scale_factor") if fixed else (1.0, None)
+
+
+@contextlib.contextmanager
+def _losses_kept(model: Any) -> Iterator[None]:
+    """Drops the losses that layers add while they are traced: these belong to the trace.
+
+    They are float32, as where the model computes in a low dtype because of tfamp.
+    """
+    with contextlib.ExitStack() as undo:
+        for layer in all_layers(model):
+            undo.callback(keras_hooks.replace_losses(layer))
+            undo.callback(rewrap_methods, layer, wrapped_methods(layer))
+            add_losses_in_float32(layer)
+        yield
+
+
+def _as_input(value: Any) -> Any:
+    """A value as Keras would feed it."""
+    if value is None or tf.is_tensor(value):
+        return value
+    array = np.asarray(value)
+    is_wide = array.dtype == np.float64
+    return tf.convert_to_tensor(array.astype(keras.config.floatx()) if is_wide else array)
+
+
+def _as_float32(value: Any) -> Any:
+    low = keras.ops.is_tensor(value) and value.dtype.name in LOW_PRECISION
+    return tf.cast(value, tf.float32) if low else value
+
+
+# ---- A function ----------------------------------------------------------------------------------
+
+
+def trace_function(function: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
+    """Traces a function for a call; one that is float32 is rewritten for a low dtype."""
+    rewritten = isinstance(function, RewrittenFunction)
+    low = dtype if dtype in LOW_PRECISION else None
+    if rewritten and low is not None:
+        function = function.copy(low)
+    args = _arguments(function, x, None if loss is not None else y)
+    step = _trace(*_with_loss(function, args, y, loss))
+    if not rewritten and low is not None and not low_dtypes(observed_scopes(step.graph_def)):
+        rewritten = True
+        function = rewrite(function, dtype=low, placement="lists")
+        step = _trace(*_with_loss(function, args, y, loss))
+    step = dataclasses.replace(step, rewritten=rewritten)
+    scale = step.scale_in
+    if scale is None:
+        return step
+    return dataclasses.replace(step, scale=float(scale.numpy()), scale_name=_bare(scale))
+
+
+def _arguments(function: Callable[..., Any], x: Any, y: Any) -> tuple[Any, ...]:
+    """`x` and `y` as arguments; a tuple `x` is all of them where the function takes as many."""
+    if y is not None:
+        return (x, y)
+    if not isinstance(x, tuple):
+        return (x,)
+    try:
+        count = _required_arguments(getattr(function, "python_function", function))
+    except (TypeError, ValueError):
+        return (x,)
+    return x if len(x) == count > 1 else (x,)
+
+
+def _with_loss(function: Any, args: tuple[Any, ...], y: Any, loss: Any) -> tuple[Any, Any]:
+    """A function of outputs, loss and gradients where a loss is given, and its arguments."""
+    if loss is None:
+        return function, args
+    loss = _checked_loss(loss)
+
+    def step(*given: Any) -> Any:
+        with tf.GradientTape() as tape:
+            outputs = function(*given[:-1])
+            with tf.name_scope(LOSS_SCOPE):
+                value = tf.reduce_mean(_call_loss(loss, given[-1], outputs))
+        if variables := tape.watched_variables():
+            tape.gradient(value, variables)
+        return [*tf.nest.flatten(outputs, expand_composites=True), value]
+
+    return step, (*args, y)
+
+
+# ---- Tracing -------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Notes:
+    """What is noted while a step is traced."""
+
+    mark_names: bool
+    layers: list[Any] = field(default_factory=list)
+    gradients: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def call_layer(self, layer: Any, call: Callable[[], Any]) -> Any:
+        if tf.executing_eagerly():
+            return call()
+        known = (i for i, each in enumerate(self.layers) if each is layer)
+        number = next(known, len(self.layers))
+        if number == len(self.layers):
+            self.layers.append(layer)
+        # What a tape computes from these ops is named after their name scope, and has no attribute.
+        name = f"tfamp_layer_{number}"
+        scope = tf.name_scope(name) if self.mark_names else contextlib.nullcontext()
+        with tf_functions.ops_marked(_LAYER, str(number)), scope:
+            return call()
+
+    def take_gradient(self, sources: Any, gradients: Any) -> None:
+        flat = tf.nest.flatten(gradients, expand_composites=False)
+        self.gradients += zip(tf.nest.flatten(sources), flat, strict=False)
+
+
+def _trace(function: Any, args: tuple[Any, ...], names: Mapping[int, str] | None = None) -> Step:
+    """Traces a function for a call; `names` are those of variables, by `id`."""
+    notes = _Notes(mark_names=not isinstance(function, RewrittenFunction))
+    call = FlatCall(tf.nest.map_structure(_as_tensor, args), {})
+    with (
+        observing_layers(notes.call_layer),
+        tf_functions.constants_noted(_note_rounding),
+        tf_functions.gradients_noted(notes.take_gradient),
+    ):
+        traced = _traced(function, call)
+    graph, captured = traced.graph, traced.captured_inputs
+    names = {**(names or {}), **_paths(v for layer in notes.layers for v in layer.variables)}
+    outputs = tuple(dict.fromkeys(tensor.name for tensor in traced.outputs))
+    gradients = dict(_gradients(graph, notes.gradients, names))
+    operations = tuple(operation.name for operation in graph.control_outputs)
+    graph_def = inline_calls(
+        graph.as_graph_def(add_shapes=False), keep=[*outputs, *gradients, *operations]
+    )
+    named = {id(variable.handle): _name(variable, names) for variable in graph.variables}
+    inputs = [tensor.name for tensor in traced.inputs]
+    reads = zip(inputs[len(inputs) - len(captured) :], captured, strict=True)
+    return Step(
+        graph_def=seeded(unshare_branches(graph_def)),
+        traced=graph,
+        inputs=tuple(inputs),
+        values=(*call.tensors, *captured),
+        given=len(call.tensors),
+        outputs=outputs,
+        gradients=gradients,
+        operations=operations,
+        layers=tuple(notes.layers),
+        variables=tuple((_name(variable, names), variable) for variable in graph.variables),
+        reads={name.partition(":")[0]: named[id(v)] for name, v in reads if id(v) in named},
+        scale_in=next((v for v in graph.variables if _SCALE.search(_bare(v))), None),
+    )
+
+
+def _note_rounding(value: Any, tensor: Any) -> None:
+    """Keeps what a low-precision constant was before it was rounded."""
+    if tensor.dtype.name not in LOW_PRECISION:
+        return
+    with np.errstate(all="ignore"):
+        given = np.asarray(value, np.float64)
+        rounded = given.astype(tensor.dtype.as_numpy_dtype).astype(np.float64)
+    if given.size and not np.array_equal(given, rounded, equal_nan=True):
+        shaped = np.broadcast_to(given, tensor.shape) if given.size == 1 else given
+        proto = tf.make_tensor_proto(shaped.reshape(tensor.shape).astype(np.float32))
+        tf_functions.set_attribute(tensor.op, UNROUNDED, proto)
+
+
+def _traced(function: Any, call: FlatCall) -> Any:
+    """The concrete function of a call; its inputs are the call's tensors, then what it captures."""
+    if isinstance(function, RewrittenFunction):
+        function = function.copy().concrete(*call.args)  # Traced now, with notes.
+    elif not isinstance(function, tf.types.experimental.ConcreteFunction):
+        return TracedFunction.of(function).trace(call)[0]
+    given = len(function.inputs) - len(function.captured_inputs)
+    if given == len(call.tensors):
+        return function
+    # It has arguments that are no tensors: what was made of them is known inside a call only.
+    return TracedFunction.of(lambda *args: function(*args)).trace(call)[0]
+
+
+def _as_tensor(value: Any) -> Any:
+    return tf.convert_to_tensor(value) if isinstance(value, np.ndarray | np.generic) else value
+
+
+def _gradients(
+    graph: Any, noted: Sequence[tuple[Any, Any]], names: Mapping[int, str]
+) -> Iterator[tuple[str, str]]:
+    for source, gradient in noted:
+        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        variable = source.value if isinstance(source, keras.Variable) else source
+        is_here = tf.is_tensor(values) and id(getattr(values, "graph", None)) == id(graph)
+        if is_here and isinstance(variable, tf.Variable) and values.dtype.name in FLOAT_DTYPES:
+            with graph.as_default():  # What is fetched is made by an Identity.
+                yield tf.identity(values).name, _name(variable, names)
+
+
+def _paths(variables: Iterable[Any]) -> dict[int, str]:
+    """The paths of Keras variables by the `id` of the `tf.Variable` behind each."""
+    return {id(v.value): str(v.path) for v in variables if isinstance(v, keras.Variable)}
+
+
+def _name(variable: Any, names: Mapping[int, str]) -> str:
+    return names.get(id(variable), _bare(variable))
+
+
+def _bare(variable: Any) -> str:
+    return str(variable.name).partition(":")[0]
+
+
+# ---- What a step says of its ops -----------------------------------------------------------------
+
+
+def layer_of(step: Step, path: Path) -> Any:
+    """Returns the layer of an op, by the marks of the tracing; None if it is in none."""
+    marks: dict[tuple[str, str], int] = {}
+    by_name_scope: dict[str, set[int]] = {}
+    scopes = [("", step.graph_def.node)]
+    scopes += [(f.signature.name, f.node_def) for f in step.graph_def.library.function]
+    for scope, nodes in scopes:
+        for node in nodes:
+            if _LAYER in node.attr:
+                marks[scope, node.name] = int(node.attr[_LAYER].s)
+                name_scope = node.name.rpartition("/")[0]
+                by_name_scope.setdefault(name_scope, set()).add(marks[scope, node.name])
+    for place in reversed(path):
+        found = marks.get(place)
+        if found is None and (named := _MARKER.findall(place[1])):
+            found = int(named[-1])
+        scope = place[1].rpartition("gradient_tape/")[2]
+        while found is None and "/" in scope:
+            scope = scope.rpartition("/")[0]
+            if len(by_name_scope.get(scope, ())) == 1:
+                (found,) = by_name_scope[scope]
+        if found is not None:
+            return step.layers[found]
+    return None
+
+
+def owner_of(step: Step, variable: Any) -> Any:
+    """Returns the innermost layer that holds a `tf.Variable`; None if no layer does."""
+    holders = [layer for layer in step.layers if id(variable) in _paths(layer.variables)]
+    return min(holders, key=lambda layer: len(all_layers(layer)), default=None)
+
+
+def where_made(step: Step, node: str) -> str | None:
+    """Returns the line of the user's code that made an op, if it is known."""
+    try:
+        operation = step.traced.get_operation_by_name(node)
+    except (KeyError, ValueError):  # It was inlined, and has another name where it was made.
+        return None
+    modules = (tf, keras, tfamp)
+    libraries = tuple(os.path.dirname(os.path.abspath(str(m.__file__))) for m in modules)
+    for frame in reversed(operation.traceback or ()):
+        file = frame.filename
+        installed = "site-packages" in file or "dist-packages" in file
+        # TensorFlow and others name code that they generate "<...>", and put it into no folder.
+        if not (installed or file.startswith(("<", *libraries))):
+            return f"{file}:{frame.lineno} in {frame.name}"
+    return None
+
+
+def shown_name(node: str) -> str:
+    """Returns a node's name as it would be without the marks of the tracing."""
+    return _MARKER.sub("", node)

@@ -1,0 +1,179 @@
+"""Compares the ops of a function under autocast, or rewritten, with float32.
+
+Both graphs are run on the same values, and every float tensor is looked at. Ops inside loops,
+branches and functions that cannot be inlined are not looked at: their results are.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfamp.autocasting.context import autocast
+from tfamp.core.errors import TfampWarning
+from tfamp.diagnostics.comparison import ComparisonRow, largest_error, range_shares
+from tfamp.graph.function_names import unshare_branches
+from tfamp.graph.observe import Observer, observed_scopes
+from tfamp.graph.op_lists import OpLists
+from tfamp.graph.transforms.inline import inline_calls
+from tfamp.planning.ranges import TensorKey
+from tfamp.planning.structures import MAIN_GRAPH, GraphIndex, producers_first
+from tfamp.planning.tensor_names import node_name
+from tfamp.rewriting.flat_call import FlatCall
+from tfamp.rewriting.function import RewrittenFunction
+from tfamp.rewriting.traced_function import TracedFunction
+
+# Hold or pass on a value, or change its dtype: no op of the function's own has their errors.
+_NO_ROW = frozenset(
+    {"Cast", "Const", "Identity", "IdentityN", "Placeholder", "ReadVariableOp", "StopGradient"}
+)
+
+_Array = np.ndarray[Any, Any]
+
+
+class _Op(NamedTuple):
+    """Its type, the names of the ops its inputs come from, and its values."""
+
+    kind: str
+    inputs: Sequence[str]
+    values: list[_Array]
+
+
+@dataclass(frozen=True)
+class _Values:
+    """What a graph gave: the function's outputs, and its ops by name."""
+
+    outputs: list[_Array]
+    ops: Mapping[str, _Op]
+
+
+class OpComparison:
+    """A function, or what `tfamp.rewrite` returned, with its float32 run to compare others with."""
+
+    def __init__(self, fn: Any, args: Sequence[Any], dtype: str) -> None:
+        self._dtype = dtype
+        self._rewritten = fn if isinstance(fn, RewrittenFunction) else None
+        self._traced = TracedFunction.of(fn)
+        self._call = FlatCall(tuple(args), {})
+        self._float32 = self._values(self._trace())
+        self.outputs = self._float32.outputs
+        self.noise = largest_error(self._values(self._trace()).outputs, self.outputs)
+        self._mixed = self._values(*self._low_graph(()))
+        self._rows = tuple(self._compared())
+
+    def rows(self) -> tuple[tuple[ComparisonRow, ...], float]:
+        """Returns the rows, in the order of the graph, and the output error in mixed precision."""
+        return self._rows, largest_error(self._mixed.outputs, self.outputs)
+
+    def output_error(self, kept: Collection[str]) -> float:
+        """Runs in mixed precision with some op types, or nodes of a rewrite, in float32."""
+        return largest_error(self._values(*self._low_graph(kept)).outputs, self.outputs)
+
+    def suspects(self) -> list[str]:
+        """Returns what may be kept in float32, the largest own error first."""
+        low = [row for row in self._rows if row.dtype == self._dtype]
+        low.sort(key=lambda row: -(row.own_error or 0.0))
+        named = (row.layer if self._rewritten else row.kind for row in low)
+        return list(dict.fromkeys(named))
+
+    # Graphs
+
+    def _trace(self) -> Any:
+        if self._rewritten is not None:
+            return self._rewritten.float32_trace(self._call)
+        with autocast(enabled=False):
+            return self._traced.trace(self._call)[0]
+
+    def _low_graph(self, kept: Collection[str]) -> tuple[Any, Any]:
+        """Returns a trace, and the graph to run in its place or None for its own."""
+        # Only errors count here, not that the dtype is slow or no op is in it.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", TfampWarning)
+            if self._rewritten is not None:
+                patterns = tuple(f"^{re.escape(name)}$" for name in kept)
+                graph = self._rewritten.rewritten_graph(self._call, keep_float32=patterns)
+                return graph.traced, graph.graph_def
+            lists = OpLists.default(self._dtype).with_changes(deny_add=kept) if kept else None
+            with autocast(self._dtype, op_lists=lists):
+                return self._traced.trace(self._call)[0], None
+
+    # Runs
+
+    def _values(self, traced: Any, graph_def: Any = None) -> _Values:
+        outputs = [tensor.name for tensor in traced.outputs]
+        inputs = [tensor.name for tensor in traced.inputs]
+        if graph_def is None:
+            graph_def = inline_calls(traced.graph.as_graph_def(), (*outputs, *inputs))
+        graph_def = unshare_branches(graph_def)
+        index = observed_scopes(graph_def)[0]
+        observer = Observer(graph_def, [index], inputs, outputs, lambda _, value: np.array(value))
+        given = map(tf.convert_to_tensor, self._call.values())
+        seen = observer.run([[*given, *traced.captured_inputs]])
+        keys = [(MAIN_GRAPH, node_name(name), int(name.partition(":")[2])) for name in outputs]
+        return _Values([seen[key] for key in keys if key in seen], _ops(index, seen))
+
+    def _compared(self) -> Iterator[ComparisonRow]:
+        pairs = self._pairs()
+        errors: dict[str, float] = {}
+        for name, (kind, inputs, values) in self._float32.ops.items():
+            mixed = pairs.get(name, [])
+            if len(mixed) != len(values):
+                continue
+            errors[name] = largest_error(mixed, values)
+            if kind in _NO_ROW:
+                continue
+            before = max((errors.get(each, 0.0) for each in inputs), default=0.0)
+            is_low = any(value.dtype.name == self._dtype for value in mixed)
+            own = errors[name] - before if before < errors[name] else 0.0
+            yield ComparisonRow(
+                layer=name,
+                kind=kind,
+                dtype=self._dtype if is_low else "float32",
+                relative_error=errors[name],
+                own_error=own if is_low else None,
+                **range_shares(values, self._dtype),
+            )
+
+    def _pairs(self) -> dict[str, list[_Array]]:
+        """For each op of the float32 graph the values of its counterpart."""
+        if self._rewritten is not None:
+            return {name: op.values for name, op in self._mixed.ops.items()}
+        # Autocast adds Casts only: the n-th op of a type is the n-th of that type.
+        numbered = {place: values for place, (_, values) in _numbered(self._mixed)}
+        own = _numbered(self._float32)
+        return {
+            name: numbered[place]
+            for place, (name, _) in own
+            if place[0] != "Cast" and place in numbered
+        }
+
+
+def _numbered(run: _Values) -> Iterator[tuple[tuple[str, int], tuple[str, list[_Array]]]]:
+    """Type and number among the ops of this type, then name and values, of each op."""
+    counts: Counter[str] = Counter()
+    for name, op in run.ops.items():
+        yield (op.kind, counts[op.kind]), (name, op.values)
+        counts[op.kind] += 1
+
+
+def _ops(index: GraphIndex, seen: Mapping[TensorKey, _Array]) -> dict[str, _Op]:
+    sources: dict[int, list[str]] = {}
+    for edge in index.edges:
+        node = index.slots[edge.target].node
+        sources.setdefault(node, []).append(index.node_of(edge.source).name)
+    values: dict[str, list[_Array]] = {}
+    for key in sorted(seen):
+        values.setdefault(key[1], []).append(seen[key])
+    nodes = [(position, index.nodes[position]) for position in producers_first(index)]
+    return {
+        node.name: _Op(node.op, sources.get(position, ()), values[node.name])
+        for position, node in nodes
+        if node.name in values
+    }

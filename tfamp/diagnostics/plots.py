@@ -1,0 +1,336 @@
+"""Pictures of a monitor's records and of comparisons; matplotlib is loaded when one is made."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tfamp.diagnostics.exponents import LARGEST, NORMAL, SUBNORMAL
+from tfamp.diagnostics.records import exponents_of, records_of, scale_steps
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+# Of Okabe and Ito's palette, which people with all common kinds of colour blindness tell apart.
+BLUE, ORANGE, GREEN, RED, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9"
+INK, FAINT, GRID = "#1c2430", "#5b6675", "#d5dae1"
+
+_BFLOAT16_NORMAL, _BFLOAT16_LARGEST = -126, 127
+_MOST_LAYERS = 40
+# Shares of the values under which an exponent does not make the picture wider.
+_FEW = 5e-4
+
+
+def plot_loss_scale(history: Any) -> Figure:
+    """Draws the loss scale over the steps, with the skipped ones marked.
+
+    Args:
+        history: A `NumericsMonitor`, its `history`, or the path of its JSON lines.
+
+    Returns:
+        A matplotlib figure; `figure.savefig("scale.png")` writes it.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: There is no record yet.
+
+    Example:
+        >>> from tfamp.diagnostics import NumericsMonitor, plot_loss_scale
+        >>> plot_loss_scale(NumericsMonitor())
+        Traceback (most recent call last):
+        ...
+        ValueError: There is no record to show. ...
+    """
+    records = records_of(history)
+    steps, scales = scale_steps(records)
+    exponents = [math.log2(scale) for scale in scales]
+    figure = new_figure(8, 3.4)  # The first to need matplotlib: its error says what to install.
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes = figure.add_subplot()
+    dress(axes)
+    axes.step(steps, exponents, where="post", color=BLUE, linewidth=1.8, label="loss scale")
+    suggested = [(r["step"], math.log2(r["suggested_scale"])) for r in records if _suggests(r)]
+    if suggested:
+        axes.plot(
+            *zip(*suggested, strict=True),
+            color=GREEN,
+            linestyle=(0, (4, 2)),
+            linewidth=1.2,
+            marker="o" if len(suggested) < 30 else None,
+            markersize=3.5,
+            label="suggested: most gradients in float16's normal range",
+        )
+    skipped = [step for record in records for step in record["skipped"]]
+    if skipped:
+        heights = [exponents[bisect.bisect(steps, step) - 1] for step in skipped]
+        label = f"skipped step ({len(skipped)})"
+        axes.plot(skipped, heights, "x", color=RED, markersize=7, markeredgewidth=1.8, label=label)
+    shown = exponents + [each for _, each in suggested]
+    axes.set_ylim(min(shown) - 1.5, max(shown) + 1.5)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.yaxis.set_major_formatter(FuncFormatter(power_of_two))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(color=GRID, linewidth=0.7)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss scale")
+    figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
+    return figure
+
+
+def _suggests(record: Mapping[str, Any]) -> bool:
+    return bool(record["suggested_scale"]) and not record["gradients"]["nonfinite"]
+
+
+def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
+    """Draws how large gradients are, against what float16 and bfloat16 can hold.
+
+    Above without loss scale, below with the one they had. Shaded are the ranges in which float16
+    flushes to zero, loses digits, is exact to its 11 bits, and overflows. What was zero already is
+    not drawn but told.
+
+    Source: Figure 3 of Micikevicius et al., "Mixed Precision Training", ICLR 2018.
+
+    Args:
+        history: A `NumericsMonitor`, its `history`, one record of it, or the path of its JSON
+            lines. Several records are drawn together.
+        variable: Name of the variable whose gradient to draw; None draws those of all.
+
+    Returns:
+        A matplotlib figure; `figure.savefig("exponents.png")` writes it.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: There is no record yet, or none of this variable.
+
+    Example:
+        >>> from tfamp.diagnostics import NumericsMonitor, plot_exponents
+        >>> plot_exponents(NumericsMonitor())
+        Traceback (most recent call last):
+        ...
+        ValueError: There is no record to show. ...
+    """
+    records = records_of(history)
+    unscaled: Counter[int] = Counter()
+    scaled: Counter[int] = Counter()
+    values = zeros = 0.0
+    for record in records:
+        described = _described(record, variable)
+        shift = math.frexp(record["loss_scale"])[1] - 1
+        values += described["values"]
+        zeros += described["values"] * described["zeros"]
+        for exponent, number in exponents_of(described).items():
+            unscaled[exponent] += number
+            scaled[exponent + shift] += number
+    figure = new_figure(8, 5.2)
+    above, below = figure.subplots(2, 1, sharex=True, sharey=True)
+    total = sum(unscaled.values())
+    span = _span([e for each in (unscaled, scaled) for e, n in each.items() if n > _FEW * total])
+    titles = "without loss scale", f"with loss scale {_scales_text(records)}"
+    for axes, counts, title in zip((above, below), (unscaled, scaled), titles, strict=True):
+        _draw_exponents(axes, counts, title=title, span=span, total=total)
+    _name_ranges(above, span)
+    below.set_xlabel("size of a gradient value (zeros left out)")
+    whose = "all variables" if variable is None else variable
+    share = zeros / values if values else 0.0
+    figure.suptitle(
+        f"Gradients of {whose}, {_steps_text(records)}; {share:.1%} of the values are zero",
+        x=0.01,
+        ha="left",
+        fontsize=11,
+        color=INK,
+    )
+    return figure
+
+
+def _described(record: Mapping[str, Any], variable: str | None) -> Mapping[str, Any]:
+    if variable is None:
+        return record["gradients"]
+    if variable not in record["variables"]:
+        names = ", ".join(record["variables"])
+        raise ValueError(f"There is no record of {variable!r}; there are {names}.")
+    return record["variables"][variable]
+
+
+def _span(exponents: Sequence[int]) -> tuple[int, int]:
+    return (
+        min([SUBNORMAL - 8, *(e - 2 for e in exponents)]),
+        max([LARGEST + 7, *(e + 3 for e in exponents)]),
+    )
+
+
+def _draw_exponents(
+    axes: Any,
+    counts: Mapping[int, float],
+    *,
+    title: str,
+    span: tuple[int, int],
+    total: float,
+) -> None:
+    from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
+
+    dress(axes, title=title)
+    for first, last, color in _ranges(span):
+        axes.axvspan(first, last, color=color, alpha=0.16, linewidth=0)
+    shares = {e: n / total for e, n in counts.items()} if total else {}
+    drawn: dict[int, float] = defaultdict(float)
+    for exponent, share in shares.items():
+        # The few that are further out stand at the ends.
+        drawn[min(max(exponent, span[0]), span[1] - 1)] += share
+    axes.bar(list(drawn), list(drawn.values()), width=0.86, align="edge", color=INK)
+    axes.set_xlim(*span)
+    axes.xaxis.set_major_locator(MultipleLocator(8))
+    axes.xaxis.set_major_formatter(FuncFormatter(power_of_two))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_ylabel("share of values")
+    flushed = sum(share for e, share in shares.items() if e < SUBNORMAL)
+    subnormal = sum(share for e, share in shares.items() if SUBNORMAL <= e < NORMAL)
+    over = sum(share for e, share in shares.items() if e > LARGEST)
+    words = f"flushed {flushed:.1%}   subnormal {subnormal:.1%}   overflow {over:.1%}"
+    axes.set_title(words, loc="right", fontsize=9, color=FAINT)
+
+
+def _ranges(span: tuple[int, int]) -> tuple[tuple[float, float, str], ...]:
+    return (
+        (span[0], SUBNORMAL, RED),
+        (SUBNORMAL, NORMAL, ORANGE),
+        (NORMAL, LARGEST + 1, SKY),
+        (LARGEST + 1, span[1], RED),
+    )
+
+
+def _name_ranges(axes: Any, span: tuple[int, int]) -> None:
+    """Writes the names of float16's ranges above the first axes, and bfloat16's below them."""
+    names = ("flushed to 0", "subnormal", "float16's normal range", "inf")
+    top = axes.get_ylim()[1]
+    axes.set_ylim(0, top * 1.34)
+    for (first, last, _), name in zip(_ranges(span), names, strict=True):
+        middle = (first + last) / 2
+        axes.text(middle, top * 1.25, name, ha="center", va="center", fontsize=8.5, color=INK)
+    ends = max(span[0], _BFLOAT16_NORMAL), min(span[1], _BFLOAT16_LARGEST + 1)
+    axes.annotate(
+        "", (ends[0], top * 1.09), (ends[1], top * 1.09),
+        arrowprops={"arrowstyle": "<->", "color": GREEN, "linewidth": 1.4},
+    )  # fmt: skip
+    axes.text(
+        (NORMAL + LARGEST) / 2, top * 1.09, "bfloat16's normal range: $2^{-126}$ to $2^{128}$",
+        ha="center", va="center", fontsize=8.5, color=GREEN,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+    )  # fmt: skip
+
+
+def _scales_text(records: Sequence[Mapping[str, Any]]) -> str:
+    exponents = [math.frexp(record["loss_scale"])[1] - 1 for record in records]
+    low, high = (power_of_two(each) for each in (min(exponents), max(exponents)))
+    return low if low == high else f"{low} to {high}"
+
+
+def _steps_text(records: Sequence[Mapping[str, Any]]) -> str:
+    first, last = records[0]["step"], records[-1]["step"]
+    return f"step {first}" if first == last else f"{len(records)} steps from {first} to {last}"
+
+
+def plot_compare(comparison: Any) -> Figure:
+    """Draws the relative error of every layer, in the order of a comparison's rows.
+
+    Args:
+        comparison: What `tfamp.diagnostics.compare` returned.
+
+    Returns:
+        A matplotlib figure; `figure.savefig("compare.png")` writes it.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        TypeError: It is no comparison.
+        ValueError: The comparison has no row.
+
+    Example:
+        >>> from types import SimpleNamespace as Row
+        >>> from tfamp.diagnostics import plot_compare
+        >>> plot_compare(Row(rows=[]))
+        Traceback (most recent call last):
+        ...
+        ValueError: There is no row to show: the comparison has no layer.
+    """
+    if not hasattr(comparison, "rows"):
+        raise TypeError(
+            "comparison must be what tfamp.diagnostics.compare returned; got "
+            f"{type(comparison).__name__}."
+        )
+    rows = list(comparison.rows)
+    if not rows:
+        raise ValueError("There is no row to show: the comparison has no layer.")
+    shown = rows[:_MOST_LAYERS]
+    figure = new_figure(8, 1.2 + 0.26 * len(shown))
+    axes = figure.add_subplot()
+    dress(axes)
+    errors = [row.relative_error for row in shown]
+    finite = [error for error in errors if math.isfinite(error) and error > 0] or [1e-8]
+    left, right = min(finite) / 3, max(finite) * 3
+    out = [row.share_out_of_range > 0 for row in shown]
+    lengths = [max(error, left) if math.isfinite(error) else right for error in errors]
+    labels = (BLUE, "all values in range"), (RED, "some values out of range")
+    for kind, (color, label) in enumerate(labels):
+        places = [i for i, bad in enumerate(out) if bad == kind]
+        if places:
+            widths = [lengths[i] for i in places]
+            axes.barh(places, widths, height=0.7, color=color, label=label)
+    for place, (row, length) in enumerate(zip(shown, lengths, strict=True)):
+        text = f"{row.relative_error:.1e}" if math.isfinite(row.relative_error) else "not finite"
+        if row.share_out_of_range:
+            text += f", {row.share_out_of_range:.1%} out of range"
+        axes.annotate(
+            text, (length, place), (4, 0), textcoords="offset points",
+            va="center", fontsize=8, color=FAINT,
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_xlim(left, right * (right / left) ** 0.25)
+    axes.set_yticks(range(len(shown)), [str(row.layer) for row in shown])
+    axes.invert_yaxis()
+    axes.set_xlabel("relative error against float32")
+    axes.grid(axis="x", color=GRID, linewidth=0.7)
+    if len(rows) > len(shown):
+        axes.set_title(f"the first {len(shown)} of {len(rows)} layers", loc="left", fontsize=9)
+    figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=9, labelcolor=INK)
+    return figure
+
+
+# ---- What all pictures share ---------------------------------------------------------------------
+
+
+def new_figure(width: float, height: float, **options: Any) -> Any:
+    """Returns an empty figure on white, of inches, that belongs to no window."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'Pictures need matplotlib: pip install "tfamp[plot]".', name="matplotlib"
+        ) from error
+    # White and dark ink whatever style is set: pictures are put on pages of any colour.
+    return Figure(
+        figsize=(width, height), dpi=120, layout="constrained", facecolor="white", **options
+    )
+
+
+def dress(axes: Any, *, title: str | None = None) -> None:
+    """Gives axes the look of all pictures."""
+    axes.set_facecolor("white")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(FAINT)
+    axes.tick_params(colors=INK, labelsize=9)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set_color(INK)
+    axes.set_axisbelow(True)
+    if title is not None:
+        axes.set_title(title, loc="left", fontsize=10, color=INK)
+
+
+def power_of_two(exponent: float, _: Any = None) -> str:
+    """Returns the label of a tick at an exponent."""
+    return f"$2^{{{exponent:.0f}}}$"

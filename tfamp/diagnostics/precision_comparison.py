@@ -1,0 +1,236 @@
+"""`compare`: float32 against mixed precision, layer by layer or op by op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.diagnostics.comparison import Comparison
+from tfamp.diagnostics.layer_comparison import LayerComparison
+from tfamp.diagnostics.model_runs import low_dtype_of
+from tfamp.diagnostics.op_comparison import OpComparison
+from tfamp.policy import low_dtype
+from tfamp.rewriting.function import RewrittenFunction
+
+
+def compare(
+    model: Any, x: Any, *, dtype: Any = None, bound: float | None = None, most_runs: int = 200
+) -> Comparison:
+    """Compares float32 with mixed precision, and says what to keep in float32.
+
+    A Keras model runs eagerly, as in inference. It is called as if it had a mixed policy: layers
+    that compute in float16 or bfloat16 already do so in `dtype`; of a float32 model, all do but
+    those that a `tfamp.Policy` keeps float32. It is as before afterwards: weights, policies, moving
+    statistics and seeds.
+
+    A function is compared op by op: what `tfamp.rewrite` returned with its rewrite, any other
+    function under `tfamp.autocast`. Variables are as before afterwards.
+
+    With a bound, the layers with the largest errors of their own are kept in float32, as few as
+    are found to be enough: first more and more of them, then each that is not needed is taken out
+    again. The list that is returned was run.
+
+    Args:
+        model: A Keras model or layer, a function, or what `tfamp.rewrite` returned.
+        x: What to call it with: arrays or tensors in the structure that the model takes. Of a
+            `tf.data.Dataset` the first element, and of an element (x, y) x. For a function the
+            argument, or a tuple of several.
+        dtype: "float16" or "bfloat16"; None is the model's own low dtype, or what this machine
+            multiplies natively.
+        bound: Largest relative error of the outputs that is wanted; None asks for no list.
+        most_runs: How many lists to try at most; each is a run of the model.
+
+    Returns:
+        The comparison. Errors are the largest difference over the largest float32 magnitude.
+
+    Raises:
+        TypeError: `model` is neither a model nor a function.
+        ValueError: The dtype or the bound is wrong, the dtype is not that of the rewrite, or
+            float32 gives nothing to compare with: no example, or no finite output.
+
+    Example:
+        >>> dense = keras.layers.Dense
+        >>> layers = [dense(4, kernel_initializer="ones", name="big"), dense(1, name="small")]
+        >>> model = keras.Sequential([keras.Input((1,)), *layers, keras.layers.ReLU()])
+        >>> found = compare(model, tf.constant([[3e5]]), dtype="float16", bound=0.01)
+        >>> found.worst.layer.rpartition("/")[2], found.worst.own_error
+        ('big', inf)
+        >>> found.output_error
+        inf
+        >>> found.proved_error < 0.01
+        True
+    """
+    low = _checked_dtype(model, dtype)
+    if bound is not None and not (isinstance(bound, int | float) and bound >= 0):
+        raise ValueError(f"bound must be a relative error, such as 0.01; got {bound!r}.")
+    if isinstance(model, keras.Layer):
+        subject: Any = LayerComparison(model, _first(x), low)
+    elif callable(model):
+        subject = OpComparison(model, _arguments(x), low)
+    else:
+        raise TypeError(
+            "compare takes a Keras model, a function or what tfamp.rewrite returned; got "
+            f"{type(model).__name__}."
+        )
+    _check_outputs(subject.outputs)
+    rows, error = subject.rows()
+    found = Found((), None, 0)
+    if bound is not None:
+        found = search_list(subject.suspects(), subject.output_error, bound, most_runs=most_runs)
+    return Comparison(
+        model=str(getattr(model, "name", getattr(model, "__name__", type(model).__name__))),
+        dtype=low,
+        rows=rows,
+        output_error=error,
+        bound=bound,
+        keep_float32=found.names,
+        proved_error=found.error,
+        runs=found.runs,
+        noise=0.0 if math.isnan(subject.noise) else subject.noise,
+    )
+
+
+def _checked_dtype(model: Any, dtype: Any) -> str:
+    is_rewritten = isinstance(model, RewrittenFunction)
+    own = model.dtype if is_rewritten else None
+    if isinstance(model, keras.Layer):
+        own = low_dtype_of(model)
+    name = getattr(dtype, "name", dtype)
+    if isinstance(name, str):
+        name = name.removeprefix("mixed_")
+    asked = own if name in (None, "auto") and own else low_dtype(name) or "bfloat16"
+    if is_rewritten and own is None:
+        raise ValueError(
+            "The function is not rewritten: float32 is the fastest this machine has. Give "
+            "tfamp.rewrite a dtype."
+        )
+    if is_rewritten and asked != own:
+        raise ValueError(f"The function is rewritten to {own}, not {asked}; leave dtype out.")
+    return str(asked)
+
+
+def _check_outputs(outputs: Sequence[Any]) -> None:
+    """Raises a ValueError where float32's outputs have no number to compare with."""
+    if not outputs:
+        return
+    if not any(output.size for output in outputs):
+        raise ValueError(
+            "There is nothing to compare: the outputs have no elements. Give x with at least one "
+            "example."
+        )
+    if not any(np.isfinite(output.astype(np.float64)).any() for output in outputs):
+        raise ValueError(
+            "There is nothing to compare: no output is finite in float32 either. "
+            "tfamp.diagnostics.find_nonfinite tells where it begins."
+        )
+
+
+def _first(x: Any) -> Any:
+    """The first batch of a data set, without its labels."""
+    if not isinstance(x, tf.data.Dataset):
+        return x
+    element = next(iter(x), None)
+    if element is None:
+        raise ValueError("The data set given as x is empty: it has no batch to compare on.")
+    return element[0] if isinstance(element, tuple) else element
+
+
+def _arguments(x: Any) -> tuple[Any, ...]:
+    x = _first(x)
+    given = x if isinstance(x, tuple) else (x,)
+    return tuple(tf.nest.map_structure(tf.convert_to_tensor, given))
+
+
+# ---- The search for what to keep -----------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """What a search came to: the list and its error, None where none was found."""
+
+    names: tuple[str, ...] | None
+    error: float | None
+    runs: int
+
+
+def search_list(
+    suspects: Sequence[str],
+    error_of: Callable[[frozenset[str]], float],
+    bound: float,
+    *,
+    most_runs: int = 200,
+) -> Found:
+    """Searches for a short list of names to keep in float32 whose error is at most a bound.
+
+    The suspects are kept one after the other, the first ones first, until the error is low enough;
+    then each of them that is not needed is taken out again. What is left is minimal: without any
+    one of its names the error is too large, unless the runs were used up before that was tried.
+    """
+    runs = _Runs(error_of, bound, most_runs)
+    names = _needed(suspects, runs)
+    if names is not None:
+        # Once more, so that the error is not one that was remembered.
+        error = runs.error(frozenset(names))
+        if error <= bound:
+            return Found(tuple(names), error, runs.count)
+    return Found(None, None, runs.count)
+
+
+def _needed(suspects: Sequence[str], runs: _Runs) -> list[str] | None:
+    if runs.suffices(()):
+        return []
+    count = _shortest_prefix(suspects, runs)
+    if count is None:
+        return None
+    names = list(suspects[:count])
+    for name in reversed(suspects[:count]):
+        fewer = [each for each in names if each != name]
+        if fewer and runs.left > 1 and runs.suffices(fewer):
+            names = fewer
+    return names
+
+
+def _shortest_prefix(suspects: Sequence[str], runs: _Runs) -> int | None:
+    """The length of the shortest prefix that suffices, if longer ones suffice too."""
+    total = len(suspects)
+    too_short, enough = 0, min(1, total)
+    while not runs.suffices(suspects[:enough]):
+        if enough == total:
+            return None
+        too_short, enough = enough, min(2 * enough, total)
+    while enough - too_short > 1 and runs.left > 1:
+        middle = (too_short + enough) // 2
+        if runs.suffices(suspects[:middle]):
+            enough = middle
+        else:
+            too_short = middle
+    return enough
+
+
+class _Runs:
+    """Runs, each list once, and counts."""
+
+    def __init__(
+        self, error_of: Callable[[frozenset[str]], float], bound: float, most_runs: int
+    ) -> None:
+        self._error_of, self._bound, self._most = error_of, bound, most_runs
+        self._errors: dict[frozenset[str], float] = {}
+        self.count = 0
+
+    @property
+    def left(self) -> int:
+        return self._most - self.count
+
+    def suffices(self, names: Iterable[str]) -> bool:
+        key = frozenset(names)
+        if key not in self._errors:
+            self._errors[key] = self.error(key)
+        return self._errors[key] <= self._bound
+
+    def error(self, names: frozenset[str]) -> float:
+        self.count += 1
+        return self._error_of(names)

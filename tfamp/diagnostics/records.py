@@ -1,0 +1,244 @@
+"""Records of a monitor, plain dicts: made, read again, and shown as text; framework-free."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tfamp.core.text_table import table_lines
+from tfamp.diagnostics.exponents import (
+    SHARES,
+    ExponentHistogram,
+    histogram,
+    suggested_scale,
+    total,
+)
+
+if TYPE_CHECKING:
+    from tfamp.diagnostics.step_statistics import Sample
+
+HEADINGS = (
+    "gradients of",
+    "zeros",
+    "<2^-24",
+    "<2^-14",
+    ">65504",
+    "unscaled <2^-24",
+    "unscaled size",
+)
+_MOST_ROWS = 12
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def make_record(
+    sample: Sample,
+    names: Sequence[str],
+    *,
+    past: Sequence[tuple[int, float, int]],
+    skipped: int,
+    consecutive: int,
+) -> dict[str, Any]:
+    """Makes the record of a sample of gradients, as `NumericsMonitor` describes it.
+
+    `names` are those of the variables, in the sample's order. `past` has step, loss scale and
+    number of steps skipped before, of the steps since the last record.
+    """
+    # Of scales that are no power of two the next one below stands for them.
+    exponent = math.frexp(sample.loss_scale)[1] - 1
+    unscaled: dict[str, ExponentHistogram] = {}
+    scaled: dict[str, ExponentHistogram] = {}
+    for name, rows in zip(names, sample.counts, strict=True):
+        unscaled[name], over = histogram(rows, sample.divisor)
+        scaled[name] = unscaled[name].shifted(exponent, over)
+    everything = total(unscaled.values()), total(scaled.values())
+    bad = [name for name, each in unscaled.items() if each.nonfinite]
+    return {
+        "step": sample.step,
+        "loss_scale": sample.loss_scale,
+        "suggested_scale": suggested_scale(everything[0]),
+        "skipped_steps": skipped,
+        "consecutive_skipped_steps": consecutive,
+        "loss_scales": [list(each) for each in changes((step, scale) for step, scale, _ in past)],
+        "skipped": _skipped(past, skipped),
+        "first_nonfinite": bad[0] if bad else None,
+        "gradients": _described(*everything),
+        "variables": {name: _described(unscaled[name], scaled[name]) for name in names},
+    }
+
+
+def activations_of(samples: Iterable[tuple[str, Sample]]) -> dict[str, Any]:
+    """Returns the part of a record that tells of layers' outputs, by the layers' names."""
+    found = ((name, sample, histogram(sample.counts[0], 1.0)[0]) for name, sample in samples)
+    return {
+        name: {"step": sample.step, **each.to_dict(), **each.shares()}
+        for name, sample, each in found
+        if sample.step
+    }
+
+
+def _described(unscaled: ExponentHistogram, scaled: ExponentHistogram) -> dict[str, Any]:
+    return {**unscaled.to_dict(), **scaled.shares(), "unscaled": unscaled.shares()}
+
+
+def changes(steps: Iterable[Sequence[float]]) -> Iterator[tuple[float, float]]:
+    """Yields the steps at which the loss scale changed, of pairs of step and scale."""
+    for scale, group in itertools.groupby(steps, key=lambda each: each[1]):
+        yield next(group)[0], scale
+
+
+def _skipped(past: Sequence[tuple[int, float, int]], skipped: int) -> list[int]:
+    after = [before for _, _, before in past[1:]] + [skipped]
+    return [step for (step, _, before), then in zip(past, after, strict=False) if then > before]
+
+
+# ---- As people have them -------------------------------------------------------------------------
+
+
+def records_of(history: Any) -> list[Mapping[str, Any]]:
+    """Returns the records of a monitor, its `history`, one record, or a path of JSON lines."""
+    records = _listed(history)
+    if not records:
+        raise ValueError(
+            "There is no record to show. A NumericsMonitor makes one every `every` steps: train "
+            "for more steps, or make `every` smaller."
+        )
+    if not all(isinstance(each, Mapping) and "gradients" in each for each in records):
+        raise TypeError(f"Expected records of a NumericsMonitor; got {records[0]!r:.80}.")
+    return records
+
+
+def _listed(history: Any) -> list[Mapping[str, Any]]:
+    history = getattr(history, "history", history)
+    if isinstance(history, Mapping):
+        return [history]
+    if isinstance(history, (str, os.PathLike)):
+        lines = Path(history).read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines if line.strip()]
+    if isinstance(history, Iterable):
+        return list(history)
+    raise TypeError(
+        "history must be a NumericsMonitor, its history, one of its records or the path of its "
+        f"JSON lines; got {type(history).__name__}."
+    )
+
+
+def scale_steps(records: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
+    """Returns the steps at which the loss scale changed, and the scale from each on.
+
+    The first and the last step are among them; the last repeats the last scale.
+    """
+    found = list(changes(each for record in records for each in record["loss_scales"]))
+    last = max(step for record in records for step in (record["step"], *record["skipped"]))
+    steps, scales = [int(step) for step, _ in found], [float(scale) for _, scale in found]
+    return [*steps, last], [*scales, *scales[-1:]]
+
+
+def exponents_of(described: Mapping[str, Any]) -> dict[int, int]:
+    """Returns exponent -> number of values; in JSON the exponents are text."""
+    return {int(exponent): number for exponent, number in described["exponents"].items()}
+
+
+# ---- In words -----------------------------------------------------------------------------------
+
+
+def scale_text(scale: float | None, *, superscript: bool = False) -> str:
+    """Returns a loss scale as people say it: "2^15" or "2¹⁵", "1000", "none"."""
+    if scale is None:
+        return "none"
+    mantissa, exponent = math.frexp(scale)
+    text = f"{scale:g}" if mantissa != 0.5 else f"2^{exponent - 1}"
+    return raised(text) if superscript else text
+
+
+def raised(text: str) -> str:
+    """Returns a text with the numbers behind "^" raised: "2⁻²⁴" for "2^-24"."""
+    return re.sub(r"\^(-?\d+)", lambda match: match[1].translate(_RAISED), text)
+
+
+def summary_lines(record: Mapping[str, Any]) -> list[str]:
+    """Returns what a record says of the run as a whole, in sentences."""
+    gradients = record["gradients"]
+    lines = [
+        f"step {record['step']}: loss scale {scale_text(record['loss_scale'])}, skipped "
+        f"{record['skipped_steps']} steps, {record['consecutive_skipped_steps']} in a row",
+        f"suggested loss scale: {scale_text(record['suggested_scale'])}",
+    ]
+    lost = gradients["under_2**-24"]
+    without = gradients["unscaled"]["under_2**-24"]
+    lines.append(
+        f"float16 flushes gradients under 2^-24 to zero: {lost:.1%} of them, {without:.1%} without "
+        "loss scale"
+    )
+    if record["first_nonfinite"] is not None:
+        lines.append(f"first variable with an inf or NaN: {record['first_nonfinite']}")
+    return lines
+
+
+def all_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Returns one row for all gradients and one for each variable, those that lose most first."""
+    variables = sorted(record["variables"].items(), key=lambda item: -item[1]["under_2**-14"])
+    rows = [_row("all variables", record["gradients"])]
+    return rows + [_row(name, described) for name, described in variables]
+
+
+def _summary_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    rows = all_rows(record)
+    rest = len(rows) - 1 - _MOST_ROWS
+    if rest <= 0:
+        return rows
+    return [*rows[: _MOST_ROWS + 1], (f"and {rest} others", *[""] * (len(HEADINGS) - 1))]
+
+
+def to_text(history: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the summary of the last record as plain text."""
+    if not history:
+        return "no record yet"
+    table = table_lines([HEADINGS, *_summary_rows(history[-1])], left=1)
+    return "\n".join([*summary_lines(history[-1]), *table])
+
+
+def to_rich(history: Sequence[Mapping[str, Any]]) -> Any:
+    """Returns the summary of the last record as something rich prints."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    if not history:
+        return Text("no record yet")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    # A name may take several lines; the numbers are not cut.
+    table.add_column(HEADINGS[0], overflow="fold")
+    for heading in HEADINGS[1:]:
+        table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
+    for row in _summary_rows(history[-1]):
+        table.add_row(*(Text(cell) for cell in row))
+    return Group(*(Text(line) for line in summary_lines(history[-1])), table)
+
+
+def write_summary(history: Sequence[Mapping[str, Any]], file: Any) -> None:
+    """Writes the summary to a text file: a table where rich is installed, else plain text."""
+    if importlib.util.find_spec("rich") is None:
+        file.write(to_text(history) + "\n")
+        return
+    from rich.console import Console
+
+    Console(file=file).print(to_rich(history))
+
+
+def _row(name: str, described: Mapping[str, Any]) -> tuple[str, ...]:
+    exponents = exponents_of(described)
+    span = f"2^{min(exponents)}..2^{max(exponents) + 1}" if exponents else "-"
+    return (name, *share_cells(described), f"{described['unscaled'][SHARES[0]]:.1%}", span)
+
+
+def share_cells(described: Mapping[str, Any]) -> list[str]:
+    """Returns the shares of zeros, and of what float16 loses."""
+    return [f"{described[key]:.1%}" for key in ("zeros", *SHARES)]

@@ -1,1 +1,0 @@
-"""`find_nonfinite`: the op that made the first NaN or infinity, why, and what to change."""

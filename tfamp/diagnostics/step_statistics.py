@@ -1,0 +1,243 @@
+"""What is remembered of training steps on the device, so that the host need not wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfamp.diagnostics.exponents import COLUMNS, EXPONENTS, FLOAT16_MAX, MANTISSA_BITS
+from tfamp.training.replicas import outside_the_graph
+
+_INF_BITS = 0x7F800000
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Counts of the values of some tensors at one step."""
+
+    step: int  # Counted from 1; 0 where there has been none.
+    loss_scale: float
+    divisor: float  # What the tensors are to be divided by to be without loss scale.
+    counts: tuple[tuple[Sequence[int], ...], ...]  # For every tensor, a row for each replica.
+
+
+class SampledCounts:
+    """Variables that hold the counts of tensors at one step, each replica's of its own."""
+
+    def __init__(self, tensors: int) -> None:
+        self._counts = _local_variable(np.zeros((tensors, COLUMNS), "int64"))
+        # Step, loss scale and divisor.
+        self._facts = _local_variable(np.array([0.0, 1.0, 1.0]))
+
+    def write(self, wanted: Any, counts: Any, facts: Any) -> None:
+        """Replaces what is there where `wanted`, a scalar bool tensor, is True."""
+        self._counts.assign(tf.where(wanted, counts, self._counts))
+        self._facts.assign(tf.where(wanted, facts, self._facts))
+
+    def step(self) -> int:
+        """Returns the step of the sample; waits for the device."""
+        return int(_replicas(self._facts)[0][0])
+
+    def read(self) -> Sample:
+        """Returns the sample; waits for the device."""
+        replicas = _replicas(self._counts)
+        step, loss_scale, divisor = _replicas(self._facts)[0].tolist()
+        rows = range(len(replicas[0]))
+        counts = tuple(tuple(each[row].tolist() for each in replicas) for row in rows)
+        return Sample(int(step), loss_scale, divisor, counts)
+
+
+class StepStatistics:
+    """Counts steps, remembers their loss scales, and samples gradients `every` so many steps.
+
+    The loss scales of the last `remembered` steps are kept. Before the first there have been
+    `start` steps, of which `skipped` were skipped.
+    """
+
+    def __init__(self, every: int, remembered: int, start: int, skipped: int) -> None:
+        self._every = every
+        self._remembered = remembered
+        self._step = _local_variable(np.int64(start))
+        # Loss scale of each step, and how many steps had been skipped before it. One variable: it
+        # is written at every step.
+        self._past = _local_variable(np.zeros((remembered, 2)))
+        # For steps nobody else counts.
+        self._skipped = _local_variable(np.int64(skipped))
+        self._consecutive = _local_variable(np.int64(0))
+        self._rows: dict[int, int] = {}
+        self.variables: list[Any] = []
+        # Of the last step that was due, and of the last that was not finite.
+        self.samples: list[SampledCounts] = []
+
+    def _make_room(self, variables: Sequence[Any]) -> None:
+        self.variables = list(variables)
+        self._rows = {id(variable): row for row, variable in enumerate(self.variables)}
+        self.samples = [SampledCounts(len(self.variables)) for _ in range(2)]
+
+    def set_step(self, step: Any) -> None:
+        """Makes the next step the one with this number, counted from 1."""
+        self._step.assign(tf.cast(step, tf.int64) - 1)
+
+    def next_is_due(self) -> tuple[Any, Any]:
+        """Returns the number of the step that is under way, and whether it is to be sampled."""
+        step = self._step + 1
+        return step, tf.equal(step % self._every, 0)
+
+    def own_skips(self, finite: Any) -> Any:
+        """Counts a step as skipped or not; returns how many were skipped before it."""
+        before = tf.identity(self._skipped)
+        skipped = tf.cast(tf.logical_not(finite), tf.int64)
+        self._skipped.assign_add(skipped)
+        self._consecutive.assign((self._consecutive + 1) * skipped)
+        return before
+
+    def observe(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        *,
+        scale: Any,
+        divisor: Any,
+        skipped_before: Any,
+        faulty: Any,
+    ) -> None:
+        """Looks at the gradients of one step; nothing here waits for the device.
+
+        The gradients are still to be divided by `divisor`. They are looked at if the step is due,
+        or `faulty`, because one is not finite. All of these are scalars.
+        """
+        if not self.samples:
+            outside_the_graph(lambda: self._make_room(variables))
+        unknown = [variable for variable in variables if id(variable) not in self._rows]
+        if unknown:
+            raise ValueError(
+                f"This monitor observes {len(self.variables)} other variables; got {len(unknown)} "
+                "it does not know. Use one NumericsMonitor for each set of variables, or record "
+                "the gradients of all of them together, None for those that are not at hand."
+            )
+        step, due = self.next_is_due()
+        scale, divisor = (tf.cast(each, tf.float64) for each in (scale, divisor))
+        here = tf.equal(tf.range(self._remembered, dtype=tf.int64), (step - 1) % self._remembered)
+        now = tf.stack([scale, tf.cast(skipped_before, tf.float64)])
+        self._past.assign(tf.where(here[:, None], now, self._past))
+
+        def sample() -> None:
+            bound = tf.cast(FLOAT16_MAX * divisor, tf.float32)
+            scaled_bound = tf.cast(FLOAT16_MAX * divisor / scale, tf.float32)
+            rows: list[Any] = [None] * len(self.variables)
+            for gradient, variable in zip(gradients, variables, strict=True):
+                # The "gradient" of such a variable is its next value, no derivative.
+                if not getattr(variable, "overwrite_with_gradient", False):
+                    rows[self._rows[id(variable)]] = gradient
+            counts = tf.stack([count_values(row, bound, scaled_bound) for row in rows])
+            facts = tf.stack([tf.cast(step, tf.float64), scale, divisor])
+            for each, wanted in zip(self.samples, (due, faulty), strict=True):
+                each.write(wanted, counts, facts)
+
+        only_if(tf.logical_or(due, faulty), sample)
+        self._step.assign(step)
+
+    def step(self) -> int:
+        """Returns the number of steps taken; waits for the device."""
+        return int(_replicas(self._step)[0])
+
+    def skips(self) -> tuple[int, int]:
+        """Returns how many steps `own_skips` counted, in all and in a row; waits for the device."""
+        return int(_replicas(self._skipped)[0]), int(_replicas(self._consecutive)[0])
+
+    def past(self, first: int, last: int) -> list[tuple[int, float, int]]:
+        """Returns step, loss scale and steps skipped before, of the steps remembered from `first`.
+
+        `last` is at most the number of steps taken.
+        """
+        rows = _replicas(self._past)[0]
+        first = max(first, last - self._remembered + 1)
+        places = ((step, rows[(step - 1) % self._remembered]) for step in range(first, last + 1))
+        return [(step, float(scale), int(skipped)) for step, (scale, skipped) in places]
+
+
+def count_values(tensor: Any, bound: Any, second_bound: Any) -> Any:
+    """Counts the values of a tensor by binary exponent, in int64 columns that `histogram` reads.
+
+    Of `tf.IndexedSlices` only the values count, and None has none. Counted too are the values over
+    either bound, scalars in float32. The exponent is read from the bits, so that the work is a few
+    passes over integers. XLA compiles it too. What is under float32's normal range, 2**-126, counts
+    as zero: TensorFlow takes it for zero in most places.
+    """
+    if tensor is None:
+        return tf.zeros((COLUMNS,), tf.int64)
+    values = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
+    bits = tf.bitcast(_as_float32(tf.reshape(values, (-1,))), tf.int32)
+    bits = tf.bitwise.bitwise_and(bits, _INF_BITS | (2**MANTISSA_BITS - 1))
+    counts = tf.raw_ops.DenseBincount(
+        input=tf.bitwise.right_shift(bits, MANTISSA_BITS),
+        size=EXPONENTS,
+        weights=tf.zeros((0,), tf.int64),
+        binary_output=False,
+    )
+    # Bits of positive floats are ordered as the floats are, inf behind them and NaNs at the end. Of
+    # no value at all the maximum is int32's least.
+    largest = tf.maximum(tf.reduce_max(bits), 0)
+    least = tf.bitcast(tf.cast(tf.stack([bound, second_bound]), tf.float32), tf.int32)
+
+    def closer_look() -> Any:
+        finite = bits < _INF_BITS
+        over = [
+            tf.math.count_nonzero((bits > each) & (bits <= _INF_BITS)) for each in tf.unstack(least)
+        ]
+        top = tf.cast(tf.reduce_max(tf.where(finite, bits, 0)), tf.int64)
+        return tf.stack([tf.math.count_nonzero(bits > _INF_BITS), *over, top])
+
+    def nothing_there() -> Any:
+        return tf.stack([tf.zeros((), tf.int64)] * 3 + [tf.cast(largest, tf.int64)])
+
+    # Mostly nothing is that large, and four more passes over the values are saved.
+    others = tf.cond(largest > tf.reduce_min(least), closer_look, nothing_there)
+    return tf.concat([counts, others], 0)
+
+
+def _as_float32(values: Any) -> Any:
+    if values.dtype != tf.float64:
+        return tf.cast(values, tf.float32)
+    # What float32 cannot hold counts as its largest or its smallest normal number.
+    limits = tf.float32.max, tf.constant(2.0**-126, tf.float64)
+    held = tf.clip_by_value(tf.abs(values), limits[1], limits[0])
+    inside = tf.math.is_finite(values) & tf.not_equal(values, 0.0)
+    return tf.cast(tf.where(inside, held, values), tf.float32)
+
+
+def only_if(wanted: Any, work: Callable[[], None]) -> None:
+    """Does some work where a scalar bool tensor is True; elsewhere it costs next to nothing.
+
+    The work is traced anew at each call: each replica of a strategy has variables of its own.
+    """
+    if not tf.executing_eagerly():
+        # One node in the branch: else TensorFlow would put all nodes of the work into the graph
+        # around it, and pass on at every step, for each of them, that it is not to run.
+        work = tf.function(work, autograph=False, experimental_attributes={"_noinline": True})
+
+    def branch() -> None:
+        work()
+
+    tf.cond(wanted, branch, lambda: None)
+
+
+def _local_variable(value: Any) -> tf.Variable:
+    # Under a strategy every replica writes its own copy and nothing is sent.
+    return tf.Variable(
+        value,
+        trainable=False,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+    )
+
+
+def _replicas(variable: Any) -> list[np.ndarray]:
+    strategy = getattr(variable, "distribute_strategy", None)
+    if strategy is None:
+        return [variable.numpy()]
+    return [each.numpy() for each in strategy.experimental_local_results(variable)]

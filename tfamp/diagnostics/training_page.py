@@ -1,0 +1,341 @@
+"""`training_report`: everything known of a training run, as one HTML page."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tfamp.diagnostics import plots
+from tfamp.diagnostics.records import (
+    HEADINGS,
+    all_rows,
+    raised,
+    records_of,
+    scale_text,
+    share_cells,
+)
+from tfamp.machine.file_replacing import replace_text
+from tfamp.planning.plan_page import palette, security_policy, sources
+
+_COLORS = (plots.BLUE, plots.RED, plots.GREEN, plots.ORANGE, plots.SKY)
+
+
+def training_report(
+    path: str | os.PathLike[str],
+    *,
+    monitor: Any = None,
+    history: Any = None,
+    comparison: Any = None,
+    plan: Any = None,
+    device: Any = None,
+    nonfinite: Any = None,
+    title: str = "Training report",
+) -> Path:
+    """Writes one HTML page with all that is known of a training run.
+
+    The page loads nothing and opens without a network. A file that is there is replaced as a whole,
+    so half a report is never seen. The pictures need matplotlib.
+
+    Args:
+        path: The file to write; its folder is made if need be.
+        monitor: A `NumericsMonitor`, its `history`, or the path of its JSON lines: loss scale,
+            sizes of gradients and outputs.
+        history: What `model.fit` returned, or a dict of metric name -> values: curves.
+        comparison: What `tfamp.diagnostics.compare` returned: errors layer by layer.
+        plan: The `RewritePlan` of a rewritten function: its page, in a frame.
+        device: What `device_report` returned.
+        nonfinite: What `find_nonfinite` returned.
+        title: Title of the page.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        TypeError: `history` or `monitor` is something else.
+        ValueError: There is nothing to report.
+        ModuleNotFoundError: matplotlib is not installed, and there is something to draw.
+
+    Example:
+        >>> import tempfile
+        >>> from tfamp.diagnostics import device_report, training_report
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     training_report(f"{folder}/report.html", device=device_report()).name
+        'report.html'
+    """
+    totals: list[tuple[str, str]] = []
+    sections: list[str] = []
+    if monitor is not None:
+        records = records_of(monitor)
+        totals += _totals(records)
+        sections += _monitor_sections(records)
+    if history is not None:
+        sections.append(_history_section(getattr(history, "history", history)))
+    if nonfinite is not None:
+        sections.append(_section("Not finite", _preformatted(nonfinite.to_text())))
+    if comparison is not None:
+        sections.append(_comparison_section(comparison))
+    if plan is not None:
+        totals += _plan_totals(plan)
+        page = _frame(plan.to_html(), "Plan of the rewrite")
+        sections.append(_section("Plan of the rewrite", page))
+    if device is not None:
+        sections.append(_section("Machine", _preformatted(device.to_text())))
+    if not sections:
+        raise ValueError(
+            "There is nothing to report: give training_report at least one of monitor, history, "
+            "comparison, plan, device and nonfinite."
+        )
+    target = Path(path)
+    replace_text(
+        target,
+        _rendered(
+            title,
+            totals,
+            sections,
+            with_plan=plan is not None,
+            with_inline_styles=comparison is not None,  # Its heat strip has them.
+        ),
+    )
+    return target
+
+
+def _totals(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    last = records[-1]
+    return [
+        ("steps", f"{last['step']:,}"),
+        ("loss scale", scale_text(last["loss_scale"], superscript=True)),
+        ("suggested", scale_text(last["suggested_scale"], superscript=True)),
+        ("skipped steps", f"{last['skipped_steps']:,}"),
+    ]
+
+
+def _monitor_sections(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    last = records[-1]
+    rows = all_rows(last)
+    made = [
+        _section(
+            "Is float16 enough?",
+            _paragraph(_verdict(last)),
+            _picture(plots.plot_exponents(records), "Gradients by size, against float16's range"),
+            _paragraph(
+                "What was zero already when it was counted is not drawn: float16 may have flushed "
+                "it before.",
+                note=True,
+            ),
+        ),
+        _section(
+            "Loss scale",
+            _picture(plots.plot_loss_scale(records), "Loss scale over the steps"),
+            _paragraph(_skips(records)),
+        ),
+        _section(
+            f"Gradients at step {last['step']}",
+            _table(
+                [raised(heading) for heading in HEADINGS],
+                # Only what is ours: a name may have such a sign too.
+                [(name, *map(raised, cells)) for name, *cells in rows],
+                [False, *(bool(last["variables"][name]["nonfinite"]) for name, *_ in rows[1:])],
+            ),
+        ),
+    ]
+    if last.get("activations"):
+        outputs = last["activations"].items()
+        rows = [(name, *share_cells(e), f"{e['largest']:.3g}") for name, e in outputs]
+        headings = ("outputs of", "zeros", "< 2⁻²⁴", "< 2⁻¹⁴", "> 65504", "largest")
+        bad = [each["over_65504"] > 0 for _, each in outputs]
+        made.append(_section("Outputs of layers", _table(headings, rows, bad)))
+    return made
+
+
+def _verdict(record: Mapping[str, Any]) -> str:
+    gradients = record["gradients"]
+    text = (
+        f"At step {record['step']} float16 flushes {gradients['under_2**-24']:.1%} of the gradient "
+        f"values to zero with the loss scale {scale_text(record['loss_scale'], superscript=True)}; "
+        f"without it {gradients['unscaled']['under_2**-24']:.1%}. Below float16's normal range, "
+        f"where digits are lost, are {gradients['under_2**-14']:.1%}; without loss scale "
+        f"{gradients['unscaled']['under_2**-14']:.1%}."
+    )
+    if record["first_nonfinite"] is not None:
+        text += (
+            f" The first variable with an inf or NaN in its gradient: {record['first_nonfinite']}."
+        )
+    return text
+
+
+def _skips(records: Sequence[Mapping[str, Any]]) -> str:
+    skipped = [step for record in records for step in record["skipped"]]
+    if not skipped:
+        return "No step was skipped."
+    shown = ", ".join(map(str, skipped[:20])) + (", …" if len(skipped) > 20 else "")
+    return f"Skipped steps: {records[-1]['skipped_steps']:,} ({shown})."
+
+
+def _history_section(metrics: Mapping[str, Sequence[float]]) -> str:
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            "history must be what model.fit returned, or a dict of metric name -> values; got "
+            f"{type(metrics).__name__}. The history of a NumericsMonitor goes to monitor=."
+        )
+    names = [name for name in metrics if not name.startswith("val_") and metrics[name]]
+    if not names:
+        raise ValueError("history has no metric; give what model.fit returned.")
+    # The first to need matplotlib: its error says what to install.
+    figure = plots.new_figure(8, 2.9)
+    from matplotlib.ticker import MaxNLocator
+
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        plots.dress(axes, title=name)
+        axes.grid(color=plots.GRID, linewidth=0.7)
+        for each, color in zip((name, f"val_{name}"), _COLORS, strict=False):
+            if metrics.get(each):
+                epochs = range(1, len(metrics[each]) + 1)
+                label = "validation" if each.startswith("val_") else "training"
+                axes.plot(epochs, metrics[each], color=color, label=label, marker=".")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("epoch")
+    axes.legend(frameon=False, fontsize=9, labelcolor=plots.INK)
+    rows = [(name, f"{values[-1]:.4g}") for name, values in metrics.items() if len(values)]
+    return _section(
+        "Metrics",
+        _picture(figure, "Metrics over the epochs"),
+        _table(("metric", "last"), rows),
+    )
+
+
+def _comparison_section(comparison: Any) -> str:
+    rows = list(comparison.rows)
+    parts = [
+        _picture(plots.plot_compare(comparison), "Relative error of each layer"),
+        comparison.to_html_fragment(),
+        _table(
+            ("layer", "relative error", "largest", "out of range"),
+            [
+                (row.layer, f"{row.relative_error:.2e}", f"{row.max:.3g}",
+                 f"{row.share_out_of_range:.2%}")
+                for row in rows
+            ],
+            [row.share_out_of_range > 0 or not math.isfinite(row.relative_error) for row in rows],
+        ),
+    ]  # fmt: skip
+    kept = getattr(comparison, "keep_float32", None)
+    if kept:
+        parts.insert(0, _paragraph(f"To keep in float32: {', '.join(map(str, kept))}."))
+    return _section("Against float32, layer by layer", *parts)
+
+
+def _plan_totals(plan: Any) -> list[tuple[str, str]]:
+    totals = [
+        (f"ops in {plan.dtype}", f"{plan.summary.low_nodes:,} of {plan.summary.nodes:,}"),
+        ("Casts", f"{plan.summary.casts:,}"),
+    ]
+    if plan.summary.estimated_speed_up is not None:
+        totals.append(("estimated speed-up", f"{plan.summary.estimated_speed_up:.2f}×"))
+    return totals
+
+
+# ---- The page ------------------------------------------------------------------------------------
+
+
+def _rendered(
+    title: str,
+    totals: Sequence[tuple[str, str]],
+    sections: Iterable[str],
+    *,
+    with_plan: bool,
+    with_inline_styles: bool,
+) -> str:
+    """A self-contained page: HTML of sections below totals and a title in plain text.
+
+    The page of a plan has a script. Where elements have styles of their own, `with_inline_styles`.
+    """
+    style = palette() + _asset("style.css")
+    plan: tuple[str, ...] = sources() if with_plan else ()
+    parts = {
+        "policy": security_policy(
+            [style, *plan[:1]],
+            plan[1:],
+            images=True,
+            inline_styles=with_inline_styles,
+        ),
+        "title": html.escape(title),
+        "style": style,
+        "totals": _totals_list(totals),
+        "sections": "\n".join(sections),
+    }
+    # One pass over the skeleton, so that nothing in a name is taken for a placeholder.
+    pieces = _asset("page.html").split("@@")
+    pieces[1::2] = [parts[name] for name in pieces[1::2]]
+    return "".join(pieces)
+
+
+def _section(heading: str, *parts: str) -> str:
+    """Returns a section: its heading, plain text, and HTML below it."""
+    return f"<section>\n<h2>{html.escape(heading)}</h2>\n" + "\n".join(parts) + "\n</section>"
+
+
+def _paragraph(text: str, *, note: bool = False) -> str:
+    """Returns a paragraph of plain text."""
+    kind = ' class="note"' if note else ""
+    return f"<p{kind}>{html.escape(text)}</p>"
+
+
+def _preformatted(text: str) -> str:
+    """Returns plain text as it is."""
+    return f"<pre>{html.escape(text)}</pre>"
+
+
+def _picture(figure: Any, description: str) -> str:
+    """An image that is in the page itself; the description is for those who do not see it."""
+    file = io.BytesIO()
+    # Without the name and version of the program that wrote it: the same run, the same bytes.
+    figure.savefig(file, format="png", dpi=144, metadata={"Software": None})
+    data = base64.b64encode(file.getvalue()).decode()
+    return f'<img alt="{html.escape(description)}" src="data:image/png;base64,{data}">'
+
+
+def _table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[bool] | None = None
+) -> str:
+    """Returns a table of plain text; `marked` says for each row whether it stands out."""
+    head = "".join(f'<th scope="col">{html.escape(each)}</th>' for each in headings)
+    body = "\n".join(
+        ('<tr class="bad">' if bad else "<tr>")
+        + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row)
+        + "</tr>"
+        for row, bad in zip(rows, marked or [False] * len(rows), strict=True)
+    )
+    return (
+        f'<div class="rows"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>'
+        "</div>"
+    )
+
+
+def _frame(page: str, description: str) -> str:
+    """Returns a frame that shows another page, which is in this one."""
+    return (
+        f'<iframe title="{html.escape(description)}" sandbox="allow-scripts" '
+        f'srcdoc="{html.escape(page)}"></iframe>'
+    )
+
+
+def _totals_list(totals: Sequence[tuple[str, str]]) -> str:
+    if not totals:
+        return ""
+    cells = "".join(
+        f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>"
+        for label, value in totals
+    )
+    return f"<dl>{cells}</dl>"
+
+
+def _asset(name: str) -> Any:
+    folder = resources.files("tfamp.diagnostics") / "report_assets"
+    return (folder / name).read_text(encoding="utf-8")
