@@ -290,11 +290,11 @@ def _layer_created(layer: Any, dtype: Any) -> None:
         return
     model_calls.protect_values(layer)
     if dtype is None:
-        model_calls.layer_created(layer, level.policy)
+        model_calls.manage(layer, level.policy)
 
 
 _HOOKS = keras_hooks.LayerHooks(
     layer_dtype=_layer_dtype,
     layer_created=_layer_created,
-    functional_created=model_calls.functional_created,
+    functional_created=model_calls.manage_functional,
 )

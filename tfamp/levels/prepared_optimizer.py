@@ -1,19 +1,28 @@
-"""The optimizer of a level: wrapped once, with what the level asks for, or not at all."""
+"""The optimizer of a level, wrapped once with what it asks for, and the model compiled with it.
+
+What each Keras optimizer keeps from step to step decides whether low variables hold it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 
+from tfamp.core.errors import TfampWarning
 from tfamp.core.options import DynamicLossScale, LossScale
+from tfamp.interop import keras_hooks
 from tfamp.interop.keras_backend import described
-from tfamp.layers.roles import WeakMap
-from tfamp.levels.meaning import EffectiveLevel
+from tfamp.layers.float_policies import WeakMap
+from tfamp.layers.methods import wrap_method
 from tfamp.levels.model_copy import counterparts
-from tfamp.levels.optimizer_slots import Slots, slots_of
+from tfamp.levels.model_structure import drop_traced_functions
+from tfamp.levels.precision_config import EffectiveLevel
 from tfamp.optimizer import LossScaleOptimizer
 
 # Wrappers that `prepare` made: another level takes them off, where it leaves a user's own.
@@ -35,17 +44,22 @@ def prepared_optimizer(optimizer: Any, level: EffectiveLevel) -> Any:
         TypeError: `optimizer` is no Keras optimizer.
         ValueError: It scales losses or clips gradients itself, and the level does too.
     """
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(
-            "optimizer must be a keras.optimizers.Optimizer, e.g. keras.optimizers.Adam(), or its "
-            f"name; got {described(optimizer)}"
-        )
+    check_optimizer(optimizer)
     rule, features = _wanted(optimizer, level)
     if rule is None:
         return innermost(optimizer)
     if isinstance(optimizer, LossScaleOptimizer) and _has(optimizer, rule, features):
         return optimizer
     return _wrap(optimizer, innermost(optimizer), rule, features, level)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises a TypeError for what is no Keras optimizer."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            "optimizer must be a keras.optimizers.Optimizer, e.g. keras.optimizers.Adam(), or its "
+            f"name; got {described(optimizer)}"
+        )
 
 
 def innermost(optimizer: Any) -> Any:
@@ -239,3 +253,232 @@ def _wrap(
         wrapped.step_counter.assign(optimizer.step_counter)
     _made_here.set(wrapped, True)
     return wrapped
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """What an optimizer keeps.
+
+    Attributes:
+        what: What that is, to be read after "keeps".
+        in_float16: Why it needs more than float16, to be read after "which"; None where it does
+            not.
+        in_bfloat16: The same for bfloat16.
+        known: Whether it is known at all what the optimizer keeps.
+    """
+
+    what: str
+    in_float16: str | None = None
+    in_bfloat16: str | None = None
+    known: bool = True
+
+    def trouble(self, dtype: str) -> str | None:
+        """Why variables of a low dtype do not hold it; None where they do."""
+        return self.in_float16 if dtype == "float16" else self.in_bfloat16
+
+
+_SQUARED = "zero in float16 for gradients under 2.4e-4"
+_MOMENTUM = Slots("nothing, or a momentum")
+_AVERAGES = Slots(
+    "running averages of squared gradients",
+    f"are {_SQUARED}",
+    "bfloat16 cannot hold: their decay is 1 or nearly so in it",
+)
+_SUMS = Slots(
+    "sums of squared gradients",
+    f"end at 65504 in float16, and whose squares are {_SQUARED}",
+    "no longer grow in bfloat16 once they are 512 times a square",
+)
+_MAXIMA = Slots(
+    "running maxima of gradients",
+    "are zero in float16 for gradients under 6e-8, and divide the step",
+    "never fall in bfloat16: their decay is 1 or nearly so in it",
+)
+_SIGNS = Slots(
+    "running averages of gradients, of which it applies the signs",
+    "are zero in float16 for gradients under 6e-6, and whose steps of one size low weights lose",
+    "move by too little for bfloat16, and whose steps of one size low weights lose",
+)
+_WEIGHTS = Slots(
+    "running averages of the weights (use_ema)",
+    "move by too little for float16",
+    "move by too little for bfloat16",
+)
+_UNKNOWN = Slots(
+    "what tfamp does not know",
+    "float16 may not hold",
+    "bfloat16 may not hold",
+    known=False,
+)
+
+# By the names of Keras's classes, as not every release has all; a class made from one counts as it.
+# None: it keeps what the optimizers in it keep.
+SLOTS: dict[str, Slots | None] = {
+    "SGD": _MOMENTUM,
+    "RMSprop": _AVERAGES,
+    "Adam": _AVERAGES,
+    "AdamW": _AVERAGES,
+    "Nadam": _AVERAGES,
+    "Lamb": _AVERAGES,
+    "Adadelta": _AVERAGES,
+    "Adafactor": _AVERAGES,
+    "Muon": _AVERAGES,
+    "ScheduleFreeAdamW": _AVERAGES,
+    "Adagrad": _SUMS,
+    "Ftrl": _SUMS,
+    "Adamax": _MAXIMA,
+    "Lion": _SIGNS,
+    "LossScaleOptimizer": None,
+    "MultiOptimizer": None,
+}
+_DECAYS = ("beta_2", "rho", "adam_beta_2")
+
+
+def slots_of(optimizer: Any) -> Slots:
+    """Returns what an optimizer keeps; of a wrapper, what is hardest to hold of those inside.
+
+    Args:
+        optimizer: A Keras optimizer.
+    """
+    name = _known_class(type(optimizer))
+    if name is None:
+        return _UNKNOWN
+    slots = SLOTS[name]
+    if slots is None:
+        # Those of a MultiOptimizer that asks a function are known once it is built only.
+        inside = [slots_of(each) for each in _inside(optimizer)] or [_UNKNOWN]
+        return next((each for each in inside if each.in_bfloat16), inside[0])
+    if slots.in_bfloat16 is None and getattr(optimizer, "use_ema", False):
+        return _WEIGHTS
+    decay = next((each for each in _DECAYS if hasattr(optimizer, each)), None)
+    if decay is None or slots.in_bfloat16 is None:
+        return slots
+    shown = f"{decay}={getattr(optimizer, decay):g}"
+    return dataclasses.replace(slots, in_bfloat16=slots.in_bfloat16.replace("their decay", shown))
+
+
+def _known_class(kind: type) -> str | None:
+    """The class of Keras's that an optimizer's class is, or is made from."""
+    own = (each for each in kind.__mro__ if each.__module__.partition(".")[0] == "keras")
+    return next((each.__name__ for each in own if each.__name__ in SLOTS), None)
+
+
+def _inside(optimizer: Any) -> list[Any]:
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return [optimizer.inner_optimizer]
+    return list(optimizer.optimizers)
+
+
+def give_optimizer(model: Any, optimizer: Any) -> None:
+    """Makes a compiled model train with another optimizer; loss and metrics stay.
+
+    Args:
+        model: The model; it traces its steps anew.
+        optimizer: The optimizer.
+    """
+    if model.optimizer is not optimizer:
+        keras_hooks.set_compiled_optimizer(model, optimizer)
+    drop_traced_functions(model)
+
+
+def compile_like(model: Any, other: Any, optimizer: Any) -> None:
+    """Compiles a model as another one is compiled.
+
+    Args:
+        model: The model to compile. It stays as it is, with a warning, where its class has a
+            `compile` of its own that takes other arguments than Keras's: they are not known.
+        other: A compiled model of the same outputs; it keeps its metrics to itself.
+        optimizer: The optimizer of the model.
+    """
+    arguments = keras_hooks.compile_arguments(other)
+    arguments |= {"optimizer": optimizer, "auto_scale_loss": False}
+    if not _can_compile(model, arguments):
+        warnings.warn(
+            f"{type(model).__name__}.compile takes other arguments than Keras's own: the new model "
+            "that prepare returns is not compiled. Compile it.",
+            TfampWarning,
+            stacklevel=4,
+        )
+        return
+    for name in ("metrics", "weighted_metrics"):
+        arguments[name] = keras.tree.map_structure(_fresh, arguments[name])
+    model.compile(**arguments)
+
+
+def _fresh(metric: Any) -> Any:
+    if not isinstance(metric, keras.metrics.Metric):
+        return metric
+    return type(metric).from_config(metric.get_config())
+
+
+def _can_compile(model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether the arguments of Keras's `compile` are all that a model's own one takes."""
+    own = inspect.signature(model.compile)
+    named = {
+        each.name
+        for each in own.parameters.values()
+        if each.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    }
+    try:
+        own.bind(**arguments)
+    except TypeError:
+        return False
+    return named <= set(arguments)
+
+
+def wrap_compile(model: Any, level: EffectiveLevel) -> None:
+    """Makes `model.compile` give its optimizer what the level asks for, as `prepare` does.
+
+    Args:
+        model: The prepared model.
+        level: Its level. `compile(..., auto_scale_loss=False)` takes the optimizer as it is, and so
+            does a `compile` of the model's own class that has no argument `optimizer`.
+    """
+    if level.optimizer_rule is None and level.level != "O3":
+        return
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        signature = _compile_signature(original)
+        if signature is None and level.optimizer_rule is None:
+            return original(*args, **kwargs)
+        if signature is None:
+            warnings.warn(_unknown_optimizers(model, level), TfampWarning, stacklevel=3)
+            return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        default = signature.parameters["optimizer"].default
+        optimizer = given.arguments.get("optimizer", default)
+        if optimizer is not None and given.arguments.get("auto_scale_loss", True):
+            optimizer = keras.optimizers.get(optimizer)
+            own = with_needed_masters(level, optimizer)
+            if own.optimizer_rule is not None:
+                optimizer = prepared_optimizer(optimizer, own)
+            trouble = trouble_with_slots(optimizer, own)
+            if trouble is not None:
+                warnings.warn(trouble, TfampWarning, stacklevel=3)
+        given.arguments["optimizer"] = optimizer
+        return original(*given.args, **given.kwargs)
+
+    wrap_method(model, "compile", around)
+
+
+def _compile_signature(compile_model: Callable[..., Any]) -> inspect.Signature | None:
+    """Returns how a `compile` takes its arguments; None for one of a user's without `optimizer`."""
+    own = inspect.signature(compile_model)
+    if "optimizer" in own.parameters:
+        return own
+    kinds = {each.kind for each in own.parameters.values()}
+    if not kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        return None
+    passed_on = list(inspect.signature(keras.Model.compile).parameters.values())[1:]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        passed_on = [each.replace(kind=keyword) for each in passed_on]
+    return inspect.Signature(passed_on)
+
+
+def _unknown_optimizers(model: Any, level: EffectiveLevel) -> str:
+    return (
+        f"{type(model).__name__}.compile takes no argument named optimizer, so its optimizers are "
+        f"left as they are. Level {level.level} in {level.dtype} needs them wrapped: give compile "
+        "a LossScaleOptimizer around each, and scale the losses in train_step."
+    )

@@ -17,9 +17,9 @@ import keras
 import tensorflow as tf
 
 from tfamp.autocasting.context import autocast
-from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.interop.keras_intercept import variables_as_stored
+from tfamp.layers.float_policies import in_float32
 from tfamp.layers.methods import wrap_method
 from tfamp.levels.model_structure import layers_of
 from tfamp.rewriting.function import rewrite_step
@@ -108,7 +108,7 @@ def _under_autocast(dtype: str) -> Callable[..., Any]:
             return original(*args, **kwargs)
         with autocast(dtype):
             outputs = original(*args, **kwargs)
-        return keras.tree.map_structure(_as_float32, outputs)
+        return keras.tree.map_structure(in_float32, outputs)
 
     return call
 
@@ -124,12 +124,5 @@ def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if traces_for_a_rewrite():
         return _under_kept_scope(original, *args, **kwargs)
     with autocast(enabled=False), variables_as_stored():
-        args, kwargs = keras.tree.map_structure(_as_float32, (args, kwargs))
+        args, kwargs = keras.tree.map_structure(in_float32, (args, kwargs))
         return original(*args, **kwargs)
-
-
-def _as_float32(value: Any) -> Any:
-    if not keras.ops.is_tensor(value) or isinstance(value, keras.KerasTensor):
-        return value
-    name = keras.backend.standardize_dtype(value.dtype)
-    return keras.ops.cast(value, "float32") if name in LOW_PRECISION else value
