@@ -151,8 +151,10 @@ def normalize_batch(
         >>> float(found.mean[0]), float(found.variance[0])
         (2.0, 1.0)
     """
-    nothing = tf.zeros([0], tf.float32)
-    outputs, mean, variance = _fused(x, gamma, beta, nothing, nothing, epsilon, is_training=True)
+    none = tf.zeros([0], tf.float32)
+    outputs, mean, variance = _fused(
+        x, gamma, beta, mean=none, variance=none, epsilon=epsilon, is_training=True
+    )
     return Normalized(outputs, mean, _biased(variance, x))
 
 
@@ -172,19 +174,12 @@ def normalize_by(
         >>> y.dtype.name, float(y[1, 0])
         ('bfloat16', 2.0)
     """
-    return _fused(x, gamma, beta, mean, variance, epsilon, is_training=False)[0]
+    return _fused(x, gamma, beta, mean=mean, variance=variance, epsilon=epsilon, is_training=False)[
+        0
+    ]
 
 
-def _fused(
-    x: tf.Tensor,
-    gamma: tf.Tensor | None,
-    beta: tf.Tensor | None,
-    mean: tf.Tensor,
-    variance: tf.Tensor,
-    epsilon: float,
-    *,
-    is_training: bool,
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+def _fused(x: tf.Tensor, gamma: Any, beta: Any, **arguments: Any) -> tuple[Any, Any, Any]:
     """The kernel's output, in the input's shape, and the mean and unbiased variance it used."""
     channels = x.shape[-1]
     # The kernel takes images. Statistics only ask what the channels are, so any others are one
@@ -194,11 +189,8 @@ def _fused(
         x=x if is_image else tf.reshape(x, [1, 1, -1, channels]),
         scale=tf.ones([channels]) if gamma is None else gamma,
         offset=tf.zeros([channels]) if beta is None else beta,
-        mean=mean,
-        variance=variance,
-        epsilon=epsilon,
         data_format="NHWC",
-        is_training=is_training,
+        **arguments,
     )
     outputs = fused.y if is_image else tf.reshape(fused.y, tf.shape(x))
     return outputs, fused.batch_mean, fused.batch_variance

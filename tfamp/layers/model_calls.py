@@ -291,6 +291,7 @@ def _cast_outermost(model: Any, applies: Callable[[], bool]) -> None:
     So it does when called with symbolic tensors: what becomes of those is not known yet, and the
     Functional made of them casts where needed.
     """
+    cast = functools.partial(_as_float32, model)
 
     def outermost() -> bool:
         symbolic = any(running is model for running in _running.symbolic)
@@ -306,37 +307,29 @@ def _cast_outermost(model: Any, applies: Callable[[], bool]) -> None:
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         outputs = original(*args, **kwargs)
         # Only now: a Sequential may have been built by the call.
-        if not outermost():
-            return outputs
-        return keras.tree.map_structure(functools.partial(_as_float32, model), outputs)
+        return keras.tree.map_structure(cast, outputs) if outermost() else outputs
 
     def compute_output_spec(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         spec = _spec_of(model, original, *args, **kwargs)
-        if not outermost():
-            return spec
-        return keras.tree.map_structure(functools.partial(_spec_as_float32, model), spec)
+        return keras.tree.map_structure(cast, spec) if outermost() else spec
 
     for around in (symbolic_call, call, compute_output_spec):
         wrap_method(model, around.__name__, around)
 
 
-def _is_low(model: Any, dtype: Any) -> bool:
-    name = keras.backend.standardize_dtype(dtype)
-    return name in LOW_PRECISION and name == model.compute_dtype
-
-
 def _as_float32(model: Any, value: Any) -> Any:
-    if not keras.ops.is_tensor(value) or not _is_low(model, value.dtype):
+    """A tensor, or symbolic one, as float32 if it has the low dtype of a model."""
+    is_symbolic = isinstance(value, keras.KerasTensor)
+    if not is_symbolic and not keras.ops.is_tensor(value):
         return value
+    dtype = keras.backend.standardize_dtype(value.dtype)
+    if dtype not in LOW_PRECISION or dtype != model.compute_dtype:
+        return value
+    if is_symbolic:
+        return keras.KerasTensor(value.shape, dtype="float32", sparse=value.sparse)
     result = keras.ops.cast(value, "float32")
     keras_hooks.copy_mask(value, result)
     return result
-
-
-def _spec_as_float32(model: Any, spec: Any) -> Any:
-    if isinstance(spec, keras.KerasTensor) and _is_low(model, spec.dtype):
-        return keras.KerasTensor(spec.shape, dtype="float32", sparse=spec.sparse)
-    return spec
 
 
 def _keep_sublayers_float32(layer: Any, policy: Policy) -> None:

@@ -15,7 +15,6 @@ from tfamp.layers.float_policies import managed_layers, quantization_of
 from tfamp.levels.layer_policies import layers_before, set_by_hand
 from tfamp.levels.model_structure import layers_of, path_of
 from tfamp.levels.precision_config import EffectiveLevel
-from tfamp.levels.step_rewriting import GraphRewrite
 from tfamp.policy import prepares_data
 
 _HOW = {
@@ -82,7 +81,7 @@ class PrecisionSettings:
     keep_float32: tuple[str, ...]
     reasons: tuple[str, ...]
     layers: tuple[LayerSettings, ...]
-    graph_rewrite: GraphRewrite | None = None
+    graph_rewrite: Callable[..., Any] | None = None
 
     def rewrite(self, function: Callable[..., Any] | None = None) -> Any:
         """Makes a step of a custom loop run as `fit` runs the model's own.
@@ -115,7 +114,6 @@ class PrecisionSettings:
         return tf.function(function)
 
     def __str__(self) -> str:
-        scale = "none" if self.loss_scale is None else _rule_text(self.loss_scale)
         weights = "float32"
         if self.level == "O3" or self.master_weights:
             copies = ", float32 copies in the optimizer" if self.master_weights else ""
@@ -124,8 +122,8 @@ class PrecisionSettings:
             ("level", f"{self.level} ({_HOW[self.level]})"),
             ("dtype", self.dtype),
             ("weights", weights),
-            ("loss scale", scale),
-            ("gradients", "not clipped" if self.grad_clip is None else _clip_text(self.grad_clip)),
+            ("loss scale", _rule_text(self.loss_scale)),
+            ("gradients", _clip_text(self.grad_clip)),
             ("kept float32", ", ".join(self.keep_float32) or "none by name"),
         ]
         text = [f"{name:<15} {value}" for name, value in lines]
@@ -138,7 +136,7 @@ class PrecisionSettings:
 
 
 def settings_of(
-    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], rewrite: GraphRewrite | None
+    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], rewrite: Callable[..., Any] | None
 ) -> PrecisionSettings:
     """The settings of a model at a level, of which a user keeps layers, rewritten or not."""
     kept_below = {id(layer) for layer in layers_of(*kept)}
@@ -147,7 +145,7 @@ def settings_of(
         level=level.level,
         dtype=level.dtype,
         loss_scale=level.loss_scale,
-        grad_clip=level.grad_clip,
+        grad_clip=level.config.grad_clip,
         master_weights=level.master_weights or bool(has_masters),
         keep_float32=tuple(path_of(layer) for layer in kept),
         reasons=level.reasons,
@@ -202,17 +200,21 @@ def _why_text(row: LayerSettings) -> str:
     return row.why if row.quantization is None else f"{row.why}; quantized to {row.quantization}"
 
 
-def _rule_text(rule: LossScale) -> str:
+def _clip_text(clip: GradClip | None) -> str:
+    if clip is None:
+        return "not clipped"
+    return f"clipped to norm {clip.max_norm:g} of type {clip.norm_type:g}"
+
+
+def _rule_text(rule: LossScale | None) -> str:
+    if rule is None:
+        return "none"
     if isinstance(rule, FixedLossScale):
         return f"fixed at {rule.scale:g}"
     return (
         f"dynamic from {rule.initial_scale:g}, times {rule.growth_factor:g} after "
         f"{rule.growth_steps} finite steps, times {rule.backoff_factor:g} after an overflow"
     )
-
-
-def _clip_text(clip: GradClip) -> str:
-    return f"clipped to norm {clip.max_norm:g} of type {clip.norm_type:g}"
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

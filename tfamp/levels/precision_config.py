@@ -6,8 +6,10 @@ nowhere else. `preparation` carries out what is decided here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import importlib
 import json
 import numbers
 import os
@@ -39,6 +41,11 @@ _DTYPES = {
     "float32": "float32",
 }
 
+# What the texts of environment variables have to be where that is not what Python takes.
+_TEXTS = {
+    "master_weights": "1, true, yes, 0, false or no",
+    "grad_clip": 'a number or JSON such as {"max_norm": 35, "norm_type": 2}',
+}
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 PREFIX = "TFAMP_"
@@ -208,13 +215,10 @@ class PrecisionConfig:
                 raise TypeError(
                     f"keep_float32 holds {each!r}, which no file can; name the layer instead."
                 )
-        plain = {
-            "level": self.level,
-            "dtype": self.dtype,
+        plain = vars(self) | {
             "loss_scale": _plain(self.loss_scale),
             "grad_clip": None if self.grad_clip is None else self.grad_clip.to_dict(),
             "keep_float32": list(self.keep_float32) or None,
-            "master_weights": self.master_weights,
         }
         return {name: value for name, value in plain.items() if value is not None}
 
@@ -256,17 +260,13 @@ def _parsed(path: Path) -> Any:
 
 
 def _toml() -> Any:
-    try:
-        import tomllib  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        try:
-            import tomli as tomllib  # type: ignore[import-not-found, no-redef, unused-ignore]
-        except ImportError as error:
-            raise ImportError(
-                "Python 3.10 reads no TOML by itself: install tomli, use Python 3.11 or later, or "
-                "write the configuration as JSON."
-            ) from error
-    return tomllib.loads
+    for name in ("tomllib", "tomli"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(name).loads
+    raise ImportError(
+        "Python 3.10 reads no TOML by itself: install tomli, use Python 3.11 or later, or write "
+        "the configuration as JSON."
+    )
 
 
 def _value_of_text(variable: str, name: str, text: str) -> Any:
@@ -278,29 +278,16 @@ def _value_of_text(variable: str, name: str, text: str) -> Any:
         elif name == "keep_float32":
             value = [part.strip() for part in text.split(",") if part.strip()]
         elif name == "master_weights":
-            value = _flag(text)
+            value = _FLAGS.get(text.lower(), text)
         elif name == "grad_clip":
-            value = _number(text)
+            value = float(text)
         return _READERS[name](value)
     except json.JSONDecodeError as error:
         raise ValueError(f"{variable} begins like JSON and is none: {error}.") from error
     except (TypeError, ValueError) as error:
+        if name in _TEXTS:
+            raise ValueError(f"{variable}: {error} Give {_TEXTS[name]}.") from error
         raise type(error)(f"{variable}: {error}") from error
-
-
-def _flag(text: str) -> bool:
-    if text.lower() not in _FLAGS:
-        raise ValueError(f"must be one of {', '.join(_FLAGS)}; got {text!r}.")
-    return _FLAGS[text.lower()]
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(
-            f'must be a number or JSON such as {{"max_norm": 35, "norm_type": 2}}; got {text!r}.'
-        ) from None
 
 
 def _plain(value: Any) -> Any:
@@ -474,12 +461,8 @@ class EffectiveLevel:
         level: "O0", "O1", "O2" or "O3".
         dtype: The low dtype; "float32" at level O0.
         loss_scale: The rule, None for no loss scale.
-        grad_clip: How gradients are clipped, if at all.
-        keep_float32: What the user keeps in float32.
         master_weights: Whether low weights have float32 copies in the optimizer.
-        chose_loss_scale: Whether the user said which loss scale, if any.
-        chose_master_weights: Whether the user said whether there are copies.
-        placement: How a graph rewrite decides: by the op lists, or also by what pays here.
+        config: The configuration, with what the user chose or left open.
         reasons: A sentence for every choice that was left open.
         warning: What the user has to be told, if anything.
     """
@@ -487,12 +470,8 @@ class EffectiveLevel:
     level: str
     dtype: str
     loss_scale: LossScale | None
-    grad_clip: GradClip | None
-    keep_float32: tuple[Any, ...]
     master_weights: bool
-    chose_loss_scale: bool
-    chose_master_weights: bool
-    placement: str
+    config: PrecisionConfig
     reasons: tuple[str, ...]
     warning: str | None
 
@@ -507,7 +486,8 @@ class EffectiveLevel:
 
         A fixed scale of 1 changes no gradient: what it is there for are clipping and masters.
         """
-        if self.loss_scale is None and (self.grad_clip is not None or self.master_weights):
+        clips = self.config.grad_clip is not None
+        if self.loss_scale is None and (clips or self.master_weights):
             return FixedLossScale(1.0)
         return self.loss_scale
 
@@ -540,12 +520,8 @@ def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLeve
         level=level,
         dtype=dtype,
         loss_scale=_loss_scale(config.loss_scale, level, dtype, reasons),
-        grad_clip=config.grad_clip,
-        keep_float32=config.keep_float32,
         master_weights=bool(config.master_weights),
-        chose_loss_scale=config.loss_scale is not None,
-        chose_master_weights=config.master_weights is not None,
-        placement="min_cut" if config.level == "auto" else "lists",
+        config=config,
         reasons=tuple(reasons),
         warning=warning,
     )

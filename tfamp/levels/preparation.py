@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ from tfamp.levels.prepared_optimizer import (
     with_needed_masters,
     wrap_compile,
 )
-from tfamp.levels.step_rewriting import KEPT_NODES, GraphRewrite, rewrite_steps_of
+from tfamp.levels.step_rewriting import rewrite_steps_of
 from tfamp.machine import hardware
 from tfamp.policy import Policy, prepares_data
 
@@ -79,7 +79,7 @@ class _Record:
 
     level: EffectiveLevel
     kept: tuple[str, ...]
-    rewrite: GraphRewrite | None
+    rewrite: Callable[..., Any] | None
 
 
 _prepared: WeakMap[_Record] = WeakMap()
@@ -206,7 +206,7 @@ def prepare(
     wanted = with_needed_masters(effective_level(chosen, hardware.detect()), given)
     if wanted.warning is not None:
         warnings.warn(wanted.warning, TfampWarning, stacklevel=2)
-    kept = tuple(select(layers_of(model)[1:], wanted.keep_float32, "keep_float32"))
+    kept = tuple(select(layers_of(model)[1:], chosen.keep_float32, "keep_float32"))
     if _is_stored_so(model, wanted, kept):
         made = None if given is None else prepared_optimizer(given, wanted)
     elif wanted.low_weights or _stores_low(model):
@@ -323,22 +323,22 @@ def _level_in_place(
 
 def _put_level_on(
     model: Any, level: EffectiveLevel, kept: Iterable[Any], chosen: Iterable[int]
-) -> GraphRewrite | None:
+) -> Callable[..., Any] | None:
     if level.level == "O2":
         # For layers that do not exist yet too: those of the classes kept.
-        classes = tuple(each for each in level.keep_float32 if isinstance(each, type))
+        classes = tuple(each for each in level.config.keep_float32 if isinstance(each, type))
         name = f"mixed_{level.dtype}"
         policy = Policy(name, float32_layers=classes) if classes else Policy(name)
         put_on(model, policy, kept=kept, chosen=chosen)
     if level.level != "O1":
         return None
-    rewrite = GraphRewrite(level.dtype, (KEPT_NODES,), level.placement)
-    rewrite_steps_of(model, rewrite, kept)
-    return rewrite
+    # Or also by what pays here.
+    placement = "min_cut" if level.config.level == "auto" else "lists"
+    return rewrite_steps_of(model, level.dtype, placement, kept)
 
 
 def _finish(
-    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], rewrite: GraphRewrite | None
+    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], rewrite: Callable[..., Any] | None
 ) -> None:
     if level.level != "O0":
         for layer in layers_of(model):
@@ -392,7 +392,7 @@ def _level_on_copy(
         set_by_hand.set(new, id(old) in by_hand or None)
         if level.low_weights and not isinstance(new, keras.layers.InputLayer):
             # For the way back, what it is without a level.
-            own = keras.dtype_policies.get(base[id(old)] or old.dtype_policy)
+            own = keras.dtype_policies.get(base.get(id(old), old.dtype_policy))
             layers_before.set(new, Before(own, new.autocast, new.dtype_policy.name))
     made_optimizer = None
     if optimizer is not None:
@@ -408,17 +408,12 @@ def _copies_of(numbers: set[int], model: Any, made: Any) -> tuple[Any, ...]:
     return tuple(new for old, new in same_layers(model, made) if id(old) in numbers)
 
 
-def _base_policies(model: Any) -> dict[int, str | None]:
-    """Float32 in place of a low policy that all layers have; None for a layer's own."""
+def _base_policies(model: Any) -> dict[int, str]:
+    """Float32 in place of a low policy that all layers have; others keep theirs."""
     default = default_policy(model)
-    low = {
-        id(layer)
-        for layer in layers_of(model)
-        if default in LOW_PRECISION
-        and is_plain(layer.dtype_policy)
-        and layer.dtype_policy.name == default
-    }
-    return {id(layer): "float32" if id(layer) in low else None for layer in layers_of(model)}
+    layers = layers_of(model) if default in LOW_PRECISION else ()
+    own = [layer for layer in layers if layer.dtype_policy.name == default]
+    return {id(layer): "float32" for layer in own if is_plain(layer.dtype_policy)}
 
 
 def _pure_policies(
