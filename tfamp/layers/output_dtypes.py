@@ -351,8 +351,8 @@ def retype_followers(operation: Any) -> None:
                     _cast_and_tell(record)
 
 
-def _cast_and_tell(record: ManagedLayer) -> None:
-    """Appends casts to the models that a layer has made low outputs of."""
+def _cast_and_tell(record: ManagedLayer | ModelGraph) -> None:
+    """Appends casts to the models that a layer or model has made low outputs of."""
     for functional in record.output_of.alive():
         _cast_low_outputs(functional)
         _tell_outer(functional)
@@ -371,9 +371,7 @@ def _tell_outer(functional: Any) -> None:
     ]
     if any(changed):
         retype_followers(model)
-        for outer in graph.output_of.alive():
-            _cast_low_outputs(outer)
-            _tell_outer(outer)
+        _cast_and_tell(graph)
 
 
 def own(functional: Any, sequential: Any) -> None:

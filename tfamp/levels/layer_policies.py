@@ -6,7 +6,7 @@ it is taken off, and then the policy put on, so that levels can follow each othe
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -35,11 +35,10 @@ from tfamp.levels.model_structure import (
     functionals_of,
     is_graph,
     layers_of,
-    most_common_policy,
     path_of,
     select,
 )
-from tfamp.levels.precision_config import read_dtype
+from tfamp.levels.precision_config import check_pattern, read_dtype
 from tfamp.policy import Policy, prepares_data
 
 
@@ -93,14 +92,18 @@ def default_policy(model: Any) -> str:
     """The name of the policy that a model's layers have unless someone chose another.
 
     A model read from a file does not know any more which it was made under, so it is the one that
-    most layers have.
+    most layers have, "float32" where it is a draw.
     """
     layers = [layer for layer in layers_of(model) if not isinstance(layer, keras.Model)]
     if any(layers_before.get(layer) for layer in layers):
         return "float32"
     own = float_policy(model) or "float32"
-    common = own if own.startswith("mixed_") else most_common_policy(layers)
-    return common if common != "float64" else "float32"
+    if own.startswith("mixed_"):
+        return own
+    names = [float_policy(x) for x in layers if not isinstance(x, keras.layers.InputLayer)]
+    counts = Counter(name for name in names if name is not None)
+    most = max(counts, key=lambda x: (counts[x], x == "float32", x), default="float32")
+    return most if most != "float64" else "float32"
 
 
 def take_off(model: Any, *, keep_by_hand: bool) -> set[int]:
@@ -260,7 +263,11 @@ def set_layer_dtype(
     if name is None:
         raise ValueError("dtype must be 'float16', 'bfloat16' or 'float32'; got None or 'auto'.")
     chosen = _chosen(model_or_layer, pattern)
-    targets = [layer for layer in layers_of(*chosen) if _can_be_set(layer)]
+    targets = [
+        layer
+        for layer in layers_of(*chosen)
+        if not isinstance(layer, keras.layers.InputLayer) and float_policy(layer) is not None
+    ]
     for layer in targets:
         _check_storage(layer, name)
     _check_quantized(targets, name)
@@ -287,15 +294,8 @@ def _chosen(owner: Any, pattern: str | None) -> list[Any]:
         raise TypeError(
             f"pattern must be a string; got {pattern!r} of type {type(pattern).__name__}."
         )
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}.") from error
+    check_pattern("pattern", pattern)
     return select(layers_of(owner)[1:], [pattern], "pattern")
-
-
-def _can_be_set(layer: Any) -> bool:
-    return not isinstance(layer, keras.layers.InputLayer) and float_policy(layer) is not None
 
 
 def _check_storage(layer: Any, dtype: str) -> None:

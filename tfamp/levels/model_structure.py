@@ -6,7 +6,6 @@ Nothing here decides on a dtype; `layer_policies` does.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +15,6 @@ import tensorflow as tf
 from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_backend import advice, described
-from tfamp.layers.float_policies import float_policy
 from tfamp.layers.model_calls import computing_specs_of
 from tfamp.layers.output_dtypes import respecify
 from tfamp.levels.precision_config import nearest
@@ -97,15 +95,6 @@ def _corrected(node: Any) -> bool:
             f"{operation.name} ({type(operation).__name__}) cannot be computed in {dtype}: {error} "
             f"Keep it in float32 with keep_float32=[{operation.name!r}]."
         ) from error
-
-
-def most_common_policy(layers: Iterable[Any]) -> str:
-    """The float policy that most layers have; "float32" where it is a draw."""
-    names = [float_policy(x) for x in layers if not isinstance(x, keras.layers.InputLayer)]
-    counts = Counter(name for name in names if name is not None)
-    if not counts:
-        return "float32"
-    return max(counts, key=lambda name: (counts[name], name == "float32", name))
 
 
 def drop_traced_functions(model: Any) -> None:

@@ -418,18 +418,23 @@ def _read_keep_float32(value: Any) -> tuple[Any, ...]:
     kept = (value,) if single else tuple(value)
     for each in kept:
         if isinstance(each, str):
-            try:
-                re.compile(each)
-            except re.error as error:
-                raise ValueError(
-                    f"keep_float32 holds {each!r}, which is no regular expression: {error}."
-                ) from error
+            check_pattern("keep_float32", each)
         elif isinstance(each, bool | int | float | bytes | Mapping):
             raise TypeError(
                 "keep_float32 takes names of layers, regular expressions, layer classes and "
                 f"layers; got {each!r} of type {type(each).__name__}."
             )
     return kept
+
+
+def check_pattern(argument: str, pattern: str) -> None:
+    """Raises a ValueError for what is no regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"{argument} holds {pattern!r}, which is no regular expression: {error}."
+        ) from error
 
 
 def _read_master_weights(value: Any) -> bool | None:

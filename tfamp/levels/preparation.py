@@ -6,6 +6,7 @@ In place where the model's weights stay what they are, else on a copy.
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -27,16 +28,8 @@ from tfamp.layers.float_policies import (
     quantization_of,
 )
 from tfamp.layers.model_calls import manage, protect_values
+from tfamp.levels import layer_policies, prepared_optimizer
 from tfamp.levels.effective_settings import PrecisionSettings, settings_of
-from tfamp.levels.layer_policies import (
-    Before,
-    default_policy,
-    layers_before,
-    note_state,
-    put_on,
-    set_by_hand,
-    take_off,
-)
 from tfamp.levels.model_copy import copy_model, same_layers
 from tfamp.levels.model_structure import (
     correct_symbolic_dtypes,
@@ -48,17 +41,6 @@ from tfamp.levels.model_structure import (
     select,
 )
 from tfamp.levels.precision_config import EffectiveLevel, PrecisionConfig, effective_level
-from tfamp.levels.prepared_optimizer import (
-    check_optimizer,
-    compile_like,
-    exact_values,
-    give_optimizer,
-    optimizer_for_copy,
-    prepared_optimizer,
-    trouble_with_slots,
-    with_needed_masters,
-    wrap_compile,
-)
 from tfamp.levels.step_rewriting import rewrite_steps_of
 from tfamp.machine import hardware
 from tfamp.policy import Policy, prepares_data
@@ -203,21 +185,23 @@ def prepare(
         master_weights=master_weights,
     )
     given = _optimizer(model, optimizer)
-    wanted = with_needed_masters(effective_level(chosen, hardware.detect()), given)
+    wanted = prepared_optimizer.with_needed_masters(
+        effective_level(chosen, hardware.detect()), given
+    )
     if wanted.warning is not None:
         warnings.warn(wanted.warning, TfampWarning, stacklevel=2)
     kept = tuple(select(layers_of(model)[1:], chosen.keep_float32, "keep_float32"))
     if _is_stored_so(model, wanted, kept):
-        made = None if given is None else prepared_optimizer(given, wanted)
+        made = None if given is None else prepared_optimizer.for_level(given, wanted)
     elif wanted.low_weights or _stores_low(model):
         model, made = _level_on_copy(model, given, wanted, kept)
     else:
         made = _level_in_place(model, given, wanted, kept)
-    trouble = trouble_with_slots(made, wanted)
+    trouble = prepared_optimizer.trouble_with_slots(made, wanted)
     if trouble is not None:
         warnings.warn(trouble, TfampWarning, stacklevel=2)
     if model.compiled and made is not None:
-        give_optimizer(model, made)
+        prepared_optimizer.give_optimizer(model, made)
     return Prepared(model, made, precision_settings(model))
 
 
@@ -279,7 +263,7 @@ def _optimizer(model: Any, optimizer: Any) -> Any:
         return model.optimizer if model.compiled else None
     if isinstance(optimizer, str | dict):
         return keras.optimizers.get(optimizer)
-    check_optimizer(optimizer)
+    prepared_optimizer.check_optimizer(optimizer)
     return optimizer
 
 
@@ -288,7 +272,7 @@ def _stores_low(model: Any) -> bool:
     record = _prepared.get(model)
     if record is not None:
         return record.level.low_weights
-    return default_policy(model) in LOW_PRECISION
+    return layer_policies.default_policy(model) in LOW_PRECISION
 
 
 def _is_stored_so(model: Any, level: EffectiveLevel, kept: tuple[Any, ...]) -> bool:
@@ -296,21 +280,19 @@ def _is_stored_so(model: Any, level: EffectiveLevel, kept: tuple[Any, ...]) -> b
     record = _prepared.get(model)
     if record is None or not level.low_weights:
         return False
-    same = all(
-        getattr(record.level, name) == getattr(level, name)
-        for name in ("level", "dtype", "master_weights")
-    )
-    return same and record.kept == tuple(layer.name for layer in kept)
+    choices = operator.attrgetter("level", "dtype", "master_weights")
+    names = tuple(layer.name for layer in kept)
+    return record.kept == names and choices(record.level) == choices(level)
 
 
 def _level_in_place(
     model: Any, optimizer: Any, level: EffectiveLevel, kept: tuple[Any, ...]
 ) -> Any:
     """Puts a level on a model whose weights are float32; returns the optimizer for it, or None."""
-    made = None if optimizer is None else prepared_optimizer(optimizer, level)
-    restore = note_state(model)
+    made = None if optimizer is None else prepared_optimizer.for_level(optimizer, level)
+    restore = layer_policies.note_state(model)
     try:
-        chosen = take_off(model, keep_by_hand=level.level != "O0")
+        chosen = layer_policies.take_off(model, keep_by_hand=level.level != "O0")
         for functional, _ in functionals_of(model):
             correct_symbolic_dtypes(functional)
         rewrite = _put_level_on(model, level, kept, chosen)
@@ -329,7 +311,7 @@ def _put_level_on(
         classes = tuple(each for each in level.config.keep_float32 if isinstance(each, type))
         name = f"mixed_{level.dtype}"
         policy = Policy(name, float32_layers=classes) if classes else Policy(name)
-        put_on(model, policy, kept=kept, chosen=chosen)
+        layer_policies.put_on(model, policy, kept=kept, chosen=chosen)
     if level.level != "O1":
         return None
     # Or also by what pays here.
@@ -343,7 +325,7 @@ def _finish(
     if level.level != "O0":
         for layer in layers_of(model):
             protect_values(layer)
-    wrap_compile(model, level)
+    prepared_optimizer.wrap_compile(model, level)
     drop_traced_functions(model)
     names = tuple(layer.name for layer in kept)
     _prepared.set(model, _Record(level, names, rewrite))
@@ -372,13 +354,15 @@ def _level_on_copy(
             "first: with an Input, with model.build(input_shape), or by calling it once."
         )
     _check_not_quantized(model, level)
-    restore = note_state(model)
+    restore = layer_policies.note_state(model)
     try:
-        chosen = take_off(model, keep_by_hand=level.level != "O0")
-        by_hand = {id(layer) for layer in layers_of(model) if set_by_hand.get(layer)}
+        chosen = layer_policies.take_off(model, keep_by_hand=level.level != "O0")
+        by_hand = {id(layer) for layer in layers_of(model) if layer_policies.set_by_hand.get(layer)}
         base = _base_policies(model)
         wanted = _pure_policies(model, level.dtype, kept, chosen) if level.level == "O3" else {}
-        made = copy_model(model, {**base, **wanted}, functools.partial(exact_values, optimizer))
+        made = copy_model(
+            model, {**base, **wanted}, functools.partial(prepared_optimizer.exact_values, optimizer)
+        )
     finally:
         restore()
     made_kept, rewrite = _copies_of({id(layer) for layer in kept}, model, made), None
@@ -389,16 +373,18 @@ def _level_on_copy(
         made = _stored_low(made, level)
         made_kept = _copies_of({id(layer) for layer in kept}, model, made)
     for old, new in same_layers(model, made):
-        set_by_hand.set(new, id(old) in by_hand or None)
+        layer_policies.set_by_hand.set(new, id(old) in by_hand or None)
         if level.low_weights and not isinstance(new, keras.layers.InputLayer):
             # For the way back, what it is without a level.
             own = keras.dtype_policies.get(base.get(id(old), old.dtype_policy))
-            layers_before.set(new, Before(own, new.autocast, new.dtype_policy.name))
+            layer_policies.layers_before.set(
+                new, layer_policies.Before(own, new.autocast, new.dtype_policy.name)
+            )
     made_optimizer = None
     if optimizer is not None:
-        made_optimizer = optimizer_for_copy(optimizer, level, model, made)
+        made_optimizer = prepared_optimizer.for_copy(optimizer, level, model, made)
     if model.compiled:
-        compile_like(made, model, made_optimizer)
+        prepared_optimizer.compile_like(made, model, made_optimizer)
     _finish(made, level, made_kept, rewrite)
     return made, made_optimizer
 
@@ -410,7 +396,7 @@ def _copies_of(numbers: set[int], model: Any, made: Any) -> tuple[Any, ...]:
 
 def _base_policies(model: Any) -> dict[int, str]:
     """Float32 in place of a low policy that all layers have; others keep theirs."""
-    default = default_policy(model)
+    default = layer_policies.default_policy(model)
     layers = layers_of(model) if default in LOW_PRECISION else ()
     own = [layer for layer in layers if layer.dtype_policy.name == default]
     return {id(layer): "float32" for layer in own if is_plain(layer.dtype_policy)}

@@ -29,7 +29,7 @@ _VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 _made_here: WeakMap[bool] = WeakMap()
 
 
-def prepared_optimizer(optimizer: Any, level: EffectiveLevel) -> Any:
+def for_level(optimizer: Any, level: EffectiveLevel) -> Any:
     """An optimizer as a level wants it; the given one is not modified, and returned if it will do.
 
     That is a `LossScaleOptimizer` around the innermost one, or that itself where the level asks for
@@ -64,7 +64,7 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def optimizer_for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> Any:
+def for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> Any:
     """A new optimizer for a copied model, which goes on where the model's own is.
 
     Its counters and slot variables have the values of the given one, if that was built; its
@@ -382,7 +382,7 @@ def wrap_compile(model: Any, level: EffectiveLevel) -> None:
             optimizer = keras.optimizers.get(optimizer)
             own = with_needed_masters(level, optimizer)
             if own.optimizer_rule is not None:
-                optimizer = prepared_optimizer(optimizer, own)
+                optimizer = for_level(optimizer, own)
             trouble = trouble_with_slots(optimizer, own)
             if trouble is not None:
                 warnings.warn(trouble, TfampWarning, stacklevel=3)
