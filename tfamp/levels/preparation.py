@@ -5,6 +5,7 @@ In place where the model's weights stay what they are, else on a copy.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import os
@@ -354,39 +355,41 @@ def _level_on_copy(
             "first: with an Input, with model.build(input_shape), or by calling it once."
         )
     _check_not_quantized(model, level)
-    restore = layer_policies.note_state(model)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(layer_policies.note_state(model))
         chosen = layer_policies.take_off(model, keep_by_hand=level.level != "O0")
-        by_hand = {id(layer) for layer in layers_of(model) if layer_policies.set_by_hand.get(layer)}
-        base = _base_policies(model)
-        wanted = _pure_policies(model, level.dtype, kept, chosen) if level.level == "O3" else {}
-        made = copy_model(
-            model, {**base, **wanted}, functools.partial(prepared_optimizer.exact_values, optimizer)
-        )
-    finally:
-        restore()
-    made_kept, rewrite = _copies_of({id(layer) for layer in kept}, model, made), None
-    if level.level != "O3":
-        made_chosen = {id(layer) for layer in _copies_of(chosen, model, made)}
-        rewrite = _put_level_on(made, level, made_kept, made_chosen)
-    if level.level == "O2" and level.master_weights:
-        made = _stored_low(made, level)
-        made_kept = _copies_of({id(layer) for layer in kept}, model, made)
-    for old, new in same_layers(model, made):
-        layer_policies.set_by_hand.set(new, id(old) in by_hand or None)
-        if level.low_weights and not isinstance(new, keras.layers.InputLayer):
-            # For the way back, what it is without a level.
-            own = keras.dtype_policies.get(base.get(id(old), old.dtype_policy))
-            layer_policies.layers_before.set(
-                new, layer_policies.Before(own, new.autocast, new.dtype_policy.name)
-            )
-    made_optimizer = None
-    if optimizer is not None:
-        made_optimizer = prepared_optimizer.for_copy(optimizer, level, model, made)
-    if model.compiled:
-        prepared_optimizer.compile_like(made, model, made_optimizer)
-    _finish(made, level, made_kept, rewrite)
+        policies = _float32_for_low(model)
+        # For the way back, what the layers are without a level.
+        base = {id(x): policies.get(id(x), x.dtype_policy) for x in layers_of(model)}
+        if level.level == "O3":
+            policies |= _pure_policies(model, level.dtype, kept, chosen)
+        values = functools.partial(prepared_optimizer.exact_values, optimizer)
+        made = copy_model(model, policies, values)
+        kept_numbers, rewrite = {id(layer) for layer in kept}, None
+        if level.level != "O3":
+            made_chosen = {id(layer) for layer in _copies_of(chosen, model, made)}
+            made_kept = _copies_of(kept_numbers, model, made)
+            rewrite = _put_level_on(made, level, made_kept, made_chosen)
+        if level.level == "O2" and level.master_weights:
+            made = _stored_low(made, level)
+        _note_base(model, made, level, base)
+        made_optimizer = None
+        if optimizer is not None:
+            made_optimizer = prepared_optimizer.for_copy(optimizer, level, model, made)
+        if model.compiled:
+            prepared_optimizer.compile_like(made, model, made_optimizer)
+        _finish(made, level, _copies_of(kept_numbers, model, made), rewrite)
     return made, made_optimizer
+
+
+def _note_base(model: Any, made: Any, level: EffectiveLevel, base: dict[int, Any]) -> None:
+    """Notes on a copy which dtypes were set by hand, and what low layers are without the level."""
+    for old, new in same_layers(model, made):
+        layer_policies.set_by_hand.set(new, layer_policies.set_by_hand.get(old))
+        if level.low_weights and not isinstance(new, keras.layers.InputLayer):
+            own = keras.dtype_policies.get(base[id(old)])
+            before = layer_policies.Before(own, new.autocast, new.dtype_policy.name)
+            layer_policies.layers_before.set(new, before)
 
 
 def _copies_of(numbers: set[int], model: Any, made: Any) -> tuple[Any, ...]:
@@ -394,8 +397,8 @@ def _copies_of(numbers: set[int], model: Any, made: Any) -> tuple[Any, ...]:
     return tuple(new for old, new in same_layers(model, made) if id(old) in numbers)
 
 
-def _base_policies(model: Any) -> dict[int, str]:
-    """Float32 in place of a low policy that all layers have; others keep theirs."""
+def _float32_for_low(model: Any) -> dict[int, str]:
+    """Float32 for the layers that have a low policy as all have; others keep theirs."""
     default = layer_policies.default_policy(model)
     layers = layers_of(model) if default in LOW_PRECISION else ()
     own = [layer for layer in layers if layer.dtype_policy.name == default]

@@ -38,14 +38,11 @@ def for_level(optimizer: Any, level: EffectiveLevel) -> Any:
     """
     check_optimizer(optimizer)
     rule, features = _wanted(optimizer, level)
-    if rule is None:
-        return innermost(optimizer)
-    wanted = {"rule": rule, **features}
-    if isinstance(optimizer, LossScaleOptimizer) and all(
-        getattr(optimizer, name) == value for name, value in wanted.items()
-    ):
-        return optimizer
-    return _wrap(optimizer, innermost(optimizer), rule, features, level)
+    if rule is not None and isinstance(optimizer, LossScaleOptimizer):
+        wanted = {"rule": rule, **features}
+        if all(getattr(optimizer, name) == value for name, value in wanted.items()):
+            return optimizer
+    return _wrapped(optimizer, innermost(optimizer), level)
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -85,8 +82,7 @@ def for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> An
     after = [copies[id(variable)] for variable in before]
     new = type(old).from_config(old.get_config())
     _exclude_like(old, new, copies, model.weights)
-    rule, features = _wanted(optimizer, level)
-    wrapped = new if rule is None else _wrap(optimizer, new, rule, features, level)
+    wrapped = _wrapped(optimizer, new, level)
     if old.built or level.master_weights:
         wrapped.build(after)
         masters = _masters(wrapped)
@@ -203,10 +199,11 @@ def _wanted(optimizer: Any, level: EffectiveLevel) -> tuple[LossScale | None, di
     return rule, features
 
 
-def _wrap(
-    optimizer: Any, inner: Any, rule: LossScale, features: dict[str, Any], level: EffectiveLevel
-) -> Any:
-    """Wraps an optimizer; the scale goes on from where an earlier wrapper's is, if it can."""
+def _wrapped(optimizer: Any, inner: Any, level: EffectiveLevel) -> Any:
+    """An optimizer in a wrapper whose scale goes on from where an earlier one's is, if it can."""
+    rule, features = _wanted(optimizer, level)
+    if rule is None:
+        return inner
     own = isinstance(optimizer, LossScaleOptimizer)
     wrapped_by_keras = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not own
     if wrapped_by_keras and isinstance(rule, DynamicLossScale) and level.config.loss_scale is None:
