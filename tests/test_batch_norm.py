@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from helpers.graph_asserts import op_dtypes
 from helpers.tolerances import assert_close
-from tfamp.layers.batch_norm import has_fused_kernel, normalize_batch, normalize_by
+from tfamp.layers.fused_norms import has_fused_kernel, normalize_batch, normalize_by
 
 EPSILON = 1e-3
 SHAPES = {2: (24, 8), 3: (4, 6, 8), 4: (4, 3, 5, 8), 5: (2, 3, 2, 4, 8)}

@@ -6,13 +6,15 @@ import copy
 import dataclasses
 import pickle
 
+import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tfamp
 from tfamp.machine import hardware
-from tfamp.policy import POLICY_NAMES
+from tfamp.policy import POLICY_NAMES, low_dtype
 
 
 class BatchNormalization:
@@ -48,6 +50,22 @@ def test_dtypes_of_each_name(name, compute, variable, output):
     assert (policy.compute_dtype, policy.variable_dtype) == (compute, variable)
     assert policy.output_dtype == output
     assert policy.is_mixed == name.startswith("mixed")
+
+
+@pytest.mark.parametrize("dtype", [None, "auto"])
+def test_the_low_dtype_is_the_machines_unless_one_is_given(dtype, monkeypatch):
+    for has_bfloat16, expected in ((True, "bfloat16"), (False, None)):
+        cpu = hardware.Hardware("", cpu_bfloat16=has_bfloat16, cpu_float16=True, gpus=(), tpu=False)
+        monkeypatch.setattr(hardware, "detect", lambda cpu=cpu: cpu)
+        assert low_dtype(dtype) == expected
+        for named in ("float16", np.float16, np.dtype("float16"), tf.float16):
+            assert low_dtype(named) == "float16"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "half", "Auto", 16, tf.float64, "mixed_float16"])
+def test_what_is_no_low_dtype_is_refused(dtype):
+    with pytest.raises(ValueError, match="dtype must be one of float16, bfloat16, auto; got"):
+        low_dtype(dtype)
 
 
 def test_output_dtype_is_low_without_float32_outputs():

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tfamp.layers.policy_state import global_policy as global_policy
     from tfamp.layers.policy_state import policy_scope as policy_scope
     from tfamp.layers.policy_state import set_global_policy as set_global_policy
-    from tfamp.levels.manual import set_layer_dtype as set_layer_dtype
+    from tfamp.levels.layer_policies import set_layer_dtype as set_layer_dtype
     from tfamp.levels.precision_config import PrecisionConfig as PrecisionConfig
     from tfamp.levels.preparation import precision_settings as precision_settings
     from tfamp.levels.preparation import prepare as prepare
@@ -75,7 +75,7 @@ _HOMES = {
     "rewrite": "tfamp.rewriting.function",
     "rewrite_saved_model": "tfamp.rewriting.saved_model",
     "set_global_policy": "tfamp.layers.policy_state",
-    "set_layer_dtype": "tfamp.levels.manual",
+    "set_layer_dtype": "tfamp.levels.layer_policies",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

@@ -1,6 +1,7 @@
 """The precision policy as a value: which dtype computes, which one variables have. Framework-free.
 
-`layers.policy_state` puts a policy in force; this file only says what a policy is.
+`layers.policy_state` puts a policy in force; this file only says what one is, and `low_dtype` which
+low dtype an argument asks for.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def test_what_the_kernel_cannot_do_is_done_as_keras_does(low, shape, options):
 
 
 def test_without_a_kernel_it_is_done_as_keras_does(low, monkeypatch):
-    monkeypatch.setattr("tfamp.layers.batch_norm.has_fused_kernel", lambda dtype, epsilon: False)
+    monkeypatch.setattr("tfamp.layers.fused_norms.has_fused_kernel", lambda dtype, epsilon: False)
     ours, keras_own = pair(RANKS[4])
     x, dy = sample(RANKS[4], low), sample(RANKS[4], low, center=0.1, seed=1)
     assert_not_fused(lambda: ours(x, training=True))

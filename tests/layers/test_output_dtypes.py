@@ -17,7 +17,8 @@ import tfamp
 from helpers.cases import first_of
 from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
 from helpers.tolerances import assert_close
-from tfamp.layers.roles import graphs, managed_layers
+from tfamp.layers.float_policies import managed_layers
+from tfamp.layers.output_dtypes import graphs
 
 MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 X = np.linspace(-1, 1, 24, dtype="float32").reshape(3, 8)

@@ -1,4 +1,4 @@
-"""The books of managed layers: by identity, weak, and looking through Sequential models."""
+"""The registry of managed layers: by identity, weak, and looking through Sequential models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import keras
 import pytest
 
 import tfamp
-from tfamp.layers.roles import WeakMap, graph_of, is_built_in, managed_layers
+from tfamp.layers.float_policies import WeakMap, is_built_in, managed_layers
+from tfamp.layers.output_dtypes import graph_of
 
 
 def test_weak_map_compares_by_identity_and_keeps_nothing_alive():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tfamp import DynamicLossScale, FixedLossScale, PrecisionConfig
-from tfamp.levels.meaning import effective_level
+from tfamp.levels.precision_config import effective_level
 from tfamp.machine.hardware import Gpu, Hardware
 
 

@@ -12,7 +12,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 import tfamp
-from tfamp.levels.optimizer_slots import SLOTS
+from tfamp.levels.prepared_optimizer import SLOTS
 
 WRAPPERS = ("LossScaleOptimizer", "MultiOptimizer")
 RATES = {"SGD": 0.1, "Adadelta": 1.0, "Adagrad": 0.1, "Ftrl": 0.2, "Lion": 1e-3, "RMSprop": 3e-3}

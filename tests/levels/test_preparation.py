@@ -189,6 +189,14 @@ def test_pure_models_change_over_too():
     assert_near(predict(mixed), predict(pure).astype("float32"), "bfloat16")
 
 
+def test_the_way_from_layer_policies_over_low_weights_leads_back_to_float32():
+    model = compiled("sequential")
+    for level in ("O2", "O3", "O0"):
+        model, _ = tfamp.prepare(model, level=level, dtype="bfloat16")
+    assert {layer.dtype_policy.name for layer in model.layers} == {"float32"}
+    assert {w.dtype for w in model.weights} == {"float32"}
+
+
 def test_a_fresh_model_that_is_not_compiled_gets_its_optimizer_later():
     model = KINDS["sequential"]()
     model, none = tfamp.prepare(model, level="O2", dtype="float16", loss_scale=512.0)

@@ -20,9 +20,8 @@ from tfamp.interop import keras_hooks
 from tfamp.interop.keras_backend import described
 from tfamp.interop.keras_intercept import observe_layer_calls
 from tfamp.layers import output_dtypes
-from tfamp.layers.float_policies import policy_with
+from tfamp.layers.float_policies import is_built_in, policy_with
 from tfamp.layers.model_calls import casts_unprepared
-from tfamp.layers.roles import is_built_in
 from tfamp.policy import Policy
 
 COMPUTE_DTYPES = ("float32", *LOW_PRECISION)

@@ -1,27 +1,108 @@
-"""What a layer computes in, quantization apart; the one place where layers get another dtype.
+"""What a layer computes in, and which layers a mixed policy gave that; quantization stays apart.
 
 Keras tells by a layer's policy whether its weights are quantized: `int8_from_mixed_bfloat16` is
 quantized to int8 and computes in bfloat16. A plain policy on such a layer would make numbers of its
 integers. So whoever wants another dtype names the float part alone, its *float policy*, and a
-quantized layer gets its *counterpart*: the same quantization from that float policy.
+quantized layer gets its *counterpart*: the same quantization from that float policy. This is the
+one place where layers get another dtype.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION, float_format
 from tfamp.interop.keras_intercept import variables_as_stored
+from tfamp.policy import Policy
+
+_Value = TypeVar("_Value")
+
+
+class WeakMap(Generic[_Value]):
+    """A dict from objects to values that keeps no object alive and compares by identity.
+
+    Layers of a user's own may define `__eq__`, so weakref's dictionaries will not do.
+    """
+
+    def __init__(self) -> None:
+        self._items: dict[int, tuple[weakref.ref[Any], _Value]] = {}
+
+    def get(self, key: Any) -> _Value | None:
+        """Returns the value of an object, None if it has none."""
+        item = self._items.get(id(key))
+        return item[1] if item is not None and item[0]() is key else None
+
+    def set(self, key: Any, value: _Value | None) -> None:
+        """Gives an object a value, in place of the one it has; None takes it out."""
+        if value is None:
+            self.discard(key)
+            return
+        items, number = self._items, id(key)
+
+        def drop(dead: weakref.ref[Any]) -> None:
+            # The number may have been given to a new object since.
+            if number in items and items[number][0] is dead:
+                del items[number]
+
+        items[number] = (weakref.ref(key, drop), value)
+
+    def discard(self, key: Any) -> None:
+        """Takes an object out, if it is there."""
+        if self.get(key) is not None:
+            del self._items[id(key)]
+
+    def alive(self) -> list[Any]:
+        """Returns the objects that still exist, in the order they came."""
+        alive = [reference() for reference, _ in list(self._items.values())]
+        return [key for key in alive if key is not None]
+
+
+@dataclass(eq=False)
+class ManagedLayer:
+    """A layer whose dtype came from a mixed policy, and what its roles make of it.
+
+    Attributes:
+        policy: The policy it was created under.
+        output_of: Functionals it is an output layer of.
+        interior_of: Functionals it is an interior layer of.
+        raised: The layer and those of its sublayers that had its policy, while they are raised.
+        low_outputs: Which of its outputs were low before it was raised.
+        follows_input: Whether its own policy is float32, and only its outputs are low: where its
+            input is, and while it is not raised.
+    """
+
+    policy: Policy
+    output_of: WeakMap[bool] = field(default_factory=WeakMap)
+    interior_of: WeakMap[bool] = field(default_factory=WeakMap)
+    raised: list[weakref.ref[Any]] = field(default_factory=list)
+    low_outputs: tuple[int, ...] = ()
+    follows_input: bool = False
+
+    @property
+    def policy_name(self) -> str:
+        """Name of the Keras policy that the layer has while it is not raised."""
+        return "float32" if self.follows_input else self.policy.name
+
+
+managed_layers: WeakMap[ManagedLayer] = WeakMap()
+
+
+def is_built_in(layer: Any) -> bool:
+    """Whether Keras itself defines the layer's class."""
+    return type(layer).__module__.partition(".")[0] == "keras"
 
 
 def policy_of(layer: Any) -> Any:
-    """Returns the policy a layer computes under: of a map of policies, its own entry.
+    """The policy a layer computes under: of a map of policies, its own entry.
 
-    That goes by its path, which it gets when it is built; until then the map itself is returned.
+    That goes by its path, which it gets when it is built; until then it is the map itself.
     """
     policy = layer.dtype_policy
     if not _is_map(policy) or not layer.built:
@@ -31,7 +112,7 @@ def policy_of(layer: Any) -> Any:
 
 
 def quantization_of(layer: Any) -> str | None:
-    """Returns how Keras has quantized a layer: "int8", "gptq" and so on; None if it has not."""
+    """How Keras has quantized a layer: "int8", "gptq" and so on; None where it is not."""
     mode = policy_of(layer).quantization_mode
     return None if mode is None else str(mode)
 
@@ -43,13 +124,7 @@ def is_plain(policy: Any) -> bool:
 
 
 def float_policy(layer: Any) -> str | None:
-    """Returns the name of what a layer computes in, quantization apart.
-
-    Args:
-        layer: A layer.
-
-    Returns:
-        "float32", "mixed_bfloat16" and so on; None where its policy is neither plain nor quantized.
+    """The name of what a layer computes in; None where its policy is neither plain nor quantized.
 
     Example:
         >>> float_policy(keras.layers.Dense(4, dtype="int8_from_mixed_bfloat16"))
@@ -62,15 +137,9 @@ def float_policy(layer: Any) -> str | None:
 
 
 def policy_with(layer: Any, float_name: str) -> Any:
-    """Returns the policy of a layer that computes in another dtype.
+    """A new policy for a layer that computes in another dtype, of a quantized one its counterpart.
 
-    Args:
-        layer: A layer.
-        float_name: Name of a plain or mixed policy.
-
-    Returns:
-        A new policy, of a quantized layer its counterpart; None where it has none with which it
-        computes what it computes now, but for rounding.
+    None where it has none with which it computes what it computes now, but for rounding.
 
     Example:
         >>> layer = keras.layers.Dense(4, dtype="int8_from_mixed_bfloat16")
@@ -89,24 +158,28 @@ def policy_with(layer: Any, float_name: str) -> Any:
     return type(own).from_config({**own.get_config(), "source_name": float_name})
 
 
-def give_policy(layer: Any, policy: Any) -> bool:
-    """Gives a layer a policy; where Keras has quantized it, the counterpart.
+def give_policy(layer: Any, policy: Any) -> None:
+    """Gives a layer a policy or the one of a name; where Keras has quantized it, the counterpart.
 
-    Args:
-        layer: A layer.
-        policy: A policy or the name of one. Of a quantized policy the float part counts where the
-            layer is quantized.
-
-    Returns:
-        False if the layer is quantized and has no such counterpart: it is as it was then.
+    A quantized layer that has no such counterpart stays as it is.
     """
-    if policy_of(layer).quantization_mode is None:
-        layer.dtype_policy = policy
-        return True
-    wanted = policy_with(layer, _float_name(keras.dtype_policies.get(policy)))
+    wanted = policy
+    if policy_of(layer).quantization_mode is not None:
+        wanted = policy_with(layer, _float_name(keras.dtype_policies.get(policy)))
     if wanted is not None:
         layer.dtype_policy = wanted
-    return wanted is not None
+
+
+def in_float32(value: Any) -> Any:
+    """A tensor of a low dtype as float32; anything else as it is."""
+    return keras.ops.cast(value, "float32") if is_low(value) else value
+
+
+def is_low(value: Any) -> bool:
+    """Whether something is a tensor of a low dtype."""
+    return (
+        keras.ops.is_tensor(value) and keras.backend.standardize_dtype(value.dtype) in LOW_PRECISION
+    )
 
 
 def _is_map(policy: Any) -> bool:
@@ -134,8 +207,6 @@ def _holds_quantized(layer: Any, mode: str, dtype: str) -> bool:
 
 def _holds(weight: Any, dtype: str) -> bool:
     """Whether a dtype holds a weight that Keras casts to it: a scale, or the groups' numbers."""
-    import tensorflow as tf
-
     if weight.name != "g_idx" and "_scale" not in weight.name:
         return True
     # A layer may be moved while a graph is traced in which it runs.

@@ -1,9 +1,13 @@
-"""Makes BatchNormalization layers of mixed policies run TensorFlow's fused kernel.
+"""BatchNormalization layers of mixed policies on TensorFlow's fused kernel, and that kernel.
 
 Such a layer is float32 as far as Keras is concerned: policy, variables and statistics. What differs
 is how it gets from its input to its output. A low input is not cast to float32 first, and the
 output is low as well, unless the layer makes an output of a model. Any other input is treated as
 Keras does.
+
+The kernel reads its input once and writes its output once, in the low dtype, and computes in
+float32 in between. The same formula in separate ops casts to float32 first and passes over that
+tensor several times.
 
 The methods are wrapped on the one layer: a layer created under another policy, or read from a file,
 is Keras's own, and one created here keeps its kernel when the policy has changed since.
@@ -12,29 +16,26 @@ is Keras's own, and one created here keeps its kernel when the policy has change
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES
+from tfamp.interop import tf_private
 from tfamp.interop.keras_backend import runs_tensorflow
+from tfamp.layers.float_policies import managed_layers
 from tfamp.layers.methods import wrap_method
-from tfamp.layers.roles import managed_layers
 
 # A subclass that overrides anything else of Keras's may compute something else.
 _HARMLESS = frozenset({"build", "get_config", "from_config"})
+_OPS = ("FusedBatchNormV3", "FusedBatchNormGradV3")
+# cuDNN refuses smaller ones in some of its versions; TensorFlow's public function raises them.
+_LEAST_EPSILON_ON_GPUS = 1.001e-5
 
 
 def can_fuse(layer_class: type) -> bool:
-    """Whether layers of a class compute what Keras's BatchNormalization does, by TensorFlow.
-
-    Args:
-        layer_class: Class of a layer.
-
-    Returns:
-        False for other layers, for subclasses that override how it computes, and under other
-        backends of Keras.
-    """
+    """Whether Keras computes layers of a class as BatchNormalization, by TensorFlow."""
     norm = keras.layers.BatchNormalization
     if not issubclass(layer_class, norm) or not runs_tensorflow():
         return False
@@ -46,69 +47,44 @@ def can_fuse(layer_class: type) -> bool:
 
 
 def fuse(layer: Any, low: str) -> None:
-    """Makes a layer use the fused kernel for inputs of a low dtype, wherever that can be done.
+    """Makes a managed layer that `can_fuse` use the kernel for inputs of a low dtype.
 
-    Args:
-        layer: A layer whose class `can_fuse`, in `managed_layers`. Its constructor need not have
-            ended yet.
-        low: The low dtype.
+    Its constructor need not have ended yet.
     """
     if layer.compute_dtype == "float32":
         # Keras would cast the input to float32 before the layer sees it.
         layer.autocast = False
-    calls = _FusedCalls(layer, low)
-    wrap_method(layer, "call", calls.call)
-    wrap_method(layer, "compute_output_spec", calls.compute_output_spec)
 
-
-class _FusedCalls:
-    """What the methods of one layer are wrapped in."""
-
-    def __init__(self, layer: Any, low: str):
-        self._layer = layer
-        self._low = low
+    def output_dtype(inputs: Any) -> str:
+        """The dtype of the output, which no fallback changes: symbolic tensors are to tell it."""
+        record = managed_layers.get(layer)
+        raised = record is not None and bool(record.raised)
+        if layer.compute_dtype == "float32" and _dtype_of(inputs) == low and not raised:
+            return low
+        return str(layer.compute_dtype)
 
     def call(
-        self, original: Callable[..., Any], inputs: Any, training: Any = None, mask: Any = None
+        original: Callable[..., Any], inputs: Any, training: Any = None, mask: Any = None
     ) -> Any:
-        returned = self._output_dtype(inputs)
-        if (
-            returned == self._low == _dtype_of(inputs)
-            and mask is None
-            and fits(self._layer, inputs, self._low)
-        ):
-            return normalize(self._layer, inputs, training)
-        if not self._layer.autocast and _dtype_of(inputs) in FLOAT_DTYPES:
-            inputs = keras.ops.cast(inputs, self._layer.input_dtype)
+        returned = output_dtype(inputs)
+        if returned == low == _dtype_of(inputs) and mask is None and fits(layer, inputs, low):
+            return normalize(layer, inputs, training)
+        if not layer.autocast and _dtype_of(inputs) in FLOAT_DTYPES:
+            inputs = keras.ops.cast(inputs, layer.input_dtype)
         return keras.ops.cast(original(inputs, training=training, mask=mask), returned)
 
     def compute_output_spec(
-        self, original: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any
+        original: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         spec = original(inputs, *args, **kwargs)
-        return keras.KerasTensor(spec.shape, dtype=self._output_dtype(inputs), sparse=spec.sparse)
+        return keras.KerasTensor(spec.shape, dtype=output_dtype(inputs), sparse=spec.sparse)
 
-    def _output_dtype(self, inputs: Any) -> str:
-        """The dtype of the output, which no fallback changes: symbolic tensors are to tell it."""
-        layer, record = self._layer, managed_layers.get(self._layer)
-        raised = record is not None and bool(record.raised)
-        if layer.compute_dtype == "float32" and _dtype_of(inputs) == self._low and not raised:
-            return self._low
-        return str(layer.compute_dtype)
+    wrap_method(layer, "call", call)
+    wrap_method(layer, "compute_output_spec", compute_output_spec)
 
 
 def fits(layer: Any, inputs: Any, dtype: str) -> bool:
-    """Whether the kernel computes what a BatchNormalization is to compute on its input.
-
-    Args:
-        layer: A layer whose class `can_fuse`.
-        inputs: What it is called with.
-        dtype: Name of the dtype the kernel is to have for it.
-    """
-    import tensorflow as tf
-
-    from tfamp.layers.batch_norm import has_fused_kernel
-
+    """Whether the kernel of a dtype computes what a layer that `can_fuse` is to on its input."""
     if not isinstance(inputs, tf.Tensor) or inputs.shape.rank is None:
         return False
     rank = inputs.shape.rank
@@ -123,19 +99,18 @@ def fits(layer: Any, inputs: Any, dtype: str) -> bool:
     )
 
 
+def has_fused_kernel(dtype: str, epsilon: float) -> bool:
+    """Whether the kernel and its gradient run here in a dtype, for an addend to the variance."""
+    if epsilon < _LEAST_EPSILON_ON_GPUS and tf.config.list_physical_devices("GPU"):
+        return False
+    return all(dtype in tf_private.op_inputs(op)[0].floats for op in _OPS)
+
+
 def normalize(layer: Any, inputs: Any, training: Any) -> Any:
-    """Computes a layer by the kernel, and updates its moving statistics as Keras does.
+    """Computes a layer by the kernel that `fits`, and updates its moving statistics as Keras does.
 
-    Args:
-        layer: A layer for whose inputs the kernel `fits`.
-        inputs: Tensor of shape [..., channels].
-        training: Whether the batch's own statistics are used.
-
-    Returns:
-        Tensor of the inputs' shape and dtype.
+    `training` says whether the batch's own statistics are used.
     """
-    from tfamp.layers.batch_norm import normalize_batch, normalize_by
-
     mean, variance = _float32(layer.moving_mean), _float32(layer.moving_variance)
     gamma = _float32(layer.gamma) if layer.scale else None
     beta = _float32(layer.beta) if layer.center else None
@@ -146,6 +121,90 @@ def normalize(layer: Any, inputs: Any, training: Any) -> Any:
     layer.moving_mean.assign(mean * kept + found.mean * (1.0 - kept))
     layer.moving_variance.assign(variance * kept + found.variance * (1.0 - kept))
     return found.outputs
+
+
+class Normalized(NamedTuple):
+    """What a training step makes of a batch.
+
+    Attributes:
+        outputs: Normalized tensor, of the input's shape and dtype.
+        mean: Mean per channel, float32 of shape [channels].
+        variance: Biased variance per channel (the sum of squares over n), of the same shape.
+    """
+
+    outputs: tf.Tensor
+    mean: tf.Tensor
+    variance: tf.Tensor
+
+
+def normalize_batch(
+    x: tf.Tensor, gamma: tf.Tensor | None, beta: tf.Tensor | None, epsilon: float
+) -> Normalized:
+    """Normalizes a batch by its own statistics, over all axes but the last.
+
+    Scale and offset are float32 of shape [channels], None for one and zero. Gradients flow through
+    the outputs only.
+
+    Example:
+        >>> x = tf.constant([[1.0], [3.0]], tf.bfloat16)
+        >>> found = normalize_batch(x, None, None, epsilon=1e-3)
+        >>> float(found.mean[0]), float(found.variance[0])
+        (2.0, 1.0)
+    """
+    none = tf.zeros([0], tf.float32)
+    outputs, mean, variance = _fused(
+        x, gamma, beta, mean=none, variance=none, epsilon=epsilon, is_training=True
+    )
+    return Normalized(outputs, mean, _biased(variance, x))
+
+
+def normalize_by(
+    x: tf.Tensor,
+    mean: tf.Tensor,
+    variance: tf.Tensor,
+    gamma: tf.Tensor | None,
+    beta: tf.Tensor | None,
+    epsilon: float,
+) -> tf.Tensor:
+    """Normalizes by given float32 statistics, as inference does; no gradient flows to them.
+
+    Example:
+        >>> x = tf.constant([[1.0], [3.0]], tf.bfloat16)
+        >>> y = normalize_by(x, tf.ones([1]), tf.ones([1]), None, None, epsilon=0.0)
+        >>> y.dtype.name, float(y[1, 0])
+        ('bfloat16', 2.0)
+    """
+    return _fused(x, gamma, beta, mean=mean, variance=variance, epsilon=epsilon, is_training=False)[
+        0
+    ]
+
+
+def _fused(x: tf.Tensor, gamma: Any, beta: Any, **arguments: Any) -> tuple[Any, Any, Any]:
+    """The kernel's output, in the input's shape, and the mean and unbiased variance it used."""
+    channels = x.shape[-1]
+    # The kernel takes images. Statistics only ask what the channels are, so any others are one
+    # image of one row; of the shapes possible it is the one measured fastest on a CPU.
+    is_image = x.shape.rank == 4
+    fused = tf.raw_ops.FusedBatchNormV3(
+        x=x if is_image else tf.reshape(x, [1, 1, -1, channels]),
+        scale=tf.ones([channels]) if gamma is None else gamma,
+        offset=tf.zeros([channels]) if beta is None else beta,
+        data_format="NHWC",
+        **arguments,
+    )
+    outputs = fused.y if is_image else tf.reshape(fused.y, tf.shape(x))
+    return outputs, fused.batch_mean, fused.batch_variance
+
+
+def _biased(unbiased: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    """Turns the variance the kernel returns, the sum of squares over n - 1, into that over n."""
+    channels = x.shape[-1]
+    if x.shape.is_fully_defined():
+        count = x.shape.num_elements() // channels
+        # Of one value the kernel returns 0 or NaN (0 / 0), depending on the device.
+        return tf.zeros_like(unbiased) if count == 1 else unbiased * ((count - 1) / max(count, 1))
+    size = tf.cast(tf.size(x, out_type=tf.int64) // channels, tf.float32)
+    return tf.where(tf.equal(size, 1.0), 0.0, unbiased * ((size - 1.0) / size))
 
 
 def _dtype_of(tensor: Any) -> str:

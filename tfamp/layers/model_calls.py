@@ -1,10 +1,11 @@
 """What tfamp does while models are built and called, one wrapped method per model at a time.
 
-Four things can only be known then: that a subclassed model is the outermost one called, and so
+Five things can only be known then: that a subclassed model is the outermost one called, and so
 returns float32; that a Functional or Sequential is called by a layer of the user's own, and so is a
 part of it; that a Sequential has built a new Functional; that a layer holds one that prepares data,
-and so hands its inputs on as they are. The methods are wrapped on the one object,
-not on its class: they go on working after the policy has changed, and touch no other model.
+and so hands its inputs on as they are; which losses a layer adds. The methods are wrapped on the
+one object, not on its class: they go on working after the policy has changed, and touch no other
+model.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,11 +21,22 @@ import keras
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.layers import fused_norms, output_dtypes
-from tfamp.layers.float32_losses import add_losses_in_float32
-from tfamp.layers.float_policies import float_policy, give_policy
+from tfamp.layers.float_policies import (
+    ManagedLayer,
+    WeakMap,
+    float_policy,
+    give_policy,
+    in_float32,
+    is_built_in,
+    is_low,
+    managed_layers,
+)
 from tfamp.layers.methods import wrap_method, wrapped_methods
-from tfamp.layers.roles import ManagedLayer, graph_of, is_built_in, managed_layers, uncast_inputs
+from tfamp.layers.output_dtypes import graph_of
 from tfamp.policy import Policy, prepares_data
+
+# Layers whose `autocast` was switched off for the sake of those inside that prepare data.
+uncast_inputs: WeakMap[bool] = WeakMap()
 
 
 class _Running(threading.local):
@@ -42,8 +53,7 @@ _running = _Running()
 def protect_values(layer: Any) -> None:
     """Keeps from low dtypes what they cannot hold: losses, and features that are to be prepared.
 
-    Args:
-        layer: A layer of any dtype, whose constructor need not have ended yet.
+    The layer may have any dtype, and its constructor need not have ended yet.
     """
     add_losses_in_float32(layer)
     if isinstance(layer, keras_hooks.functional_class()):
@@ -63,6 +73,54 @@ def protect_values(layer: Any) -> None:
         wrap_method(layer, name, begin)
         if isinstance(layer, keras.Sequential):
             wrap_method(layer, "build", functools.partial(_build_sequential, layer))
+
+
+def add_losses_in_float32(layer: Any) -> None:
+    """Makes what a layer adds to the losses float32, and computes its activity regularizer so.
+
+    Keras adds them up with the float32 loss of the model, which it cannot do for tensors of two
+    dtypes; and a sum of the squares of many activations is beyond float16's range. It computes the
+    regularizer of each output, in the output's dtype, once `call` has returned, and hands the
+    result to `add_loss`, where the float32 one takes its place.
+    """
+    regularizer = layer.activity_regularizer
+    if "add_loss" in wrapped_methods(layer) or (is_built_in(layer) and regularizer is None):
+        return
+    thread = threading.local()  # replicas trace in threads of their own
+
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        thread.outputs = []
+        outputs = original(*args, **kwargs)
+        thread.outputs = [x for x in keras.tree.flatten(outputs) if keras.ops.is_tensor(x)]
+        return outputs
+
+    def compute_output_spec(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            thread.outputs = []  # nothing regularizes symbolic tensors
+
+    def add_loss(original: Callable[[Any], None], loss: Any) -> None:
+        outputs = getattr(thread, "outputs", None)
+        if outputs:
+            output = outputs.pop(0)
+            if is_low(output):
+                loss = _activity_loss(layer.activity_regularizer, output)
+        original(keras.tree.map_structure(in_float32, loss))
+
+    wrap_method(layer, "add_loss", add_loss)
+    if regularizer is not None:
+        wrap_method(layer, "call", call)
+        wrap_method(layer, "compute_output_spec", compute_output_spec)
+
+
+def _activity_loss(regularizer: Callable[[Any], Any], output: Any) -> Any:
+    """What Keras adds for one output of a layer: a mean over the batch."""
+    loss = regularizer(in_float32(output))
+    if keras.ops.ndim(output) == 0:
+        return loss
+    batch_size = keras.ops.cast(keras.ops.shape(output)[0], loss.dtype)
+    return keras.ops.divide_no_nan(loss, batch_size)
 
 
 def _build_sequential(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -99,14 +157,11 @@ def _prepares(layer: Any) -> bool:
     )
 
 
-def layer_created(layer: Any, policy: Policy) -> None:
-    """Takes a new layer into management.
+def manage(layer: Any, policy: Policy) -> None:
+    """Takes a layer into management whose dtype a mixed policy decided.
 
-    A model's own policy stays the mixed one: `compile` scales the loss of models that have it.
-
-    Args:
-        layer: A layer whose maker gave no dtype.
-        policy: The mixed policy in force, which therefore decided its dtype.
+    It is new, or has the policy's dtype already, float32 where the policy keeps it. A model's own
+    policy stays the mixed one: `compile` scales the loss of models that have it.
     """
     if isinstance(layer, keras.layers.InputLayer):
         return  # its dtype says what is fed
@@ -118,36 +173,11 @@ def layer_created(layer: Any, policy: Policy) -> None:
         _keep_sublayers_float32(layer, policy)
     elif isinstance(layer, keras.Sequential):
         if policy.float32_outputs:
-            _SequentialWatch(layer)
+            _watch_sequential(layer)
     elif not isinstance(layer, keras_hooks.functional_class()):
         managed_layers.set(layer, ManagedLayer(policy))
         if isinstance(layer, keras.Model) and policy.float32_outputs:
             _cast_outermost(layer, lambda: True)
-
-
-def layer_adopted(layer: Any, policy: Policy) -> None:
-    """Takes a layer into management that exists already, and may be built.
-
-    Args:
-        layer: A layer that has the policy's dtype already, or float32 where the policy keeps it.
-        policy: A mixed policy.
-    """
-    if isinstance(layer, keras.Sequential):
-        _SequentialWatch(layer).take_over()
-    else:
-        layer_created(layer, policy)
-
-
-def functional_adopted(functional: Any, owner: Any) -> None:
-    """Gives the layers of a Functional that exists already the dtypes of their roles.
-
-    Args:
-        functional: The Functional; its layers are adopted, and its symbolic tensors say so.
-        owner: The Sequential it is the inside of; None if it is none's.
-    """
-    functional_created(functional)
-    if owner is not None:
-        output_dtypes.own(functional, owner)
 
 
 @contextlib.contextmanager
@@ -160,14 +190,15 @@ def computing_specs_of(model: Any) -> Iterator[None]:
         _running.specs.pop()
 
 
-def functional_created(functional: Any) -> None:
-    """Gives the layers of a new Functional their dtypes, and watches who calls it.
+def manage_functional(functional: Any, owner: Any = None) -> None:
+    """Gives the layers of a Functional the dtypes of their roles, and watches who calls it.
 
-    Args:
-        functional: A Functional, just constructed.
+    Its owner is the Sequential it is the inside of, where that is known.
     """
     if output_dtypes.settle(functional):
         _watch_functional(functional)
+    if owner is not None:
+        output_dtypes.own(functional, owner)
 
 
 def _watch_functional(functional: Any) -> None:
@@ -207,73 +238,50 @@ def _note_caller(model: Any) -> None:
         output_dtypes.become_part(model)
 
 
-class _SequentialWatch:
-    """Follows the Functionals that one Sequential builds and drops; its methods wrap the model's.
+def _watch_sequential(model: Any) -> None:
+    """Follows the Functionals that a Sequential builds and drops.
 
-    A Sequential builds a new one whenever a layer is added or taken off, and the former may live on
-    for a while.
+    It builds a new one whenever a layer is added or taken off, and the former may live on for a
+    while.
     """
 
-    def __init__(self, model: Any):
-        self._model = model
-        self._built: weakref.ref[Any] | None = None
-        for name in ("build", "pop", "call", "get_config"):
-            wrap_method(model, name, getattr(self, name))
-        _cast_outermost(model, self._returns_low)
-
-    def take_over(self) -> None:
-        """Starts with the Functional that the model has built, if it has."""
-        functional = self._functional()
-        self._built = None if functional is None else weakref.ref(functional)
-
-    def build(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._functional() is None:
-            self._forget()
+    def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output_dtypes.forget_dropped(model)
         result = original(*args, **kwargs)
-        functional = self._functional()
-        known = self._built() if self._built is not None else None
-        if functional is not None and functional is not known:
-            self._forget()
-            self._built = weakref.ref(functional)
-            if graph_of(self._model) is None:
+        output_dtypes.forget_dropped(model)
+        functional = keras_hooks.functional_of(model)
+        if functional is not None:
+            if graph_of(model) is None:
                 # The constructors are no longer wrapped: the policy has changed since.
                 output_dtypes.settle(functional)
-            output_dtypes.own(functional, self._model)
+            output_dtypes.own(functional, model)
         return result
 
-    def pop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def pop(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         layer = original(*args, **kwargs)
-        if self._functional() is None:
-            self._forget()
-        output_dtypes.lower_if_no_output(layer)
+        output_dtypes.forget_dropped(model)
+        output_dtypes.unraise_if_no_output(layer)
         return layer
 
-    def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        _note_caller(self._model)
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        _note_caller(model)
         return original(*args, **kwargs)
 
-    def get_config(self, original: Callable[[], Any]) -> Any:
+    def get_config(original: Callable[[], Any]) -> Any:
         # The appended layers are in the Functional only, and this lists the Sequential's own.
         config = original()
-        appended = output_dtypes.appended_casts(self._functional())
+        appended = output_dtypes.appended_casts(keras_hooks.functional_of(model))
         config["layers"] += [keras.saving.serialize_keras_object(layer) for layer in appended]
         return config
 
-    def _functional(self) -> Any:
-        return keras_hooks.functional_of(self._model)
-
-    def _forget(self) -> None:
-        old = self._built() if self._built is not None else None
-        self._built = None
-        if old is not None:
-            output_dtypes.forget(old)
-
-    def _returns_low(self) -> bool:
+    def returns_low() -> bool:
         """Whether nothing else raises the output: no Functional, as for nested inputs."""
-        layers = self._model.layers
-        return (
-            self._functional() is None and bool(layers) and output_dtypes.wants_float32(layers[-1])
-        )
+        built = keras_hooks.functional_of(model) is not None
+        return not built and any(map(output_dtypes.wants_float32, model.layers[-1:]))
+
+    for around in (build, pop, call, get_config):
+        wrap_method(model, around.__name__, around)
+    _cast_outermost(model, returns_low)
 
 
 def _cast_outermost(model: Any, applies: Callable[[], bool]) -> None:
@@ -283,6 +291,7 @@ def _cast_outermost(model: Any, applies: Callable[[], bool]) -> None:
     So it does when called with symbolic tensors: what becomes of those is not known yet, and the
     Functional made of them casts where needed.
     """
+    cast = functools.partial(_as_float32, model)
 
     def outermost() -> bool:
         symbolic = any(running is model for running in _running.symbolic)
@@ -298,37 +307,29 @@ def _cast_outermost(model: Any, applies: Callable[[], bool]) -> None:
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         outputs = original(*args, **kwargs)
         # Only now: a Sequential may have been built by the call.
-        if not outermost():
-            return outputs
-        return keras.tree.map_structure(functools.partial(_as_float32, model), outputs)
+        return keras.tree.map_structure(cast, outputs) if outermost() else outputs
 
     def compute_output_spec(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         spec = _spec_of(model, original, *args, **kwargs)
-        if not outermost():
-            return spec
-        return keras.tree.map_structure(functools.partial(_spec_as_float32, model), spec)
+        return keras.tree.map_structure(cast, spec) if outermost() else spec
 
     for around in (symbolic_call, call, compute_output_spec):
         wrap_method(model, around.__name__, around)
 
 
-def _is_low(model: Any, dtype: Any) -> bool:
-    name = keras.backend.standardize_dtype(dtype)
-    return name in LOW_PRECISION and name == model.compute_dtype
-
-
 def _as_float32(model: Any, value: Any) -> Any:
-    if not keras.ops.is_tensor(value) or not _is_low(model, value.dtype):
+    """A tensor, or symbolic one, as float32 if it has the low dtype of a model."""
+    is_symbolic = isinstance(value, keras.KerasTensor)
+    if not is_symbolic and not keras.ops.is_tensor(value):
         return value
+    dtype = keras.backend.standardize_dtype(value.dtype)
+    if dtype not in LOW_PRECISION or dtype != model.compute_dtype:
+        return value
+    if is_symbolic:
+        return keras.KerasTensor(value.shape, dtype="float32", sparse=value.sparse)
     result = keras.ops.cast(value, "float32")
     keras_hooks.copy_mask(value, result)
     return result
-
-
-def _spec_as_float32(model: Any, spec: Any) -> Any:
-    if isinstance(spec, keras.KerasTensor) and _is_low(model, spec.dtype):
-        return keras.KerasTensor(spec.shape, dtype="float32", sparse=spec.sparse)
-    return spec
 
 
 def _keep_sublayers_float32(layer: Any, policy: Policy) -> None:

@@ -1,14 +1,14 @@
 """Keeps what models return float32 while their layers compute in a low dtype.
 
 A layer that a mixed policy gave its dtype to is *managed*. For every Functional (a Sequential has
-one inside) the rule is:
+one inside) its layers have roles, and the rule is:
 
 - Managed layers that make its outputs are *raised* to float32. Where one cannot be raised, a linear
   Activation of dtype float32, the *cast*, is appended to the model instead.
-- A layer that becomes an interior layer of another model is *lowered* again, and a model that
-  thereby lost its float32 output gets the cast.
+- A layer that becomes an interior layer of another model gets its mixed policy back, and a model
+  that thereby lost its float32 output gets the cast.
 - A model that becomes a part of another one has no outputs of its own any more: its output layers
-  are lowered and its casts taken away.
+  get their policy back, and its casts are taken away.
 
 Every layer ends with a plain Keras policy, so a saved model needs nothing of this. What happens
 while a model runs (subclassed models, models called by other layers) is in `model_calls`.
@@ -19,38 +19,59 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.interop import keras_hooks
-from tfamp.layers.float_policies import float_policy, give_policy, policy_with
-from tfamp.layers.roles import (
+from tfamp.layers.float_policies import (
     ManagedLayer,
-    ModelGraph,
-    graph_of,
-    graphs,
+    WeakMap,
+    float_policy,
+    give_policy,
     is_built_in,
     managed_layers,
+    policy_with,
 )
-from tfamp.layers.symbolic_dtypes import copy_dtypes, respecify, spec_now
 
 # Models are built by many threads, and a layer may be part of models of several.
-lock = threading.RLock()
+_lock = threading.RLock()
+
+
+@dataclass(eq=False)
+class ModelGraph:
+    """A Functional with managed layers, and its roles.
+
+    Attributes:
+        owner: The Sequential it is the inside of, if any.
+        output_of: Functionals in which this model makes an output.
+        nested: Whether it is a part of another model, so that its outputs are low.
+        casts: Which of its outputs come from a cast that tfamp appended.
+    """
+
+    owner: weakref.ref[Any] | None = None
+    output_of: WeakMap[bool] = field(default_factory=WeakMap)
+    nested: bool = False
+    casts: set[int] = field(default_factory=set)
+
+
+graphs: WeakMap[ModelGraph] = WeakMap()
+
+
+def graph_of(layer: Any) -> tuple[Any, ModelGraph] | None:
+    """The Functional that a Functional or a built Sequential runs, with its record."""
+    functional = keras_hooks.functional_of(layer) if isinstance(layer, keras.Sequential) else layer
+    graph = graphs.get(functional)
+    return None if graph is None else (functional, graph)
 
 
 def settle(functional: Any) -> bool:
-    """Gives every layer of a new Functional the dtype of its role.
-
-    Args:
-        functional: A constructed Functional.
-
-    Returns:
-        False if none of its layers is managed: there is nothing to watch then.
-    """
+    """Gives every layer of a new Functional the dtype of its role; False if it manages none."""
     layers = [op for op in functional.operations if isinstance(op, keras.Layer)]
-    with lock:
+    with _lock:
         if not any(managed_layers.get(op) or graph_of(op) for op in layers):
             return False
         graphs.set(functional, ModelGraph())
@@ -66,46 +87,49 @@ def settle(functional: Any) -> bool:
     return True
 
 
-def forget(functional: Any) -> None:
-    """Takes a Functional out of the books: the Sequential it belonged to was built anew."""
-    with lock:
-        if graphs.get(functional) is None:
-            return
-        graphs.discard(functional)
-        for layer in functional.operations:
-            found = graph_of(layer)
-            if found is not None:
-                found[1].output_of.discard(functional)
-            record = managed_layers.get(layer)
-            if record is not None:
-                record.interior_of.discard(functional)
-                record.output_of.discard(functional)
+def forget_dropped(sequential: Any) -> None:
+    """Takes the Functionals that a Sequential has built and dropped since out of the registry."""
+    now = keras_hooks.functional_of(sequential)
+    with _lock:
+        for functional in graphs.alive():
+            graph = graphs.get(functional)
+            if graph is None or graph.owner is None or functional is now:
+                continue
+            if graph.owner() is sequential:
+                _forget(functional)
 
 
-def lower_if_no_output(layer: Any) -> None:
-    """Lowers a raised layer that is no longer an output layer of any model."""
-    with lock:
+def _forget(functional: Any) -> None:
+    graphs.discard(functional)
+    for layer in functional.operations:
+        found = graph_of(layer)
+        if found is not None:
+            found[1].output_of.discard(functional)
+        record = managed_layers.get(layer)
+        if record is not None:
+            record.interior_of.discard(functional)
+            record.output_of.discard(functional)
+
+
+def unraise_if_no_output(layer: Any) -> None:
+    """Gives a raised layer that is no longer an output layer of any model its policy back."""
+    with _lock:
         record = managed_layers.get(layer)
         if record is not None and not record.output_of.alive():
-            _lower(layer, record)
+            _unraise(layer, record)
 
 
 def become_part(model: Any) -> None:
-    """Makes a Functional or Sequential a part of another model: its outputs are low from now on.
-
-    Args:
-        model: The inner model. Does nothing if it is one already, or has no managed layers.
-    """
-    with lock:
+    """Makes a Functional or Sequential a part of another model: its outputs are low from now on."""
+    with _lock:
         found = graph_of(model)
         if found is None or found[1].nested:
             return
         functional, graph = found
         graph.nested = True
         makers = _output_makers(functional)
-        if graph.casts:
-            keras_hooks.set_outputs(functional, _uncast_outputs(functional))
-            graph.casts.clear()
+        _take_casts_away(functional, graph)
+        graph.casts.clear()
         for layer in makers:
             _becomes_interior(layer, functional)
         _tell_outer(functional)
@@ -127,17 +151,20 @@ def wants_float32(layer: Any) -> bool:
 
 
 def dissolve(functional: Any) -> None:
-    """Takes a Functional out of the books for good, and the casts appended to it away.
+    """Takes a Functional out of the registry for good, and the casts appended to it away.
 
     Its layers and their dtypes are left as they are.
     """
-    with lock:
+    with _lock:
         graph = graphs.get(functional)
-        if graph is None:
-            return
-        if graph.casts:
-            keras_hooks.set_outputs(functional, _uncast_outputs(functional))
-        graphs.discard(functional)
+        if graph is not None:
+            _take_casts_away(functional, graph)
+            graphs.discard(functional)
+
+
+def _take_casts_away(functional: Any, graph: ModelGraph) -> None:
+    if graph.casts:
+        keras_hooks.set_outputs(functional, _uncast_outputs(functional))
 
 
 def models_below_become_parts(layer: Any) -> None:
@@ -155,7 +182,7 @@ def _becomes_interior(layer: Any, functional: Any) -> None:
     record = managed_layers.get(layer)
     if record is not None:
         record.interior_of.set(functional, True)
-        _lower(layer, record)
+        _unraise(layer, record)
 
 
 def _becomes_output(layer: Any, functional: Any) -> None:
@@ -186,20 +213,17 @@ def _can_be_raised(layer: Any) -> bool:
 def _raise(layer: Any, record: ManagedLayer) -> None:
     """Sets float32 on a layer and its sublayers. Safe once built: variables are float32 in both."""
     nodes = keras_hooks.inbound_nodes(layer)
-    low = {
-        i
-        for node in nodes
-        for i, tensor in enumerate(node.outputs)
-        if tensor.dtype in LOW_PRECISION
-    }
+    outputs = [pair for node in nodes for pair in enumerate(node.outputs)]
+    low = {i for i, tensor in outputs if tensor.dtype in LOW_PRECISION}
     changed = list(_carrying(layer, record.policy_name))
     record.raised = [weakref.ref(part) for part in changed]
     for part in changed:
         give_policy(part, "float32")
     if not is_built_in(layer):
         # The user's code may hold on to the low dtype: ask it.
-        dtypes = _dtypes_now(nodes[-1])
-        if dtypes is None:
+        try:
+            dtypes = [tensor.dtype for tensor in _spec_now(nodes[-1])]
+        except (TypeError, ValueError, tf.errors.OpError):
             _restore_policies(record)
             return
         low = {i for i in low if i < len(dtypes) and dtypes[i] == "float32"}
@@ -207,7 +231,7 @@ def _raise(layer: Any, record: ManagedLayer) -> None:
     _retype(layer, record, "float32")
 
 
-def _lower(layer: Any, record: ManagedLayer) -> None:
+def _unraise(layer: Any, record: ManagedLayer) -> None:
     """Gives a raised layer its mixed policy back; models that it made float32 get a cast.
 
     One that was quantized to int8 since stays float32 where that policy is float16.
@@ -233,16 +257,6 @@ def _carrying(layer: Any, policy_name: str) -> Iterator[Any]:
         yield layer
     for sub in keras_hooks.sublayers(layer):
         yield from _carrying(sub, policy_name)
-
-
-def _dtypes_now(node: Any) -> list[str] | None:
-    """The dtypes a layer of the user's own would return now, None if it then fails."""
-    import tensorflow as tf
-
-    try:
-        return [tensor.dtype for tensor in spec_now(node)]
-    except (TypeError, ValueError, tf.errors.OpError):
-        return None
 
 
 def output_makers(tensors: list[Any]) -> list[Any]:
@@ -337,8 +351,8 @@ def retype_followers(operation: Any) -> None:
                     _cast_and_tell(record)
 
 
-def _cast_and_tell(record: ManagedLayer) -> None:
-    """Appends casts to the models that a layer has made low outputs of."""
+def _cast_and_tell(record: ManagedLayer | ModelGraph) -> None:
+    """Appends casts to the models that a layer or model has made low outputs of."""
     for functional in record.output_of.alive():
         _cast_low_outputs(functional)
         _tell_outer(functional)
@@ -353,13 +367,11 @@ def _tell_outer(functional: Any) -> None:
     model = functional if owner is None else owner
     # A list, not any(...) of a generator: every call is to be corrected.
     changed = [
-        copy_dtypes(functional.outputs, node.outputs) for node in keras_hooks.inbound_nodes(model)
+        _copy_dtypes(functional.outputs, node.outputs) for node in keras_hooks.inbound_nodes(model)
     ]
     if any(changed):
         retype_followers(model)
-        for outer in graph.output_of.alive():
-            _cast_low_outputs(outer)
-            _tell_outer(outer)
+        _cast_and_tell(graph)
 
 
 def own(functional: Any, sequential: Any) -> None:
@@ -372,6 +384,37 @@ def own(functional: Any, sequential: Any) -> None:
 def appended_casts(functional: Any) -> list[Any]:
     """The layers appended to a model as casts; `functional` may be None or unknown."""
     graph = graphs.get(functional)
-    outputs = [functional.outputs[i] for i in sorted(graph.casts)] if graph is not None else []
-    layers = {id(layer): layer for layer in (keras_hooks.producer(t)[0] for t in outputs)}
-    return list(layers.values())
+    casts = sorted(graph.casts) if graph is not None else ()
+    # One cast may make several outputs.
+    return list(dict.fromkeys(keras_hooks.producer(functional.outputs[i])[0] for i in casts))
+
+
+def _spec_now(node: Any) -> list[Any]:
+    """Symbolic tensors as the call of a layer or op would return them now, its inputs cast."""
+    arguments = node.arguments.args, node.arguments.kwargs
+    operation = node.operation
+    if isinstance(operation, keras.Layer) and not isinstance(operation, keras.Model):
+        arguments = keras.tree.map_structure(lambda x: _as_called(operation, x), arguments)
+    args, kwargs = arguments
+    return keras.tree.flatten(operation.compute_output_spec(*args, **kwargs))
+
+
+def _as_called(layer: Any, value: Any) -> Any:
+    castable = isinstance(value, keras.KerasTensor) and value.dtype in FLOAT_DTYPES
+    if not castable or not layer.autocast or value.dtype == layer.input_dtype:
+        return value
+    return keras.KerasTensor(value.shape, dtype=layer.input_dtype, sparse=value.sparse)
+
+
+def respecify(node: Any) -> bool:
+    """Corrects what the outputs of one symbolic call say; returns whether they said otherwise."""
+    return _copy_dtypes(_spec_now(node), node.outputs)
+
+
+def _copy_dtypes(sources: list[Any], targets: list[Any]) -> bool:
+    different = [
+        pair for pair in zip(sources, targets, strict=True) if pair[0].dtype != pair[1].dtype
+    ]
+    for source, target in different:
+        keras_hooks.set_symbolic_dtype(target, source.dtype)
+    return bool(different)

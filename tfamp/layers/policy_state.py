@@ -11,6 +11,7 @@ import contextlib
 import functools
 import threading
 import weakref
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -37,13 +38,17 @@ class _Level:
         self.keras_policy = _plain(policy.name)
 
 
+@dataclass(eq=False)
 class _Scope:
-    """What one `with` block needs: its level now, and Keras's own policy from before it."""
+    """What one `with` block needs: its level now, and Keras's own policy from before it.
 
-    def __init__(self, level: _Level, keras_before: Any, keras_set_before: _Level | None):
-        self.level = level
-        self.keras_before = keras_before
-        self.keras_set_before = keras_set_before
+    It is on the stack of the thread that entered it, which another one may leave it in.
+    """
+
+    stack: list[_Scope]
+    level: _Level
+    keras_before: Any
+    keras_set_before: _Level | None
 
 
 class _Thread(threading.local):
@@ -135,14 +140,14 @@ class policy_scope(contextlib.ContextDecorator):  # noqa: N801 - reads as a func
 
     def __init__(self, policy: Policy | keras.DTypePolicy | str):
         self._policy = _as_policy(policy)
-        # (the thread's stack, its scope) per entry; a stack may not be this thread's.
-        self._entered: list[tuple[int, list[_Scope], _Scope]] = []
+        self._entered: list[_Scope] = []  # by any thread
 
     def __enter__(self) -> Policy:
-        scope = _Scope(_Level(self._policy), keras_hooks.thread_policy(), _thread.keras_set_over)
-        _thread.scopes.append(scope)
+        stack, set_over = _thread.scopes, _thread.keras_set_over
+        scope = _Scope(stack, _Level(self._policy), keras_hooks.thread_policy(), set_over)
+        stack.append(scope)
         with _lock:
-            self._entered.append((threading.get_ident(), _thread.scopes, scope))
+            self._entered.append(scope)
             _open_scopes.add(scope)
             _follow()
         return self._policy
@@ -153,25 +158,25 @@ class policy_scope(contextlib.ContextDecorator):  # noqa: N801 - reads as a func
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        scopes, scope = self._last_entry()
-        innermost = scopes[-1] is scope
-        scopes.remove(scope)
-        if innermost and scopes is _thread.scopes:
+        scope = self._last_entry()
+        innermost = scope.stack[-1] is scope
+        scope.stack.remove(scope)
+        if innermost and scope.stack is _thread.scopes:
             keras_hooks.set_thread_policy(scope.keras_before)
             _thread.keras_set_over = scope.keras_set_before
         with _lock:
             _open_scopes.discard(scope)
             _follow()
 
-    def _last_entry(self) -> tuple[list[_Scope], _Scope]:
+    def _last_entry(self) -> _Scope:
         """Takes out this thread's last entry, or the last one if another thread made them all."""
         with _lock:
-            mine = [e for e in self._entered if e[0] == threading.get_ident()]
+            mine = [scope for scope in self._entered if scope.stack is _thread.scopes]
             if not self._entered:
                 raise RuntimeError("policy_scope was left more often than it was entered.")
             entry = (mine or self._entered)[-1]
             self._entered.remove(entry)
-        return entry[1], entry[2]
+        return entry
 
 
 def _as_policy(policy: object) -> Policy:
@@ -290,11 +295,11 @@ def _layer_created(layer: Any, dtype: Any) -> None:
         return
     model_calls.protect_values(layer)
     if dtype is None:
-        model_calls.layer_created(layer, level.policy)
+        model_calls.manage(layer, level.policy)
 
 
 _HOOKS = keras_hooks.LayerHooks(
     layer_dtype=_layer_dtype,
     layer_created=_layer_created,
-    functional_created=model_calls.functional_created,
+    functional_created=model_calls.manage_functional,
 )

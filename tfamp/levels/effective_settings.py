@@ -11,13 +11,18 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import FixedLossScale, GradClip, LossScale
-from tfamp.layers.float_policies import quantization_of
-from tfamp.layers.roles import managed_layers
+from tfamp.layers.float_policies import managed_layers, quantization_of
 from tfamp.levels.layer_policies import layers_before, set_by_hand
-from tfamp.levels.meaning import LEVEL_FACTS, EffectiveLevel
 from tfamp.levels.model_structure import layers_of, path_of
-from tfamp.levels.step_rewriting import GraphRewrite
+from tfamp.levels.precision_config import EffectiveLevel
 from tfamp.policy import prepares_data
+
+_HOW = {
+    "O0": "nothing changes",
+    "O1": "graph rewrite in graph mode, autocast when eager",
+    "O2": "layer policies",
+    "O3": "layer policies, nothing kept",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,7 @@ class LayerSettings:
         compute_dtype: The dtype it computes in; at level O1 the op lists decide.
         variable_dtype: The dtype its variables have, or would have.
         why: What decided, in a few words.
-        quantization: How Keras has quantized it, "int8" for example; None if it has not. The
+        quantization: How Keras has quantized it, "int8" for example; None where it is not. The
             dtypes are then those it computes in and stores its floats in.
     """
 
@@ -76,7 +81,7 @@ class PrecisionSettings:
     keep_float32: tuple[str, ...]
     reasons: tuple[str, ...]
     layers: tuple[LayerSettings, ...]
-    graph_rewrite: GraphRewrite | None = None
+    graph_rewrite: Callable[..., Any] | None = None
 
     def rewrite(self, function: Callable[..., Any] | None = None) -> Any:
         """Makes a step of a custom loop run as `fit` runs the model's own.
@@ -109,17 +114,16 @@ class PrecisionSettings:
         return tf.function(function)
 
     def __str__(self) -> str:
-        scale = "none" if self.loss_scale is None else _rule_text(self.loss_scale)
         weights = "float32"
         if self.level == "O3" or self.master_weights:
             copies = ", float32 copies in the optimizer" if self.master_weights else ""
             weights = f"{self.dtype}{copies}"
         lines = [
-            ("level", f"{self.level} ({LEVEL_FACTS[self.level].how})"),
+            ("level", f"{self.level} ({_HOW[self.level]})"),
             ("dtype", self.dtype),
             ("weights", weights),
-            ("loss scale", scale),
-            ("gradients", "not clipped" if self.grad_clip is None else _clip_text(self.grad_clip)),
+            ("loss scale", _rule_text(self.loss_scale)),
+            ("gradients", _clip_text(self.grad_clip)),
             ("kept float32", ", ".join(self.keep_float32) or "none by name"),
         ]
         text = [f"{name:<15} {value}" for name, value in lines]
@@ -132,50 +136,41 @@ class PrecisionSettings:
 
 
 def settings_of(
-    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], rewrite: GraphRewrite | None
+    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], rewrite: Callable[..., Any] | None
 ) -> PrecisionSettings:
-    """Returns the settings of a model at a level.
-
-    Args:
-        model: The model as it is now.
-        level: Its level.
-        kept: The layers that the user keeps in float32.
-        rewrite: What rewrites its steps, if anything does.
-    """
+    """The settings of a model at a level, of which a user keeps layers, rewritten or not."""
     kept_below = {id(layer) for layer in layers_of(*kept)}
+    has_masters = model.compiled and getattr(model.optimizer, "master_weights", False)
     return PrecisionSettings(
         level=level.level,
         dtype=level.dtype,
         loss_scale=level.loss_scale,
-        grad_clip=level.grad_clip,
-        master_weights=level.master_weights or _has_masters(model),
+        grad_clip=level.config.grad_clip,
+        master_weights=level.master_weights or bool(has_masters),
         keep_float32=tuple(path_of(layer) for layer in kept),
         reasons=level.reasons,
-        layers=tuple(_rows(model, level, kept_below)),
+        layers=tuple(
+            _row(layer, level, id(layer) in kept_below)
+            for layer in layers_of(model)
+            if not isinstance(layer, keras.Model | keras.layers.InputLayer)
+        ),
         graph_rewrite=rewrite,
     )
 
 
-def _has_masters(model: Any) -> bool:
-    return bool(model.compiled and getattr(model.optimizer, "master_weights", False))
-
-
-def _rows(model: Any, level: EffectiveLevel, kept: set[int]) -> list[LayerSettings]:
-    rows = []
-    for layer in layers_of(model):
-        if isinstance(layer, keras.Model | keras.layers.InputLayer):
-            continue
-        is_kept = id(layer) in kept
-        mode = quantization_of(layer)
-        left = is_kept or mode is not None or layer.compute_dtype != "float32"
-        by_lists = level.level == "O1" and not left
-        compute = f"{level.dtype} by op" if by_lists else layer.compute_dtype
-        has_weights = bool(layer.weights) and mode is None
-        variable = layer.weights[0].dtype if has_weights else layer.variable_dtype
-        why = _why(layer, level, is_kept)
-        kind = type(layer).__name__
-        rows.append(LayerSettings(path_of(layer), kind, compute, variable, why, mode))
-    return rows
+def _row(layer: Any, level: EffectiveLevel, is_kept: bool) -> LayerSettings:
+    mode = quantization_of(layer)
+    left = is_kept or mode is not None or layer.compute_dtype != "float32"
+    by_lists = level.level == "O1" and not left
+    has_weights = bool(layer.weights) and mode is None
+    return LayerSettings(
+        path_of(layer),
+        type(layer).__name__,
+        f"{level.dtype} by op" if by_lists else layer.compute_dtype,
+        layer.weights[0].dtype if has_weights else layer.variable_dtype,
+        _why(layer, level, is_kept),
+        mode,
+    )
 
 
 def _why(layer: Any, level: EffectiveLevel, is_kept: bool) -> str:
@@ -205,17 +200,21 @@ def _why_text(row: LayerSettings) -> str:
     return row.why if row.quantization is None else f"{row.why}; quantized to {row.quantization}"
 
 
-def _rule_text(rule: LossScale) -> str:
+def _clip_text(clip: GradClip | None) -> str:
+    if clip is None:
+        return "not clipped"
+    return f"clipped to norm {clip.max_norm:g} of type {clip.norm_type:g}"
+
+
+def _rule_text(rule: LossScale | None) -> str:
+    if rule is None:
+        return "none"
     if isinstance(rule, FixedLossScale):
         return f"fixed at {rule.scale:g}"
     return (
         f"dynamic from {rule.initial_scale:g}, times {rule.growth_factor:g} after "
         f"{rule.growth_steps} finite steps, times {rule.backoff_factor:g} after an overflow"
     )
-
-
-def _clip_text(clip: GradClip) -> str:
-    return f"clipped to norm {clip.max_norm:g} of type {clip.norm_type:g}"
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

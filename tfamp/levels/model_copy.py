@@ -8,7 +8,7 @@ import inspect
 import random
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -20,8 +20,6 @@ from tfamp.layers.policy_state import policy_scope
 from tfamp.levels.model_structure import is_graph, layers_of, path_of
 from tfamp.policy import prepares_data
 
-PolicyOf = Callable[[Any], str | None]
-
 # What KerasHub's backbones note when they enable LoRA on layers they hold.
 _LORA_NOTES = ("_lora_enabled_layers", "_lora_rank")
 
@@ -29,24 +27,16 @@ _rebuilding = threading.Lock()
 
 
 def copy_model(
-    model: Any, policy_of: PolicyOf, values: Callable[[Any], Iterable[Any]] | None = None
+    model: Any,
+    policies: Mapping[int, str],
+    values: Callable[[Any], Iterable[Any]] | None = None,
 ) -> Any:
-    """Returns a model of the same structure and weights, with other dtype policies.
+    """A built model made anew with other dtype policies, and its weights; not compiled.
 
-    Args:
-        model: A built model; not modified.
-        policy_of: Gets a layer and returns the name of the policy that its copy is to have; None
-            for its own.
-        values: Gets the model's weights and returns their exact values; None for those they have.
-
-    Returns:
-        The copy, not compiled.
-
-    Raises:
-        ValueError: The model cannot be made from its configuration, or a weight has no value in its
-            new dtype.
+    Policies go by the numbers of the layers; a layer without one keeps its own. What is given
+    weights may know more exact values. A ValueError says that the model cannot be made from its
+    configuration, or which weight has no value in its new dtype.
     """
-    policies = {id(layer): policy_of(layer) for layer in layers_of(model)}
     with _without_initializing() as initializers:
         made = _from_config(model, policies)
         _set_late_policies(model, made, policies)
@@ -77,7 +67,7 @@ def _without_initializing() -> Iterator[list[tuple[Any, Any]]]:
         if is_value or threading.get_ident() != thread:
             return initializer
         initializers.append((variable, initializer))
-        return _zeros
+        return lambda shape, dtype=None, **_: keras.ops.zeros(shape, dtype)
 
     with _rebuilding:
         # Layers and initializers without a seed draw one when they are made.
@@ -90,11 +80,7 @@ def _without_initializing() -> Iterator[list[tuple[Any, Any]]]:
             random.setstate(drawn)
 
 
-def _zeros(shape: Any, dtype: Any = None, **_: Any) -> Any:
-    return keras.ops.zeros(shape, dtype)
-
-
-def _from_config(model: Any, policies: dict[int, str | None]) -> Any:
+def _from_config(model: Any, policies: Mapping[int, str]) -> Any:
     classes = {type(layer).__name__: type(layer) for layer in layers_of(model)}
     try:
         config = {
@@ -103,7 +89,7 @@ def _from_config(model: Any, policies: dict[int, str | None]) -> Any:
             "config": _arguments(model, _with_policies(model, policies)),
             "registered_name": type(model).__name__,
         }
-        with policy_scope(policies[id(model)] or "float32"):
+        with policy_scope(policies.get(id(model), "float32")):
             made = keras.saving.deserialize_keras_object(
                 config, custom_objects=classes, safe_mode=False
             )
@@ -154,12 +140,9 @@ def _own_classes(layer: Any) -> list[type]:
 
 
 def same_layers(model: Any, made: Any) -> list[tuple[Any, Any]]:
-    """Returns each layer of a model with the one that its copy has for it.
+    """Each layer of a model with the one that its copy has for it.
 
-    Args:
-        model: The model that was copied.
-        made: The copy. What its own code makes has other names; what was appended to it since has
-            no counterpart.
+    What the copy's own code makes has other names; what was appended to it since, no counterpart.
     """
     old, new = layers_of(model), layers_of(made)
     if [type(layer) for layer in old] == [type(layer) for layer in new]:
@@ -170,28 +153,12 @@ def same_layers(model: Any, made: Any) -> list[tuple[Any, Any]]:
     return [(layer, remaining[layer.name].pop(0)) for layer in old if remaining.get(layer.name)]
 
 
-def counterparts(model: Any, made: Any, variables: Iterable[Any]) -> list[Any] | None:
-    """Returns the variables that a copy of a model has for some of the model's.
-
-    Args:
-        model: The model that was copied.
-        made: The copy.
-        variables: Variables of the model.
-
-    Returns:
-        The copy's, in the same order; None where one is not the model's.
-    """
-    new = {id(old): copied for old, copied in zip(model.weights, made.weights, strict=True)}
-    found = [new.get(id(variable)) for variable in variables]
-    return None if any(each is None for each in found) else found
-
-
-def _with_policies(model: Any, policies: dict[int, str | None]) -> dict[str, Any]:
+def _with_policies(model: Any, policies: Mapping[int, str]) -> dict[str, Any]:
     """Returns a model's configuration with other policies in it."""
     config = copy.deepcopy(model.get_config())
     if not is_graph(model):
         return config
-    if "layers" not in config and policies[id(model)] is not None:
+    if "layers" not in config and id(model) in policies:
         # What its own constructor takes, as KerasHub's backbones do.
         _replace_policies(config, model.dtype_policy.name, policies[id(model)])
     for entry, layer in _entries(model, config.get("layers", [])):
@@ -199,7 +166,7 @@ def _with_policies(model: Any, policies: dict[int, str | None]) -> dict[str, Any
         if is_graph(layer):
             entry["config"] = _with_policies(layer, policies)
         elif layer is not None:
-            if policies.get(id(layer)) is not None:
+            if id(layer) in policies:
                 _replace_policies(entry["config"], layer.dtype_policy.name, policies[id(layer)])
             if _own_classes(layer):
                 entry.pop("build_config", None)  # the call builds it, which Keras can be sure of
@@ -207,39 +174,27 @@ def _with_policies(model: Any, policies: dict[int, str | None]) -> dict[str, Any
     return config
 
 
-def _replace_policies(config: Any, old: str, new: str | None) -> None:
+def _replace_policies(config: Any, old: str, new: str) -> None:
     """Replaces one policy by another in the configuration of a layer and of those it holds."""
-    for holder, key in list(_dtypes_in(config)):
-        if _policy_name(holder[key]) == old:
-            holder[key] = keras.dtype_policies.serialize(keras.DTypePolicy(new))
-
-
-def _dtypes_in(config: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    if isinstance(config, dict):
-        for key, value in config.items():
-            if key == "dtype":
-                yield config, key
-            else:
-                yield from _dtypes_in(value)
-    elif isinstance(config, list | tuple):
+    if isinstance(config, list | tuple):
         for value in config:
-            yield from _dtypes_in(value)
+            _replace_policies(value, old, new)
+    if not isinstance(config, dict):
+        return
+    for key, value in config.items():
+        if key != "dtype":
+            _replace_policies(value, old, new)
+        # A plain string is what an input is fed, or an output holds: no policy of a layer.
+        elif isinstance(value, dict) and value.get("config", {}).get("name") == old:
+            config[key] = keras.dtype_policies.serialize(keras.DTypePolicy(new))
 
 
-def _policy_name(value: Any) -> str | None:
-    # A plain string is what an input is fed, or an output holds: no policy of a layer.
-    if isinstance(value, dict) and "config" in value:
-        name = value["config"].get("name")
-        return name if isinstance(name, str) else None
-    return None
-
-
-def _set_late_policies(model: Any, made: Any, policies: dict[int, str | None]) -> None:
+def _set_late_policies(model: Any, made: Any, policies: Mapping[int, str]) -> None:
     """Sets the policies of layers that a model's own code makes, while they have no variables."""
     for old, new in zip(layers_of(model), layers_of(made), strict=False):
         if type(old) is not type(new) or not is_plain(new.dtype_policy):
             continue
-        wanted = policies[id(old)] or old.dtype_policy.name
+        wanted = policies.get(id(old), old.dtype_policy.name)
         if new.dtype_policy.name == wanted:
             continue
         if new.weights and not isinstance(new, keras.Model):

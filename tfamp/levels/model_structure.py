@@ -6,19 +6,18 @@ Nothing here decides on a dtype; `layer_policies` does.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_backend import advice, described
-from tfamp.layers.float_policies import float_policy
 from tfamp.layers.model_calls import computing_specs_of
-from tfamp.layers.symbolic_dtypes import respecify
-from tfamp.levels.config_values import nearest
+from tfamp.layers.output_dtypes import respecify
+from tfamp.levels.precision_config import nearest
 
 # Symbolic dtypes are corrected in passes until none changes. A layer called several times may need
 # as many passes; more than this is a layer that changes its mind.
@@ -26,7 +25,7 @@ _MOST_PASSES = 20
 
 
 def layers_of(*roots: Any) -> list[Any]:
-    """Returns layers and all below them, each once, a layer before those it holds."""
+    """Layers and all below them, each once, a layer before those it holds."""
     found: dict[int, Any] = {}
     pending = list(reversed(roots))
     while pending:
@@ -38,13 +37,9 @@ def layers_of(*roots: Any) -> list[Any]:
 
 
 def functionals_of(*roots: Any) -> list[tuple[Any, Any]]:
-    """Returns the Functionals in a model, the innermost first.
+    """The Functionals in models, the innermost first, each with the Sequential it is the inside of.
 
-    Args:
-        *roots: Models or layers.
-
-    Returns:
-        Pairs of a Functional and the Sequential it is the inside of, or None.
+    That is None where it is none's.
     """
     found: dict[int, tuple[Any, Any]] = {}
     visited: set[int] = set()
@@ -73,11 +68,7 @@ def is_graph(layer: Any) -> bool:
 def correct_symbolic_dtypes(functional: Any) -> None:
     """Makes the symbolic tensors of a Functional say what its layers return now.
 
-    Args:
-        functional: A Functional; those inside it are right already.
-
-    Raises:
-        ValueError: A layer fails with the dtypes it has now; the message names it.
+    Those of models inside it are right already. A ValueError names the layer that fails.
     """
     nodes = [
         node
@@ -88,15 +79,13 @@ def correct_symbolic_dtypes(functional: Any) -> None:
     ]
     with computing_specs_of(functional):
         for _ in range(_MOST_PASSES):
-            # All of them, whatever the first says: every node is to be corrected.
+            # A list, not any(...) of a generator: every node is to be corrected.
             changed = [_corrected(node) for node in nodes]
             if not any(changed):
                 return
 
 
 def _corrected(node: Any) -> bool:
-    import tensorflow as tf
-
     try:
         return respecify(node)
     except (TypeError, ValueError, RuntimeError, NotImplementedError, tf.errors.OpError) as error:
@@ -108,35 +97,25 @@ def _corrected(node: Any) -> bool:
         ) from error
 
 
-def most_common_policy(layers: Iterable[Any]) -> str:
-    """Returns the float policy that most layers have; "float32" where it is a draw."""
-    names = [float_policy(x) for x in layers if not isinstance(x, keras.layers.InputLayer)]
-    counts = Counter(name for name in names if name is not None)
-    if not counts:
-        return "float32"
-    return max(counts, key=lambda name: (counts[name], name == "float32", name))
+def drop_traced_functions(model: Any) -> None:
+    """Makes a model, and those inside it, trace their steps anew: they have other dtypes now."""
+    for layer in layers_of(model):
+        if isinstance(layer, keras.Model):
+            for name in ("train_function", "test_function", "predict_function"):
+                setattr(layer, name, None)
 
 
 def path_of(layer: Any) -> str:
-    """Returns where a layer is in its model, as Keras says it; its name before it is built."""
+    """Where a layer is in its model, as Keras says it; its name before it is built."""
     return str(getattr(layer, "path", None) or layer.name)
 
 
 def select(layers: list[Any], wanted: Iterable[Any], argument: str) -> list[Any]:
-    """Returns the layers that a user means, without those below them.
+    """The layers that a user means, in their order, without those below them.
 
-    Args:
-        layers: What can be meant.
-        wanted: Names or paths of layers; regular expressions, searched for in the paths of layers
-            where no layer has that very name; layer classes; layers.
-        argument: Name of the argument, for the message.
-
-    Returns:
-        The layers, in their order.
-
-    Raises:
-        ValueError: Something means no layer; the message names the nearest one.
-        TypeError: Something is neither of these.
+    Wanted are names or paths of layers; regular expressions, searched for in the paths where no
+    layer has that very name; layer classes; layers. An error says of which argument it is: a
+    ValueError names the layer nearest to what means none.
     """
     chosen: set[int] = set()
     for each in wanted:

@@ -1,25 +1,76 @@
-"""`PrecisionConfig`: everything `prepare` is told, as one value that files can hold.
+"""`PrecisionConfig`: everything `prepare` is told, as one value; and what it means on a machine.
 
-Framework-free. The environment variables that configure a level are read here and nowhere else.
+Framework-free, and pure but for files and the environment, whose variables are read here and
+nowhere else. `preparation` carries out what is decided here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import difflib
+import importlib
 import json
+import numbers
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfamp.core.options import GradClip, LossScale
-from tfamp.levels import config_values
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.options import (
+    DynamicLossScale,
+    FixedLossScale,
+    GradClip,
+    LossScale,
+    resolve_grad_clip,
+)
+from tfamp.machine import hardware
+from tfamp.machine.hardware import Hardware
+from tfamp.policy import Policy
+
+LEVELS = ("O0", "O1", "O2", "O3", "auto")
+_DTYPES = {
+    **{name: name for name in LOW_PRECISION},
+    **{f"mixed_{name}": name for name in LOW_PRECISION},
+    "half": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "float32": "float32",
+}
+
+# What the texts of environment variables have to be where that is not what Python takes.
+_TEXTS = {
+    "master_weights": "1, true, yes, 0, false or no",
+    "grad_clip": 'a number or JSON such as {"max_norm": 35, "norm_type": 2}',
+}
+_FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 PREFIX = "TFAMP_"
 # Read elsewhere: what the cost model goes by is no matter of precision.
 _OTHER_VARIABLES = frozenset({"TFAMP_PROFILE"})
 _FILE_VARIABLE = "TFAMP_CONFIG"
+
+# What other systems call the fields: torch's and mmdetection's GradScaler, MindSpore's manager,
+# DeepSpeed's configuration.
+_DYNAMIC_NAMES = {
+    **{name: name for name in DynamicLossScale.__dataclass_fields__},
+    "init_scale": "initial_scale",
+    "growth_interval": "growth_steps",
+    "init_loss_scale": "initial_scale",
+    "scale_factor": "growth_factor",
+    "scale_window": "growth_steps",
+    "loss_scale_window": "growth_steps",
+    "min_loss_scale": "min_scale",
+    "max_loss_scale": "max_scale",
+}
+_FIXED_NAMES = {
+    **{name: name for name in FixedLossScale.__dataclass_fields__},
+    "loss_scale": "scale",
+    "drop_overflow_update": "skip_nonfinite",
+}
 
 
 @dataclass(frozen=True)
@@ -55,15 +106,8 @@ class PrecisionConfig:
     master_weights: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, value in {
-            "level": config_values.read_level(self.level),
-            "dtype": config_values.read_dtype(self.dtype),
-            "loss_scale": config_values.read_loss_scale(self.loss_scale),
-            "grad_clip": config_values.read_grad_clip(self.grad_clip),
-            "keep_float32": config_values.read_keep_float32(self.keep_float32),
-            "master_weights": config_values.read_flag("master_weights", self.master_weights),
-        }.items():
-            object.__setattr__(self, name, value)
+        for name, read in _READERS.items():
+            object.__setattr__(self, name, read(getattr(self, name)))
         _check_together(self)
 
     @classmethod
@@ -92,7 +136,7 @@ class PrecisionConfig:
                 "A configuration is a dict such as {'level': 'O2', 'loss_scale': 512.0}; got "
                 f"{values!r} of type {type(values).__name__}."
             )
-        config_values.check_keys("PrecisionConfig", values, _names())
+        _check_keys("PrecisionConfig", values, _READERS)
         return cls(**values)
 
     @classmethod
@@ -148,13 +192,13 @@ class PrecisionConfig:
             for name, text in environ.items()
             if name.startswith(PREFIX) and name not in _OTHER_VARIABLES and text.strip()
         }
-        known = (*(PREFIX + name.upper() for name in _names()), _FILE_VARIABLE)
-        config_values.check_keys("The environment", given, known)
+        known = (*(PREFIX + name.upper() for name in _READERS), _FILE_VARIABLE)
+        _check_keys("The environment", given, known)
         file = given.pop(_FILE_VARIABLE, None)
-        values = cls.from_file(file)._given() if file is not None else {}
+        values = dict(vars(cls.from_file(file))) if file is not None else {}
         for variable, text in given.items():
             name = variable.removeprefix(PREFIX).lower()
-            values[name] = config_values.from_text(variable, text, _READERS[name])
+            values[name] = _value_of_text(variable, name, text.strip())
         return cls.from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -171,13 +215,10 @@ class PrecisionConfig:
                 raise TypeError(
                     f"keep_float32 holds {each!r}, which no file can; name the layer instead."
                 )
-        plain = {
-            "level": self.level,
-            "dtype": self.dtype,
-            "loss_scale": config_values.loss_scale_to_plain(self.loss_scale),
+        plain = vars(self) | {
+            "loss_scale": _plain(self.loss_scale),
             "grad_clip": None if self.grad_clip is None else self.grad_clip.to_dict(),
             "keep_float32": list(self.keep_float32) or None,
-            "master_weights": self.master_weights,
         }
         return {name: value for name, value in plain.items() if value is not None}
 
@@ -189,13 +230,6 @@ class PrecisionConfig:
             {'level': 'O1', 'dtype': 'bfloat16'}
         """
         return dataclasses.replace(self, **changes)
-
-    def _given(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _names()}
-
-
-def _names() -> tuple[str, ...]:
-    return tuple(field.name for field in fields(PrecisionConfig))
 
 
 def _check_together(config: PrecisionConfig) -> None:
@@ -226,49 +260,323 @@ def _parsed(path: Path) -> Any:
 
 
 def _toml() -> Any:
+    for name in ("tomllib", "tomli"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(name).loads
+    raise ImportError(
+        "Python 3.10 reads no TOML by itself: install tomli, use Python 3.11 or later, or write "
+        "the configuration as JSON."
+    )
+
+
+def _value_of_text(variable: str, name: str, text: str) -> Any:
+    """Reads a field out of an environment variable, whose text may be JSON."""
+    value: Any = text
     try:
-        import tomllib  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        try:
-            import tomli as tomllib  # type: ignore[import-not-found, no-redef, unused-ignore]
-        except ImportError as error:
-            raise ImportError(
-                "Python 3.10 reads no TOML by itself: install tomli, use Python 3.11 or later, or "
-                "write the configuration as JSON."
-            ) from error
-    return tomllib.loads
+        if text[:1] in ("{", "["):
+            value = json.loads(text)
+        elif name == "keep_float32":
+            value = [part.strip() for part in text.split(",") if part.strip()]
+        elif name == "master_weights":
+            value = _FLAGS.get(text.lower(), text)
+        elif name == "grad_clip":
+            value = float(text)
+        return _READERS[name](value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{variable} begins like JSON and is none: {error}.") from error
+    except (TypeError, ValueError) as error:
+        if name in _TEXTS:
+            raise ValueError(f"{variable}: {error} Give {_TEXTS[name]}.") from error
+        raise type(error)(f"{variable}: {error}") from error
 
 
-def _read_names(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str):
-        value = [part.strip() for part in value.split(",") if part.strip()]
-    return config_values.read_keep_float32(value)
+def _plain(value: Any) -> Any:
+    """A loss scale as JSON and TOML can hold it."""
+    is_rule = isinstance(value, FixedLossScale | DynamicLossScale)
+    return dataclasses.asdict(value) if is_rule else value
 
 
-def _read_flag(value: Any) -> bool:
-    spelled = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-    if str(value).lower() not in spelled:
-        raise ValueError(f"must be one of {', '.join(spelled)}; got {value!r}.")
-    return spelled[str(value).lower()]
+def nearest(name: object, known: Iterable[str]) -> str:
+    """The known name that is spelled most like a name."""
+    names = list(known)
+    lower = {each.lower(): each for each in names}
+    found = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.0)
+    return lower[found[0]] if found else names[0]
 
 
-def _read_clip(value: Any) -> GradClip | None:
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
+def _check_keys(what: str, given: Iterable[object], known: Iterable[str]) -> None:
+    """Raises a ValueError that names the first unknown key and the nearest known one."""
+    known = tuple(known)
+    for key in given:
+        if key not in known:
             raise ValueError(
-                'must be a number or JSON such as {"max_norm": 35, "norm_type": 2}; got '
-                f"{value!r}."
-            ) from None
-    return config_values.read_grad_clip(value)
+                f"{what} has no key {key!r}; did you mean {nearest(key, known)!r}? "
+                f"Known: {', '.join(known)}."
+            )
+
+
+def _read_level(value: Any) -> str:
+    """The level, "O0" to "O3" or "auto", whatever its capitals; the number 0 to 3 will do."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = f"O{value}"
+    if not isinstance(value, str):
+        raise TypeError(
+            f"level must be one of {', '.join(LEVELS)}; got {value!r} of type "
+            f"{type(value).__name__}."
+        )
+    spelled = {level.lower(): level for level in LEVELS}
+    if value.lower() not in spelled:
+        hint = ""
+        if re.fullmatch(r"0[0-3]", value):
+            hint = " Levels begin with the letter O, not with a zero."
+        raise ValueError(
+            f"level must be one of {', '.join(LEVELS)}; got {value!r}, did you mean "
+            f"{nearest(value, LEVELS)!r}?{hint}"
+        )
+    return spelled[value.lower()]
+
+
+def read_dtype(value: Any) -> str | None:
+    """The name of a low dtype or float32, in its many spellings; None or "auto" gives None."""
+    if value is None:
+        return None
+    name = getattr(value, "name", getattr(value, "__name__", value))
+    if not isinstance(name, str):
+        raise TypeError(
+            f"dtype must be 'float16', 'bfloat16' or None; got {value!r} of type "
+            f"{type(value).__name__}."
+        )
+    if name.lower() == "auto":
+        return None
+    if name.lower() not in _DTYPES:
+        raise ValueError(
+            f"dtype must be 'float16', 'bfloat16' or None; got {value!r}, did you mean "
+            f"{nearest(name, _DTYPES)!r}?"
+        )
+    return _DTYPES[name.lower()]
+
+
+def _read_loss_scale(value: Any) -> LossScale | str | float | None:
+    """A loss scale as `LossScaleOptimizer` takes it, "none" or False for none at all."""
+    if value is None or isinstance(value, FixedLossScale | DynamicLossScale):
+        return value
+    if value is False:
+        return "none"
+    if isinstance(value, Mapping):
+        return _loss_scale_of_dict(value)
+    if isinstance(value, str) and value.lower() in ("dynamic", "none"):
+        return value.lower()
+    wrong = (
+        "loss_scale must be a number, 'dynamic', 'none', a dict, a FixedLossScale or a "
+        f"DynamicLossScale; got {value!r} of type {type(value).__name__}."
+    )
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | str):
+        raise TypeError(wrong)
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(wrong) from None
+    return FixedLossScale(number).scale
+
+
+def _loss_scale_of_dict(given: Mapping[Any, Any]) -> LossScale:
+    values = dict(given)
+    # mmcv's own scaler says with a word of its own which of the two it is.
+    mode = values.pop("mode", "dynamic")
+    if mode == "static":
+        values = {"scale": values.get("init_scale", FixedLossScale.scale)}
+    elif mode != "dynamic":
+        raise ValueError(f"loss_scale has mode {mode!r}; it is 'dynamic' or 'static'.")
+    names = {**_DYNAMIC_NAMES, **_FIXED_NAMES}
+    _check_keys("loss_scale", values, names)
+    fixed = [key for key in values if key in _FIXED_NAMES]
+    dynamic = [key for key in values if key in _DYNAMIC_NAMES]
+    if fixed and dynamic:
+        raise ValueError(
+            f"loss_scale has {fixed[0]!r}, which is of a fixed scale, and {dynamic[0]!r}, which is "
+            "of a dynamic one; give the keys of one of them."
+        )
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        if names[key] in arguments:
+            raise ValueError(f"loss_scale gives {names[key]} twice, the second time as {key!r}.")
+        arguments[names[key]] = value
+    if fixed:
+        return FixedLossScale(**arguments)
+    if "scale_factor" in values and "backoff_factor" not in values:
+        # Where it is called so, the scale falls by the factor that it grows by.
+        DynamicLossScale(growth_factor=values["scale_factor"])
+        arguments["backoff_factor"] = 1.0 / values["scale_factor"]
+    return DynamicLossScale(**arguments)
+
+
+def _read_keep_float32(value: Any) -> tuple[Any, ...]:
+    """What is to stay float32 as a tuple; a single thing will do."""
+    if value is None:
+        return ()
+    single = isinstance(value, str | type) or not isinstance(value, Iterable)
+    kept = (value,) if single else tuple(value)
+    for each in kept:
+        if isinstance(each, str):
+            check_pattern("keep_float32", each)
+        elif isinstance(each, bool | int | float | bytes | Mapping):
+            raise TypeError(
+                "keep_float32 takes names of layers, regular expressions, layer classes and "
+                f"layers; got {each!r} of type {type(each).__name__}."
+            )
+    return kept
+
+
+def check_pattern(argument: str, pattern: str) -> None:
+    """Raises a ValueError for what is no regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"{argument} holds {pattern!r}, which is no regular expression: {error}."
+        ) from error
+
+
+def _read_master_weights(value: Any) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"master_weights must be True, False or None; got {value!r}.")
+    return value
+
+
+def _read_grad_clip(value: Any) -> GradClip | None:
+    # False is no clipping in some systems' files.
+    return None if value is False else resolve_grad_clip(value)
 
 
 _READERS = {
-    "level": config_values.read_level,
-    "dtype": config_values.read_dtype,
-    "loss_scale": config_values.read_loss_scale,
-    "grad_clip": _read_clip,
-    "keep_float32": _read_names,
-    "master_weights": _read_flag,
+    "level": _read_level,
+    "dtype": read_dtype,
+    "loss_scale": _read_loss_scale,
+    "grad_clip": _read_grad_clip,
+    "keep_float32": _read_keep_float32,
+    "master_weights": _read_master_weights,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveLevel:
+    """A configuration with every choice made.
+
+    Attributes:
+        level: "O0", "O1", "O2" or "O3".
+        dtype: The low dtype; "float32" at level O0.
+        loss_scale: The rule, None for no loss scale.
+        master_weights: Whether low weights have float32 copies in the optimizer.
+        config: The configuration, with what the user chose or left open.
+        reasons: A sentence for every choice that was left open.
+        warning: What the user has to be told, if anything.
+    """
+
+    level: str
+    dtype: str
+    loss_scale: LossScale | None
+    master_weights: bool
+    config: PrecisionConfig
+    reasons: tuple[str, ...]
+    warning: str | None
+
+    @property
+    def low_weights(self) -> bool:
+        """Whether the weights are stored in the low dtype."""
+        return self.level == "O3" or self.master_weights
+
+    @property
+    def optimizer_rule(self) -> LossScale | None:
+        """The rule of the optimizer's wrapper; None where the optimizer needs none.
+
+        A fixed scale of 1 changes no gradient: what it is there for are clipping and masters.
+        """
+        clips = self.config.grad_clip is not None
+        if self.loss_scale is None and (clips or self.master_weights):
+            return FixedLossScale(1.0)
+        return self.loss_scale
+
+
+def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLevel:
+    """Makes every choice that a configuration leaves open, by what a machine multiplies natively.
+
+    A ValueError says what does not go together once the level is known.
+
+    Example:
+        >>> cpu = Hardware("", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
+        >>> found = effective_level(PrecisionConfig(level="auto"), cpu)
+        >>> found.level, found.dtype, found.loss_scale
+        ('O1', 'bfloat16', None)
+    """
+    reasons: list[str] = []
+    level = config.level
+    if level == "auto":
+        level, reason = _automatic_level(config.dtype, machine)
+        reasons.append(f"level: auto is {level}: {reason}.")
+        if config.master_weights and level in ("O0", "O1"):
+            raise ValueError(
+                f"level 'auto' is {level} here ({reason}), whose weights are float32: "
+                "master_weights=True does not go with it. Give level='O2'."
+            )
+    dtype, warning = "float32", None
+    if level != "O0":
+        dtype, warning = _dtype(config.dtype, machine, reasons)
+    return EffectiveLevel(
+        level=level,
+        dtype=dtype,
+        loss_scale=_loss_scale(config.loss_scale, level, dtype, reasons),
+        master_weights=bool(config.master_weights),
+        config=config,
+        reasons=tuple(reasons),
+        warning=warning,
+    )
+
+
+def _automatic_level(dtype: str | None, machine: Hardware) -> tuple[str, str]:
+    """O2 on GPUs and TPUs, O1 on CPUs that multiply bfloat16, else O0; and why."""
+    policy, reason = hardware.automatic_policy(machine)
+    if dtype == "float32":
+        return "O0", "float32 was asked for"
+    if policy == "float32":
+        return "O0", reason
+    if machine.gpus or machine.tpu:
+        return "O2", reason
+    if dtype == "float16":
+        return "O0", "float16 was asked for, and this CPU multiplies bfloat16 natively only"
+    return "O1", reason
+
+
+def _dtype(given: str | None, machine: Hardware, reasons: list[str]) -> tuple[str, str | None]:
+    if given is not None:
+        return given, None
+    policy, reason = hardware.automatic_policy(machine)
+    automatic = Policy(policy).compute_dtype
+    if automatic in LOW_PRECISION:
+        reasons.append(f"dtype: {automatic}, as {reason}.")
+        return automatic, None
+    # bfloat16 has float32's range, so that at least nothing can overflow.
+    fallback = "float16" if machine.gpus else "bfloat16"
+    reasons.append(f"dtype: {fallback}, though {reason}.")
+    return fallback, (
+        f"No low precision is fast here: {reason}. The model is prepared for {fallback} all the "
+        "same, which is emulated; level='auto' leaves it in float32, `tfamp doctor` explains."
+    )
+
+
+def _loss_scale(given: Any, level: str, dtype: str, reasons: list[str]) -> LossScale | None:
+    if isinstance(given, FixedLossScale | DynamicLossScale):
+        return given
+    if given == "dynamic":
+        return DynamicLossScale()
+    if given == "none":
+        return None
+    if given is not None:
+        return FixedLossScale(given)
+    if level not in ("O1", "O2"):
+        reasons.append(f"loss scale: none, the default of level {level}.")
+        return None
+    if dtype == "bfloat16":
+        reasons.append("loss scale: none, as bfloat16 has float32's range.")
+        return None
+    reasons.append(f"loss scale: dynamic, the default of level {level} in {dtype}.")
+    return DynamicLossScale()

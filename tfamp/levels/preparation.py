@@ -1,35 +1,50 @@
-"""`prepare`: puts a level of mixed precision on a model and its optimizer, in one line."""
+"""`prepare`: puts a level of mixed precision on a model and its optimizer, in one line.
+
+In place where the model's weights stay what they are, else on a copy.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import operator
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 
-from tfamp.core.errors import TfampWarning
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.errors import NothingToLowerWarning, TfampWarning
 from tfamp.core.options import GradClip, LossScale
 from tfamp.interop.keras_backend import advice, described
-from tfamp.levels.application import (
-    is_stored_so,
-    level_in_place,
-    level_on_copy,
-    prepared_models,
-    stores_low,
+from tfamp.layers import fused_norms
+from tfamp.layers.float_policies import (
+    ManagedLayer,
+    WeakMap,
+    is_plain,
+    managed_layers,
+    quantization_of,
 )
-from tfamp.levels.compiled_model import give_optimizer
+from tfamp.layers.model_calls import manage, protect_values
+from tfamp.levels import layer_policies, prepared_optimizer
 from tfamp.levels.effective_settings import PrecisionSettings, settings_of
-from tfamp.levels.meaning import effective_level
-from tfamp.levels.model_structure import layers_of, select
-from tfamp.levels.precision_config import PrecisionConfig
-from tfamp.levels.prepared_optimizer import (
-    prepared_optimizer,
-    trouble_with_slots,
-    with_needed_masters,
+from tfamp.levels.model_copy import copy_model, same_layers
+from tfamp.levels.model_structure import (
+    correct_symbolic_dtypes,
+    drop_traced_functions,
+    functionals_of,
+    is_graph,
+    layers_of,
+    path_of,
+    select,
 )
+from tfamp.levels.precision_config import EffectiveLevel, PrecisionConfig, effective_level
+from tfamp.levels.step_rewriting import rewrite_steps_of
 from tfamp.machine import hardware
+from tfamp.policy import Policy, prepares_data
 
 
 class _NotGiven(str):
@@ -39,6 +54,18 @@ class _NotGiven(str):
 
 
 _DEFAULT_LEVEL = _NotGiven("O2")
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A prepared model's level, the names of the layers kept in float32, and what rewrites it."""
+
+    level: EffectiveLevel
+    kept: tuple[str, ...]
+    rewrite: Callable[..., Any] | None
+
+
+_prepared: WeakMap[_Record] = WeakMap()
 
 
 class Prepared(tuple[Any, Any]):
@@ -159,21 +186,23 @@ def prepare(
         master_weights=master_weights,
     )
     given = _optimizer(model, optimizer)
-    wanted = with_needed_masters(effective_level(chosen, hardware.detect()), given)
+    wanted = prepared_optimizer.with_needed_masters(
+        effective_level(chosen, hardware.detect()), given
+    )
     if wanted.warning is not None:
         warnings.warn(wanted.warning, TfampWarning, stacklevel=2)
-    kept = tuple(select(layers_of(model)[1:], wanted.keep_float32, "keep_float32"))
-    if is_stored_so(model, wanted, kept):
-        made = None if given is None else prepared_optimizer(given, wanted)
-    elif wanted.low_weights or stores_low(model):
-        model, made = level_on_copy(model, given, wanted, kept)
+    kept = tuple(select(layers_of(model)[1:], chosen.keep_float32, "keep_float32"))
+    if _is_stored_so(model, wanted, kept):
+        made = None if given is None else prepared_optimizer.for_level(given, wanted)
+    elif wanted.low_weights or _stores_low(model):
+        model, made = _level_on_copy(model, given, wanted, kept)
     else:
-        made = level_in_place(model, given, wanted, kept)
-    trouble = trouble_with_slots(made, wanted)
+        made = _level_in_place(model, given, wanted, kept)
+    trouble = prepared_optimizer.trouble_with_slots(made, wanted)
     if trouble is not None:
         warnings.warn(trouble, TfampWarning, stacklevel=2)
     if model.compiled and made is not None:
-        give_optimizer(model, made)
+        prepared_optimizer.give_optimizer(model, made)
     return Prepared(model, made, precision_settings(model))
 
 
@@ -196,7 +225,7 @@ def precision_settings(model: Any) -> PrecisionSettings:
         >>> tfamp.precision_settings(model).layers[0].why
         'output'
     """
-    record = prepared_models.get(model)
+    record = _prepared.get(model)
     if record is None:
         raise ValueError(
             f"{getattr(model, 'name', model)!r} was not prepared by tfamp.prepare.{advice(model)}"
@@ -235,9 +264,187 @@ def _optimizer(model: Any, optimizer: Any) -> Any:
         return model.optimizer if model.compiled else None
     if isinstance(optimizer, str | dict):
         return keras.optimizers.get(optimizer)
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(
-            "optimizer must be a keras.optimizers.Optimizer, e.g. keras.optimizers.Adam(), or its "
-            f"name; got {described(optimizer)}"
-        )
+    prepared_optimizer.check_optimizer(optimizer)
     return optimizer
+
+
+def _stores_low(model: Any) -> bool:
+    """Whether weights of a model are stored in a low dtype, and not by a single layer's choice."""
+    record = _prepared.get(model)
+    if record is not None:
+        return record.level.low_weights
+    return layer_policies.default_policy(model) in LOW_PRECISION
+
+
+def _is_stored_so(model: Any, level: EffectiveLevel, kept: tuple[Any, ...]) -> bool:
+    """Whether a model is at this very level already, and is one that needed a copy."""
+    record = _prepared.get(model)
+    if record is None or not level.low_weights:
+        return False
+    choices = operator.attrgetter("level", "dtype", "master_weights")
+    names = tuple(layer.name for layer in kept)
+    return record.kept == names and choices(record.level) == choices(level)
+
+
+def _level_in_place(
+    model: Any, optimizer: Any, level: EffectiveLevel, kept: tuple[Any, ...]
+) -> Any:
+    """Puts a level on a model whose weights are float32; returns the optimizer for it, or None."""
+    made = None if optimizer is None else prepared_optimizer.for_level(optimizer, level)
+    restore = layer_policies.note_state(model)
+    try:
+        chosen = layer_policies.take_off(model, keep_by_hand=level.level != "O0")
+        for functional, _ in functionals_of(model):
+            correct_symbolic_dtypes(functional)
+        rewrite = _put_level_on(model, level, kept, chosen)
+    except BaseException:
+        restore()
+        raise
+    _finish(model, level, kept, rewrite)
+    return made
+
+
+def _put_level_on(
+    model: Any, level: EffectiveLevel, kept: Iterable[Any], chosen: Iterable[int]
+) -> Callable[..., Any] | None:
+    if level.level == "O2":
+        # For layers that do not exist yet too: those of the classes kept.
+        classes = tuple(each for each in level.config.keep_float32 if isinstance(each, type))
+        name = f"mixed_{level.dtype}"
+        policy = Policy(name, float32_layers=classes) if classes else Policy(name)
+        layer_policies.put_on(model, policy, kept=kept, chosen=chosen)
+    if level.level != "O1":
+        return None
+    # Or also by what pays here.
+    placement = "min_cut" if level.config.level == "auto" else "lists"
+    return rewrite_steps_of(model, level.dtype, placement, kept)
+
+
+def _finish(
+    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], rewrite: Callable[..., Any] | None
+) -> None:
+    if level.level != "O0":
+        for layer in layers_of(model):
+            protect_values(layer)
+    prepared_optimizer.wrap_compile(model, level)
+    drop_traced_functions(model)
+    names = tuple(layer.name for layer in kept)
+    _prepared.set(model, _Record(level, names, rewrite))
+    computing = [layer for layer in layers_of(model) if not isinstance(layer, keras.Model)]
+    is_low = any(layer.compute_dtype in LOW_PRECISION for layer in computing)
+    if level.level in ("O2", "O3") and model.built and not is_low:
+        warnings.warn(
+            f"{model.name} is prepared for level {level.level}, and no layer of it computes in "
+            f"{level.dtype}: all are outputs, BatchNormalization, kept in float32 or have a "
+            "dtype of their own. Level O1 decides op by op.",
+            NothingToLowerWarning,
+            stacklevel=4,
+        )
+
+
+def _level_on_copy(
+    model: Any, optimizer: Any, level: EffectiveLevel, kept: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """Makes a model anew at a level whose weights are stored in another dtype, and its optimizer.
+
+    The new model is compiled as the given one, which is left as it was, and so is its optimizer.
+    """
+    if not model.built:
+        raise ValueError(
+            f"{model.name} has no weights yet that could be stored in another dtype. Build it "
+            "first: with an Input, with model.build(input_shape), or by calling it once."
+        )
+    _check_not_quantized(model, level)
+    with contextlib.ExitStack() as undo:
+        undo.callback(layer_policies.note_state(model))
+        chosen = layer_policies.take_off(model, keep_by_hand=level.level != "O0")
+        policies = _float32_for_low(model)
+        # For the way back, what the layers are without a level.
+        base = {id(x): policies.get(id(x), x.dtype_policy) for x in layers_of(model)}
+        if level.level == "O3":
+            policies |= _pure_policies(model, level.dtype, kept, chosen)
+        values = functools.partial(prepared_optimizer.exact_values, optimizer)
+        made = copy_model(model, policies, values)
+        kept_numbers, rewrite = {id(layer) for layer in kept}, None
+        if level.level != "O3":
+            made_chosen = {id(layer) for layer in _copies_of(chosen, model, made)}
+            made_kept = _copies_of(kept_numbers, model, made)
+            rewrite = _put_level_on(made, level, made_kept, made_chosen)
+        if level.level == "O2" and level.master_weights:
+            made = _stored_low(made, level)
+        _note_base(model, made, level, base)
+        made_optimizer = None
+        if optimizer is not None:
+            made_optimizer = prepared_optimizer.for_copy(optimizer, level, model, made)
+        if model.compiled:
+            prepared_optimizer.compile_like(made, model, made_optimizer)
+        _finish(made, level, _copies_of(kept_numbers, model, made), rewrite)
+    return made, made_optimizer
+
+
+def _note_base(model: Any, made: Any, level: EffectiveLevel, base: dict[int, Any]) -> None:
+    """Notes on a copy which dtypes were set by hand, and what low layers are without the level."""
+    for old, new in same_layers(model, made):
+        layer_policies.set_by_hand.set(new, layer_policies.set_by_hand.get(old))
+        if level.low_weights and not isinstance(new, keras.layers.InputLayer):
+            own = keras.dtype_policies.get(base[id(old)])
+            before = layer_policies.Before(own, new.autocast, new.dtype_policy.name)
+            layer_policies.layers_before.set(new, before)
+
+
+def _copies_of(numbers: set[int], model: Any, made: Any) -> tuple[Any, ...]:
+    """The layers that a copy has for those of some numbers."""
+    return tuple(new for old, new in same_layers(model, made) if id(old) in numbers)
+
+
+def _float32_for_low(model: Any) -> dict[int, str]:
+    """Float32 for the layers that have a low policy as all have; others keep theirs."""
+    default = layer_policies.default_policy(model)
+    layers = layers_of(model) if default in LOW_PRECISION else ()
+    own = [layer for layer in layers if layer.dtype_policy.name == default]
+    return {id(layer): "float32" for layer in own if is_plain(layer.dtype_policy)}
+
+
+def _pure_policies(
+    model: Any, dtype: str, kept: tuple[Any, ...], chosen: set[int]
+) -> dict[int, str]:
+    """One dtype for all layers, but for what is kept or chosen, and what prepares data."""
+    layers = layers_of(model)
+    preparing = [layer for layer in layers if prepares_data(type(layer))]
+    left = {id(layer) for layer in layers_of(*kept, *preparing)} | chosen
+    computing = [layer for layer in layers if not isinstance(layer, keras.layers.InputLayer)]
+    return {
+        id(layer): dtype
+        for layer in computing
+        if id(layer) not in left and is_plain(layer.dtype_policy)
+    }
+
+
+def _check_not_quantized(model: Any, level: EffectiveLevel) -> None:
+    """Raises where a copy could not get the integers of quantized layers, nor their calibration."""
+    quantized = [layer for layer in layers_of(model) if quantization_of(layer) is not None]
+    if quantized:
+        names = ", ".join(f"{path_of(layer)} ({quantization_of(layer)})" for layer in quantized)
+        raise ValueError(
+            f"Keras has quantized layers of {model.name}: {names}. At level {level.level} here its "
+            "weights are stored in another dtype, and quantized ones cannot be. Put the level on "
+            "the model before it is quantized, or take a level for which it keeps its weights: "
+            "of a model with float32 weights O0, O1, or O2 without master_weights."
+        )
+
+
+def _stored_low(mixed: Any, level: EffectiveLevel) -> Any:
+    """A model of level O2 anew, with low weights where it computes low."""
+    policy = Policy(f"mixed_{level.dtype}")
+    low = [layer for layer in layers_of(mixed) if layer.dtype_policy.name == policy.name]
+    made = copy_model(mixed, {id(layer): level.dtype for layer in low})
+    for old, new in same_layers(mixed, made):
+        record = managed_layers.get(old)
+        if record is not None and record.follows_input and not record.raised:
+            managed_layers.set(new, ManagedLayer(policy, follows_input=True))
+            fused_norms.fuse(new, level.dtype)
+    for functional, _ in functionals_of(made):
+        correct_symbolic_dtypes(functional)
+    if not is_graph(made):
+        manage(made, policy)  # its outermost call returns float32
+    return made
