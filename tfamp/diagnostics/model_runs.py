@@ -7,7 +7,7 @@ model will do, subclassed ones too.
 from __future__ import annotations
 
 import contextlib
-import threading
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +15,7 @@ import keras
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.interop import keras_hooks
-from tfamp.interop.keras_intercept import observe_layer_calls
+from tfamp.interop.patching import patched_here
 from tfamp.layers import output_dtypes
 from tfamp.layers.float_policies import policy_with
 from tfamp.layers.model_calls import casts_unprepared
@@ -149,23 +149,19 @@ def _holds_no_users_layers(layer: Any) -> bool:
     return not inner or (is_built_in(layer) and all(map(_holds_no_users_layers, inner)))
 
 
-@contextlib.contextmanager
-def observing_layers(around: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
+def observing_layers(
+    around: Callable[[Any, Callable[[], Any]], Any],
+) -> contextlib.AbstractContextManager[None]:
     """Puts a function around the layer calls that this thread makes in the block.
 
     Args:
         around: Gets the layer and a function that makes the call; returns the call's result.
     """
-    thread = threading.get_ident()
 
-    def here(layer: Any, call: Callable[[], Any]) -> Any:
-        return around(layer, call) if threading.get_ident() == thread else call()
+    def call_layer(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(layer, functools.partial(original, layer, *args, **kwargs))
 
-    stop = observe_layer_calls(here)
-    try:
-        yield
-    finally:
-        stop()
+    return patched_here(layer_call=call_layer)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.layers.methods import wrap_method, wrapped_methods
+from tfamp.interop.patching import wrap_method, wrapped_methods
 from tfamp.layers.roles import is_built_in
 
 

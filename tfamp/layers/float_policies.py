@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION, float_format
-from tfamp.interop.keras_intercept import variables_as_stored
+from tfamp.interop.keras_hooks import variables_as_stored
 
 
 def policy_of(layer: Any) -> Any:

@@ -18,7 +18,7 @@ import keras
 
 from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.interop.keras_backend import runs_tensorflow
-from tfamp.layers.methods import wrap_method
+from tfamp.interop.patching import wrap_method
 from tfamp.layers.roles import managed_layers
 
 # A subclass that overrides anything else of Keras's may compute something else.

@@ -20,10 +20,10 @@ import keras
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
+from tfamp.interop.patching import wrap_method, wrapped_methods
 from tfamp.layers import fused_norms, output_dtypes
 from tfamp.layers.float32_losses import add_losses_in_float32
 from tfamp.layers.float_policies import float_policy, give_policy
-from tfamp.layers.methods import wrap_method, wrapped_methods
 from tfamp.layers.roles import ManagedLayer, graph_of, is_built_in, managed_layers, uncast_inputs
 from tfamp.policy import Policy, prepares_data
 

@@ -11,7 +11,7 @@ import keras
 
 from tfamp.core.errors import TfampWarning
 from tfamp.interop import keras_hooks
-from tfamp.layers.methods import wrap_method
+from tfamp.interop.patching import wrap_method
 from tfamp.levels.meaning import EffectiveLevel
 from tfamp.levels.model_structure import layers_of
 from tfamp.levels.prepared_optimizer import (

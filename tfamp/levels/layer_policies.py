@@ -12,9 +12,9 @@ from typing import Any
 
 import keras
 
+from tfamp.interop.patching import unwrap_methods, wrap_method
 from tfamp.layers import output_dtypes
 from tfamp.layers.float_policies import float_policy, give_policy, policy_of, policy_with
-from tfamp.layers.methods import unwrap_methods, wrap_method
 from tfamp.layers.model_calls import functional_adopted, layer_adopted
 from tfamp.layers.policy_state import policy_scope
 from tfamp.layers.roles import WeakMap, managed_layers, uncast_inputs

@@ -10,8 +10,8 @@ import keras
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_backend import described
+from tfamp.interop.patching import unwrap_methods
 from tfamp.layers.float_policies import float_policy, give_policy, policy_with, quantization_of
-from tfamp.layers.methods import unwrap_methods
 from tfamp.layers.model_calls import protect_values
 from tfamp.layers.output_dtypes import retype_followers
 from tfamp.layers.roles import managed_layers

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfamp.interop import keras_hooks
+from tfamp.interop.patching import rewrap_methods, wrapped_methods
 from tfamp.layers.float_policies import give_policy, policy_of
-from tfamp.layers.methods import rewrap_methods, wrapped_methods
 from tfamp.layers.roles import ManagedLayer, ModelGraph, WeakMap, graphs, managed_layers
 from tfamp.levels.layer_policies import Before, layers_before, set_by_hand
 from tfamp.levels.model_structure import functionals_of, layers_of

@@ -12,6 +12,8 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.interop.keras_backend import described
+from tfamp.interop.patching import wrap_method
+from tfamp.interop.tracing import as_written
 from tfamp.training.gradients import dtype_name
 
 
@@ -65,46 +67,36 @@ def watch_layers(
         A function that takes the observer off again.
     """
     training = threading.local()  # Each replica of a MirroredStrategy traces in its own thread.
-    step = model.train_step
 
-    @functools.wraps(step)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
+    @as_written
+    def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         training.on = True
         try:
-            return step(*args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             training.on = False
 
-    # Past Keras's __setattr__: these are functions for a while, no parts of the model.
-    vars(model)["train_step"] = tf.autograph.experimental.do_not_convert(train_step)
+    undo = [wrap_method(model, "train_step", train_step)]
     for position, layer in enumerate(layers):
-        vars(layer)["call"] = _watched_call(layer, position, observer, training)
+        around = _watched_call(functools.partial(observer, position), training)
+        undo.append(wrap_method(layer, "call", around))
 
     def take_off() -> None:
-        vars(model).pop("train_step", None)
-        for layer in layers:
-            vars(layer).pop("call", None)
+        for each in undo:
+            each()
 
     return take_off
 
 
-def _watched_call(
-    layer: keras.layers.Layer,
-    position: int,
-    observer: Callable[[int, Any], None],
-    training: threading.local,
-) -> Callable[..., Any]:
-    original = layer.call
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
+def _watched_call(observer: Callable[[Any], None], training: threading.local) -> Callable[..., Any]:
+    @as_written
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         outputs = original(*args, **kwargs)
         if getattr(training, "on", False):
             for tensor in keras.tree.flatten(outputs):
                 if tf.is_tensor(tensor) and dtype_name(tensor) in FLOAT_DTYPES:
-                    observer(position, tensor)
+                    observer(tensor)
                     break  # Of several outputs the first stands for the layer.
         return outputs
 
-    kept: Callable[..., Any] = tf.autograph.experimental.do_not_convert(call)
-    return kept
+    return call

@@ -23,8 +23,8 @@ from tfamp.graph.observe import observed_scopes
 from tfamp.graph.transforms.inline import inline_calls
 from tfamp.graph.transforms.retype import UNROUNDED, low_dtypes, seeded
 from tfamp.interop import keras_hooks, tf_functions
+from tfamp.interop.patching import rewrap_methods, wrapped_methods
 from tfamp.layers.float32_losses import add_losses_in_float32
-from tfamp.layers.methods import rewrap_methods, wrapped_methods
 from tfamp.rewriting.flat_call import FlatCall
 from tfamp.rewriting.function import RewrittenFunction, rewrite
 from tfamp.rewriting.traced_function import TracedFunction
