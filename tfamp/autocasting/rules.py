@@ -450,20 +450,11 @@ def while_loop(
     return original(cond, aligned, loop_vars, *args, **kwargs)
 
 
-def loop_check(
-    mode: Mode,
-    original: Any,
-    name: str,
-    check: bool,
-    init: Any,
-    entry: Any,
-    exit_: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def loop_check(mode: Mode, original: Any, *args: Any) -> Any:
     """Aligns a variable that AutoGraph compares before the loop above aligns it."""
+    *before, entry, exit_, shape = args
     exit_ = _align(exit_, entry) if tf.is_tensor(exit_) else exit_
-    return original(name, check, init, entry, exit_, *args, **kwargs)
+    return original(*before, entry, exit_, shape)
 
 
 def _align(outputs: Any, like: Any) -> Any:
@@ -620,30 +611,13 @@ def _where_in_force(replacement: Callable[..., Any]) -> Callable[..., Any]:
     return around
 
 
-_ALWAYS = (eager_op, graph_op, recording, convert)
-_WHERE_IN_FORCE = (
-    true_division,
-    cast,
-    public_cast,
-    paused,
-    custom_gradient,
-    python_function,
-    function_context,
-    signature_cast,
-    finished_graph,
-    while_loop,
-    loop_check,
-    branch_check,
-    branches,
-    stacked,
-    mapped,
-    array_method,
-    sparse_matmul,
-    cross_entropy,
-    operation_call,
-)
+_FOR_A_MODE = (
+    true_division, cast, public_cast, paused, custom_gradient, python_function, function_context,
+    signature_cast, finished_graph, while_loop, loop_check, branch_check, branches, stacked, mapped,
+    array_method, sparse_matmul, cross_entropy, operation_call,
+)  # fmt: skip
 # In place while any code is inside an autocast, and gone afterwards.
 hooks = patching.Patch(
-    **{each.__name__: each for each in _ALWAYS},
-    **{each.__name__: _where_in_force(each) for each in _WHERE_IN_FORCE},
+    **{each.__name__: each for each in (eager_op, graph_op, recording, convert)},
+    **{each.__name__: _where_in_force(each) for each in _FOR_A_MODE},
 )

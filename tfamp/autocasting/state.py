@@ -23,19 +23,12 @@ from tfamp.interop.tf_private import no_tape_is_active, place_in_trace
 
 @dataclass(frozen=True)
 class Mode:
-    """One autocast in force.
+    """One autocast in force."""
 
-    Attributes:
-        dtype: "float16" or "bfloat16".
-        targets: Op type -> the dtype its float inputs are cast to; "" for the widest among them.
-        cache_casts: Whether casts may be reused.
-        key: What tells this mode's traces from others'.
-    """
-
-    dtype: str
-    targets: dict[str, str]
+    dtype: str  # The low one.
+    targets: dict[str, str]  # By op type the dtype its float inputs get; "" for their widest.
     cache_casts: bool
-    key: Hashable
+    key: Hashable  # What tells this mode's traces from others'.
 
     @classmethod
     def of(cls, dtype: str, lists: OpLists, cache_casts: bool) -> Mode:
@@ -46,25 +39,15 @@ class Mode:
         return cls(dtype, targets, cache_casts, (dtype, lists))
 
 
+@dataclass(eq=False, slots=True)
 class Block:
-    """An autocast that was entered: a link in the stack that a context holds.
+    """An autocast that was entered: a link in the stack that a context holds."""
 
-    Attributes:
-        mode: What it puts in force; None where nothing is cast.
-        outer: The block around it.
-        casts: What it and the blocks around it may reuse.
-        thread: The thread it counts in.
-        left: Whether it was left. A context it was not left in may hold it still.
-    """
-
-    __slots__ = ("casts", "left", "mode", "outer", "thread")
-
-    def __init__(self, mode: Mode | None, outer: Block | None) -> None:
-        self.mode = mode
-        self.outer = outer
-        self.casts: Casts = Casts() if outer is None else outer.casts
-        self.thread = threading.get_ident()
-        self.left = False
+    mode: Mode | None  # What it puts in force; None where nothing is cast.
+    outer: Block | None  # The one around it.
+    casts: Casts  # What it and the blocks around it may reuse.
+    thread: int = field(default_factory=threading.get_ident)  # The one it counts in.
+    left: bool = False  # A context that it was not left in may hold it still.
 
 
 class _Modes:
@@ -79,8 +62,9 @@ class _Modes:
 
     def enter(self, mode: Mode | None) -> Block:
         """Puts a mode in force here, until its block is left."""
-        block = Block(mode, self._innermost())
-        if block.outer is None:
+        outer = self._innermost()
+        block = Block(mode, outer, Casts() if outer is None else outer.casts)
+        if outer is None:
             # What began to record before, nobody was told of.
             block.casts.traced.recording_changed()
         block.casts.blocks.append(block)
@@ -92,7 +76,7 @@ class _Modes:
         block.left = True
         block.casts.blocks.remove(block)
         if not block.casts.blocks:
-            block.casts.clear()
+            block.casts.forget()
         if self._stack.get() is block:
             self._stack.set(self._innermost())
 
@@ -140,23 +124,15 @@ class _Modes:
 
 
 class Casts:
-    """What the blocks of one stack may reuse, until the last of them is left.
-
-    Attributes:
-        blocks: Those in force.
-        eager: Casts of eager tensors.
-        traced: Casts of variables in traces.
-    """
+    """What the blocks in force of one stack may reuse, until the last of them is left."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        self.eager = _CastCache()
-        self.traced = TraceCasts()
+        self.forget()
 
-    def clear(self) -> None:
+    def forget(self) -> None:
         """Forgets all casts."""
-        self.eager.clear()
-        self.traced.clear()
+        self.eager, self.traced = _CastCache(), _TraceCasts()
 
 
 class _CastCache:
@@ -182,9 +158,6 @@ class _CastCache:
 
         casts[key] = (weakref.ref(value, drop), cast)
 
-    def clear(self) -> None:
-        self._casts.clear()
-
 
 _READ = "ReadVariableOp"
 # Whatever else takes a variable's handle, a call of a function included, may assign.
@@ -193,31 +166,21 @@ _ONLY_READ = {_READ, "VariableShape", "VarIsInitializedOp", "ResourceGather", "R
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """A cast that may be used again.
+    """A cast that may be used again."""
 
-    Attributes:
-        result: The tensor; weak, as it keeps its graph alive.
-        read: Place in the trace of the read that was cast.
-        made: Place of the cast.
-        recorded: Whether a tape saw the cast.
-    """
-
-    result: weakref.ref[Any]
-    read: int
-    made: int
-    recorded: bool
+    result: weakref.ref[Any]  # Weak, as a tensor keeps its graph alive.
+    read: int  # Place in the trace of the read that was cast.
+    made: int  # Place of the cast.
+    recorded: bool  # Whether a tape saw the cast.
 
 
 @dataclass(slots=True)
 class _Trace:
-    """What is known of one graph.
+    """What is known of one graph."""
 
-    Attributes:
-        casts: The last cast of each variable, by its handle and the dtype.
-        recordings: After which places a tape began to record or to watch.
-    """
-
+    # The last cast of each variable, by its handle and the dtype.
     casts: dict[tuple[str, str], _Cast] = field(default_factory=dict)
+    # After which places a tape began to record or to watch.
     recordings: list[int] = field(default_factory=list)
 
     def recording(self, place: int) -> int:
@@ -225,7 +188,7 @@ class _Trace:
         return bisect.bisect_left(self.recordings, place)
 
 
-class TraceCasts:
+class _TraceCasts:
     """The casts of variables in the graphs that are traced under one stack of autocasts."""
 
     def __init__(self) -> None:
@@ -243,21 +206,8 @@ class TraceCasts:
             trace = self._traces.setdefault(graph, _Trace())
             trace.recordings.append(place_in_trace(made[-1]))
 
-    def clear(self) -> None:
-        """Forgets all casts."""
-        self._traces.clear()
-
     def once(self, value: Any, dtype: str, cast: Callable[[], Any]) -> Any:
-        """Casts a tensor, or takes what the same variable was cast to before.
-
-        Args:
-            value: The tensor.
-            dtype: What it is cast to.
-            cast: Casts it.
-
-        Returns:
-            The tensor in the other dtype.
-        """
+        """Casts a tensor, or takes what the same variable was cast to before."""
         if not _is_read_in_this_trace(value):
             return cast()
         handle, read = value.op.inputs[0], place_in_trace(value.op)

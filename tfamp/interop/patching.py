@@ -21,86 +21,70 @@ TESTED_VERSIONS = {"TensorFlow": "2.19 to 2.21", "Keras": "3.12 to 3.15"}
 
 # ---- Patched symbols -----------------------------------------------------------------------------
 
-# What a `Patch` calls them -> where they are. One name stands for symbols of one kind.
-KERAS_SYMBOLS = {
-    "layer_init": ("keras.layers:Layer.__init__",),
-    "layer_call": ("keras.layers:Layer.__call__",),
-    "functional_init": ("keras.src.models.functional:Functional.__init__",),
-    "variable_init": ("keras.src.backend.common.variables:Variable.__init__",),
-    "batch_normalization": ("keras.layers:BatchNormalization.call",),
+# What a `Patch` calls them, several of one kind alike, and where they are.
+_KERAS = (
+    ("layer_init", "keras.layers:Layer.__init__"),
+    ("layer_call", "keras.layers:Layer.__call__"),
+    ("functional_init", "keras.src.models.functional:Functional.__init__"),
+    ("variable_init", "keras.src.backend.common.variables:Variable.__init__"),
+    ("batch_normalization", "keras.layers:BatchNormalization.call"),
     # What a layer calls when it has chosen the dtype in which it reads its variables.
-    "operation_call": ("keras:Operation.__call__",),
+    ("operation_call", "keras:Operation.__call__"),
+    ("paused", "keras.src.optimizers.base_optimizer:BaseOptimizer.apply"),
     # Only `keras.config.dtype_policy` and `set_dtype_policy` look the module up here.
-    "policy_module": ("keras.src.dtype_policies.dtype_policy:global_state",),
-}
-TENSORFLOW_SYMBOLS = {
+    ("policy_module", "keras.src.dtype_policies.dtype_policy:global_state"),
+)
+_TENSORFLOW = (
+    ("public_cast", "tensorflow:cast"),
+    ("public_cast", "tensorflow:dtypes.cast"),
+    ("gradient", "tensorflow:GradientTape.gradient"),
+)
+# Below `tensorflow.python`.
+_PRIVATE_TENSORFLOW = (
     # Every op that generated wrappers and `tf.raw_ops` run goes through the first in eager mode,
     # and through the second while a graph is built, however the wrapper was imported.
-    "eager_op": ("tensorflow.python.pywrap_tfe:TFE_Py_FastPathExecute",),
-    "graph_op": ("tensorflow.python.framework.op_def_library:_apply_op_helper",),
-    "cast": ("tensorflow.python.ops.gen_math_ops:cast",),
-    "public_cast": ("tensorflow:cast", "tensorflow:dtypes.cast"),
-    "constant": ("tensorflow.python.framework.ops:_create_graph_constant",),
-    "gradient": ("tensorflow:GradientTape.gradient",),
-    # What computes gradients, and what updates variables.
-    "paused": (
-        "tensorflow.python.eager.imperative_grad:imperative_grad",
-        "tensorflow.python.eager.backprop:GradientTape.jacobian",
-        "tensorflow.python.eager.backprop:GradientTape.batch_jacobian",
-        "tensorflow.python.ops.gradients_util:_GradientsHelper",
-        "tensorflow.python.ops.parallel_for.pfor:PFor.convert",
-        "keras.src.optimizers.base_optimizer:BaseOptimizer.apply",
-    ),
-    "recording": (
-        "tensorflow.python.eager.backprop:GradientTape._push_tape",
-        "tensorflow.python.eager.backprop:GradientTape.watch",
-        "tensorflow.python.eager.forwardprop:ForwardAccumulator._push_accumulator",
-        "tensorflow.python.eager.forwardprop:ForwardAccumulator._watch",
-    ),
-    "custom_gradient": (
-        "tensorflow.python.ops.custom_gradient:_eager_mode_decorator",
-        "tensorflow.python.ops.custom_gradient:_graph_mode_decorator",
-    ),
-    "python_function": (
-        "tensorflow.python.ops.script_ops:_internal_py_func",
-        # NumPy's functions, which eager mode runs without an op.
-        "tensorflow.python.ops.script_ops:py_func_common",
-    ),
-    "function_context": (
-        "tensorflow.python.eager.polymorphic_function.function_context:make_function_context",
-    ),
-    "finished_graph": (
-        "tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction.__call__",
-        "tensorflow.python.saved_model.function_deserialization:_call_concrete_function",
-    ),
-    "while_loop": ("tensorflow.python.ops.while_loop:while_loop",),
-    "loop_check": ("tensorflow.python.autograph.operators.control_flow:_verify_single_loop_var",),
-    "branch_check": ("tensorflow.python.autograph.operators.control_flow:verify_single_cond_var",),
-    "branches": ("tensorflow.python.ops.cond_v2:_make_indexed_slices_indices_types_match",),
-    "convert": (
-        "tensorflow.python.framework.ops:convert_to_tensor",
-        "tensorflow.python.ops.ragged.ragged_tensor:convert_to_tensor_or_ragged_tensor",
-    ),
-    "stacked": (
-        "tensorflow.python.ops.array_ops:_autopacking_helper",
-        "tensorflow.python.framework.indexed_slices:convert_n_to_tensor_or_indexed_slices",
-    ),
-    "mapped": ("tensorflow.python.ops.map_fn:_result_value_flat_to_batchable",),
-    "signature_cast": ("tensorflow.python.framework.tensor:TensorSpec.cast",),
-    "true_division": ("tensorflow.python.ops.math_ops:_truediv_python3",),
-    "sparse_matmul": ("tensorflow.python.ops.math_ops:sparse_matmul",),
-    "cross_entropy": (
-        "tensorflow.python.ops.nn_ops:softmax_cross_entropy_with_logits_v2_helper",
-        "tensorflow.python.ops.nn_ops:sparse_softmax_cross_entropy_with_logits",
-    ),
-    "array_method": (
-        "tensorflow.python.ops.tensor_array_ops:TensorArray.write",
-        "tensorflow.python.ops.tensor_array_ops:TensorArray.scatter",
-        "tensorflow.python.ops.tensor_array_ops:TensorArray.unstack",
-        "tensorflow.python.ops.tensor_array_ops:TensorArray.split",
-    ),
-}
-SYMBOLS = KERAS_SYMBOLS | TENSORFLOW_SYMBOLS
+    ("eager_op", "pywrap_tfe:TFE_Py_FastPathExecute"),
+    ("graph_op", "framework.op_def_library:_apply_op_helper"),
+    ("cast", "ops.gen_math_ops:cast"),
+    ("constant", "framework.ops:_create_graph_constant"),
+    ("paused", "eager.imperative_grad:imperative_grad"),
+    ("paused", "eager.backprop:GradientTape.jacobian"),
+    ("paused", "eager.backprop:GradientTape.batch_jacobian"),
+    ("paused", "ops.gradients_util:_GradientsHelper"),
+    ("paused", "ops.parallel_for.pfor:PFor.convert"),
+    ("recording", "eager.backprop:GradientTape._push_tape"),
+    ("recording", "eager.backprop:GradientTape.watch"),
+    ("recording", "eager.forwardprop:ForwardAccumulator._push_accumulator"),
+    ("recording", "eager.forwardprop:ForwardAccumulator._watch"),
+    ("custom_gradient", "ops.custom_gradient:_eager_mode_decorator"),
+    ("custom_gradient", "ops.custom_gradient:_graph_mode_decorator"),
+    ("python_function", "ops.script_ops:_internal_py_func"),
+    # NumPy's functions, which eager mode runs without an op.
+    ("python_function", "ops.script_ops:py_func_common"),
+    ("function_context", "eager.polymorphic_function.function_context:make_function_context"),
+    ("finished_graph", "eager.polymorphic_function.concrete_function:ConcreteFunction.__call__"),
+    ("finished_graph", "saved_model.function_deserialization:_call_concrete_function"),
+    ("while_loop", "ops.while_loop:while_loop"),
+    ("loop_check", "autograph.operators.control_flow:_verify_single_loop_var"),
+    ("branch_check", "autograph.operators.control_flow:verify_single_cond_var"),
+    ("branches", "ops.cond_v2:_make_indexed_slices_indices_types_match"),
+    ("convert", "framework.ops:convert_to_tensor"),
+    ("convert", "ops.ragged.ragged_tensor:convert_to_tensor_or_ragged_tensor"),
+    ("stacked", "ops.array_ops:_autopacking_helper"),
+    ("stacked", "framework.indexed_slices:convert_n_to_tensor_or_indexed_slices"),
+    ("mapped", "ops.map_fn:_result_value_flat_to_batchable"),
+    ("signature_cast", "framework.tensor:TensorSpec.cast"),
+    ("true_division", "ops.math_ops:_truediv_python3"),
+    ("sparse_matmul", "ops.math_ops:sparse_matmul"),
+    ("cross_entropy", "ops.nn_ops:softmax_cross_entropy_with_logits_v2_helper"),
+    ("cross_entropy", "ops.nn_ops:sparse_softmax_cross_entropy_with_logits"),
+    ("array_method", "ops.tensor_array_ops:TensorArray.write"),
+    ("array_method", "ops.tensor_array_ops:TensorArray.scatter"),
+    ("array_method", "ops.tensor_array_ops:TensorArray.unstack"),
+    ("array_method", "ops.tensor_array_ops:TensorArray.split"),
+)
+_private = tuple((name, f"tensorflow.python.{symbol}") for name, symbol in _PRIVATE_TENSORFLOW)
+SYMBOLS = (*_KERAS, *_TENSORFLOW, *_private)
 
 # ---- Code that looks at dtypes itself, by the names of its modules -------------------------------
 
@@ -247,9 +231,9 @@ class Patch:
         with self._lock:
             if not self._users:
                 found = [
-                    (*locate(symbol), around)
-                    for name, around in self._replacements.items()
-                    for symbol in SYMBOLS[name]
+                    (*locate(symbol), self._replacements[name])
+                    for name, symbol in SYMBOLS
+                    if name in self._replacements
                 ]
                 # Only now that every symbol is known to be there.
                 self._replaced = [
