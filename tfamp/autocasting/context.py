@@ -7,7 +7,6 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, TypeVar
 
 from tfamp.autocasting.rules import hooks, level_of_user
@@ -61,7 +60,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
     Warns:
         TfampWarning: Once per process, where float16 is in force on a CPU without float16
             arithmetic, with the slowdown measured. Once for each function called inside whose
-            graph was finished before and has float32 ops that would be lowered.
+            graph was finished before and has float32 ops that would be cast down.
 
     Raises:
         ValueError: `dtype` is no low-precision dtype.
@@ -108,12 +107,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
         self._entered.append(current_modes.enter(self._mode))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if not self._entered:
             raise RuntimeError("autocast was left more often than it was entered.")
         # An asynchronous generator, for one, may be closed in another context.

@@ -4,6 +4,8 @@ Every function here that gets an `original` runs in the place of the symbols tha
 `tfamp.interop.patching` lists under its name.
 """
 
+# ruff: noqa: N803 - arguments have the names that TensorFlow gives them
+
 from __future__ import annotations
 
 import functools
@@ -39,8 +41,7 @@ from tfamp.interop.tf_private import (
     chooses_its_output_dtype,
     held_dtype,
     op_inputs,
-    private_module,
-    private_symbol,
+    private,
 )
 
 _EXPLICIT = "_tfamp_explicit_cast"
@@ -121,15 +122,14 @@ class _Group(NamedTuple):
 
 @functools.cache
 def _groups(op: str) -> tuple[_Group, ...]:
-    places: dict[str, list[int]] = {}
-    floats: dict[str, frozenset[str]] = {}
+    groups: dict[str, _Group] = {}
     for index, each in enumerate(op_inputs(op)):
         name = each.type_attr or f"input {index}"
         allowed = frozenset({"float32"}) if each.dtype == tf.float32 else each.floats
         if allowed:
-            places.setdefault(name, []).append(index)
-            floats.setdefault(name, allowed)
-    return tuple(_Group(tuple(places[name]), floats[name]) for name in places)
+            places, floats = groups.get(name, ((), allowed))
+            groups[name] = _Group((*places, index), floats)
+    return tuple(groups.values())
 
 
 def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Any]) -> None:
@@ -162,7 +162,7 @@ def _recast_or_make(value: Any, dtype: str) -> Any:
     """An input in a dtype, as a tensor if it was none."""
     if value is None or isinstance(value, _TENSORS):
         return recast(value, dtype)
-    if _is_list(value):
+    if isinstance(value, (list, tuple)):
         value = [recast(member, dtype) for member in value]
     with current_modes.set_to(None):
         # A Keras variable does not take a dtype that is not its own.
@@ -203,14 +203,10 @@ def _written(op: str, inputs: Sequence[Any]) -> str:
     return dtype if dtype in EDITABLE else ""
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(dtype_name(member) for member in value)
-
-
 def _plain_attrs(op: str, attrs: tuple[Any, ...]) -> list[Any]:
     """An op's attributes, name and value by turns, of the types TensorFlow's fast path takes.
 
-    Where it takes one not, TensorFlow goes another way and forgets the inputs put in its place.
+    Given others, TensorFlow falls back to code that forgets the inputs put in place of its own.
     """
     kinds, plain = attr_kinds(op), [_plain(attr) for attr in attrs]
     for place in range(1, len(plain), 2):
@@ -231,14 +227,7 @@ def _plain(value: Any) -> Any:
 # ---- Casts that somebody wrote -------------------------------------------------------------------
 
 
-def cast(
-    mode: Mode,
-    original: Any,
-    x: Any,
-    DstT: Any,  # noqa: N803 - TensorFlow's name
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def cast(mode: Mode, original: Any, x: Any, DstT: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs a cast and notes that it was the user's, or leaves out one of a library's."""
     run = functools.partial(original, x, DstT, *args, **kwargs)
     source, target = dtype_name(x), tf.as_dtype(DstT).name
@@ -346,13 +335,7 @@ def _in_dtypes(structure: Any, dtypes: Sequence[str]) -> Any:
 
 
 def python_function(
-    mode: Mode,
-    original: Any,
-    func: Any,
-    inp: Any,
-    Tout: Any,  # noqa: N803 - TensorFlow's name
-    *args: Any,
-    **kwargs: Any,
+    mode: Mode, original: Any, func: Any, inp: Any, Tout: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Gives a Python function's results the dtypes that were declared for its op.
 
@@ -485,7 +468,7 @@ def _differ(values: Sequence[Any]) -> bool:
 
 
 def _recast_output(branch_graphs: Any, place: int) -> None:
-    pack = private_symbol(private_module("ops.cond_v2"), "_pack_sequence_as")
+    pack = private("ops.cond_v2:_pack_sequence_as")
     for graph in branch_graphs:
         with graph.as_default():
             graph.outputs[place] = recast(graph.outputs[place], "float32")

@@ -1,8 +1,7 @@
-"""Every private symbol of Keras that tfamp calls, and the patches that policies need.
+"""Every private symbol of Keras that tfamp calls.
 
-Nothing here decides. `layers.policy_state` says when to patch and what to call. Each private symbol
-has one small function and one test, so a release that changes one says which: the function raises
-`UnsupportedVersionError` with the symbol and the installed version.
+Each has one small function and one test, so a release that changes one says which: the function
+raises `UnsupportedVersionError` with the symbol and the installed version.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -21,56 +19,8 @@ from tfamp.interop.patching import Patch, foreign_module, foreign_symbol
 _POLICY = "dtype_policy"
 
 
-@dataclass(frozen=True)
-class LayerHooks:
-    """What the patched constructors call."""
-
-    # Gets the layer's class and the `dtype` its maker gave (None: not given) and returns the one to
-    # construct it with.
-    layer_dtype: Callable[[type, Any], Any]
-    # Gets every layer, once it is constructed, and the `dtype` its maker gave.
-    layer_created: Callable[[Any, Any], None]
-    # Gets every Functional model, once it is constructed.
-    functional_created: Callable[[Any], None]
-
-
-_constructors: list[Patch] = []
-_policy_source: list[Patch] = []
-
-
-def install(hooks: LayerHooks) -> None:
-    """Patches the constructors of layers and of Functional models, if they are not.
-
-    The caller holds a lock: this function has none.
-    """
-
-    def layer_init(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-        given = kwargs.get("dtype")
-        wanted = hooks.layer_dtype(type(layer), given)
-        if wanted is not given:
-            kwargs["dtype"] = wanted
-        original(layer, *args, **kwargs)
-        hooks.layer_created(layer, given)
-
-    def functional_init(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        original(model, *args, **kwargs)
-        hooks.functional_created(model)
-
-    _install(_constructors, layer_init=layer_init, functional_init=functional_init)
-
-
-def remove() -> None:
-    """Puts the original constructors back; does nothing if they are in place."""
-    _remove(_constructors)
-
-
-def installed() -> bool:
-    """Whether the constructors are patched now."""
-    return bool(_constructors)
-
-
-def install_policy_source(read: Callable[[], Any], wrote: Callable[[], None]) -> None:
-    """Makes Keras ask `read` for the global dtype policy, and tell `wrote` when its own is set.
+def policy_source(read: Callable[[], Any], wrote: Callable[[], None]) -> Patch:
+    """Returns a patch that makes Keras ask `read` for the global policy, and tell `wrote` of a new.
 
     Keras keeps its policy in a thread-local, and there is no public way to set it for another
     thread. `read` returns None for Keras's own; `wrote` is called in the thread that set it.
@@ -96,23 +46,7 @@ def install_policy_source(read: Callable[[], Any], wrote: Callable[[], None]) ->
         def __getattr__(self, name: str) -> Any:
             return getattr(self._module, name)
 
-    _install(_policy_source, policy_module=GlobalState)
-
-
-def remove_policy_source() -> None:
-    """Gives Keras its global state back; does nothing if it has it."""
-    _remove(_policy_source)
-
-
-def _install(patches: list[Patch], **replacements: Callable[..., Any]) -> None:
-    if not patches:
-        patches.append(Patch(**replacements))
-        patches[0].acquire()
-
-
-def _remove(patches: list[Patch]) -> None:
-    while patches:
-        patches.pop().release()
+    return Patch(policy_module=GlobalState)
 
 
 def thread_policy() -> Any:

@@ -218,18 +218,13 @@ class Patch:
         self._replacements = replacements
         # Reentrant: while it is held, Python may end a forgotten generator that holds the patch.
         self._lock = threading.RLock()
-        self._users = 0
+        self.users = 0  # How often it is held.
         self._replaced: list[_Replaced] = []
-
-    @property
-    def users(self) -> int:
-        """How often it is held."""
-        return self._users
 
     def acquire(self) -> None:
         """Puts the functions in place, if nobody holds it; raises where a symbol is missing."""
         with self._lock:
-            if not self._users:
+            if not self.users:
                 found = [
                     (*locate(symbol), self._replacements[name])
                     for name, symbol in SYMBOLS
@@ -240,15 +235,22 @@ class Patch:
                     _Replaced(owner, name, vars(owner)[name], around)
                     for owner, name, around in found
                 ]
-            self._users += 1
+            self.users += 1
 
     def release(self) -> None:
         """Puts the originals back, if nobody else holds it."""
         with self._lock:
-            self._users -= 1
-            if not self._users:
+            self.users -= 1
+            if not self.users:
                 for each in reversed(self._replaced):
                     each.put_back()
+
+    def keep(self, wanted: bool) -> None:
+        """Acquires or releases it for its only holder, if that has not been done."""
+        if wanted and not self.users:
+            self.acquire()
+        if self.users and not wanted:
+            self.release()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfamp.interop.patching import patched_here
-from tfamp.interop.tf_private import private_module, private_symbol
+from tfamp.interop.tf_private import private, private_symbol
 
 
 def capture_into_graph(tensor: Any) -> Any:
@@ -30,7 +30,7 @@ def copy_handle_data(sources: Iterable[Any], targets: Iterable[Any]) -> None:
     Symbol: `tensorflow.python.ops.handle_data_util.copy_handle_data`. A gradient of a gradient asks
     for the dtype and shape of the variables that a loop passes on; an imported loop has lost them.
     """
-    copy = private_symbol(private_module("ops.handle_data_util"), "copy_handle_data")
+    copy = private("ops.handle_data_util:copy_handle_data")
     for source, target in zip(sources, targets, strict=True):
         copy(source, target)
 
@@ -66,7 +66,7 @@ def register_functions(definitions: Iterable[Any], owner: Any) -> None:
     to the graph it imports into, where the eager runtime does not find them. Their names must be
     new; a weak reference to the owner is kept.
     """
-    context = private_symbol(private_module("eager.context"), "context")()
+    context = private("eager.context:context")()
     for definition in definitions:
         context.add_function_def(definition)
         removal = weakref.finalize(owner, context.remove_function, definition.signature.name)
@@ -79,7 +79,7 @@ def registered_gradient(name: str) -> Any:
     Symbol: `tensorflow.python.framework.ops.gradient_registry`. `tf.RegisterGradient` is public,
     but nothing that looks one up.
     """
-    return private_symbol(private_module("framework.ops"), "gradient_registry").lookup(name)
+    return private("framework.ops:gradient_registry").lookup(name)
 
 
 def differentiate_call(op: Any, gradients: Sequence[Any]) -> Any:
@@ -108,20 +108,16 @@ def _outermost(graph: Any) -> Any:
 
 
 def _concrete_function(op: Any, definition: Any) -> Any:
-    build = private_symbol(
-        private_module("framework.function_def_to_graph"), "function_def_to_graph"
-    )
-    concrete = private_symbol(
-        private_module("eager.polymorphic_function.concrete_function"), "ConcreteFunction"
-    )
-    types = private_module("eager.polymorphic_function.function_type_utils")
+    build = private("framework.function_def_to_graph:function_def_to_graph")
+    concrete = private("eager.polymorphic_function.concrete_function:ConcreteFunction")
+    types = private("eager.polymorphic_function.function_type_utils:function_type_lib")
     with op.graph.as_default():
         body = build(definition)
     copy_handle_data(op.inputs, body.inputs)
     for each in body.get_operations():
         if each.type in ("StatelessWhile", "While"):
             copy_handle_data(each.inputs, each.outputs)
-    kind = private_symbol(types, "function_type_lib").from_structured_signature(
+    kind = types.from_structured_signature(
         ((), {}), body.structured_outputs, body.function_captures.capture_types
     )
     attrs = {name: value for name, value in definition.attr.items() if name != "_input_shapes"}
@@ -134,7 +130,7 @@ def _definition(graph: Any, name: str) -> Any:
         if function is not None:
             return function.cached_definition
         graph = getattr(graph, "outer_graph", None)
-    return private_module("eager.context").context().get_function_def(name)
+    return private("eager.context:context")().get_function_def(name)
 
 
 class FunctionOptions(NamedTuple):
@@ -153,10 +149,9 @@ def function_options(function: Any) -> FunctionOptions:
     Symbols: the attributes `_jit_compile`, `_reduce_retracing`, `_autograph` and
     `_experimental_autograph_options` of `tf.types.experimental.PolymorphicFunction`.
     """
-    names = ("_jit_compile", "_reduce_retracing", "_autograph", "_experimental_autograph_options")
-    return FunctionOptions(
-        function.input_signature, *(private_symbol(function, name) for name in names)
-    )
+    names = [f"_{name}" for name in FunctionOptions._fields[1:]]
+    found = (private_symbol(function, name) for name in names)
+    return FunctionOptions(function.input_signature, *found)
 
 
 def function_signature(function: Any) -> inspect.Signature:
@@ -173,12 +168,10 @@ def function_signature(function: Any) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def _function_class() -> Any:
-    module = private_module("eager.polymorphic_function.polymorphic_function")
-    return private_symbol(module, "Function")
+_Function = private("eager.polymorphic_function.polymorphic_function:Function")
 
 
-class SaveableFunction(_function_class()):  # type: ignore[misc]
+class SaveableFunction(_Function):  # type: ignore[misc]
     """A `tf.function` with a class of its own, which TensorFlow tracks and saves like any other.
 
     Symbols: `tensorflow.python.eager.polymorphic_function.polymorphic_function.Function`, and of it

@@ -43,7 +43,7 @@ def op_definition(name: str) -> Any | None:
     An `OpDef` message, shared by all callers: not to be changed. None for an unknown op; one of a
     library that `tf.load_op_library` has loaded is known.
     """
-    return private_symbol(private_module("framework.op_def_registry"), "get")(name)
+    return private("framework.op_def_registry:get")(name)
 
 
 def known_ops() -> frozenset[str]:
@@ -52,7 +52,7 @@ def known_ops() -> frozenset[str]:
     Symbol: `tensorflow.python.framework.c_api_util.ApiDefMap`. `tf.raw_ops` is public but leaves
     out internal ops and those of loaded libraries.
     """
-    api = private_symbol(private_module("framework.c_api_util"), "ApiDefMap")()
+    api = private("framework.c_api_util:ApiDefMap")()
     return frozenset(private_symbol(api, "op_names")())
 
 
@@ -64,7 +64,7 @@ def no_tape_is_active() -> bool:
 
     Symbol: `tensorflow.python.pywrap_tfe.TFE_Py_TapeSetIsEmpty`.
     """
-    return bool(private_symbol(private_module("pywrap_tfe"), "TFE_Py_TapeSetIsEmpty")())
+    return bool(private("pywrap_tfe:TFE_Py_TapeSetIsEmpty")())
 
 
 def place_in_trace(op: Any) -> int:
@@ -91,7 +91,7 @@ def held_dtype(handle: Any) -> str:
 
     Symbol: `tensorflow.python.ops.handle_data_util.get_handle_data`.
     """
-    data = private_symbol(private_module("ops.handle_data_util"), "get_handle_data")(handle)
+    data = private("ops.handle_data_util:get_handle_data")(handle)
     known = data is not None and data.is_set and len(data.shape_and_type) == 1
     return dtype_name(data.shape_and_type[0].dtype) if known else ""
 
@@ -115,7 +115,7 @@ class OpInput(NamedTuple):
 
 
 # SparseAdd's threshold has the dtype of the real part of its values. TensorFlow does not check it,
-# and reads past the end of one that has not.
+# and reads past the end of one of another dtype.
 _REAL_PART_OF = {"Treal": "T"}
 # Low dtypes that an op's shape function refuses in a graph, although there is a kernel.
 _WITHOUT_SHAPE = {("Range", "Tidx"): frozenset({"float16"})}
@@ -194,7 +194,7 @@ def kernels(op: str) -> tuple[Kernel, ...]:
     Symbol: `tensorflow.python.framework.kernels.get_registered_kernels_for_op`. Without it one has
     to run the op on the device and read the error message.
     """
-    find = private_symbol(private_module("framework.kernels"), "get_registered_kernels_for_op")
+    find = private("framework.kernels:get_registered_kernels_for_op")
     return tuple(
         Kernel(
             device=kernel.device_type.lower(),
@@ -269,8 +269,13 @@ def write_fingerprint(directory: str) -> None:
     Symbol: `tensorflow.python.saved_model.fingerprinting_utils.write_fingerprint`, which
     `tf.saved_model.save` calls. `tf.saved_model.experimental` only reads fingerprints.
     """
-    module = private_module("saved_model.fingerprinting_utils")
-    private_symbol(module, "write_fingerprint")(directory)
+    private("saved_model.fingerprinting_utils:write_fingerprint")(directory)
+
+
+def private(symbol: str) -> Any:
+    """Returns a symbol of TensorFlow's Python code, e.g. "ops.math_ops:cast", or says which not."""
+    module, _, name = symbol.partition(":")
+    return private_symbol(private_module(module), name)
 
 
 def private_module(name: str) -> ModuleType:
