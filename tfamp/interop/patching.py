@@ -22,7 +22,7 @@ TESTED_VERSIONS = {"TensorFlow": "2.19 to 2.21", "Keras": "3.12 to 3.15"}
 # ---- Patched symbols -----------------------------------------------------------------------------
 
 # What a `Patch` calls them, several of one kind alike, and where they are.
-_KERAS = (
+_KERAS_AND_PUBLIC = (
     ("layer_init", "keras.layers:Layer.__init__"),
     ("layer_call", "keras.layers:Layer.__call__"),
     ("functional_init", "keras.src.models.functional:Functional.__init__"),
@@ -33,8 +33,6 @@ _KERAS = (
     ("paused", "keras.src.optimizers.base_optimizer:BaseOptimizer.apply"),
     # Only `keras.config.dtype_policy` and `set_dtype_policy` look the module up here.
     ("policy_module", "keras.src.dtype_policies.dtype_policy:global_state"),
-)
-_TENSORFLOW = (
     ("public_cast", "tensorflow:cast"),
     ("public_cast", "tensorflow:dtypes.cast"),
     ("gradient", "tensorflow:GradientTape.gradient"),
@@ -84,7 +82,7 @@ _PRIVATE_TENSORFLOW = (
     ("array_method", "ops.tensor_array_ops:TensorArray.split"),
 )
 _private = tuple((name, f"tensorflow.python.{symbol}") for name, symbol in _PRIVATE_TENSORFLOW)
-SYMBOLS = (*_KERAS, *_TENSORFLOW, *_private)
+SYMBOLS = (*_KERAS_AND_PUBLIC, *_private)
 
 # ---- Code that looks at dtypes itself, by the names of its modules -------------------------------
 
@@ -103,42 +101,36 @@ KERAS_UPCASTS = ("keras.src.dtype_policies.dtype_policy", *_KERAS_OPS)
 NEEDS_KERAS_UPCAST = frozenset({"argmax", "argmin", "signbit"})
 # Functions that cast a float32 result to the dtype of their input. It stays float32, as that of the
 # op they are made of.
-RESULTS_CAST_BACK = frozenset(
-    {
-        *((module, name) for module in _KERAS_OPS for name in ("mean", "moments", "var")),
-        ("tensorflow.python.ops.ctc_ops", "_ctc_loss_impl"),
-        ("tensorflow.python.ops.ctc_ops", "ctc_loss_dense"),
-        ("tensorflow.python.ops.nn_impl", "moments"),
-    }
-)
+RESULTS_CAST_BACK = {
+    *((module, name) for module in _KERAS_OPS for name in ("mean", "moments", "var")),
+    ("tensorflow.python.ops.ctc_ops", "_ctc_loss_impl"),
+    ("tensorflow.python.ops.ctc_ops", "ctc_loss_dense"),
+    ("tensorflow.python.ops.nn_impl", "moments"),
+}
 # Functions that look at dtypes before an op does. The first refuse low precision, or multiply by
 # itself what they then sum up: float16's square overflows from 256 on. The second refuse mixed
 # dtypes.
-FLOAT32_FUNCTIONS = frozenset(
-    {
-        ("tensorflow.python.ops.check_ops", "assert_near"),
-        ("tensorflow.python.ops.clip_ops", "clip_by_norm"),
-        ("tensorflow.python.ops.linalg.linalg_impl", "matrix_exponential"),
-        ("tensorflow.python.ops.linalg.linalg_impl", "matrix_rank"),
-        ("tensorflow.python.ops.linalg.linalg_impl", "pinv"),
-        ("tensorflow.python.ops.linalg_ops", "norm"),
-        ("tensorflow.python.ops.math_ops", "complex"),
-        ("tensorflow.python.ops.nn_impl", "l2_normalize"),
-        ("tensorflow.python.ops.ragged.ragged_math_ops", "range"),
-        ("tensorflow.python.ops.signal.fft_ops", "_irfft"),
-        ("tensorflow.python.ops.signal.fft_ops", "_rfft"),
-    }
-)
-SAME_DTYPE_FUNCTIONS = frozenset(
-    {
-        ("tensorflow.python.ops.array_ops", "one_hot"),
-        ("tensorflow.python.ops.math_ops", "_div_python2"),
-        ("tensorflow.python.ops.math_ops", "div_no_nan"),
-        ("tensorflow.python.ops.math_ops", "multiply_no_nan"),
-        ("tensorflow.python.ops.nn_ops", "_dropout"),
-        ("tensorflow.python.ops.ragged.ragged_math_ops", "matmul"),
-    }
-)
+FLOAT32_FUNCTIONS = {
+    ("tensorflow.python.ops.check_ops", "assert_near"),
+    ("tensorflow.python.ops.clip_ops", "clip_by_norm"),
+    ("tensorflow.python.ops.linalg.linalg_impl", "matrix_exponential"),
+    ("tensorflow.python.ops.linalg.linalg_impl", "matrix_rank"),
+    ("tensorflow.python.ops.linalg.linalg_impl", "pinv"),
+    ("tensorflow.python.ops.linalg_ops", "norm"),
+    ("tensorflow.python.ops.math_ops", "complex"),
+    ("tensorflow.python.ops.nn_impl", "l2_normalize"),
+    ("tensorflow.python.ops.ragged.ragged_math_ops", "range"),
+    ("tensorflow.python.ops.signal.fft_ops", "_irfft"),
+    ("tensorflow.python.ops.signal.fft_ops", "_rfft"),
+}
+SAME_DTYPE_FUNCTIONS = {
+    ("tensorflow.python.ops.array_ops", "one_hot"),
+    ("tensorflow.python.ops.math_ops", "_div_python2"),
+    ("tensorflow.python.ops.math_ops", "div_no_nan"),
+    ("tensorflow.python.ops.math_ops", "multiply_no_nan"),
+    ("tensorflow.python.ops.nn_ops", "_dropout"),
+    ("tensorflow.python.ops.ragged.ragged_math_ops", "matmul"),
+}
 # Modules whose conversions are for something that has its dtype already: a variable or a queue.
 FIXED_DTYPES = (
     "tensorflow.python.ops.data_flow_ops",

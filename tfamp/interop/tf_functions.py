@@ -168,10 +168,7 @@ def function_signature(function: Any) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-_Function = private("eager.polymorphic_function.polymorphic_function:Function")
-
-
-class SaveableFunction(_Function):  # type: ignore[misc]
+class SaveableFunction(private("eager.polymorphic_function.polymorphic_function:Function")):  # type: ignore[misc]
     """A `tf.function` with a class of its own, which TensorFlow tracks and saves like any other.
 
     Symbols: `tensorflow.python.eager.polymorphic_function.polymorphic_function.Function`, and of it
