@@ -115,11 +115,9 @@ def test_the_policy_source_passes_other_attributes_through():
 def test_the_policy_source_comes_and_goes():
     from keras.src.dtype_policies import dtype_policy as module
 
-    keras_hooks.remove_policy_source()
     original = module.global_state
-    keras_hooks.install_policy_source(lambda: keras.DTypePolicy("float64"), lambda: None)
-    assert keras.config.dtype_policy().name == "float64"
-    keras_hooks.remove_policy_source()
+    with keras_hooks.policy_source(lambda: keras.DTypePolicy("float64"), lambda: None).held():
+        assert keras.config.dtype_policy().name == "float64"
     assert module.global_state is original
     assert keras.config.dtype_policy().name == "float32"
 

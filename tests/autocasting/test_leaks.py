@@ -13,21 +13,26 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.autocasting.context import _hooks
+from tfamp.autocasting.rules import hooks
 from tfamp.autocasting.state import current_modes
 from tfamp.core.errors import UnsupportedVersionError
-from tfamp.interop import keras_intercept, tf_intercept
+from tfamp.interop.patching import SYMBOLS, locate
+
+OTHERS = {
+    "layer_init", "layer_call", "functional_init", "variable_init", "batch_normalization",
+    "policy_module", "constant", "gradient",
+}  # fmt: skip
+PATCHED = [symbol for name, symbol in SYMBOLS if name not in OTHERS]
 
 
 def symbols():
     """What every symbol that is ever replaced stands for now."""
-    found = {
-        (each.module, each.name): getattr(each.owner(), each.attribute)
-        for each in tf_intercept.INTERCEPTED
-    }
-    found["Operation.__call__"] = keras.Operation.__call__
-    found["Optimizer.apply"] = keras.optimizers.Optimizer.apply
-    return found
+    return {symbol: value_of(symbol) for symbol in PATCHED}
+
+
+def value_of(symbol):
+    owner, name = locate(symbol)
+    return vars(owner)[name]
 
 
 def same(one, other):
@@ -44,7 +49,7 @@ def _nothing_is_left():
     before = symbols()
     yield
     assert all(same(before, symbols()).values())
-    assert _hooks._users == 0
+    assert hooks.users == 0
 
 
 def test_every_symbol_is_replaced_inside_and_the_original_object_afterwards(a):
@@ -85,41 +90,29 @@ def test_after_a_trace_that_fails(a):
     assert tf.matmul(a, a).dtype == tf.float32
 
 
-@pytest.mark.parametrize("missing", tf_intercept.INTERCEPTED, ids=lambda each: each.name)
+@pytest.mark.parametrize("missing", PATCHED)
 def test_a_missing_symbol_replaces_none(monkeypatch, a, missing):
-    owner = missing.owner()
+    owner, name = locate(missing)
+    library = "Keras" if missing.startswith("keras") else "TensorFlow"
+    others = [symbol for symbol in PATCHED if symbol != missing]
+    before = [value_of(symbol) for symbol in others]
     with monkeypatch.context() as patch:
-        patch.delattr(owner, missing.attribute)
-        others = [each for each in tf_intercept.INTERCEPTED if each is not missing]
-        before = [getattr(each.owner(), each.attribute) for each in others]
+        patch.delattr(owner, name)
         with (
-            pytest.raises(UnsupportedVersionError, match=f"{missing.attribute} is not in TensorFl"),
+            pytest.raises(UnsupportedVersionError, match=rf"{name} is not in {library} \d"),
             tfamp.autocast("bfloat16"),
         ):
             pass
-        for each, original in zip(others, before, strict=True):
-            assert getattr(each.owner(), each.attribute) is original
-    assert tf.matmul(a, a).dtype == tf.float32
-
-
-@pytest.mark.parametrize("name", ["intercept_layer_calls", "intercept_optimizer_steps"])
-def test_a_missing_keras_symbol_puts_the_others_back(monkeypatch, a, name):
-    def fail(*_):
-        raise UnsupportedVersionError("keras.src.x is gone")
-
-    before = symbols()
-    with monkeypatch.context() as patch:
-        patch.setattr(keras_intercept, name, fail)
-        with pytest.raises(UnsupportedVersionError, match="is gone"), tfamp.autocast("bfloat16"):
-            pass
-    assert all(same(before, symbols()).values())
+        for symbol, original in zip(others, before, strict=True):
+            assert value_of(symbol) is original
     with tfamp.autocast("bfloat16"):  # and the next one is not thought to be nested
         assert tf.matmul(a, a).dtype == tf.bfloat16
+    assert tf.matmul(a, a).dtype == tf.float32
 
 
 def test_ops_wrapped_while_active_do_nothing_afterwards(a):
     with tfamp.autocast("bfloat16"):
-        kept = symbols()["framework.ops", "convert_to_tensor"]
+        kept = symbols()["tensorflow.python.framework.ops:convert_to_tensor"]
     low = tf.cast(a, tf.bfloat16)
     with pytest.raises(ValueError, match="Tensor conversion requested dtype float32"):
         kept(low, tf.float32)
@@ -316,7 +309,7 @@ def test_a_coroutine_that_is_cancelled_or_fails_leaves_nothing(a, how):
         return dtype_of_matmul(a)
 
     assert asyncio.run(main()) == "float32"
-    assert _hooks._users == 0
+    assert hooks.users == 0
 
 
 @pytest.mark.parametrize("close", ["in another task", "in another thread", "by the loop"])
@@ -336,7 +329,7 @@ def test_an_asynchronous_generator_closed_elsewhere_leaves_nothing(a, close):
             return started, dtype_of_matmul(a)
 
     assert asyncio.run(main()) == (["bfloat16"], "float16")
-    assert _hooks._users == 0
+    assert hooks.users == 0
     assert dtype_of_matmul(a) == "float32"
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from keras.config import dtype_policy as imported_long_ago
 
 import tfamp
-from tfamp.interop import keras_hooks
+from tfamp.layers.policy_state import constructors
 
 MIXED = ["mixed_float16", "mixed_bfloat16"]
 NAMES = ["float16", "bfloat16", "float32", "float64", *MIXED]
@@ -91,7 +91,7 @@ def test_scope_restores_after_an_exception():
     with pytest.raises(ZeroDivisionError), tfamp.policy_scope("mixed_float16"):
         1 / 0  # noqa: B018
     assert keras_name() == "float32"
-    assert not keras_hooks.installed()
+    assert not constructors.users
 
 
 def test_one_scope_object_can_be_entered_again_inside_itself():
@@ -202,7 +202,7 @@ def test_scopes_left_out_of_order_leave_nothing_behind():
     assert keras_name() == "mixed_bfloat16"
     two.__exit__(None, None, None)
     assert keras_name() == "float32"
-    assert not keras_hooks.installed()
+    assert not constructors.users
 
 
 def test_keras_setter_wins_in_its_thread_until_tfamps_next():
@@ -307,7 +307,7 @@ def test_eight_threads_under_eight_policies():
 
     with ThreadPoolExecutor(len(names)) as pool:
         assert set(pool.map(train, names)) == {"float32"}
-    assert not keras_hooks.installed()
+    assert not constructors.users
 
 
 def test_a_thread_that_dies_in_a_scope_leaves_nothing():
@@ -315,7 +315,7 @@ def test_a_thread_that_dies_in_a_scope_leaves_nothing():
     thread.start()
     thread.join(timeout=60)
     tfamp.set_global_policy("float32")
-    assert not keras_hooks.installed()
+    assert not constructors.users
     assert keras_name() == "float32"
 
 
@@ -358,17 +358,17 @@ def test_any_sequence_of_calls_follows_a_stack(steps):
 @pytest.mark.parametrize("name", MIXED)
 def test_hooks_are_in_place_exactly_while_a_mixed_policy_is(name):
     original = keras.layers.Layer.__init__
-    assert not keras_hooks.installed()
+    assert not constructors.users
     tfamp.set_global_policy("bfloat16")
     assert keras.layers.Layer.__init__ is original
     with tfamp.policy_scope(name):
         tfamp.set_global_policy("float32")
-        assert not keras_hooks.installed()
+        assert not constructors.users
         tfamp.set_global_policy(name)
-        assert keras_hooks.installed()
+        assert constructors.users
     assert keras.layers.Layer.__init__ is original
     tfamp.set_global_policy(name)
     with tfamp.policy_scope("float32"):
-        assert keras_hooks.installed()  # other threads are under the mixed policy
+        assert constructors.users  # other threads are under the mixed policy
     tfamp.set_global_policy("float32")
     assert keras.layers.Layer.__init__ is original

@@ -2,66 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tfamp.autocasting.rules import Autocaster
+from tfamp.autocasting.rules import hooks, level_of_user
 from tfamp.autocasting.state import Block, Mode, current_modes
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.graph.op_lists import OpLists
-from tfamp.interop import keras_intercept
 from tfamp.interop.keras_backend import require_tensorflow
-from tfamp.interop.tf_intercept import intercept
 from tfamp.policy import Policy
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
-
-
-class _Hooks:
-    """The interception, in place while any code is inside an autocast and gone afterwards."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._undo = contextlib.ExitStack()
-
-    def acquire(self) -> None:
-        with self._lock:
-            if not self._users:
-                handler = Autocaster(self.held)
-                with contextlib.ExitStack() as undo:  # undoes the first if another fails
-                    undo.callback(intercept(handler))
-                    undo.callback(
-                        keras_intercept.intercept_layer_calls(handler.layer_dtype, handler.paused)
-                    )
-                    undo.callback(keras_intercept.intercept_optimizer_steps(handler.paused))
-                    self._undo = undo.pop_all()
-            self._users += 1
-
-    def release(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                self._undo.close()
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        self.acquire()
-        try:
-            yield
-        finally:
-            self.release()
-
-
-_hooks = _Hooks()
 
 
 class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's are
@@ -104,7 +60,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
     Warns:
         TfampWarning: Once per process, where float16 is in force on a CPU without float16
             arithmetic, with the slowdown measured. Once for each function called inside whose
-            graph was finished before and has float32 ops that would be lowered.
+            graph was finished before and has float32 ops that would be cast down.
 
     Raises:
         ValueError: `dtype` is no low-precision dtype.
@@ -147,16 +103,11 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
     def __enter__(self) -> autocast:
         if self._mode is not None and self._mode.dtype == "float16":
             _warn_once_where_float16_is_slow()
-        _hooks.acquire()
+        hooks.acquire()
         self._entered.append(current_modes.enter(self._mode))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if not self._entered:
             raise RuntimeError("autocast was left more often than it was entered.")
         # An asynchronous generator, for one, may be closed in another context.
@@ -164,7 +115,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
         block = (here or self._entered)[-1]
         self._entered.remove(block)
         current_modes.leave(block)
-        _hooks.release()
+        hooks.release()
 
     def __call__(self, function: _Callable) -> _Callable:
         """Decorates a function, or a layer's or model's `call`, to run under this autocast."""
@@ -236,15 +187,7 @@ def _warn_once_where_float16_is_slow() -> None:
     with current_modes.set_to(None):
         message = float16.warning()
     if message is not None:
-        warnings.warn(message, TfampWarning, stacklevel=_level_of_user())
-
-
-def _level_of_user() -> int:
-    """The stack level, as seen from the caller, of the first frame that is not tfamp's."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tfamp."):
-        level, frame = level + 1, frame.f_back
-    return level
+        warnings.warn(message, TfampWarning, stacklevel=level_of_user())
 
 
 def _low_dtype(dtype: Any, enabled: bool) -> str | None:

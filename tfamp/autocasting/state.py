@@ -1,34 +1,34 @@
-"""Which autocast is in force in a context of a thread, and the casts it may reuse."""
+"""Which autocast is in force in a context of a thread, how it casts, and the casts it may reuse."""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import threading
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from tfamp.autocasting.trace_casts import TraceCasts
+import numpy as np
+import tensorflow as tf
+
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.graph.op_lists import OpLists
+from tfamp.interop.tf_private import no_tape_is_active, place_in_trace
+
+# ---- Modes ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One autocast in force.
+    """One autocast in force."""
 
-    Attributes:
-        dtype: "float16" or "bfloat16".
-        targets: Op type -> the dtype its float inputs are cast to; "" for the widest among them.
-        cache_casts: Whether casts may be reused.
-        key: What tells this mode's traces from others'.
-    """
-
-    dtype: str
-    targets: dict[str, str]
+    dtype: str  # The low one.
+    targets: dict[str, str]  # By op type the dtype its float inputs get; "" for their widest.
     cache_casts: bool
-    key: Hashable
+    key: Hashable  # What tells this mode's traces from others'.
 
     @classmethod
     def of(cls, dtype: str, lists: OpLists, cache_casts: bool) -> Mode:
@@ -39,25 +39,15 @@ class Mode:
         return cls(dtype, targets, cache_casts, (dtype, lists))
 
 
+@dataclass(eq=False, slots=True)
 class Block:
-    """An autocast that was entered: a link in the stack that a context holds.
+    """An autocast that was entered: a link in the stack that a context holds."""
 
-    Attributes:
-        mode: What it puts in force; None where nothing is cast.
-        outer: The block around it.
-        casts: What it and the blocks around it may reuse.
-        thread: The thread it counts in.
-        left: Whether it was left. A context it was not left in may hold it still.
-    """
-
-    __slots__ = ("casts", "left", "mode", "outer", "thread")
-
-    def __init__(self, mode: Mode | None, outer: Block | None) -> None:
-        self.mode = mode
-        self.outer = outer
-        self.casts: Casts = Casts() if outer is None else outer.casts
-        self.thread = threading.get_ident()
-        self.left = False
+    mode: Mode | None  # What it puts in force; None where nothing is cast.
+    outer: Block | None  # The one around it.
+    casts: Casts  # What it and the blocks around it may reuse.
+    thread: int = field(default_factory=threading.get_ident)  # The one it counts in.
+    left: bool = False  # A context that it was not left in may hold it still.
 
 
 class _Modes:
@@ -72,8 +62,9 @@ class _Modes:
 
     def enter(self, mode: Mode | None) -> Block:
         """Puts a mode in force here, until its block is left."""
-        block = Block(mode, self._innermost())
-        if block.outer is None:
+        outer = self._innermost()
+        block = Block(mode, outer, Casts() if outer is None else outer.casts)
+        if outer is None:
             # What began to record before, nobody was told of.
             block.casts.traced.recording_changed()
         block.casts.blocks.append(block)
@@ -85,7 +76,7 @@ class _Modes:
         block.left = True
         block.casts.blocks.remove(block)
         if not block.casts.blocks:
-            block.casts.clear()
+            block.casts.forget()
         if self._stack.get() is block:
             self._stack.set(self._innermost())
 
@@ -129,24 +120,19 @@ class _Modes:
         return block
 
 
-class Casts:
-    """What the blocks of one stack may reuse, until the last of them is left.
+# ---- Casts that may be used again ----------------------------------------------------------------
 
-    Attributes:
-        blocks: Those in force.
-        eager: Casts of eager tensors.
-        traced: Casts of variables in traces.
-    """
+
+class Casts:
+    """What the blocks in force of one stack may reuse, until the last of them is left."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        self.eager = _CastCache()
-        self.traced = TraceCasts()
+        self.forget()
 
-    def clear(self) -> None:
+    def forget(self) -> None:
         """Forgets all casts."""
-        self.eager.clear()
-        self.traced.clear()
+        self.eager, self.traced = _CastCache(), _TraceCasts()
 
 
 class _CastCache:
@@ -172,8 +158,143 @@ class _CastCache:
 
         casts[key] = (weakref.ref(value, drop), cast)
 
-    def clear(self) -> None:
-        self._casts.clear()
+
+_READ = "ReadVariableOp"
+# Whatever else takes a variable's handle, a call of a function included, may assign.
+_ONLY_READ = {_READ, "VariableShape", "VarIsInitializedOp", "ResourceGather", "ResourceGatherNd"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """A cast that may be used again."""
+
+    result: weakref.ref[Any]  # Weak, as a tensor keeps its graph alive.
+    read: int  # Place in the trace of the read that was cast.
+    made: int  # Place of the cast.
+    recorded: bool  # Whether a tape saw the cast.
+
+
+@dataclass(slots=True)
+class _Trace:
+    """What is known of one graph."""
+
+    # The last cast of each variable, by its handle and the dtype.
+    casts: dict[tuple[str, str], _Cast] = field(default_factory=dict)
+    # After which places a tape began to record or to watch.
+    recordings: list[int] = field(default_factory=list)
+
+    def recording(self, place: int) -> int:
+        """How often something had begun to record at a place."""
+        return bisect.bisect_left(self.recordings, place)
+
+
+class _TraceCasts:
+    """The casts of variables in the graphs that are traced under one stack of autocasts."""
+
+    def __init__(self) -> None:
+        self._traces: weakref.WeakKeyDictionary[Any, _Trace] = weakref.WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        return sum(len(trace.casts) for trace in self._traces.values())
+
+    def recording_changed(self) -> None:
+        """Notes that a tape begins to record or to watch: it did not see what was made before."""
+        if tf.executing_eagerly():
+            return
+        graph = tf.compat.v1.get_default_graph()
+        if made := graph.get_operations():
+            trace = self._traces.setdefault(graph, _Trace())
+            trace.recordings.append(place_in_trace(made[-1]))
+
+    def once(self, value: Any, dtype: str, cast: Callable[[], Any]) -> Any:
+        """Casts a tensor, or takes what the same variable was cast to before."""
+        if not _is_read_in_this_trace(value):
+            return cast()
+        handle, read = value.op.inputs[0], place_in_trace(value.op)
+        trace = self._traces.setdefault(value.graph, _Trace())
+        known = trace.casts.get((handle.name, dtype))
+        found = None if known is None else known.result()
+        if known is not None and found is not None and _holds(known, trace, handle, read):
+            return found
+        made = cast()
+        place, recorded = place_in_trace(made.op), not no_tape_is_active()
+        trace.casts[handle.name, dtype] = _Cast(weakref.ref(made), read, place, recorded)
+        return made
+
+
+def _holds(known: _Cast, trace: _Trace, handle: Any, read: int) -> bool:
+    """Whether a cast is what casting a read would give now, for values and for gradients."""
+    seen = (
+        known.recorded
+        and trace.recording(known.read) == trace.recording(read)
+        and trace.recording(known.made) == len(trace.recordings)
+    )
+    if not seen and not no_tape_is_active():
+        return False
+    first, last = sorted((known.read, read))
+    return all(
+        op.type in _ONLY_READ or not first < place_in_trace(op) < last for op in handle.consumers()
+    )
+
+
+def _is_read_in_this_trace(value: Any) -> bool:
+    return (
+        not tf.executing_eagerly()
+        and tf.is_tensor(value)
+        and getattr(value, "graph", None) is tf.compat.v1.get_default_graph()
+        and value.op.type == _READ
+    )
 
 
 current_modes = _Modes()
+
+# ---- Values --------------------------------------------------------------------------------------
+
+EDITABLE = frozenset({*LOW_PRECISION, "float32"})
+ARRAYS = (np.ndarray, np.generic)
+_NAMES = {tf.as_dtype(name): name for name in EDITABLE}  # DType.name takes long
+
+
+def dtype_name(value: Any) -> str:
+    """The dtype's name of anything that has one; "" of numbers, lists and None."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return ""
+    if isinstance(dtype, tf.DType):
+        return _NAMES.get(dtype) or dtype.base_dtype.name
+    return str(getattr(dtype, "name", dtype))
+
+
+def widest(dtypes: set[str]) -> str:
+    """The dtype that holds what each of these does."""
+    return next(iter(dtypes)) if len(dtypes) == 1 else "float32"
+
+
+def recast(value: Any, dtype: str) -> Any:
+    """A float16, bfloat16 or float32 value in another of these dtypes; anything else as it is."""
+    given = dtype_name(value)
+    if given not in EDITABLE or dtype not in EDITABLE or isinstance(value, tf.TypeSpec):
+        return value
+    if given == dtype:
+        return value
+    if isinstance(value, ARRAYS):
+        return value.astype(tf.as_dtype(dtype).as_numpy_dtype)
+    mode = current_modes.current
+    casts = current_modes.casts if mode is not None and mode.cache_casts else None
+    with current_modes.set_to(None):
+        return tf.cast(value, dtype) if casts is None else _cast_once(value, dtype, casts)
+
+
+def _cast_once(value: Any, dtype: str, casts: Casts) -> Any:
+    if not tf.executing_eagerly():
+        tensor = tf.convert_to_tensor(value) if isinstance(value, tf.Variable) else value
+        return casts.traced.once(tensor, dtype, lambda: tf.cast(tensor, dtype))
+    # Immutable tensors only, so no assignment can be missed; off the tape only, because a tape
+    # that did not see the cast would lose the gradient.
+    if not isinstance(value, tf.Tensor) or not no_tape_is_active():
+        return tf.cast(value, dtype)
+    cast = casts.eager.get(value, dtype)
+    if cast is None:
+        cast = tf.cast(value, dtype)
+        casts.eager.set(value, dtype, cast)
+    return cast

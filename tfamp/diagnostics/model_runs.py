@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_backend import described
-from tfamp.interop.keras_intercept import observe_layer_calls
+from tfamp.interop.patching import patched_here, wrap_method
+from tfamp.interop.tracing import as_written
 from tfamp.layers import output_dtypes
 from tfamp.layers.float_policies import is_built_in, policy_with
 from tfamp.layers.model_calls import casts_unprepared
@@ -137,22 +137,18 @@ def _holds_no_users_layers(layer: Any) -> bool:
     return not inner or (is_built_in(layer) and all(map(_holds_no_users_layers, inner)))
 
 
-@contextlib.contextmanager
-def observing_layers(around: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
+def observing_layers(
+    around: Callable[[Any, Callable[[], Any]], Any],
+) -> contextlib.AbstractContextManager[None]:
     """Puts a function around the layer calls that this thread makes in the block.
 
     It gets the layer and a function that makes the call, and returns the call's result.
     """
-    thread = threading.get_ident()
 
-    def here(layer: Any, call: Callable[[], Any]) -> Any:
-        return around(layer, call) if threading.get_ident() == thread else call()
+    def call_layer(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(layer, functools.partial(original, layer, *args, **kwargs))
 
-    stop = observe_layer_calls(here)
-    try:
-        yield
-    finally:
-        stop()
+    return patched_here(layer_call=call_layer)
 
 
 @contextlib.contextmanager
@@ -214,44 +210,34 @@ def watch_layers(
     layer and the first float tensor it returned. Returns what takes it off again.
     """
     training = threading.local()  # Each replica of a MirroredStrategy traces in its own thread.
-    step = model.train_step
 
-    @functools.wraps(step)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
+    @as_written
+    def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         training.on = True
         try:
-            return step(*args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             training.on = False
 
-    # Past Keras's __setattr__: these are functions for a while, no parts of the model.
-    vars(model)["train_step"] = tf.autograph.experimental.do_not_convert(train_step)
+    undo = [wrap_method(model, "train_step", train_step)]
     for position, layer in enumerate(layers):
-        vars(layer)["call"] = _watched_call(layer, position, observer, training)
+        around = _watched_call(functools.partial(observer, position), training)
+        undo.append(wrap_method(layer, "call", around))
 
     def take_off() -> None:
-        vars(model).pop("train_step", None)
-        for layer in layers:
-            vars(layer).pop("call", None)
+        for each in undo:
+            each()
 
     return take_off
 
 
-def _watched_call(
-    layer: keras.layers.Layer,
-    position: int,
-    observer: Callable[[int, Any], None],
-    training: threading.local,
-) -> Callable[..., Any]:
-    original = layer.call
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
+def _watched_call(observer: Callable[[Any], None], training: threading.local) -> Callable[..., Any]:
+    @as_written
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         outputs = original(*args, **kwargs)
         if getattr(training, "on", False):
             for tensor in float_tensors(outputs)[:1]:  # The first stands for the layer.
-                observer(position, tensor)
+                observer(tensor)
         return outputs
 
-    kept: Callable[..., Any] = tf.autograph.experimental.do_not_convert(call)
-    return kept
+    return call

@@ -23,7 +23,7 @@ from tfamp.graph.observe import observed_scopes
 from tfamp.graph.transforms.inline import inline_calls
 from tfamp.graph.transforms.retype import UNROUNDED, low_dtypes, seeded
 from tfamp.interop import keras_hooks, tf_functions
-from tfamp.layers.methods import rewrap_methods, wrapped_methods
+from tfamp.interop.patching import rewrap_methods, wrapped_methods
 from tfamp.layers.model_calls import add_losses_in_float32
 from tfamp.rewriting.flat_call import FlatCall
 from tfamp.rewriting.function import RewrittenFunction, rewrite

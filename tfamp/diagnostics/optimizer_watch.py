@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from tfamp.gradient_accumulator import GradientAccumulator
 from tfamp.interop.keras_backend import described
+from tfamp.interop.patching import unwrap_methods, wrap_method, wrapped_methods
+from tfamp.interop.tracing import as_written
 from tfamp.optimizer import LossScaleOptimizer
 from tfamp.training.grad_scaler import GradScaler
 from tfamp.training.gradients import Gradients
@@ -107,17 +109,14 @@ def is_watched_by(optimizer: Any, observer: Observer) -> bool:
     """Whether it is this observer that sees the gradients an optimizer applies."""
     if isinstance(optimizer, LossScaleOptimizer):
         return optimizer.gradient_observer is observer
-    return getattr(vars(optimizer).get("apply"), "observer", None) is observer
+    return getattr(wrapped_methods(optimizer).get("apply"), "observer", None) is observer
 
 
 def _wrap_apply(optimizer: Any, observer: Observer) -> Callable[[], None]:
-    own = vars(optimizer).get("apply")
-    if hasattr(own, "observer"):  # Left here by a fit that was interrupted.
-        own = own.replaced
-    original = type(optimizer).apply.__get__(optimizer) if own is None else own
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
-    def apply(grads: Any, trainable_variables: Any = None, **options: Any) -> Any:
+    @as_written
+    def apply(original: Any, grads: Any, trainable_variables: Any = None, **options: Any) -> Any:
         grads = list(grads)
         variables = list(
             optimizer._trainable_variables if trainable_variables is None else trainable_variables
@@ -130,16 +129,7 @@ def _wrap_apply(optimizer: Any, observer: Observer) -> Callable[[], None]:
             observer(grads, variables, scaling_of(optimizer).scale(), finite)
         return original(grads, trainable_variables, **options)
 
-    wrapper: Any = tf.autograph.experimental.do_not_convert(apply)
-    wrapper.observer, wrapper.replaced = observer, own
-    # Past Keras's __setattr__, which would track it as a part of the optimizer's state.
-    vars(optimizer)["apply"] = wrapper
-
-    def take_off() -> None:
-        if vars(optimizer).get("apply") is wrapper:
-            if own is None:
-                del vars(optimizer)["apply"]
-            else:
-                vars(optimizer)["apply"] = own
-
+    unwrap_methods(optimizer)  # One may have been left here by a fit that was interrupted.
+    take_off = wrap_method(optimizer, "apply", apply)
+    wrapped_methods(optimizer)["apply"].observer = observer  # type: ignore[attr-defined]
     return take_off

@@ -110,7 +110,6 @@ def attribute_value(value: Any) -> Any:
     return None
 
 
-@functools.cache
 def has_kernel(op: str, device: str, types: tuple[tuple[str, tuple[str, ...]], ...]) -> bool:
     """Whether a device kind has a kernel for an op with these type attributes.
 
@@ -122,13 +121,7 @@ def has_kernel(op: str, device: str, types: tuple[tuple[str, tuple[str, ...]], .
     Returns:
         True if a kernel accepts all of them.
     """
-    if device == "tpu":
-        return True
-    return any(
-        kernel.device in (device, "default")
-        and all(kernel.dtypes[attr].issuperset(got) for attr, got in types if attr in kernel.dtypes)
-        for kernel in tf_private.kernels(op)
-    )
+    return device == "tpu" or tf_private.has_kernel(op, device, types)
 
 
 def writes_variable(op: str) -> bool:

@@ -1,164 +1,52 @@
-"""Every place where tfamp reaches into Keras: two wrapped constructors, and private symbols.
+"""Every private symbol of Keras that tfamp calls.
 
-Nothing here decides. `layers.policy_state` says when to hook and what to call, and
-`layers.output_dtypes` what to do with a layer or a model; this file only knows where in Keras that
-is. Each private symbol has one small function and one test, so a release that changes one says
-which: the function raises `UnsupportedVersionError` with the symbol and the installed version.
+Each has one small function and one test, so a release that changes one says which: the function
+raises `UnsupportedVersionError` with the symbol and the installed version.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import importlib
-import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import keras
 
-from tfamp.core.errors import UnsupportedVersionError
-
-TESTED_VERSIONS = "3.12 to 3.15"
+from tfamp.interop.patching import Patch, foreign_module, foreign_symbol
 
 _POLICY = "dtype_policy"
 
 
-@dataclass(frozen=True)
-class LayerHooks:
-    """What the wrapped constructors call.
+def policy_source(read: Callable[[], Any], wrote: Callable[[], None]) -> Patch:
+    """Returns a patch that makes Keras ask `read` for the global policy, and tell `wrote` of a new.
 
-    Attributes:
-        layer_dtype: Gets the layer's class and the `dtype` its maker gave (None: not given) and
-            returns the one to construct it with.
-        layer_created: Gets every layer, once it is constructed, and the `dtype` its maker gave.
-        functional_created: Gets every Functional model, once it is constructed.
+    Keras keeps its policy in a thread-local, and there is no public way to set it for another
+    thread. `read` returns None for Keras's own; `wrote` is called in the thread that set it.
     """
 
-    layer_dtype: Callable[[type, Any], Any]
-    layer_created: Callable[[Any, Any], None]
-    functional_created: Callable[[Any], None]
+    class GlobalState:
+        """Stands for Keras's global-state module, so that functions imported long ago see it."""
 
+        def __init__(self, module: Any) -> None:
+            self._module = module
 
-class _Constructor:
-    """One wrapped `__init__`: put in place by `install`, gone without a trace after `remove`."""
+        def get_global_attribute(self, name: str, *args: Any, **kwargs: Any) -> Any:
+            policy = read() if name == _POLICY else None
+            if policy is not None:
+                return policy
+            return self._module.get_global_attribute(name, *args, **kwargs)
 
-    def __init__(self, owner: type, make: Callable[[Callable[..., None]], Callable[..., None]]):
-        self._owner = owner
-        self._original = owner.__dict__["__init__"]
-        wanted = make(self._original)
+        def set_global_attribute(self, name: str, value: Any) -> None:
+            self._module.set_global_attribute(name, value)
+            if name == _POLICY:
+                wrote()
 
-        @functools.wraps(self._original)
-        def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
-            # Off while another library, patched on top of this, still holds it.
-            (wanted if self._active else self._original)(self_, *args, **kwargs)
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._module, name)
 
-        # Keras reads constructors with getfullargspec, which looks at this and not at __wrapped__.
-        __init__.__signature__ = inspect.signature(self._original)  # type: ignore[attr-defined]
-        self._wrapper = __init__
-        self._active = True
-        owner.__init__ = self._wrapper  # type: ignore[misc]
-
-    def remove(self) -> None:
-        self._active = False
-        if self._owner.__dict__["__init__"] is self._wrapper:
-            self._owner.__init__ = self._original  # type: ignore[misc]
-
-
-_constructors: list[_Constructor] = []
-
-
-def install(hooks: LayerHooks) -> None:
-    """Wraps the constructors of `keras.layers.Layer` and of Functional; does nothing if they are.
-
-    The caller holds a lock: this function has none.
-
-    Args:
-        hooks: What the wrapped constructors call.
-    """
-    if _constructors:
-        return
-    functional = functional_class()
-
-    def layer_init(original: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-            given = kwargs.get("dtype")
-            wanted = hooks.layer_dtype(type(self), given)
-            if wanted is not given:
-                kwargs["dtype"] = wanted
-            original(self, *args, **kwargs)
-            hooks.layer_created(self, given)
-
-        return wrapped
-
-    def functional_init(original: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            hooks.functional_created(self)
-
-        return wrapped
-
-    _constructors.append(_Constructor(keras.layers.Layer, layer_init))
-    _constructors.append(_Constructor(functional, functional_init))
-
-
-def remove() -> None:
-    """Puts the original constructors back; does nothing if they are in place."""
-    while _constructors:
-        _constructors.pop().remove()
-
-
-def installed() -> bool:
-    """Whether the constructors are wrapped now."""
-    return bool(_constructors)
-
-
-class _GlobalStateWithPolicy:
-    """Stands for Keras's global-state module where the module of the dtype policies looks it up.
-
-    Only `keras.config.dtype_policy` and `set_dtype_policy` see it, so no other reader of the global
-    state gets slower, and functions imported from Keras long ago are reached as well.
-    """
-
-    def __init__(self, module: ModuleType, read: Callable[[], Any], wrote: Callable[[], None]):
-        self._module = module
-        self._read = read
-        self._wrote = wrote
-
-    def get_global_attribute(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        policy = self._read() if name == _POLICY else None
-        if policy is not None:
-            return policy
-        return self._module.get_global_attribute(name, *args, **kwargs)
-
-    def set_global_attribute(self, name: str, value: Any) -> None:
-        self._module.set_global_attribute(name, value)
-        if name == _POLICY:
-            self._wrote()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-def install_policy_source(read: Callable[[], Any], wrote: Callable[[], None]) -> None:
-    """Makes Keras ask `read` for the global dtype policy, and tell `wrote` when its own is set.
-
-    Symbol: `keras.src.dtype_policies.dtype_policy.global_state`; Keras keeps its policy in a
-    thread-local there, and there is no public way to set it for another thread.
-
-    Args:
-        read: Returns a Keras dtype policy, or None for Keras's own of this thread.
-        wrote: Called in the thread that used Keras's own setter.
-    """
-    module = _policy_module()
-    if not isinstance(module.global_state, _GlobalStateWithPolicy):
-        module.global_state = _GlobalStateWithPolicy(_global_state(), read, wrote)
-
-
-def remove_policy_source() -> None:
-    """Gives Keras its global state back; does nothing if it has it."""
-    _policy_module().global_state = _global_state()
+    return Patch(policy_module=GlobalState)
 
 
 def thread_policy() -> Any:
@@ -369,31 +257,54 @@ def _global_state() -> ModuleType:
     return keras_module("keras.src.backend.common.global_state")
 
 
-def _policy_module() -> Any:
-    module = keras_module("keras.src.dtype_policies.dtype_policy")
-    keras_symbol(module, "global_state")
-    return module
+# ---- Calls of layers -----------------------------------------------------------------------------
+
+
+def reading_in(layer: Any, dtype: str) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which a float32 layer reads its variables in a dtype when it is called.
+
+    Keras does the same for mixed policies. Only variables that take part in it are read so: those
+    of BatchNormalization, and of an optimizer, are not. Does nothing to a layer that reads another
+    dtype, or that reads float32 because a layer around it does.
+
+    Symbols: `keras.src.backend.common.variables.AutocastScope`, whose `original_scope` is the scope
+    around it, and `get_autocast_scope`.
+    """
+    if not (layer.autocast and layer.compute_dtype == "float32"):
+        return contextlib.nullcontext()
+    scope = keras_symbol(_variables(), "get_autocast_scope")()
+    # Inside of a scope of another dtype, which is this one's, layers open their own first.
+    if scope is None or isinstance(scope.original_scope, _scope_of_ours()):
+        context: contextlib.AbstractContextManager[None] = _scope_of_ours()(dtype)
+        return context
+    return contextlib.nullcontext()
+
+
+@functools.cache
+def _scope_of_ours() -> Any:
+    """A class of scopes that no layer with a mixed policy has opened."""
+    return type("Scope", (keras_symbol(_variables(), "AutocastScope"),), {})
+
+
+def variables_as_stored() -> contextlib.AbstractContextManager[None]:
+    """A context in which a layer being called reads its variables in the dtype they have.
+
+    Symbol: `keras.src.backend.common.variables.AutocastScope`.
+    """
+    scope: contextlib.AbstractContextManager[None]
+    scope = keras_symbol(_variables(), "AutocastScope")(None)
+    return scope
+
+
+def _variables() -> ModuleType:
+    return keras_module("keras.src.backend.common.variables")
 
 
 def keras_module(name: str) -> ModuleType:
-    """Returns a module of Keras, or says that this release has it not."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise _unsupported(name) from error
+    """Returns a module of Keras, or says that this release does not have it."""
+    return foreign_module(name, "Keras")
 
 
 def keras_symbol(owner: Any, name: str) -> Any:
-    """Returns what a module or an object has under a name, or says that it has it not."""
-    try:
-        return getattr(owner, name)
-    except AttributeError as error:
-        where = getattr(owner, "__name__", type(owner).__name__)
-        raise _unsupported(f"{where}.{name}") from error
-
-
-def _unsupported(symbol: str) -> UnsupportedVersionError:
-    return UnsupportedVersionError(
-        f"{symbol} is not in Keras {keras.__version__}; tfamp was tested with Keras "
-        f"{TESTED_VERSIONS}. Install one of these, or a newer tfamp."
-    )
+    """Returns what a module or an object has under a name, or says that it does not have it."""
+    return foreign_symbol(owner, name, "Keras")

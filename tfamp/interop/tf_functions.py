@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfamp.interop.tf_private import private_module, private_symbol
+from tfamp.interop.patching import patched_here
+from tfamp.interop.tf_private import private, private_symbol
 
 
 def capture_into_graph(tensor: Any) -> Any:
@@ -21,9 +20,6 @@ def capture_into_graph(tensor: Any) -> Any:
     Symbol: `FuncGraph.capture`. An op that takes an eager tensor captures it by itself, but the
     `input_map` of `tf.graph_util.import_graph_def` takes tensors of the graph only, and
     `tf.identity` copies what a resource handle says of its variable's shape for some dtypes only.
-
-    Args:
-        tensor: An eager tensor or one of an enclosing function, resource handles included.
     """
     return private_symbol(tf.compat.v1.get_default_graph(), "capture")(tensor)
 
@@ -33,12 +29,8 @@ def copy_handle_data(sources: Iterable[Any], targets: Iterable[Any]) -> None:
 
     Symbol: `tensorflow.python.ops.handle_data_util.copy_handle_data`. A gradient of a gradient asks
     for the dtype and shape of the variables that a loop passes on; an imported loop has lost them.
-
-    Args:
-        sources: Tensors of the graph being traced; those that are no handles are passed over.
-        targets: For each the tensor that has the same value.
     """
-    copy = private_symbol(private_module("ops.handle_data_util"), "copy_handle_data")
+    copy = private("ops.handle_data_util:copy_handle_data")
     for source, target in zip(sources, targets, strict=True):
         copy(source, target)
 
@@ -48,9 +40,6 @@ def variable_dtype(handle: Any) -> Any:
 
     Symbol: `EagerTensor._handle_data`. A traced function lists the variables that it reads, but not
     those whose handles only an op or a function in it takes.
-
-    Args:
-        handle: An eager tensor of dtype resource.
     """
     found = private_symbol(handle, "_handle_data")
     if found is None or not found.is_set or len(found.shape_and_type) != 1:
@@ -74,13 +63,10 @@ def register_functions(definitions: Iterable[Any], owner: Any) -> None:
 
     Symbols: `add_function_def` and `remove_function` of
     `tensorflow.python.eager.context.context()`. `tf.graph_util.import_graph_def` adds the functions
-    to the graph it imports into, where the eager runtime does not find them.
-
-    Args:
-        definitions: `FunctionDef` messages with names no other function has.
-        owner: What calls them; a weak reference to it is kept.
+    to the graph it imports into, where the eager runtime does not find them. Their names must be
+    new; a weak reference to the owner is kept.
     """
-    context = private_symbol(private_module("eager.context"), "context")()
+    context = private("eager.context:context")()
     for definition in definitions:
         context.add_function_def(definition)
         removal = weakref.finalize(owner, context.remove_function, definition.signature.name)
@@ -93,7 +79,7 @@ def registered_gradient(name: str) -> Any:
     Symbol: `tensorflow.python.framework.ops.gradient_registry`. `tf.RegisterGradient` is public,
     but nothing that looks one up.
     """
-    return private_symbol(private_module("framework.ops"), "gradient_registry").lookup(name)
+    return private("framework.ops:gradient_registry").lookup(name)
 
 
 def differentiate_call(op: Any, gradients: Sequence[Any]) -> Any:
@@ -102,10 +88,6 @@ def differentiate_call(op: Any, gradients: Sequence[Any]) -> Any:
     Symbols: `function_def_to_graph`, `ConcreteFunction.from_func_graph` and its
     `_get_gradient_function`. TensorFlow attaches a gradient to the calls it traces; a call that was
     imported has none that is still right.
-
-    Args:
-        op: A PartitionedCall or StatefulPartitionedCall.
-        gradients: Gradients of its outputs.
     """
     functions = _differentiable.setdefault(_outermost(op.graph), {})
     name = op.get_attr("f").name
@@ -126,20 +108,16 @@ def _outermost(graph: Any) -> Any:
 
 
 def _concrete_function(op: Any, definition: Any) -> Any:
-    build = private_symbol(
-        private_module("framework.function_def_to_graph"), "function_def_to_graph"
-    )
-    concrete = private_symbol(
-        private_module("eager.polymorphic_function.concrete_function"), "ConcreteFunction"
-    )
-    types = private_module("eager.polymorphic_function.function_type_utils")
+    build = private("framework.function_def_to_graph:function_def_to_graph")
+    concrete = private("eager.polymorphic_function.concrete_function:ConcreteFunction")
+    types = private("eager.polymorphic_function.function_type_utils:function_type_lib")
     with op.graph.as_default():
         body = build(definition)
     copy_handle_data(op.inputs, body.inputs)
     for each in body.get_operations():
         if each.type in ("StatelessWhile", "While"):
             copy_handle_data(each.inputs, each.outputs)
-    kind = private_symbol(types, "function_type_lib").from_structured_signature(
+    kind = types.from_structured_signature(
         ((), {}), body.structured_outputs, body.function_captures.capture_types
     )
     attrs = {name: value for name, value in definition.attr.items() if name != "_input_shapes"}
@@ -152,22 +130,14 @@ def _definition(graph: Any, name: str) -> Any:
         if function is not None:
             return function.cached_definition
         graph = getattr(graph, "outer_graph", None)
-    return private_module("eager.context").context().get_function_def(name)
+    return private("eager.context:context")().get_function_def(name)
 
 
 class FunctionOptions(NamedTuple):
-    """How a `tf.function` was made.
+    """How a `tf.function` was made."""
 
-    Attributes:
-        input_signature: The specs it was given, or None.
-        jit_compile: Whether XLA compiles it; None leaves it to TensorFlow.
-        reduce_retracing: Whether it generalizes shapes to trace less often.
-        autograph: Whether Python control flow is converted.
-        experimental_autograph_options: What of AutoGraph is switched on.
-    """
-
-    input_signature: Any
-    jit_compile: bool | None
+    input_signature: Any  # The specs it was given, or None.
+    jit_compile: bool | None  # None leaves it to TensorFlow.
     reduce_retracing: bool
     autograph: bool
     experimental_autograph_options: Any
@@ -179,10 +149,9 @@ def function_options(function: Any) -> FunctionOptions:
     Symbols: the attributes `_jit_compile`, `_reduce_retracing`, `_autograph` and
     `_experimental_autograph_options` of `tf.types.experimental.PolymorphicFunction`.
     """
-    names = ("_jit_compile", "_reduce_retracing", "_autograph", "_experimental_autograph_options")
-    return FunctionOptions(
-        function.input_signature, *(private_symbol(function, name) for name in names)
-    )
+    names = [f"_{name}" for name in FunctionOptions._fields[1:]]
+    found = (private_symbol(function, name) for name in names)
+    return FunctionOptions(function.input_signature, *found)
 
 
 def function_signature(function: Any) -> inspect.Signature:
@@ -199,12 +168,7 @@ def function_signature(function: Any) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def _function_class() -> Any:
-    module = private_module("eager.polymorphic_function.polymorphic_function")
-    return private_symbol(module, "Function")
-
-
-class SaveableFunction(_function_class()):  # type: ignore[misc]
+class SaveableFunction(private("eager.polymorphic_function.polymorphic_function:Function")):  # type: ignore[misc]
     """A `tf.function` with a class of its own, which TensorFlow tracks and saves like any other.
 
     Symbols: `tensorflow.python.eager.polymorphic_function.polymorphic_function.Function`, and of it
@@ -227,45 +191,44 @@ class SaveableFunction(_function_class()):  # type: ignore[misc]
 # ---- For diagnostics -----------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def constants_noted(note: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Tells of every constant that this thread adds to a graph in the block.
+def constants_noted(
+    note: Callable[[Any, Any], None],
+) -> contextlib.AbstractContextManager[None]:
+    """Returns a context that tells of every constant that this thread adds to a graph.
 
-    Symbol: `tensorflow.python.framework.ops._create_graph_constant`. A Python number becomes a
-    constant of the dtype of what it is added to, and the graph has the rounded value only.
-
-    Args:
-        note: Gets the value as it was given and the constant's tensor.
+    A Python number becomes a constant of the dtype of what it is added to, and the graph has the
+    rounded value only. `note` gets the value as it was given and the constant's tensor.
     """
-    module = private_module("framework.ops")
-    original = private_symbol(module, "_create_graph_constant")
-    thread, active = threading.get_ident(), True
 
-    @functools.wraps(original)
-    def create(value: Any, *args: Any, **kwargs: Any) -> Any:
+    def create(original: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         tensor = original(value, *args, **kwargs)
-        if active and threading.get_ident() == thread:
-            note(value, tensor)
+        note(value, tensor)
         return tensor
 
-    module._create_graph_constant = create  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        active = False
-        # Another thread may have put its own on top of this one, which then does nothing more.
-        if module._create_graph_constant is create:
-            module._create_graph_constant = original  # type: ignore[attr-defined]
+    return patched_here(constant=create)
+
+
+def gradients_noted(
+    note: Callable[[Any, Any], None],
+) -> contextlib.AbstractContextManager[None]:
+    """Returns a context that tells of every gradient this thread takes from a `tf.GradientTape`.
+
+    A graph does not say of which variable a tensor in it is the gradient. `note` gets the sources
+    and the gradients, in the same structure.
+    """
+
+    def gradient(
+        original: Any, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        found = original(tape, target, sources, *args, **kwargs)
+        note(sources, found)
+        return found
+
+    return patched_here(gradient=gradient)
 
 
 def set_attribute(operation: Any, name: str, value: Any) -> None:
-    """Gives an op of a graph one more attribute. Symbol: `Operation._set_attr`.
-
-    Args:
-        operation: A `tf.Operation`.
-        name: The attribute's name, with a leading underscore.
-        value: A `TensorProto`.
-    """
+    """Gives an op one more attribute, a `TensorProto`. Symbol: `Operation._set_attr`."""
     attribute = tf.compat.v1.AttrValue(tensor=value)
     private_symbol(operation, "_set_attr")(name, attribute)
 
@@ -274,42 +237,9 @@ def ops_marked(name: str, text: str) -> contextlib.AbstractContextManager[None]:
     """Returns a context that gives the ops added to the current graph one more attribute.
 
     Symbol: `Graph._attr_scope`. Name scopes would be public, but rules that go by names would then
-    see other names.
-
-    Args:
-        name: The attribute's name, with a leading underscore.
-        text: Its value.
+    see other names. The name begins with an underscore.
     """
     attribute = tf.compat.v1.AttrValue(s=text.encode())
     scope = private_symbol(tf.compat.v1.get_default_graph(), "_attr_scope")
     context: contextlib.AbstractContextManager[None] = scope({name: attribute})
     return context
-
-
-@contextlib.contextmanager
-def gradients_noted(note: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Tells of every gradient that this thread takes from a `tf.GradientTape` in the block.
-
-    Replaces the public method `tf.GradientTape.gradient`: a graph does not say of which variable a
-    tensor in it is the gradient.
-
-    Args:
-        note: Gets the sources and the gradients, in the same structure.
-    """
-    original = tf.GradientTape.gradient
-    thread, active = threading.get_ident(), True
-
-    @functools.wraps(original)
-    def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, target, sources, *args, **kwargs)
-        if active and threading.get_ident() == thread:
-            note(sources, found)
-        return found
-
-    tf.GradientTape.gradient = gradient
-    try:
-        yield
-    finally:
-        active = False
-        if tf.GradientTape.gradient is gradient:
-            tf.GradientTape.gradient = original

@@ -1,7 +1,7 @@
 """Every private TensorFlow symbol tfamp calls, each behind one small typed function.
 
-Those that autocast replaces while it is active are in `tfamp.interop.tf_intercept`, those of traced
-functions in `tfamp.interop.tf_functions`.
+Those of traced functions are in `tfamp.interop.tf_functions`; what is patched is in the tables of
+`tfamp.interop.patching`.
 
 A symbol that a TensorFlow release removed raises `UnsupportedVersionError` with the version found
 and the versions tested. Each function has its own test, so a release that changes one says which.
@@ -10,16 +10,13 @@ and the versions tested. Each function has its own test, so a release that chang
 from __future__ import annotations
 
 import functools
-import importlib
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
-from tfamp.core.errors import UnsupportedVersionError
-
-TESTED_VERSIONS = "2.19 to 2.21"
+from tfamp.interop.patching import foreign_module, foreign_symbol
 
 
 def strategy_needs_merge_call() -> bool:
@@ -31,16 +28,10 @@ def strategy_needs_merge_call() -> bool:
     Symbol: `tf.__internal__.distribute.strategy_supports_no_merge_call`; Keras calls it for the
     same purpose. No public function tells.
 
-    Returns:
-        True inside such a strategy, False without a strategy.
+    True inside such a strategy, False without a strategy.
     """
-    try:
-        supports_none = tf.__internal__.distribute.strategy_supports_no_merge_call
-    except AttributeError as error:
-        raise missing_symbol(
-            "tf.__internal__.distribute.strategy_supports_no_merge_call"
-        ) from error
-    return not supports_none()
+    distribute = tf.__internal__.distribute
+    return not private_symbol(distribute, "strategy_supports_no_merge_call")()
 
 
 def op_definition(name: str) -> Any | None:
@@ -49,18 +40,10 @@ def op_definition(name: str) -> Any | None:
     Symbol: `tensorflow.python.framework.op_def_registry.get`. No public function looks an op up by
     name: a graph's `graph_def` holds no definitions, and `tf.raw_ops` leaves out internal ops.
 
-    Args:
-        name: An op type, such as "MatMul". An op of a library that `tf.load_op_library` has loaded
-            is known as well.
-
-    Returns:
-        An `OpDef` message, shared by all callers: not to be changed. None for an unknown op.
+    An `OpDef` message, shared by all callers: not to be changed. None for an unknown op; one of a
+    library that `tf.load_op_library` has loaded is known.
     """
-    try:
-        from tensorflow.python.framework.op_def_registry import get
-    except ImportError as error:
-        raise missing_symbol("tensorflow.python.framework.op_def_registry.get") from error
-    return get(name)
+    return private("framework.op_def_registry:get")(name)
 
 
 def known_ops() -> frozenset[str]:
@@ -68,20 +51,12 @@ def known_ops() -> frozenset[str]:
 
     Symbol: `tensorflow.python.framework.c_api_util.ApiDefMap`. `tf.raw_ops` is public but leaves
     out internal ops and those of loaded libraries.
-
-    Returns:
-        Op types, such as "MatMul".
     """
-    try:
-        from tensorflow.python.framework.c_api_util import ApiDefMap
-
-        names = ApiDefMap().op_names()
-    except (ImportError, AttributeError) as error:
-        raise missing_symbol("tensorflow.python.framework.c_api_util.ApiDefMap.op_names") from error
-    return frozenset(names)
+    api = private("framework.c_api_util:ApiDefMap")()
+    return frozenset(private_symbol(api, "op_names")())
 
 
-# ---- For autocast; what it replaces is in tfamp.interop.tf_intercept --------------------------
+# ---- For autocast --------------------------------------------------------------------------------
 
 
 def no_tape_is_active() -> bool:
@@ -89,30 +64,20 @@ def no_tape_is_active() -> bool:
 
     Symbol: `tensorflow.python.pywrap_tfe.TFE_Py_TapeSetIsEmpty`.
     """
-    return bool(private_symbol(private_module("pywrap_tfe"), "TFE_Py_TapeSetIsEmpty")())
+    return bool(private("pywrap_tfe:TFE_Py_TapeSetIsEmpty")())
 
 
 def place_in_trace(op: Any) -> int:
     """The number of an operation in the order in which those of its graph were made.
 
     Symbol: `tf.Operation._id`.
-
-    Args:
-        op: A `tf.Operation`.
     """
     return int(private_symbol(op, "_id"))
 
 
 @functools.cache
 def chooses_its_output_dtype(op: str) -> bool:
-    """Whether an op takes a float output's dtype as an argument, apart from its inputs' dtypes.
-
-    Args:
-        op: Op type, e.g. "BatchMatMulV3".
-
-    Returns:
-        False for an op TensorFlow does not know.
-    """
+    """Whether an op takes a float output's dtype as an argument, apart from its inputs' dtypes."""
     definition = op_definition(op)
     if definition is None:
         return False
@@ -125,11 +90,8 @@ def held_dtype(handle: Any) -> str:
     """Returns the dtype of the variable that a handle is of, or "" if it is not known.
 
     Symbol: `tensorflow.python.ops.handle_data_util.get_handle_data`.
-
-    Args:
-        handle: A tensor of dtype "resource".
     """
-    data = private_symbol(private_module("ops.handle_data_util"), "get_handle_data")(handle)
+    data = private("ops.handle_data_util:get_handle_data")(handle)
     known = data is not None and data.is_set and len(data.shape_and_type) == 1
     return dtype_name(data.shape_and_type[0].dtype) if known else ""
 
@@ -153,7 +115,7 @@ class OpInput(NamedTuple):
 
 
 # SparseAdd's threshold has the dtype of the real part of its values. TensorFlow does not check it,
-# and reads past the end of one that has not.
+# and reads past the end of one of another dtype.
 _REAL_PART_OF = {"Treal": "T"}
 # Low dtypes that an op's shape function refuses in a graph, although there is a kernel.
 _WITHOUT_SHAPE = {("Range", "Tidx"): frozenset({"float16"})}
@@ -161,14 +123,7 @@ _WITHOUT_SHAPE = {("Range", "Tidx"): frozenset({"float16"})}
 
 @functools.cache
 def op_inputs(op: str) -> tuple[OpInput, ...]:
-    """The inputs of an op type, in order.
-
-    Args:
-        op: Op type, e.g. "MatMul".
-
-    Returns:
-        One `OpInput` each; empty for an op TensorFlow does not know.
-    """
+    """The inputs of an op type, in order; none for an op TensorFlow does not know."""
     definition = op_definition(op)
     if definition is None:
         return ()
@@ -211,49 +166,25 @@ def _allowed_floats(attr: Any) -> frozenset[str]:
 
 
 def _without_kernel(op: str, attr: str) -> frozenset[str]:
-    """The low-precision dtypes that no device here has a kernel for, although one has float32's.
+    """The low-precision dtypes that no device here has a kernel for, although one has float32's."""
+    devices = {device.device_type.lower() for device in tf.config.list_physical_devices()}
 
-    Symbol: `tensorflow.python.framework.kernels.get_registered_kernels_for_op`. Without it one has
-    to run the op and read the error message.
-    """
-    kernels = private_module("framework.kernels")
-    find = private_symbol(kernels, "get_registered_kernels_for_op")
-    devices = {device.device_type for device in tf.config.list_physical_devices()}
+    def is_here(dtype: str) -> bool:
+        return any(has_kernel(op, device, ((attr, (dtype,)),)) for device in devices)
 
-    def has_kernel(dtype: str) -> bool:
-        number = tf.as_dtype(dtype).as_datatype_enum
-        # oneDNN's kernels stand in for those of the op itself, for these in bfloat16.
-        onednn = dtype == "bfloat16" and op.startswith("FusedBatchNorm")
-        names = (op, f"_MklNative{op}") if onednn else (op,)
-        return any(
-            all(
-                number in each.allowed_values.list.type
-                for each in kernel.constraint
-                if each.name == attr
-            )
-            for name in names
-            for kernel in find(name).kernel
-            if kernel.device_type in devices
-        )
-
-    if not has_kernel("float32"):  # Such as an op that is always part of a compiled function.
+    if not is_here("float32"):  # Such as an op that is always part of a compiled function.
         return frozenset()
-    return frozenset(dtype for dtype in LOW_PRECISION if not has_kernel(dtype))
+    return frozenset(dtype for dtype in LOW_PRECISION if not is_here(dtype))
 
 
-# ---- For the graph rewrite -----------------------------------------------------------------------
+# ---- Kernels -------------------------------------------------------------------------------------
 
 
 class Kernel(NamedTuple):
-    """A kernel of an op.
+    """A kernel of an op."""
 
-    Attributes:
-        device: Kind of device it runs on, in lower case: "cpu", "gpu"; "default" is every kind.
-        dtypes: For each type attribute it restricts, the dtypes it accepts.
-    """
-
-    device: str
-    dtypes: dict[str, frozenset[str]]
+    device: str  # Kind of device it runs on: "cpu", "gpu"; "default" is every kind.
+    dtypes: dict[str, frozenset[str]]  # By type attribute that it restricts: those it accepts.
 
 
 @functools.cache
@@ -262,11 +193,8 @@ def kernels(op: str) -> tuple[Kernel, ...]:
 
     Symbol: `tensorflow.python.framework.kernels.get_registered_kernels_for_op`. Without it one has
     to run the op on the device and read the error message.
-
-    Args:
-        op: Op type, e.g. "MatMul".
     """
-    find = private_symbol(private_module("framework.kernels"), "get_registered_kernels_for_op")
+    find = private("framework.kernels:get_registered_kernels_for_op")
     return tuple(
         Kernel(
             device=kernel.device_type.lower(),
@@ -277,6 +205,23 @@ def kernels(op: str) -> tuple[Kernel, ...]:
         )
         for kernel in find(op).kernel
     )
+
+
+@functools.cache
+def has_kernel(op: str, device: str, types: tuple[tuple[str, tuple[str, ...]], ...]) -> bool:
+    """Whether a device kind has a kernel for an op with these type attributes and their dtypes."""
+    found = kernels(op)
+    # oneDNN's kernels stand in for those of the op itself, for these in bfloat16.
+    if op.startswith("FusedBatchNorm") and any("bfloat16" in dtypes for _, dtypes in types):
+        found += kernels(f"_MklNative{op}")
+    return any(
+        kernel.device in (device, "default")
+        and all(kernel.dtypes[attr].issuperset(got) for attr, got in types if attr in kernel.dtypes)
+        for kernel in found
+    )
+
+
+# ---- For the graph rewrite -----------------------------------------------------------------------
 
 
 @functools.cache
@@ -302,11 +247,8 @@ def saved_model_message() -> Any:
     Symbol: `tensorflow.core.protobuf.saved_model_pb2.SavedModel`. `tf.compat.v1` has the messages
     inside it, not this one, and `tf.saved_model.load` gives no graphs.
     """
-    try:
-        from tensorflow.core.protobuf.saved_model_pb2 import SavedModel
-    except ImportError as error:
-        raise missing_symbol("tensorflow.core.protobuf.saved_model_pb2.SavedModel") from error
-    return SavedModel()
+    module = foreign_module("tensorflow.core.protobuf.saved_model_pb2", "TensorFlow")
+    return private_symbol(module, "SavedModel")()
 
 
 def message_error() -> type[Exception]:
@@ -315,11 +257,10 @@ def message_error() -> type[Exception]:
     Symbol: `google.protobuf.message.Error`. It is public in protobuf, which TensorFlow brings and
     may move: TensorFlow itself names no such class.
     """
-    try:
-        from google.protobuf.message import Error
-    except ImportError as error:
-        raise missing_symbol("google.protobuf.message.Error") from error
-    return Error
+    error: type[Exception] = private_symbol(
+        foreign_module("google.protobuf.message", "TensorFlow"), "Error"
+    )
+    return error
 
 
 def write_fingerprint(directory: str) -> None:
@@ -327,33 +268,21 @@ def write_fingerprint(directory: str) -> None:
 
     Symbol: `tensorflow.python.saved_model.fingerprinting_utils.write_fingerprint`, which
     `tf.saved_model.save` calls. `tf.saved_model.experimental` only reads fingerprints.
-
-    Args:
-        directory: A SavedModel's.
     """
-    module = private_module("saved_model.fingerprinting_utils")
-    private_symbol(module, "write_fingerprint")(directory)
+    private("saved_model.fingerprinting_utils:write_fingerprint")(directory)
+
+
+def private(symbol: str) -> Any:
+    """Returns a symbol of TensorFlow's Python code, e.g. "ops.math_ops:cast", or says which not."""
+    module, _, name = symbol.partition(":")
+    return private_symbol(private_module(module), name)
 
 
 def private_module(name: str) -> ModuleType:
     """Returns a module of TensorFlow's Python code, e.g. "ops.math_ops", or says it is missing."""
-    try:
-        return importlib.import_module(f"tensorflow.python.{name}")
-    except ImportError as error:
-        raise missing_symbol(f"tensorflow.python.{name}") from error
+    return foreign_module(f"tensorflow.python.{name}", "TensorFlow")
 
 
 def private_symbol(owner: Any, name: str) -> Any:
     """Returns what a module or class has under a name, or says it is missing."""
-    try:
-        return getattr(owner, name)
-    except AttributeError as error:
-        raise missing_symbol(f"{getattr(owner, '__name__', owner)}.{name}") from error
-
-
-def missing_symbol(symbol: str) -> UnsupportedVersionError:
-    """Returns the error to raise for a symbol the installed TensorFlow has not."""
-    return UnsupportedVersionError(
-        f"{symbol} is not in TensorFlow {tf.__version__}; tfamp was tested with TensorFlow "
-        f"{TESTED_VERSIONS}. Install one of these, or a newer tfamp."
-    )
+    return foreign_symbol(owner, name, "TensorFlow")

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION, float_format
-from tfamp.interop.keras_intercept import variables_as_stored
+from tfamp.interop.keras_hooks import variables_as_stored
 from tfamp.policy import Policy
 
 _Value = TypeVar("_Value")

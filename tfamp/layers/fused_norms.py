@@ -24,8 +24,8 @@ import tensorflow as tf
 from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.interop import tf_private
 from tfamp.interop.keras_backend import runs_tensorflow
+from tfamp.interop.patching import wrap_method
 from tfamp.layers.float_policies import managed_layers
-from tfamp.layers.methods import wrap_method
 
 # A subclass that overrides anything else of Keras's may compute something else.
 _HARMLESS = frozenset({"build", "get_config", "from_config"})

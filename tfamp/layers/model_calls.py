@@ -20,6 +20,7 @@ import keras
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
+from tfamp.interop.patching import wrap_method, wrapped_methods
 from tfamp.layers import fused_norms, output_dtypes
 from tfamp.layers.float_policies import (
     ManagedLayer,
@@ -31,7 +32,6 @@ from tfamp.layers.float_policies import (
     is_low,
     managed_layers,
 )
-from tfamp.layers.methods import wrap_method, wrapped_methods
 from tfamp.layers.output_dtypes import graph_of
 from tfamp.policy import Policy, prepares_data
 

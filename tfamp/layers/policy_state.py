@@ -19,6 +19,7 @@ import keras
 
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_backend import described
+from tfamp.interop.patching import Patch
 from tfamp.layers import model_calls
 from tfamp.policy import POLICY_NAMES, Policy
 
@@ -265,18 +266,12 @@ def _keras_was_set() -> None:
 
 
 def _follow() -> None:
-    """Makes Keras follow: policy source and hooks are in place exactly while they are needed."""
+    """Makes Keras follow: it is patched exactly while that is needed."""
     levels = [scope.level for scope in list(_open_scopes)]
     if _process is not None:
         levels.append(_process)
-    if levels:
-        keras_hooks.install_policy_source(_keras_policy_in_force, _keras_was_set)
-    else:
-        keras_hooks.remove_policy_source()
-    if any(level.policy.is_mixed for level in levels):
-        keras_hooks.install(_HOOKS)
-    else:
-        keras_hooks.remove()
+    _policy_source.keep(bool(levels))
+    constructors.keep(any(level.policy.is_mixed for level in levels))
 
 
 def _layer_dtype(layer_class: type, dtype: Any) -> Any:
@@ -298,8 +293,19 @@ def _layer_created(layer: Any, dtype: Any) -> None:
         model_calls.manage(layer, level.policy)
 
 
-_HOOKS = keras_hooks.LayerHooks(
-    layer_dtype=_layer_dtype,
-    layer_created=_layer_created,
-    functional_created=model_calls.manage_functional,
-)
+def _layer_init(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    given = kwargs.get("dtype")
+    wanted = _layer_dtype(type(layer), given)
+    if wanted is not given:
+        kwargs["dtype"] = wanted
+    original(layer, *args, **kwargs)
+    _layer_created(layer, given)
+
+
+def _functional_init(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    original(model, *args, **kwargs)
+    model_calls.manage_functional(model)
+
+
+_policy_source = keras_hooks.policy_source(_keras_policy_in_force, _keras_was_set)
+constructors = Patch(layer_init=_layer_init, functional_init=_functional_init)

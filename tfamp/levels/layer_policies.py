@@ -16,6 +16,7 @@ import keras
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_backend import described
+from tfamp.interop.patching import rewrap_methods, unwrap_methods, wrap_method, wrapped_methods
 from tfamp.layers import output_dtypes
 from tfamp.layers.float_policies import (
     WeakMap,
@@ -26,7 +27,6 @@ from tfamp.layers.float_policies import (
     policy_with,
     quantization_of,
 )
-from tfamp.layers.methods import rewrap_methods, unwrap_methods, wrap_method, wrapped_methods
 from tfamp.layers.model_calls import manage, manage_functional, protect_values, uncast_inputs
 from tfamp.layers.policy_state import policy_scope
 from tfamp.levels.model_structure import (

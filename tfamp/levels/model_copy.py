@@ -14,7 +14,8 @@ from typing import Any
 import keras
 
 from tfamp.core.dtypes import LOW_PRECISION, float_format
-from tfamp.interop import keras_hooks, keras_intercept
+from tfamp.interop import keras_hooks
+from tfamp.interop.patching import patched_here
 from tfamp.layers.float_policies import is_plain
 from tfamp.layers.policy_state import policy_scope
 from tfamp.levels.model_structure import is_graph, layers_of, path_of
@@ -59,24 +60,22 @@ def _without_initializing() -> Iterator[list[tuple[Any, Any]]]:
 
     An initializer may not run in the new dtype, takes its time, and draws random numbers.
     """
-    thread = threading.get_ident()
     initializers: list[tuple[Any, Any]] = []
 
-    def replace(variable: Any, initializer: Any) -> Any:
-        is_value = not callable(initializer) and not isinstance(initializer, str)
-        if is_value or threading.get_ident() != thread:
-            return initializer
-        initializers.append((variable, initializer))
-        return lambda shape, dtype=None, **_: keras.ops.zeros(shape, dtype)
+    def variable_init(
+        original: Any, variable: Any, initializer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if callable(initializer) or isinstance(initializer, str):  # It may be a value.
+            initializers.append((variable, initializer))
+            initializer = _zeros
+        original(variable, initializer, *args, **kwargs)
 
-    with _rebuilding:
+    with _rebuilding, patched_here(variable_init=variable_init):
         # Layers and initializers without a seed draw one when they are made.
         drawn = random.getstate()
-        restore = keras_intercept.replace_initializers(replace)
         try:
             yield initializers
         finally:
-            restore()
             random.setstate(drawn)
 
 
@@ -323,3 +322,7 @@ def _check_range(value: Any, target: Any) -> None:
             f"{path_of(target)} holds {largest:g}, and float16 holds up to {limit:g}. Keep its "
             "layer in float32 with keep_float32=, or use dtype='bfloat16'."
         )
+
+
+def _zeros(shape: Any, dtype: Any = None, **_: Any) -> Any:
+    return keras.ops.zeros(shape, dtype)

@@ -18,8 +18,8 @@ from tfamp.core.errors import TfampWarning
 from tfamp.core.options import DynamicLossScale, LossScale
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_backend import described
+from tfamp.interop.patching import wrap_method
 from tfamp.layers.float_policies import WeakMap
-from tfamp.layers.methods import wrap_method
 from tfamp.levels.model_structure import drop_traced_functions
 from tfamp.levels.precision_config import EffectiveLevel
 from tfamp.optimizer import LossScaleOptimizer

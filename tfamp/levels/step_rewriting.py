@@ -18,9 +18,9 @@ import tensorflow as tf
 
 from tfamp.autocasting.context import autocast
 from tfamp.core.errors import TfampWarning
-from tfamp.interop.keras_intercept import variables_as_stored
+from tfamp.interop.keras_hooks import variables_as_stored
+from tfamp.interop.patching import wrap_method
 from tfamp.layers.float_policies import in_float32
-from tfamp.layers.methods import wrap_method
 from tfamp.levels.model_structure import layers_of
 from tfamp.rewriting.function import rewrite_step
 from tfamp.rewriting.fused_tracing import traces_for_a_rewrite

@@ -9,71 +9,44 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from tfamp.interop.patching import patched_here
 from tfamp.layers.fused_norms import can_fuse, fits, normalize
 
-
-class _Hook:
-    """The replaced method, in place while any thread traces; it acts in threads that do."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._restore: Callable[[], None] = lambda: None
-        self._thread = threading.local()
-
-    def depth(self) -> int:
-        return int(getattr(self._thread, "depth", 0))
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        from tfamp.interop.keras_intercept import intercept_batch_normalization
-
-        with self._lock:
-            if not self._users:
-                self._restore = intercept_batch_normalization(self._call)
-            self._users += 1
-        depth = self.depth()
-        self._thread.depth = depth + 1
-        try:
-            yield
-        finally:
-            self._thread.depth = depth
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    self._restore()
-
-    def _call(
-        self, layer: Any, original: Callable[..., Any], inputs: Any, training: Any, mask: Any
-    ) -> Any:
-        if (
-            self.depth()
-            and mask is None
-            and getattr(inputs, "dtype", None) == layer.compute_dtype == "float32"
-            and can_fuse(type(layer))
-            and fits(layer, inputs, "float32")
-        ):
-            return normalize(layer, inputs, training)
-        return original(inputs, training=training, mask=mask)
-
-
-_hook = _Hook()
+_thread = threading.local()
 
 
 def traces_for_a_rewrite() -> bool:
     """Whether this thread is tracing a function whose graph will be rewritten."""
-    return _hook.depth() > 0
+    return getattr(_thread, "traces", False)
 
 
-def fused_batch_normalization() -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which this thread traces BatchNormalization layers as the fused op.
+@contextlib.contextmanager
+def fused_batch_normalization() -> Iterator[None]:
+    """A context in which this thread traces BatchNormalization layers as the fused op.
 
     Layers that Keras computes differently, by mask, axis or synchronization, stay as they are, as
     do all layers where Keras was not imported.
     """
     if "keras" not in sys.modules:
-        return contextlib.nullcontext()
-    return _hook.active()
+        yield
+        return
+    outer, _thread.traces = traces_for_a_rewrite(), True
+    try:
+        with patched_here(batch_normalization=_call):
+            yield
+    finally:
+        _thread.traces = outer
+
+
+def _call(original: Any, layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+    if (
+        mask is None
+        and getattr(inputs, "dtype", None) == layer.compute_dtype == "float32"
+        and can_fuse(type(layer))
+        and fits(layer, inputs, "float32")
+    ):
+        return normalize(layer, inputs, training)
+    return original(layer, inputs, training=training, mask=mask)

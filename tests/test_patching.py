@@ -1,0 +1,354 @@
+"""Patches of symbols and of objects: nothing of others' is lost and nothing of ours stays."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tfamp.diagnostics.monitoring.layer_watch import watch_layers
+
+import tfamp
+from tfamp.interop import patching
+from tfamp.interop.patching import (
+    SYMBOLS,
+    Patch,
+    locate,
+    patched_here,
+    rewrap_methods,
+    unwrap_methods,
+    wrap_method,
+    wrapped_methods,
+)
+
+
+def plus(number):
+    return lambda original, *args, **kwargs: original(*args, **kwargs) + number
+
+
+# ---- Symbols -------------------------------------------------------------------------------------
+
+
+class Thing:
+    """Stands for a class of a library."""
+
+    def compute(self, x=0):
+        """Computes."""
+        return x
+
+
+original = Thing.compute
+
+
+@pytest.fixture(autouse=True)
+def _symbol(monkeypatch):
+    monkeypatch.setattr(patching, "SYMBOLS", (*SYMBOLS, ("compute", f"{__name__}:Thing.compute")))
+    yield
+    assert Thing.compute is original
+
+
+def put_on_top():
+    """What another library does: patches, and restores without a look."""
+    below = Thing.compute
+
+    @functools.wraps(below)
+    def theirs(self, x=0):
+        return below(self, x) + 1000
+
+    Thing.compute = theirs
+
+    def restore():
+        Thing.compute = below
+
+    return theirs, restore
+
+
+@pytest.mark.parametrize("symbol", [symbol for _, symbol in SYMBOLS])
+def test_every_symbol_of_the_tables_is_there(symbol):
+    owner, name = locate(symbol)
+    assert vars(owner)[name] is not None
+
+
+@pytest.mark.parametrize("symbol", ["keras.gone:f", "keras:gone.f", "keras.layers:Layer.gone"])
+def test_a_missing_symbol_says_which(symbol, monkeypatch):
+    monkeypatch.setattr(patching, "SYMBOLS", (*patching.SYMBOLS, ("gone", symbol)))
+    patch = Patch(compute=plus(1), gone=plus(1))
+    for _ in range(2):
+        with pytest.raises(tfamp.UnsupportedVersionError, match="gone.* is not in Keras 3"):
+            patch.acquire()
+        assert Thing.compute is original
+        assert patch.users == 0
+
+
+def test_a_patch_looks_like_the_original():
+    with Patch(compute=plus(1)).held():
+        assert (Thing.compute.__name__, Thing.compute.__doc__) == ("compute", "Computes.")
+        assert inspect.signature(Thing.compute) == inspect.signature(original)
+        assert Thing().compute(1) == 2
+
+
+def test_it_is_in_place_until_the_last_holder_lets_go():
+    patch = Patch(compute=plus(1))
+    with patch.held():
+        ours = Thing.compute
+        with patch.held():
+            assert Thing.compute is ours
+            assert Thing().compute() == 1
+        assert Thing.compute is ours
+        assert patch.users == 1
+    assert Thing.compute is original
+    with patch.held():  # and again
+        assert Thing().compute() == 1
+    assert ours(Thing()) == 0
+
+
+def test_an_exception_puts_it_back():
+    with pytest.raises(KeyError), Patch(compute=plus(1)).held():
+        raise KeyError("mine")
+
+
+def test_an_exception_of_the_function_puts_it_back():
+    def fails(original, *args):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError), Patch(compute=fails).held():
+        Thing().compute()
+
+
+def test_theirs_on_top_that_is_restored_first():
+    with Patch(compute=plus(1)).held():
+        ours = Thing.compute
+        _, restore = put_on_top()
+        assert Thing().compute() == 1001
+        restore()
+        assert Thing.compute is ours
+
+
+def test_theirs_on_top_survives_and_ours_goes_quiet():
+    patch = Patch(compute=plus(1))
+    patch.acquire()
+    theirs, restore = put_on_top()
+    patch.release()
+    assert Thing.compute is theirs
+    assert Thing().compute() == 1000
+    with patch.held():  # over theirs, and only once
+        assert Thing().compute() == 1001
+    assert Thing.compute is theirs
+    restore()
+    assert Thing().compute() == 0
+    with patch.held():  # What they brought back of ours is gone after the next use.
+        assert Thing().compute() == 1
+
+
+def test_theirs_that_is_restored_over_ours_takes_it_away_and_nothing_else():
+    _, restore = put_on_top()
+    with Patch(compute=plus(1)).held():
+        restore()
+        assert Thing.compute is original
+    assert Thing.compute is original
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_two_patches_in_and_out_of_order(first_out):
+    patches = [Patch(compute=plus(1)), Patch(compute=plus(10))]
+    for patch in patches:
+        patch.acquire()
+    assert Thing().compute() == 11
+    patches.pop(first_out).release()
+    assert Thing().compute() == (1 if first_out else 10)
+    patches.pop().release()
+
+
+def test_a_class_stands_in_its_place():
+    class StandIn:
+        def __init__(self, below):
+            self.below = below
+
+    with Patch(compute=StandIn).held():
+        assert Thing.compute.below is original
+
+
+def test_threads_that_hold_it_at_once_leave_nothing():
+    patch, barrier = Patch(compute=plus(1)), threading.Barrier(4, timeout=60)
+
+    def work(_):
+        barrier.wait()
+        for _ in range(200):
+            with patch.held():
+                assert Thing().compute() == 1
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert patch.users == 0
+
+
+def test_a_patch_of_one_thread_counts_there_and_two_end_in_any_order():
+    entered = [threading.Event(), threading.Event()]
+    leave = [threading.Event(), threading.Event()]
+    seen = {}
+
+    def work(place):
+        with patched_here(compute=plus(10**place)):
+            seen[place] = Thing().compute()
+            entered[place].set()
+            leave[place].wait(60)
+            seen[place] += Thing().compute()
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in (0, 1)]
+    for thread, event in zip(threads, entered, strict=True):
+        thread.start()
+        assert event.wait(60)
+    assert Thing().compute() == 0
+    for thread, event in zip(threads, leave, strict=True):
+        event.set()
+        thread.join()
+    assert seen == {0: 2, 1: 20}
+
+
+# ---- What is patched in TensorFlow and Keras -----------------------------------------------------
+
+
+@pytest.fixture
+def restored():
+    """Finds a symbol, which gets its own value back at the end."""
+    undo = []
+
+    def start(symbol):
+        owner, name = locate(symbol)
+        own = vars(owner)[name]
+        undo.append((owner, name, own))
+        return owner, name
+
+    yield start
+    for owner, name, own in undo:
+        setattr(owner, name, own)
+
+
+def test_under_autocast_theirs_on_top_survives(restored):
+    a = tf.eye(2)
+    calls = []
+    owner, name = restored("tensorflow.python.framework.ops:convert_to_tensor")
+    with tfamp.autocast("bfloat16"):
+        ours = vars(owner)[name]
+
+        def theirs(*args, **kwargs):
+            calls.append(args)
+            return ours(*args, **kwargs)
+
+        setattr(owner, name, theirs)
+        assert tf.matmul(a, a).dtype == tf.bfloat16
+    assert vars(owner)[name] is theirs
+    tf.Variable(1.0)
+    assert calls
+    assert tf.matmul(a, a).dtype == tf.float32
+    with tfamp.autocast("bfloat16"):
+        assert tf.matmul(a, a).dtype == tf.bfloat16
+    assert vars(owner)[name] is theirs
+
+
+def test_under_a_policy_theirs_on_keras_global_state_survives(restored):
+    owner, name = restored("keras.src.dtype_policies.dtype_policy:global_state")
+
+    class Theirs:
+        def __init__(self, below):
+            self.below = below
+
+        def __getattr__(self, name):
+            return getattr(self.below, name)
+
+    with tfamp.policy_scope("mixed_float16"):
+        theirs = Theirs(vars(owner)[name])
+        setattr(owner, name, theirs)
+        assert keras.config.dtype_policy().name == "mixed_float16"
+    assert vars(owner)[name] is theirs
+    assert keras.config.dtype_policy().name == "float32"
+
+
+# ---- Single objects ------------------------------------------------------------------------------
+
+
+class Layer(keras.layers.Layer):
+    def call(self, x):
+        return x
+
+    def build(self, shape):
+        pass
+
+
+@pytest.mark.parametrize("name", ["call", "compute_output_spec", "build"])
+def test_unwrapping_leaves_nothing(name):
+    layer, other = Layer(), Layer()
+    before = dict(vars(layer))
+    wrap_method(layer, name, lambda original, *args: original(*args))
+    wrap_method(layer, name, lambda original, *args: original(*args))
+    assert set(wrapped_methods(layer)) == {name}
+    assert not wrapped_methods(other)
+    unwrap_methods(layer)
+    assert vars(layer) == before
+    assert not wrapped_methods(layer)
+
+
+def test_wrappers_go_around_each_other_and_can_be_put_back():
+    layer = Layer()
+    wrap_method(layer, "call", plus(1))
+    wrap_method(layer, "call", plus(10))
+    taken = wrapped_methods(layer)
+    assert layer.call(0) == 11
+    unwrap_methods(layer)
+    assert layer.call(0) == 0
+    rewrap_methods(layer, taken)
+    assert layer.call(0) == 11
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_each_is_taken_off_in_any_order(first_out):
+    layer = Layer()
+    before = dict(vars(layer))
+    take_off = [wrap_method(layer, "call", plus(number)) for number in (1, 10)]
+    take_off.pop(first_out)()
+    assert layer.call(0) == (1 if first_out else 10)
+    take_off.pop()()
+    assert vars(layer) == before
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_someone_else_put_on_top_is_left_alone(alone):
+    layer = Layer()
+    take_off = wrap_method(layer, "call", plus(1))
+    ours = layer.call
+
+    @functools.wraps(ours)
+    def theirs(x):
+        return ours(x) * 2
+
+    object.__setattr__(layer, "call", theirs)
+    if alone:
+        take_off()
+        assert layer.call(0) == 0
+    else:
+        unwrap_methods(layer)
+        assert layer.call(0) == 2
+    assert vars(layer)["call"] is theirs
+
+
+def test_the_objects_own_function_comes_back():
+    layer = Layer()
+    layer.helper = own = lambda x: x
+    take_off = wrap_method(layer, "helper", plus(1))
+    assert layer.helper(0) == 1
+    take_off()
+    assert layer.helper is own
+
+
+def test_watching_a_layer_leaves_what_was_wrapped_before():
+    model = keras.Sequential([keras.Input((2,)), Layer()])
+    wrap_method(model.layers[0], "call", plus(1))
+    take_off = watch_layers(model, model.layers, lambda position, tensor: None)
+    take_off()
+    np.testing.assert_array_equal(model.layers[0](np.zeros((1, 2))), np.ones((1, 2)))
+    assert "train_step" not in vars(model)

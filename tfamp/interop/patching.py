@@ -1,0 +1,366 @@
+"""How tfamp patches TensorFlow and Keras, and where: the place to port to a new release of these.
+
+The tables below name every symbol that is ever patched, and the library code that autocast knows
+by name. A symbol that a release has removed raises `UnsupportedVersionError`, which names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from types import MethodType, ModuleType
+from typing import Any
+
+from tfamp.core.errors import UnsupportedVersionError
+
+TESTED_VERSIONS = {"TensorFlow": "2.19 to 2.21", "Keras": "3.12 to 3.15"}
+
+# ---- Patched symbols -----------------------------------------------------------------------------
+
+# What a `Patch` calls them, several of one kind alike, and where they are.
+_KERAS_AND_PUBLIC = (
+    ("layer_init", "keras.layers:Layer.__init__"),
+    ("layer_call", "keras.layers:Layer.__call__"),
+    ("functional_init", "keras.src.models.functional:Functional.__init__"),
+    ("variable_init", "keras.src.backend.common.variables:Variable.__init__"),
+    ("batch_normalization", "keras.layers:BatchNormalization.call"),
+    # What a layer calls when it has chosen the dtype in which it reads its variables.
+    ("operation_call", "keras:Operation.__call__"),
+    ("paused", "keras.src.optimizers.base_optimizer:BaseOptimizer.apply"),
+    # Only `keras.config.dtype_policy` and `set_dtype_policy` look the module up here.
+    ("policy_module", "keras.src.dtype_policies.dtype_policy:global_state"),
+    ("public_cast", "tensorflow:cast"),
+    ("public_cast", "tensorflow:dtypes.cast"),
+    ("gradient", "tensorflow:GradientTape.gradient"),
+)
+# Below `tensorflow.python`.
+_PRIVATE_TENSORFLOW = (
+    # Every op that generated wrappers and `tf.raw_ops` run goes through the first in eager mode,
+    # and through the second while a graph is built, however the wrapper was imported.
+    ("eager_op", "pywrap_tfe:TFE_Py_FastPathExecute"),
+    ("graph_op", "framework.op_def_library:_apply_op_helper"),
+    ("cast", "ops.gen_math_ops:cast"),
+    ("constant", "framework.ops:_create_graph_constant"),
+    ("paused", "eager.imperative_grad:imperative_grad"),
+    ("paused", "eager.backprop:GradientTape.jacobian"),
+    ("paused", "eager.backprop:GradientTape.batch_jacobian"),
+    ("paused", "ops.gradients_util:_GradientsHelper"),
+    ("paused", "ops.parallel_for.pfor:PFor.convert"),
+    ("recording", "eager.backprop:GradientTape._push_tape"),
+    ("recording", "eager.backprop:GradientTape.watch"),
+    ("recording", "eager.forwardprop:ForwardAccumulator._push_accumulator"),
+    ("recording", "eager.forwardprop:ForwardAccumulator._watch"),
+    ("custom_gradient", "ops.custom_gradient:_eager_mode_decorator"),
+    ("custom_gradient", "ops.custom_gradient:_graph_mode_decorator"),
+    ("python_function", "ops.script_ops:_internal_py_func"),
+    # NumPy's functions, which eager mode runs without an op.
+    ("python_function", "ops.script_ops:py_func_common"),
+    ("function_context", "eager.polymorphic_function.function_context:make_function_context"),
+    ("finished_graph", "eager.polymorphic_function.concrete_function:ConcreteFunction.__call__"),
+    ("finished_graph", "saved_model.function_deserialization:_call_concrete_function"),
+    ("while_loop", "ops.while_loop:while_loop"),
+    ("loop_check", "autograph.operators.control_flow:_verify_single_loop_var"),
+    ("branch_check", "autograph.operators.control_flow:verify_single_cond_var"),
+    ("branches", "ops.cond_v2:_make_indexed_slices_indices_types_match"),
+    ("convert", "framework.ops:convert_to_tensor"),
+    ("convert", "ops.ragged.ragged_tensor:convert_to_tensor_or_ragged_tensor"),
+    ("stacked", "ops.array_ops:_autopacking_helper"),
+    ("stacked", "framework.indexed_slices:convert_n_to_tensor_or_indexed_slices"),
+    ("mapped", "ops.map_fn:_result_value_flat_to_batchable"),
+    ("signature_cast", "framework.tensor:TensorSpec.cast"),
+    ("true_division", "ops.math_ops:_truediv_python3"),
+    ("sparse_matmul", "ops.math_ops:sparse_matmul"),
+    ("cross_entropy", "ops.nn_ops:softmax_cross_entropy_with_logits_v2_helper"),
+    ("cross_entropy", "ops.nn_ops:sparse_softmax_cross_entropy_with_logits"),
+    ("array_method", "ops.tensor_array_ops:TensorArray.write"),
+    ("array_method", "ops.tensor_array_ops:TensorArray.scatter"),
+    ("array_method", "ops.tensor_array_ops:TensorArray.unstack"),
+    ("array_method", "ops.tensor_array_ops:TensorArray.split"),
+)
+_private = tuple((name, f"tensorflow.python.{symbol}") for name, symbol in _PRIVATE_TENSORFLOW)
+SYMBOLS = (*_KERAS_AND_PUBLIC, *_private)
+
+# ---- Code that looks at dtypes itself, by the names of its modules -------------------------------
+
+# Autocast goes by the code that asks for a cast or a conversion. tests/autocasting/test_ops.py
+# fails where a release renames one of these.
+
+# Keras casts inputs to a layer's dtype, and those and results of its ops to a common one. For a
+# float32 layer inside autocast that would undo every cast, so it is left out: each op decides for
+# itself instead.
+_KERAS_OPS = (
+    "keras.src.backend.tensorflow.numpy",
+    "keras.src.backend.tensorflow.nn",
+    "keras.src.backend.tensorflow.linalg",
+)
+KERAS_UPCASTS = ("keras.src.dtype_policies.dtype_policy", *_KERAS_OPS)
+NEEDS_KERAS_UPCAST = frozenset({"argmax", "argmin", "signbit"})
+# Functions that cast a float32 result to the dtype of their input. It stays float32, as that of the
+# op they are made of.
+RESULTS_CAST_BACK = {
+    *((module, name) for module in _KERAS_OPS for name in ("mean", "moments", "var")),
+    ("tensorflow.python.ops.ctc_ops", "_ctc_loss_impl"),
+    ("tensorflow.python.ops.ctc_ops", "ctc_loss_dense"),
+    ("tensorflow.python.ops.nn_impl", "moments"),
+}
+# Functions that look at dtypes before an op does. The first refuse low precision, or multiply by
+# itself what they then sum up: float16's square overflows from 256 on. The second refuse mixed
+# dtypes.
+FLOAT32_FUNCTIONS = {
+    ("tensorflow.python.ops.check_ops", "assert_near"),
+    ("tensorflow.python.ops.clip_ops", "clip_by_norm"),
+    ("tensorflow.python.ops.linalg.linalg_impl", "matrix_exponential"),
+    ("tensorflow.python.ops.linalg.linalg_impl", "matrix_rank"),
+    ("tensorflow.python.ops.linalg.linalg_impl", "pinv"),
+    ("tensorflow.python.ops.linalg_ops", "norm"),
+    ("tensorflow.python.ops.math_ops", "complex"),
+    ("tensorflow.python.ops.nn_impl", "l2_normalize"),
+    ("tensorflow.python.ops.ragged.ragged_math_ops", "range"),
+    ("tensorflow.python.ops.signal.fft_ops", "_irfft"),
+    ("tensorflow.python.ops.signal.fft_ops", "_rfft"),
+}
+SAME_DTYPE_FUNCTIONS = {
+    ("tensorflow.python.ops.array_ops", "one_hot"),
+    ("tensorflow.python.ops.math_ops", "_div_python2"),
+    ("tensorflow.python.ops.math_ops", "div_no_nan"),
+    ("tensorflow.python.ops.math_ops", "multiply_no_nan"),
+    ("tensorflow.python.ops.nn_ops", "_dropout"),
+    ("tensorflow.python.ops.ragged.ragged_math_ops", "matmul"),
+}
+# Modules whose conversions are for something that has its dtype already: a variable or a queue.
+FIXED_DTYPES = (
+    "tensorflow.python.ops.data_flow_ops",
+    "tensorflow.python.ops.resource_variable_ops",
+)
+# Modules a cast passes through between whoever asked for it and TensorFlow's cast op.
+IN_BETWEEN = (
+    "tensorflow.python.autograph.",
+    "tensorflow.python.ops.math_ops",
+    "tensorflow.python.ops.weak_tensor_ops",
+    "tensorflow.python.util.",
+    "keras.src.backend.tensorflow.core",
+    "keras.src.ops.",
+    "keras.src.utils.traceback_utils",
+    "tfamp.",
+)
+LIBRARIES = ("tensorflow.", "keras.", "tf_keras.")
+
+# ---- Finding symbols -----------------------------------------------------------------------------
+
+
+def foreign_module(name: str, library: str) -> ModuleType:
+    """Returns a module of TensorFlow or Keras, or says that it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise missing_symbol(name, library) from error
+
+
+def foreign_symbol(owner: Any, name: str, library: str) -> Any:
+    """Returns what a module, class or object has under a name, or says that it is missing."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        where = getattr(owner, "__name__", type(owner).__name__)
+        raise missing_symbol(f"{where}.{name}", library) from error
+
+
+def missing_symbol(symbol: str, library: str) -> UnsupportedVersionError:
+    """Returns the error to raise for a symbol that the installed release does not have."""
+    version = importlib.import_module(library.lower()).__version__
+    return UnsupportedVersionError(
+        f"{symbol} is not in {library} {version}; tfamp was tested with {library} "
+        f"{TESTED_VERSIONS[library]}. Install one of these, or a newer tfamp."
+    )
+
+
+def locate(symbol: str) -> tuple[Any, str]:
+    """Returns the module or class that holds a symbol of the tables, and the name it has there."""
+    module, _, path = symbol.partition(":")
+    library = "Keras" if module.startswith("keras") else "TensorFlow"
+    *classes, name = path.split(".")
+    owner: Any = foreign_module(module, library)
+    for each in classes:
+        owner = foreign_symbol(owner, each, library)
+    # Not with getattr: a method taken from the class may still be found in its parents.
+    if name not in vars(owner):
+        raise missing_symbol(symbol.replace(":", "."), library)
+    return owner, name
+
+
+# ---- Patches of symbols --------------------------------------------------------------------------
+
+
+class Patch:
+    """Puts functions in the place of symbols for as long as anyone holds it.
+
+    What another library has put on top stays; whatever it keeps of ours then only calls the
+    original.
+
+    Args:
+        replacements: Names of the tables, each with a function that gets the original and what that
+            was called with; or with a class: an instance made of the original stands in its place.
+    """
+
+    def __init__(self, **replacements: Callable[..., Any]) -> None:
+        self._replacements = replacements
+        # Reentrant: while it is held, Python may end a forgotten generator that holds the patch.
+        self._lock = threading.RLock()
+        self.users = 0  # How often it is held.
+        self._replaced: list[_Replaced] = []
+
+    def acquire(self) -> None:
+        """Puts the functions in place, if nobody holds it; raises where a symbol is missing."""
+        with self._lock:
+            if not self.users:
+                found = [
+                    (*locate(symbol), self._replacements[name])
+                    for name, symbol in SYMBOLS
+                    if name in self._replacements
+                ]
+                # Only now that every symbol is known to be there.
+                self._replaced = [
+                    _Replaced(owner, name, vars(owner)[name], around)
+                    for owner, name, around in found
+                ]
+            self.users += 1
+
+    def release(self) -> None:
+        """Puts the originals back, if nobody else holds it."""
+        with self._lock:
+            self.users -= 1
+            if not self.users:
+                for each in reversed(self._replaced):
+                    each.put_back()
+
+    def keep(self, wanted: bool) -> None:
+        """Acquires or releases it for its only holder, if that has not been done."""
+        if wanted and not self.users:
+            self.acquire()
+        if self.users and not wanted:
+            self.release()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Returns a context that holds it."""
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
+
+
+def patched_here(
+    **replacements: Callable[..., Any],
+) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which functions stand in the place of symbols, for this thread only."""
+    thread = threading.get_ident()
+
+    def here(around: Callable[..., Any]) -> Callable[..., Any]:
+        def around_here(original: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return original(*args, **kwargs)
+            return around(original, *args, **kwargs)
+
+        return around_here
+
+    return Patch(**{name: here(around) for name, around in replacements.items()}).held()
+
+
+class _Replaced:
+    """A symbol, or a method of one object, with something of ours in its place."""
+
+    def __init__(self, owner: Any, name: str, original: Any, around: Callable[..., Any]) -> None:
+        self.owner, self.name, self.active = owner, name, True
+        self.original = _in_use(original)
+        is_class = isinstance(around, type)
+        self.ours = around(self.original) if is_class else self._wrapper(self.original, around)
+        vars(self.ours)[_MARK] = self
+        _put(owner, name, self.ours)
+
+    def _wrapper(self, original: Any, around: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs) if self.active else original(*args, **kwargs)
+
+        if self.name == "__init__":
+            # Keras reads constructors with getfullargspec, which looks at this, not at __wrapped__.
+            wrapper.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+        return wrapper
+
+    def put_back(self) -> None:
+        """Puts the original back, unless something else has been put on top since."""
+        self.active = False
+        if vars(self.owner).get(self.name) is self.ours:
+            _put(self.owner, self.name, _in_use(self.original))
+            self.ours = None
+
+
+_MARK = "_tfamp_replaced"
+
+
+def _replaced_by(value: Any) -> _Replaced | None:
+    """What a function or object of ours stands for; None of others'."""
+    found = getattr(value, _MARK, None)
+    # What another library puts on top may have copied our attributes.
+    return found if isinstance(found, _Replaced) and found.ours is value else None
+
+
+def _in_use(value: Any) -> Any:
+    """What is below replacements that were given up while something else was on top of them."""
+    while (found := _replaced_by(value)) is not None and not found.active:
+        value = found.original
+    return value
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, (type, ModuleType)):
+        setattr(owner, name, value)
+    elif _is_of_class(owner, name, value):
+        del vars(owner)[name]
+    else:
+        # Around Layer.__setattr__: nothing here is state to track, to save or to check-point.
+        vars(owner)[name] = value
+
+
+def _is_of_class(obj: Any, name: str, method: Any) -> bool:
+    """Whether a method is what the object's class gives it, and nothing of the object's own."""
+    return (
+        isinstance(method, MethodType)
+        and method.__self__ is obj
+        and _in_use(method.__func__) is _in_use(getattr(type(obj), name, None))
+    )
+
+
+# ---- Patches of single objects -------------------------------------------------------------------
+
+
+def wrap_method(obj: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """Replaces a method of one object by `around(method, *args, **kwargs)`.
+
+    Returns what ends this, as `unwrap_methods` does for all methods of the object.
+    """
+    return _Replaced(obj, name, getattr(obj, name), around).put_back
+
+
+def wrapped_methods(obj: Any) -> dict[str, Callable[..., Any]]:
+    """Returns the replacements that an object has now, by name of the method."""
+    return {name: value for name, value in vars(obj).items() if _replaced_by(value) is not None}
+
+
+def unwrap_methods(obj: Any) -> None:
+    """Gives an object its own methods back, but where something else was put on top of ours."""
+    for name, original in wrapped_methods(obj).items():
+        while (found := _replaced_by(original)) is not None:
+            original = found.original
+        _put(obj, name, original)
+
+
+def rewrap_methods(obj: Any, methods: dict[str, Callable[..., Any]]) -> None:
+    """Puts replacements that `wrapped_methods` returned back in place."""
+    unwrap_methods(obj)
+    vars(obj).update(methods)
