@@ -12,7 +12,7 @@ import tfamp
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.profile import KINDS, MachineProfile
 from tfamp.diagnostics.estimating.known_issues import KnownIssue, known_issues
-from tfamp.machine import float16, hardware
+from tfamp.machine import hardware
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,9 @@ def device_report() -> DeviceReport:
         hardware=found,
         policy=policy,
         reason=reason,
-        float16_slowdown=float16.measure_slowdown() if float16.is_emulated(found) else None,
+        float16_slowdown=hardware.float16_slowdown()
+        if hardware.float16_is_emulated(found)
+        else None,
         profile=profile.profile,
         profile_source=profile.source,
         problems=problems,
