@@ -287,7 +287,7 @@ def _choices(args: argparse.Namespace, saved_model: Any) -> dict[str, Any]:
     from tfamp.graph.rewrite import PLACEMENTS
     from tfamp.planning.choices import check_choice, patterns
 
-    dtype = saved_model.low_dtype(args.dtype)
+    dtype = saved_model.required_dtype(args.dtype)
     changes = {f"{color}_add": getattr(args, f"{color}_add") for color in _COLORS}
     lists = None
     with _wrong_usage():

@@ -124,9 +124,13 @@ def function_attributes(node: Any) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def _may_name_functions(op: str) -> bool:
-    """Whether nodes of an op type have attributes that hold names of functions."""
+    """Whether nodes of an op type may have attributes that hold names of functions.
+
+    A NoOp may: with it a SavedModel's graph holds the functions that only its objects refer to.
+    """
     definition = tf_private.op_definition(op)
-    return definition is None or any(each.type in _FUNCTION_TYPES for each in definition.attr)
+    known = definition is not None and op != "NoOp"
+    return not known or any(each.type in _FUNCTION_TYPES for each in definition.attr)
 
 
 def reached_functions(library: Mapping[str, Any], names: Iterable[str]) -> set[str]:

@@ -11,7 +11,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,11 @@ DEPTHWISE = (
     "DepthwiseConv2dNativeBackpropFilter",
 )
 CONVOLUTIONS = ("Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter")
+ELEMENTWISE = {
+    **dict.fromkeys(("AddV2", "Mul"), _PAIR),
+    "Relu": ("features",),
+    "ReluGrad": ("gradients", "features"),
+}
 OPS = (*FUNCTIONS, *SUMS, *DEPTHWISE)
 
 Run = Callable[[], Any]
@@ -323,7 +328,6 @@ def works(sizes: Sizes) -> Iterator[Work]:
     for batch, size, channels, kernel in sizes.depthwise:
         weights = [kernel, kernel, channels, 1]
         yield from _convolution(DEPTHWISE, DEPTHWISE, [batch, size, size], weights, channels)
-    yield from _elementwise(sizes.elements)
     yield from _functions(sizes.elements)
     yield from _special(*sizes.images)
     yield from _traffic(sizes.traffic)
@@ -332,21 +336,13 @@ def works(sizes: Sizes) -> Iterator[Work]:
 
 def _matmuls(rows: int, depth: int, columns: int) -> Iterator[Work]:
     """A layer's product and those of its gradients, which are slower in float32."""
-    raw: Any = tf.raw_ops
-
-    def forward(dtype: str) -> Run:
-        x, w = tf.ones((rows, depth), dtype), tf.ones((depth, columns), dtype)
-        return lambda: raw.MatMul(a=x, b=w)
-
-    def input_gradient(dtype: str) -> Run:
-        dy, w = tf.ones((rows, columns), dtype), tf.ones((depth, columns), dtype)
-        return lambda: raw.MatMul(a=dy, b=w, transpose_b=True)
-
-    def weight_gradient(dtype: str) -> Run:
-        x, dy = tf.ones((rows, depth), dtype), tf.ones((rows, columns), dtype)
-        return lambda: raw.MatMul(a=x, b=dy, transpose_a=True)
-
-    for make in (forward, input_gradient, weight_gradient):
+    x, w, y = (rows, depth), (depth, columns), (rows, columns)
+    matmul = tf.raw_ops.MatMul
+    for make in (
+        _run(matmul, {"a": x, "b": w}),
+        _run(matmul, {"a": y, "b": w}, transpose_b=True),
+        _run(matmul, {"a": x, "b": y}, transpose_a=True),
+    ):
         yield Work("matmul", 2.0 * rows * depth * columns, make)
 
 
@@ -354,45 +350,36 @@ def _convolution(
     ops: Sequence[str], kinds: Sequence[str], places: list[int], weights: list[int], filters: int
 ) -> Iterator[Work]:
     """A convolution and its gradients by input and by filter."""
-    run_forward, run_input, run_filter = (getattr(tf.raw_ops, op) for op in ops)
+    forward, by_input, by_filter = (getattr(tf.raw_ops, op) for op in ops)
     common = {"strides": [1, 1, 1, 1], "padding": "SAME"}
-    images, outputs = [*places, weights[2]], [*places, filters]
-
-    def forward(dtype: str) -> Run:
-        x, w = tf.ones(images, dtype), tf.ones(weights, dtype)
-        return lambda: run_forward(input=x, filter=w, **common)
-
-    def input_gradient(dtype: str) -> Run:
-        w, dy = tf.ones(weights, dtype), tf.ones(outputs, dtype)
-        return lambda: run_input(input_sizes=images, filter=w, out_backprop=dy, **common)
-
-    def filter_gradient(dtype: str) -> Run:
-        x, dy = tf.ones(images, dtype), tf.ones(outputs, dtype)
-        return lambda: run_filter(input=x, filter_sizes=weights, out_backprop=dy, **common)
-
-    flops = 2.0 * math.prod(places) * math.prod(weights)
-    for kind, make in zip(kinds, (forward, input_gradient, filter_gradient), strict=True):
-        yield Work(kind, flops, make)
+    x, y = [*places, weights[2]], [*places, filters]
+    makers = (
+        _run(forward, {"input": x, "filter": weights}, **common),
+        _run(by_input, {"filter": weights, "out_backprop": y}, input_sizes=x, **common),
+        _run(by_filter, {"input": x, "out_backprop": y}, filter_sizes=weights, **common),
+    )
+    for kind, make in zip(kinds, makers, strict=True):
+        yield Work(kind, 2.0 * math.prod(places) * math.prod(weights), make)
 
 
-def _elementwise(elements: int) -> Iterator[Work]:
-    raw: Any = tf.raw_ops
-    values = _values([elements])
-    works: list[Callable[[Any], Any]] = [
-        lambda x: raw.AddV2(x=x, y=x),
-        lambda x: raw.Mul(x=x, y=x),
-        lambda x: raw.Relu(features=x),
-        lambda x: raw.ReluGrad(gradients=x, features=x),
-    ]
-    for work in works:
-        yield Work("elementwise", float(elements), _on(values, work))
+def _run(
+    op: Callable[..., Any], shapes: Mapping[str, Sequence[int]], **options: Any
+) -> Callable[[str], Run]:
+    """Runs an op on ones, of shapes by the names of its inputs."""
+
+    def make(dtype: str) -> Run:
+        tensors = {name: tf.ones(shape, dtype) for name, shape in shapes.items()}
+        return lambda: op(**tensors, **options)
+
+    return make
 
 
 def _functions(elements: int) -> Iterator[Work]:
     values = _values([elements])
     rows = tf.reshape(values, [-1, math.gcd(elements, 512)])
-    for op, names in FUNCTIONS.items():
-        yield Work(op, float(elements), _on(values, _call(op, names)))
+    for op, names in (ELEMENTWISE | FUNCTIONS).items():
+        kind = op if op in FUNCTIONS else "elementwise"
+        yield Work(kind, float(elements), _on(values, _call(op, names)))
     for op in SUMS:
         yield Work(op, float(elements), _on(rows, _call(op, ("input",), axis=1)))
 
@@ -448,23 +435,13 @@ def _values(shape: list[int]) -> Any:
 
 def _traffic(elements: int) -> Iterator[Work]:
     raw: Any = tf.raw_ops
-
-    def add(dtype: str) -> Run:
-        x, y = tf.ones((elements,), dtype), tf.ones((elements,), dtype)
-        return lambda: raw.AddV2(x=x, y=y)
-
-    def cast(target: Any) -> Callable[[str], Run]:
-        def make(dtype: str) -> Run:
-            x = tf.ones((elements,), dtype)
-            return lambda: raw.Cast(x=x, DstT=target)
-
-        return make
-
     # An Add reads two tensors and writes one.
+    add = _run(raw.AddV2, {"x": [elements], "y": [elements]})
     yield Work("traffic", 3.0 * 4 * elements, add, ("float32",))
-    for target in (tf.bfloat16, tf.float16):
-        yield Work("cast traffic", 6.0 * elements, cast(target), ("float32",))
-        yield Work("cast traffic", 6.0 * elements, cast(tf.float32), (target.name,))
+    for low in (tf.bfloat16, tf.float16):
+        for source, target in ((tf.float32, low), (low, tf.float32)):
+            cast = _run(raw.Cast, {"x": [elements]}, DstT=target)
+            yield Work("cast traffic", 6.0 * elements, cast, (source.name,))
 
 
 def _chains() -> Iterator[Work]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,15 @@ from tfamp.graph.transforms.inline import inline_calls
 from tfamp.graph.transforms.loop_constants import cast_before_loops
 from tfamp.planning.structures import CastSite, RewritePlan
 from tfamp.planning.tensor_names import node_name
+from tfamp.rewriting.saved_files import VARIABLES_PREFIX, first_line
 from tfamp.rewriting.saved_graph import (
+    VARIABLES,
     Roles,
     add_op_definitions,
     ancestors,
+    functions_of,
+    signatures_of,
 )
-from tfamp.rewriting.saved_values import variable_values
 
 # What a frozen model keeps of the files.
 KEPT_IN_FROZEN = frozenset({"assets", "assets.extra"})
@@ -58,16 +61,13 @@ def freeze_meta_graph(meta_graph: Any, roles: Roles, src: Path) -> None:
     Calls of functions are inlined, so that signatures share the constants. Objects and their
     functions are dropped: a frozen graph has its signatures only.
 
-    Args:
-        meta_graph: A `MetaGraphDef`.
-        roles: What its parts are for.
-        src: The SavedModel's directory.
-
     Raises:
         SavedModelError: A signature writes to a variable, or a value cannot be read.
     """
     keep = (*roles.feeds, *roles.fetches, *roles.init)
-    graph = inline_calls(meta_graph.graph_def, keep)
+    graph = tf.compat.v1.GraphDef()  # A copy: the values are looked up by the calls.
+    graph.CopyFrom(meta_graph.graph_def)
+    inline_calls(graph, keep)
     nodes = {node.name: node for node in graph.node}
     # A variable that is set when the model is loaded, such as the path of an asset, stays one.
     set_at_start = {
@@ -76,9 +76,7 @@ def freeze_meta_graph(meta_graph: Any, roles: Roles, src: Path) -> None:
     used = ancestors(nodes, (*roles.feeds, *roles.fetches))
     _check_reads_only(nodes, used, set_at_start)
     names = [
-        name
-        for name, node in nodes.items()
-        if name in used - set_at_start and node.op in ("VarHandleOp", "Variable", "VariableV2")
+        name for name, node in nodes.items() if name in used - set_at_start and node.op in VARIABLES
     ]
     if not roles.fetches:
         raise SavedModelError(
@@ -86,21 +84,15 @@ def freeze_meta_graph(meta_graph: Any, roles: Roles, src: Path) -> None:
             "freezing, or save it with signatures."
         )
     if names:
-        graph = _with_constants(graph, variable_values(src, meta_graph, names), keep)
+        graph = _with_constants(graph, _variable_values(src, meta_graph, names), keep)
     meta_graph.graph_def.CopyFrom(graph)
     _drop_objects(meta_graph, keep)
 
 
 def store_low_constants(meta_graph: Any, roles: Roles, plan: RewritePlan) -> RewritePlan:
-    """Casts constants now, in place, where only the low dtype of them is used.
+    """Casts constants of a frozen, converted graph now, where only their low dtype is used.
 
-    Args:
-        meta_graph: A frozen and rewritten `MetaGraphDef`.
-        roles: What its parts are for.
-        plan: The plan of the rewrite.
-
-    Returns:
-        The plan without the Casts that are no longer needed.
+    In place; returns the plan without the Casts that are no longer needed.
     """
     keep = (*roles.feeds, *roles.fetches, *roles.init)
     graph, hoisted = cast_before_loops(meta_graph.graph_def)
@@ -127,8 +119,7 @@ def store_low_constants(meta_graph: Any, roles: Roles, plan: RewritePlan) -> Rew
 
 
 def _check_reads_only(nodes: Mapping[str, Any], used: set[str], set_at_start: set[str]) -> None:
-    for name in nodes:
-        node = nodes[name]
+    for name, node in nodes.items():
         if name not in used or node.op in _READING or node.op.startswith("ReadVariable"):
             continue
         for each in node.input:
@@ -196,7 +187,7 @@ def _drop_objects(meta_graph: Any, keep: Iterable[str]) -> None:
     _wait_for_no_constants(graph)
     needed = ancestors({node.name: node for node in graph.node}, keep)
     nodes = [node for node in graph.node if node.name in needed]
-    library = {function.signature.name: function for function in graph.library.function}
+    library = functions_of(graph)
     called = reached_functions(library, (name for node in nodes for name in called_functions(node)))
     functions = [function for name, function in library.items() if name in called]
     slim = tf.compat.v1.GraphDef(versions=graph.versions, node=nodes)
@@ -227,10 +218,7 @@ def _keep_initialization(meta_graph: Any) -> None:
 
 def _wait_for_no_constants(graph: Any) -> None:
     """Drops control inputs from reads of what was a variable: a call waited for its reads."""
-    constant: set[str] = set()
-    for node in graph.node:
-        if node.op == "Const" and not node.input:
-            constant.add(node.name)
+    constant = {node.name for node in graph.node if node.op == "Const" and not node.input}
     reads = [node for node in graph.node if node.op == "Identity" and len(node.input) == 1]
     constant |= {node.name for node in reads if node.input[0] in constant}
     for node in graph.node:
@@ -238,3 +226,94 @@ def _wait_for_no_constants(graph: Any) -> None:
             node.input[:] = [
                 name for name in node.input if not name.startswith("^") or name[1:] not in constant
             ]
+
+
+# ---- The values of variables ---------------------------------------------------------------------
+
+
+def _variable_values(src: Path, meta_graph: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Reads the values of variables, by the nodes of the graph itself that stand for them.
+
+    Raises:
+        SavedModelError: A value cannot be read.
+    """
+    try:
+        if meta_graph.object_graph_def.nodes:
+            values = _values_of_objects(src, meta_graph)
+        else:
+            values = _values_of_graph(src, meta_graph, names)
+    except SavedModelError:
+        raise
+    except Exception as error:  # What TensorFlow raises for broken objects and graphs is anything.
+        raise SavedModelError(
+            f"The variables of {src} cannot be read: {type(error).__name__}: {first_line(error)}"
+        ) from error
+    missing = sorted(set(names) - values.keys())
+    if missing:
+        raise SavedModelError(
+            f"The variable {missing[0]!r} of {src} cannot be frozen: its value was not found. "
+            "Convert without freezing."
+        )
+    return {name: values[name] for name in names}
+
+
+def _values_of_objects(src: Path, meta_graph: Any) -> dict[str, Any]:
+    """TensorFlow 2: what each signature is called with in the graph, its loaded function captures.
+
+    Not by restoring the graph in a session: what `tf.saved_model.save` makes of a Keras 3 model
+    restores other variables than its signatures use.
+    """
+    loaded = _loaded(src, meta_graph)
+    nodes = {node.name: node for node in meta_graph.graph_def.node}
+    values: dict[str, Any] = {}
+    for key, signature in signatures_of(meta_graph).items():
+        if not signature.outputs:
+            continue
+        function = loaded.signatures[key]
+        call = nodes[node_name(next(iter(signature.outputs.values())).name)]
+        given = [node_name(name) for name in call.input if not name.startswith("^")]
+        captured = function.captured_inputs
+        for name, tensor in zip(given[len(given) - len(captured) :], captured, strict=True):
+            found = [v for v in function.variables if v.handle is tensor]
+            if found and name not in values:
+                values[name] = found[0].numpy()
+    return values
+
+
+def _loaded(src: Path, meta_graph: Any) -> Any:
+    """The loaded SavedModel, whose variables live as long as it does."""
+    try:
+        loaded = tf.saved_model.load(str(src), tags=list(meta_graph.meta_info_def.tags))
+    except Exception as error:  # What the loader raises for broken objects is anything.
+        raise SavedModelError(
+            f"TensorFlow cannot load the SavedModel {src}, which freezing needs: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
+    signatures = getattr(loaded, "signatures", None)
+    known = signatures if isinstance(signatures, Mapping) else {}
+    for key in signatures_of(meta_graph):
+        if not hasattr(known.get(key), "captured_inputs"):
+            raise SavedModelError(
+                f"The SavedModel {src} is broken: its objects have no signature {key!r}, and its "
+                "graph has."
+            )
+    return loaded
+
+
+def _values_of_graph(src: Path, meta_graph: Any, names: Sequence[str]) -> dict[str, Any]:
+    """TensorFlow 1: restored in a session."""
+    copy = tf.compat.v1.MetaGraphDef()
+    copy.CopyFrom(meta_graph)
+    with tf.Graph().as_default() as graph, tf.compat.v1.Session() as session:
+        saver = tf.compat.v1.train.import_meta_graph(copy, clear_devices=True)
+        if saver is None:
+            return {}
+        saver.restore(session, str(src / VARIABLES_PREFIX))
+        tensors = {name: graph.get_tensor_by_name(f"{name}:0") for name in names}
+        reads = {
+            name: tf.raw_ops.ReadVariableOp(resource=tensor, dtype=tensor.op.get_attr("dtype"))
+            if tensor.dtype == tf.resource
+            else tensor
+            for name, tensor in tensors.items()
+        }
+        return dict(session.run(reads))
