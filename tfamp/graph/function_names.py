@@ -129,8 +129,9 @@ def _may_name_functions(op: str) -> bool:
     A NoOp may: with it a SavedModel's graph holds the functions that only its objects refer to.
     """
     definition = tf_private.op_definition(op)
-    known = definition is not None and op != "NoOp"
-    return not known or any(each.type in _FUNCTION_TYPES for each in definition.attr)
+    if definition is None or op == "NoOp":
+        return True
+    return any(each.type in _FUNCTION_TYPES for each in definition.attr)
 
 
 def reached_functions(library: Mapping[str, Any], names: Iterable[str]) -> set[str]:

@@ -14,6 +14,7 @@ for, with the copies in the place of the tensors it refers to; that trace is con
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,7 +50,6 @@ _ON_ERROR = ("raise", "keep")
 _NUMBERS = itertools.count(1)
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _CUSTOM = "CustomGradient-"
-_CALL_GRADIENT = "TfampCallGradient"
 # Of a node with a custom gradient: the dtypes of its outputs as it was traced.
 _DTYPES = "_tfamp_gradient_dtypes"
 # What is left out when nodes are added to a graph. Shapes are inferred again; what a node is
@@ -137,8 +137,8 @@ class RewriteSettings:
         feeds: Iterable[str],
         ranges: Ranges | None = None,
         cached: Iterable[str] = (),
-    ) -> RewritePlan | None:
-        """Converts a graph in place; None where it stays float32, as these settings say.
+    ) -> Any:
+        """Converts a graph in place; returns the plan, None where all stays float32 (no dtype).
 
         With what was measured on the calibration data, and the names of handles of variables of
         which low-precision copies are kept.
@@ -330,13 +330,12 @@ def _adopt_gradients(graph_def: Any, host: _Host) -> None:
             node.attr[GRADIENT].s = _call_gradient().encode()
 
 
+@functools.cache
 def _call_gradient() -> str:
     """Registers the gradient of imported calls when it is first needed."""
-    try:
-        tf_functions.registered_gradient(_CALL_GRADIENT)
-    except LookupError:
-        tf.RegisterGradient(_CALL_GRADIENT)(as_written(_differentiate_call))
-    return _CALL_GRADIENT
+    name = f"TfampCallGradient-{next(_NUMBERS)}"
+    tf.RegisterGradient(name)(as_written(_differentiate_call))
+    return name
 
 
 def _differentiate_call(op: Any, *gradients: Any) -> Sequence[Any]:

@@ -180,16 +180,14 @@ def first_line(error: BaseException) -> str:
 
 def copy_files(src: Path, work: Path, leave_out: frozenset[str]) -> None:
     """Copies what is in a SavedModel's directory, but the files and directories to leave out."""
-    for path in sorted(src.iterdir()):
-        if path.name in leave_out:
-            continue
-        if path.is_dir():
-            try:
-                shutil.copytree(path, work / path.name)
-            except shutil.Error as error:  # It goes on after an error and lists them all.
-                raise OSError(error.args[0][0][2]) from error
-        else:
-            shutil.copy2(path, work / path.name)
+
+    def left_out(folder: str, names: list[str]) -> frozenset[str]:
+        return leave_out if Path(folder) == src else frozenset()
+
+    try:
+        shutil.copytree(src, work, ignore=left_out, dirs_exist_ok=True)
+    except shutil.Error as error:  # It goes on after an error and lists them all.
+        raise OSError(error.args[0][0][2]) from error
 
 
 def write_graphs(model: Any, work: Path) -> None:
