@@ -110,7 +110,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model_options(doctor)
     for each in (rewrite, inspect):
         each.add_argument("src", metavar="SRC", help="directory of a SavedModel")
-    rewrite.add_argument("dst", metavar="DST", help="directory to write; a new one but for --overwrite")
+    rewrite.add_argument(
+        "dst", metavar="DST", help="directory to write; a new one but for --overwrite"
+    )
     for each in (rewrite, inspect):
         _add_choices(each)
     endings = ", ".join(_REPORTS)

@@ -1,4 +1,4 @@
-"""What this machine multiplies natively, which policy `auto` makes of it, and how slow float16 is.
+"""What this machine multiplies natively, and which policy `auto` makes of it.
 
 `detect` collects facts, `automatic_policy` is a pure function of them. TensorFlow is asked about
 GPUs and TPUs only; importing this file does not import it.
@@ -8,15 +8,9 @@ from __future__ import annotations
 
 import functools
 import platform
-import statistics
 import subprocess
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from tfamp.core.profile import MachineProfile, builtin_profile
 
@@ -28,11 +22,6 @@ FLOAT16_CAPABILITY = (7, 0)
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _FLOAT16_FLAGS = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
 _SYSCTL_SECONDS = 5
-_FLOAT16_REPEATS = 5
-# A float16 below this many times float32's time may be as fast: the difference may be noise.
-_SLOWER = 1.2
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -228,88 +217,3 @@ def _sysctl(name: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def float16_is_emulated(machine: Hardware) -> bool:
-    """Whether float16 would run on a CPU that converts it to float32 and back at every op."""
-    return not (machine.cpu_float16 or machine.gpus or machine.tpu)
-
-
-def float16_warning() -> str | None:
-    """What speaks against float16 on this machine, None if nothing does."""
-    found = detect()
-    if not float16_is_emulated(found):
-        return None
-    slowdown = float16_slowdown()
-    if slowdown < _SLOWER:
-        return None
-    alternative = (
-        'Use "bfloat16", which this CPU multiplies natively.'
-        if found.cpu_bfloat16
-        else "Use float32 here, and float16 on a GPU."
-    )
-    return (
-        "This CPU has no float16 arithmetic: matmuls and convolutions with their gradients took "
-        f"{slowdown:.1f} times as long in float16 as in float32, as just measured. {alternative}"
-    )
-
-
-@functools.lru_cache(maxsize=1)
-def float16_slowdown() -> float:
-    """Returns the time of small ops in float16 over float32's; measured once, in some ms."""
-    import tensorflow as tf
-
-    def measure() -> float:
-        with tf.device("CPU:0"):
-            return _measured_slowdown(tf)
-
-    return in_own_thread(measure)
-
-
-def in_own_thread(function: Callable[[], _Result]) -> _Result:
-    """Runs it where none of TensorFlow's and tfamp's per-thread state is: scopes, graphs, modes.
-
-    It is eager there wherever this is called: in a function that is being traced, and under
-    `tf.Graph().as_default()`, which `tf.init_scope` does not leave.
-    """
-    result: Future[_Result] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:  # noqa: BLE001  # raised again where it was asked for
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="tfamp measures", daemon=True).start()
-    return result.result()
-
-
-def _measured_slowdown(tf: Any) -> float:
-    works = {dtype: _float16_work(tf, dtype) for dtype in ("float32", "float16")}
-    times: dict[str, list[float]] = {dtype: [] for dtype in works}
-    for work in works.values():
-        work()
-    for _ in range(_FLOAT16_REPEATS):  # Interleaved, so that a busy machine slows down both.
-        for dtype, work in works.items():
-            start = time.perf_counter()
-            work()
-            times[dtype].append(time.perf_counter() - start)
-    return statistics.median(times["float16"]) / statistics.median(times["float32"])
-
-
-def _float16_work(tf: Any, dtype: str) -> Callable[[], None]:
-    matrix = tf.ones((256, 256), dtype)
-    image, kernel = tf.ones((8, 16, 16, 16), dtype), tf.ones((3, 3, 16, 16), dtype)
-    common = {"strides": [1, 1, 1, 1], "padding": "SAME"}
-
-    def work() -> None:
-        product = tf.raw_ops.MatMul(a=matrix, b=matrix)
-        tf.raw_ops.MatMul(a=product, b=matrix, transpose_b=True)
-        tf.raw_ops.MatMul(a=matrix, b=product, transpose_a=True)
-        out = tf.raw_ops.Conv2D(input=image, filter=kernel, **common)
-        filters = tf.raw_ops.Conv2DBackpropFilter(
-            input=image, filter_sizes=[3, 3, 16, 16], out_backprop=out, **common
-        )
-        filters.numpy()
-
-    return work

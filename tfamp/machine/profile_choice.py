@@ -66,18 +66,15 @@ class FoundProfile:
 
 def check_profile(profile: Any) -> None:
     """Raises a TypeError or ValueError unless it is None, "builtin" or a `MachineProfile`."""
+    if profile is None or profile == "builtin" or isinstance(profile, MachineProfile):
+        return
+    error, got = TypeError, type(profile).__name__
     if isinstance(profile, str):
-        if profile != "builtin":
-            raise ValueError(
-                'profile must be None for this machine\'s, "builtin" or a '
-                f"tfamp.graph.MachineProfile; got {profile!r}. A file's is "
-                "MachineProfile.from_json(text)."
-            )
-    elif profile is not None and not isinstance(profile, MachineProfile):
-        raise TypeError(
-            'profile must be None for this machine\'s, "builtin" or a tfamp.graph.MachineProfile; '
-            f"got {type(profile).__name__}."
-        )
+        error, got = ValueError, repr(profile)
+    raise error(
+        'profile must be None for this machine\'s, "builtin" or a tfamp.graph.MachineProfile; got '
+        f"{got}. A file's is MachineProfile.from_json(text)."
+    )
 
 
 def resolve_profile(profile: Any, placement: str) -> MachineProfile | None:
@@ -173,9 +170,8 @@ def _of_machine(key: tuple[tuple[str, str], ...], folder: Path | None) -> FoundP
 
 def _cached(folder: Path, key: dict[str, str]) -> FoundProfile | None:
     profile = get_profile(folder, key)
-    if profile is None:
-        return None
-    return FoundProfile(profile, f"measured before, kept in {profile_path(folder, key)}")
+    source = f"measured before, kept in {profile_path(folder, key)}"
+    return None if profile is None else FoundProfile(profile, source)
 
 
 def cache_folder() -> Path:

@@ -1,4 +1,4 @@
-"""Measures a machine profile in about three seconds.
+"""Measures a machine profile in about three seconds, and how slow float16 is in 0.3 s.
 
 What is timed are small pieces of work, each in every dtype. Everything is timed by turns, again and
 again: all kinds of work in all dtypes. What else the machine does then slows all of them, and the
@@ -7,13 +7,17 @@ best of the times is taken.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import math
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -38,6 +42,8 @@ _NOISE = 1.1
 # would not do, as the machine may have been busy just then.
 _HOPELESS = 4.0
 _HOPELESS_RUNS = 2
+# A float16 below this many times float32's time may be as fast: the difference may be noise.
+_SLOWER = 1.2
 # How TensorFlow says that there is no kernel, or none for this dtype on this device.
 _NO_KERNEL_ERRORS = (
     tf.errors.InvalidArgumentError,
@@ -73,6 +79,7 @@ ELEMENTWISE = {
 OPS = (*FUNCTIONS, *SUMS, *DEPTHWISE)
 
 Run = Callable[[], Any]
+_Result = TypeVar("_Result")
 _CHAIN = 60
 _RESERVED = ("reserve_space_1", "reserve_space_2", "reserve_space_3")
 
@@ -175,12 +182,13 @@ def measure_profile(
     if device == "gpu" and not gpus:
         raise ValueError("device is 'gpu', but TensorFlow sees no GPU; 'cpu' can be measured.")
     kind = ("gpu" if gpus else "cpu") if device == "auto" else device
-    return hardware.in_own_thread(lambda: _measure(kind, seconds, sizes or Sizes.of(kind)))
+    return _in_own_thread(lambda: _measure(kind, seconds, sizes or Sizes.of(kind)))
 
 
 def _measure(device: str, seconds: float, sizes: Sizes) -> MachineProfile:
     start = time.perf_counter()
-    clock = _together if _is_asynchronous(device) else _one_by_one
+    asynchronous = device == "gpu" or not tf.config.experimental.get_synchronous_execution()
+    clock = _together if asynchronous else _one_by_one
     with tf.device(f"{device.upper()}:0"):
         timers = [_Timer(work) for work in works(sizes)]
         for timer in timers:
@@ -196,25 +204,24 @@ def _measure(device: str, seconds: float, sizes: Sizes) -> MachineProfile:
 
 
 def _profile(device: str, timers: list[_Timer]) -> MachineProfile:
-    def total(kind: str) -> float:
-        return sum(each.first for each in timers if each.work.kind == kind)
-
-    def amount(kind: str) -> float:
-        return sum(each.work.amount for each in timers if each.work.kind == kind)
-
+    by_kind: dict[str, list[_Timer]] = {}
+    for timer in timers:
+        by_kind.setdefault(timer.work.kind, []).append(timer)
+    total = {kind: sum(each.first for each in found) for kind, found in by_kind.items()}
+    amount = {kind: sum(each.work.amount for each in found) for kind, found in by_kind.items()}
     found = hardware.detect()
     name = found.gpus[0].name if device == "gpu" else found.cpu_model or "CPU"
     # A busy machine can make the long chain the faster one.
-    overhead = (total("long chain") - total("short chain")) / amount("long chain")
+    overhead = (total["long chain"] - total["short chain"]) / amount["long chain"]
     usual = builtin_profile(device)
     return MachineProfile(
         name=f"{name}, measured with TensorFlow {tf.__version__}",
-        peaks={kind: _peaks([each for each in timers if each.work.kind == kind]) for kind in KINDS},
-        bandwidth=_rounded(amount("traffic") / total("traffic")),
-        cast_bandwidth=_rounded(amount("cast traffic") / total("cast traffic")),
+        peaks={kind: _peaks(by_kind[kind]) for kind in KINDS},
+        bandwidth=_rounded(amount["traffic"] / total["traffic"]),
+        cast_bandwidth=_rounded(amount["cast traffic"] / total["cast traffic"]),
         op_overhead=_rounded(overhead) if overhead > 0 else usual.op_overhead,
         least_gain=usual.least_gain,
-        ops={op: _peaks([each for each in timers if each.work.kind == op]) for op in OPS},
+        ops={op: _peaks(by_kind[op]) for op in OPS},
     )
 
 
@@ -294,10 +301,6 @@ class _Timer:
         return improved
 
 
-def _is_asynchronous(device: str) -> bool:
-    return device == "gpu" or not tf.config.experimental.get_synchronous_execution()
-
-
 def _one_by_one(run: Run, repeats: int) -> float:
     """Seconds of the fastest run; for ops that are done when their call returns."""
     best = math.inf
@@ -316,6 +319,72 @@ def _together(run: Run, repeats: int) -> float:
         run()
     tf.test.experimental.sync_devices()
     return (time.perf_counter() - start) / repeats
+
+
+def float16_is_emulated(machine: hardware.Hardware) -> bool:
+    """Whether float16 would run on a CPU that converts it to float32 and back at every op."""
+    return not (machine.cpu_float16 or machine.gpus or machine.tpu)
+
+
+def float16_warning() -> str | None:
+    """What speaks against float16 on this machine, None if nothing does."""
+    found = hardware.detect()
+    if not float16_is_emulated(found):
+        return None
+    slowdown = float16_slowdown()
+    if slowdown < _SLOWER:
+        return None
+    alternative = (
+        'Use "bfloat16", which this CPU multiplies natively.'
+        if found.cpu_bfloat16
+        else "Use float32 here, and float16 on a GPU."
+    )
+    return (
+        "This CPU has no float16 arithmetic: matmuls and convolutions with their gradients took "
+        f"{slowdown:.1f} times as long in float16 as in float32, as just measured. {alternative}"
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def float16_slowdown() -> float:
+    """Returns the time of small ops in float16 over float32's on the CPU; measured once, in 0.3 s."""
+    return _in_own_thread(_float16_slowdown)
+
+
+def _float16_slowdown() -> float:
+    dtypes = ("float32", "float16")
+    with tf.device("CPU:0"):
+        timers = [_Timer(dataclasses.replace(work, dtypes=dtypes)) for work in _float16_works()]
+        for timer in timers:
+            timer.warm_up(_one_by_one)
+        for _ in range(_LEAST_ROUNDS):
+            for timer in timers:
+                timer.time_once(_one_by_one)
+    return sum(each.best["float16"] for each in timers) / sum(each.first for each in timers)
+
+
+def _float16_works() -> Iterator[Work]:
+    yield from _matmuls(256, 256, 256)
+    kinds, weights = ("conv", "conv_input", "conv_filter"), [3, 3, 16, 16]
+    yield from _convolution(CONVOLUTIONS, kinds, [8, 16, 16], weights, 16)
+
+
+def _in_own_thread(function: Callable[[], _Result]) -> _Result:
+    """Runs it where none of TensorFlow's and tfamp's per-thread state is: scopes, graphs, modes.
+
+    It is eager there wherever this is called: in a function that is being traced, and under
+    `tf.Graph().as_default()`, which `tf.init_scope` does not leave.
+    """
+    result: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # noqa: BLE001  # raised again where it was asked for
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="tfamp measures", daemon=True).start()
+    return result.result()
 
 
 def works(sizes: Sizes) -> Iterator[Work]:

@@ -209,8 +209,7 @@ class RewrittenFunction(SaveableFunction):
             traced = self._traced.bound_to(instance)
             method = traced.python_function
             self._bound[instance] = RewrittenFunction(method, self._settings, traced)
-        known = self._handles.get(instance)
-        handle = None if known is None else known()
+        handle = self._handles.get(instance, lambda: None)()
         if handle is None:
             handle = object.__new__(type(self))
             handle.__dict__ = self._bound[instance].__dict__

@@ -48,7 +48,7 @@ from tfamp.rewriting.weight_cache import WeightCache, cacheable_variables, cache
 
 _ON_ERROR = ("raise", "keep")
 _NUMBERS = itertools.count(1)
-_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _CUSTOM = "CustomGradient-"
 # Of a node with a custom gradient: the dtypes of its outputs as it was traced.
 _DTYPES = "_tfamp_gradient_dtypes"
@@ -326,7 +326,7 @@ def _adopt_gradients(graph_def: Any, host: _Host) -> None:
         node.attr[GRADIENT].s = adopted.encode()
     library = {function.signature.name for function in graph_def.library.function}
     for node in _nodes(graph_def):
-        if node.op in _CALLS or node.op in library:
+        if node.op in CALLS or node.op in library:
             node.attr[GRADIENT].s = _call_gradient().encode()
 
 

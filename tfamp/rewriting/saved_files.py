@@ -15,10 +15,10 @@ from tfamp.core.errors import SavedModelError
 from tfamp.interop import tf_private
 from tfamp.machine.file_replacing import restore_directory
 from tfamp.planning.tensor_names import node_name
+from tfamp.rewriting.saved_graph import tensors_of
 
 GRAPH_FILE = "saved_model.pb"
 FINGERPRINT_FILE = "fingerprint.pb"
-VARIABLES_DIRECTORY = "variables"
 VARIABLES_PREFIX = "variables/variables"
 # Protobuf's limit on one message.
 MAX_GRAPH_BYTES = 2**31 - 1
@@ -107,16 +107,16 @@ def _why_missing(src: Path) -> str:
 
 
 def _broken_reference(meta_graph: Any) -> str | None:
-    """Finds a name or a number that refers to nothing, or an attribute that must be there.
+    """Finds a name or a number that refers to nothing, or a missing attribute.
 
-    Not names inside the graph, which the rewrite compares edge by edge.
-
-    A broken file may name anything. Returns what is wrong as half a sentence, None if all is there.
+    A broken file may name anything. Not names inside the graph, which the rewrite compares edge by
+    edge. Returns what is wrong as half a sentence, None if all is there.
     """
     nodes = {node.name for node in meta_graph.graph_def.node}
-    for tensor in _tensors_of_signatures(meta_graph):
-        if node_name(tensor) not in nodes:
-            return f"a signature uses the tensor {tensor!r}, which its graph does not have"
+    for _, signature in sorted(meta_graph.signature_def.items()):
+        for tensor in (*tensors_of(signature.inputs), *tensors_of(signature.outputs)):
+            if node_name(tensor) not in nodes:
+                return f"a signature uses the tensor {tensor!r}, which its graph does not have"
     graph = meta_graph.graph_def
     for node in itertools.chain(graph.node, *(f.node_def for f in graph.library.function)):
         for attr in _READ_UNSEEN.get(node.op, ()):
@@ -127,14 +127,6 @@ def _broken_reference(meta_graph: Any) -> str | None:
         if not 0 <= number < count:
             return f"an object refers to the object {number}, and there are {count}"
     return None
-
-
-def _tensors_of_signatures(meta_graph: Any) -> Iterator[str]:
-    for _, signature in sorted(meta_graph.signature_def.items()):
-        for infos in (signature.inputs, signature.outputs):
-            for _, info in sorted(infos.items()):
-                if info.name:
-                    yield info.name
 
 
 def _object_numbers(objects: Any) -> Iterator[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from tfamp.graph.index import build_indexes
 from tfamp.graph.transforms.fold import fold_casts
 from tfamp.graph.transforms.inline import inline_calls
 from tfamp.graph.transforms.loop_constants import cast_before_loops
+from tfamp.planning.control_flow import BRANCHING
 from tfamp.planning.structures import CastSite, RewritePlan
 from tfamp.planning.tensor_names import node_name
+from tfamp.rewriting.pipeline import CALLS
 from tfamp.rewriting.saved_files import VARIABLES_PREFIX, first_line
 from tfamp.rewriting.saved_graph import (
     VARIABLES,
@@ -35,22 +38,10 @@ from tfamp.rewriting.saved_graph import (
 # What a frozen model keeps of the files.
 KEPT_IN_FROZEN = frozenset({"assets", "assets.extra"})
 # What may be done to a variable that becomes a constant; control flow passes it on.
-_READING = frozenset(
-    {
-        "Case",
-        "Identity",
-        "If",
-        "PartitionedCall",
-        "ReadVariableOp",
-        "ResourceGather",
-        "ResourceGatherNd",
-        "StatefulPartitionedCall",
-        "StatelessIf",
-        "StatelessWhile",
-        "While",
-    }
-)
+_READING = BRANCHING | CALLS | {"Identity", "ResourceGather", "ResourceGatherNd"}
 _READ = "/Read/ReadVariableOp"
+# Attributes of what runs functions.
+_FUNCTIONS = ("f", "body", "cond")
 _KEPT_COLLECTIONS = frozenset({"saved_model_main_op", "legacy_init_op", "saved_model_assets"})
 _INIT_SIGNATURE = "__saved_model_init_op"
 
@@ -135,10 +126,17 @@ def _check_reads_only(nodes: Mapping[str, Any], used: set[str], set_at_start: se
 def _with_constants(graph: Any, values: Mapping[str, Any], keep: Iterable[str]) -> Any:
     """Returns the graph with constants in the place of variables."""
     outputs = sorted({node_name(name) for name in keep})
+
+    def run(tensors: Iterable[str]) -> list[Any]:
+        names = [name.removesuffix(":0").removesuffix(_READ) for name in tensors]
+        return [values[name] for name in names]
+
+    # All it wants of a session is the values of tensors that read variables.
+    session = types.SimpleNamespace(run=run)
     with _without_notes_of_tensorflow():
         try:
             frozen = tf.compat.v1.graph_util.convert_variables_to_constants(
-                _Values(values), graph, outputs, variable_names_whitelist=list(values)
+                session, graph, outputs, variable_names_whitelist=list(values)
             )
         except Exception as error:  # What it raises for broken graphs is anything.
             raise SavedModelError(
@@ -146,23 +144,9 @@ def _with_constants(graph: Any, values: Mapping[str, Any], keep: Iterable[str]) 
                 "without freezing, which says what is wrong with a graph that is."
             ) from error
     for node in (*frozen.node, *(n for f in frozen.library.function for n in f.node_def)):
-        if "_output_shapes" in node.attr and any(
-            each in node.attr for each in ("f", "body", "cond")
-        ):
+        if "_output_shapes" in node.attr and any(each in node.attr for each in _FUNCTIONS):
             del node.attr["_output_shapes"]  # Of variables they are those of handles.
     return frozen
-
-
-class _Values:
-    """What that function wants of a session: the values that variables have."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
-
-    def run(self, tensors: Iterable[str]) -> list[Any]:
-        """Returns the values of tensors that read variables."""
-        names = [name.removesuffix(":0").removesuffix(_READ) for name in tensors]
-        return [self._values[name] for name in names]
 
 
 @contextlib.contextmanager

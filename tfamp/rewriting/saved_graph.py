@@ -23,7 +23,7 @@ from tfamp.interop import tf_private
 from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import RewritePlan, reach
 from tfamp.planning.tensor_names import node_name
-from tfamp.rewriting.pipeline import RewriteSettings
+from tfamp.rewriting.pipeline import CALLS, RewriteSettings
 
 VARIABLES = ("VarHandleOp", "Variable", "VariableV2")
 # Entries of the table of signatures that are none.
@@ -32,7 +32,6 @@ _NO_SIGNATURES = ("__saved_model_init_op", "__saved_model_train_op")
 _INIT_COLLECTIONS = ("saved_model_main_op", "legacy_init_op", "table_initializer")
 # Children of an object that make, fill and remove what it stands for, such as a lookup table.
 _RESOURCE_FUNCTIONS = frozenset({"_create_resource", "_destroy_resource", "_initialize"})
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 # What else a function may hold that only calls another, as those of signatures do.
 _PASSING = frozenset({"Identity", "IdentityN", "NoOp"})
 # Holds the functions that only the object graph refers to, while a graph is rewritten.
@@ -68,8 +67,8 @@ def signatures_of(meta_graph: Any) -> dict[str, Any]:
 def find_roles(meta_graph: Any) -> Roles:
     """Returns what the parts of a `MetaGraphDef` are for; it is not modified."""
     signatures = signatures_of(meta_graph).values()
-    feeds = _distinct(each for s in signatures for each in _tensors(s.inputs))
-    fetches = _distinct(each for s in signatures for each in _tensors(s.outputs))
+    feeds = _distinct(each for s in signatures for each in tensors_of(s.inputs))
+    fetches = _distinct(each for s in signatures for each in tensors_of(s.outputs))
     init = _init_nodes(meta_graph)
     nodes = {node.name: node for node in meta_graph.graph_def.node}
     used = ancestors(nodes, (*feeds, *fetches))
@@ -156,12 +155,13 @@ def _model_graph(meta_graph: Any, roles: Roles) -> Any:
     inlined = functions_of(inline_calls(flat))
     for name, function in functions_of(graph).items():
         doing = [node.op for node in function.node_def if node.op not in _PASSING]
-        if len(doing) != 1 or doing[0] not in _CALLS:
+        if len(doing) != 1 or doing[0] not in CALLS:
             function.CopyFrom(inlined[name])
     return graph
 
 
-def _tensors(infos: Mapping[str, Any]) -> Iterator[str]:
+def tensors_of(infos: Mapping[str, Any]) -> Iterator[str]:
+    """The names of the tensors that a signature takes or gives."""
     for _, info in sorted(infos.items()):
         kind = info.WhichOneof("encoding")
         if kind == "coo_sparse":
@@ -179,7 +179,7 @@ def _init_nodes(meta_graph: Any) -> tuple[str, ...]:
     names: list[str] = []
     for key in _NO_SIGNATURES:
         if key in meta_graph.signature_def:
-            names += _tensors(meta_graph.signature_def[key].outputs)
+            names += tensors_of(meta_graph.signature_def[key].outputs)
     for key in _INIT_COLLECTIONS:
         if key in meta_graph.collection_def:
             names += meta_graph.collection_def[key].node_list.value
@@ -270,7 +270,7 @@ def _run(
     if any(nodes[each].op in VARIABLES for each in ancestors(nodes, results)):
         callers = {node_name(each) for each in results}
         call = nodes[callers.pop()]
-        if callers or call.op not in _CALLS:
+        if callers or call.op not in CALLS:
             raise SavedModelError(
                 f"The signature {name!r} of {src} is a TensorFlow 1 graph with variables, which "
                 "cannot be calibrated. Freeze it first (freeze=True)."

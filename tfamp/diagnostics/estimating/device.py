@@ -114,6 +114,7 @@ def device_report() -> DeviceReport:
 
     from tfamp.diagnostics.estimating.surroundings import cuda_versions, read_environment
     from tfamp.interop.keras_backend import runs_tensorflow
+    from tfamp.machine import profile_measure
     from tfamp.machine.profile_choice import find_profile
 
     found = hardware.detect()
@@ -131,8 +132,8 @@ def device_report() -> DeviceReport:
         hardware=found,
         policy=policy,
         reason=reason,
-        float16_slowdown=hardware.float16_slowdown()
-        if hardware.float16_is_emulated(found)
+        float16_slowdown=profile_measure.float16_slowdown()
+        if profile_measure.float16_is_emulated(found)
         else None,
         profile=profile.profile,
         profile_source=profile.source,
