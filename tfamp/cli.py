@@ -217,7 +217,7 @@ def _doctor(args: argparse.Namespace) -> int:
             facts["model"] = json.loads(found[0].to_json())
         print(json.dumps(facts, indent=2))
     else:
-        print("\n\n".join(each.to_text() for each in (report, *found)))
+        print("\n\n".join([report.to_text(), *(each.to_text() for each in found)]))
     return 1 if report.problems else 0
 
 
@@ -257,16 +257,9 @@ def _choices(args: argparse.Namespace, saved_model: Any) -> dict[str, Any]:
             lists = tfamp.OpLists.default(dtype, args.device).with_changes(**changes)
     with _wrong_usage("--calibrate: "):
         calibration = None if args.calibrate is None else Calibration.from_npz(args.calibrate)
-    return {
-        "dtype": dtype,
-        "freeze": args.freeze,
-        "calibration": calibration,
-        "op_lists": lists,
-        "keep_float32": args.keep_float32,
-        "force_low": args.force_low,
-        "placement": args.placement,
-        "device": args.device,
-    }
+    plain = ("freeze", "keep_float32", "force_low", "placement", "device")
+    choices = {name: getattr(args, name) for name in plain}
+    return choices | {"dtype": dtype, "calibration": calibration, "op_lists": lists}
 
 
 def _what_was_done(args: argparse.Namespace, plan: RewritePlan) -> str:

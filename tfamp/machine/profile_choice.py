@@ -68,10 +68,9 @@ def check_profile(profile: Any) -> None:
     """Raises a TypeError or ValueError unless it is None, "builtin" or a `MachineProfile`."""
     if profile is None or profile == "builtin" or isinstance(profile, MachineProfile):
         return
-    error, got = TypeError, type(profile).__name__
-    if isinstance(profile, str):
-        error, got = ValueError, repr(profile)
-    raise error(
+    is_text = isinstance(profile, str)
+    got = repr(profile) if is_text else type(profile).__name__
+    raise (ValueError if is_text else TypeError)(
         'profile must be None for this machine\'s, "builtin" or a tfamp.graph.MachineProfile; got '
         f"{got}. A file's is MachineProfile.from_json(text)."
     )

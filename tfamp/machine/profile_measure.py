@@ -12,10 +12,9 @@ import functools
 import itertools
 import math
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -256,16 +255,14 @@ class _Timer:
     Attributes:
         work: The work.
         runs: What to run, by dtype.
-        repeats: How often to run it for one time, by dtype.
-        times: How often it was timed, by dtype.
         best: Seconds, by dtype.
+        times: How often it was timed.
     """
 
     work: Work
     runs: dict[str, Run] = field(default_factory=dict)
-    repeats: dict[str, int] = field(default_factory=dict)
-    times: dict[str, int] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
+    times: int = 0
 
     @property
     def first(self) -> float:
@@ -277,27 +274,25 @@ class _Timer:
         for dtype in self.work.dtypes:
             try:
                 run = self.work.make(dtype)
-                seconds = clock(run, 1)
+                self.best[dtype] = clock(run, 1)
             except _NO_KERNEL_ERRORS:
                 if dtype == self.work.dtypes[0]:
                     raise
                 continue
             self.runs[dtype] = run
-            self.best[dtype], self.repeats[dtype], self.times[dtype] = seconds, 1, 1
+        self.times = 1
 
     def time_once(self, clock: Clock) -> bool:
         """Times it in each dtype, later not where it is slow anyway; tells what was improved."""
         improved = False
         for dtype, run in self.runs.items():
             known = self.best[dtype]
-            hopeless = known > _HOPELESS * self.first
-            if hopeless and self.times[dtype] >= _HOPELESS_RUNS:
+            if known > _HOPELESS * self.first and self.times >= _HOPELESS_RUNS:
                 continue
-            best = self.best[dtype] = min(known, clock(run, self.repeats[dtype]))
-            self.times[dtype] += 1
-            repeats = math.ceil(_LEAST_SECONDS / max(best, 1e-9))
-            self.repeats[dtype] = min(repeats, _MOST_REPEATS)
-            improved |= best < _IMPROVEMENT * known
+            repeats = min(math.ceil(_LEAST_SECONDS / max(known, 1e-9)), _MOST_REPEATS)
+            self.best[dtype] = min(known, clock(run, repeats))
+            improved |= self.best[dtype] < _IMPROVEMENT * known
+        self.times += 1
         return improved
 
 
@@ -347,7 +342,7 @@ def float16_warning() -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def float16_slowdown() -> float:
-    """Returns the time of small ops in float16 over float32's on the CPU; measured once, in 0.3 s."""
+    """Returns the time of small ops in float16 over float32's on this CPU; measured once."""
     return _in_own_thread(_float16_slowdown)
 
 
@@ -375,16 +370,8 @@ def _in_own_thread(function: Callable[[], _Result]) -> _Result:
     It is eager there wherever this is called: in a function that is being traced, and under
     `tf.Graph().as_default()`, which `tf.init_scope` does not leave.
     """
-    result: Future[_Result] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:  # noqa: BLE001  # raised again where it was asked for
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="tfamp measures", daemon=True).start()
-    return result.result()
+    with ThreadPoolExecutor(1) as own_thread:
+        return own_thread.submit(function).result()
 
 
 def works(sizes: Sizes) -> Iterator[Work]:

@@ -325,7 +325,7 @@ def _adopt_gradients(graph_def: Any, host: _Host) -> None:
         tf.RegisterGradient(adopted)(as_written(gradient))
         node.attr[GRADIENT].s = adopted.encode()
     library = {function.signature.name for function in graph_def.library.function}
-    for node in _nodes(graph_def):
+    for node in all_nodes(graph_def):
         if node.op in CALLS or node.op in library:
             node.attr[GRADIENT].s = _call_gradient().encode()
 
@@ -343,13 +343,14 @@ def _differentiate_call(op: Any, *gradients: Any) -> Sequence[Any]:
     return [] if op is None else tf_functions.differentiate_call(op, gradients)
 
 
-def _nodes(graph_def: Any) -> Iterator[Any]:
+def all_nodes(graph_def: Any) -> Iterator[Any]:
+    """The nodes of a graph and of its functions."""
     bodies = (function.node_def for function in graph_def.library.function)
     return itertools.chain(graph_def.node, *bodies)
 
 
 def _custom_nodes(graph_def: Any) -> Iterator[Any]:
-    for node in _nodes(graph_def):
+    for node in all_nodes(graph_def):
         if GRADIENT in node.attr and node.attr[GRADIENT].s.decode().startswith(_CUSTOM):
             yield node
 
@@ -379,7 +380,7 @@ def _import_graph_def(
     nodes = [node for node in graph_def.node if node.name not in fed]
     bare = tf.compat.v1.GraphDef(versions=graph_def.versions, library=graph_def.library)
     bare.node.extend(in_topological_order(nodes))
-    for node in _nodes(bare):
+    for node in all_nodes(bare):
         for attr in _LEFT_OUT:
             if attr in node.attr:
                 del node.attr[attr]

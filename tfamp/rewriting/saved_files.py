@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from tfamp.core.errors import SavedModelError
 from tfamp.interop import tf_private
 from tfamp.machine.file_replacing import restore_directory
 from tfamp.planning.tensor_names import node_name
+from tfamp.rewriting.pipeline import all_nodes
 from tfamp.rewriting.saved_graph import tensors_of
 
 GRAPH_FILE = "saved_model.pb"
@@ -117,8 +117,7 @@ def _broken_reference(meta_graph: Any) -> str | None:
         for tensor in (*tensors_of(signature.inputs), *tensors_of(signature.outputs)):
             if node_name(tensor) not in nodes:
                 return f"a signature uses the tensor {tensor!r}, which its graph does not have"
-    graph = meta_graph.graph_def
-    for node in itertools.chain(graph.node, *(f.node_def for f in graph.library.function)):
+    for node in all_nodes(meta_graph.graph_def):
         for attr in _READ_UNSEEN.get(node.op, ()):
             if attr not in node.attr:
                 return f"its node {node.name!r}, a {node.op}, has no attribute {attr!r}"

@@ -5,18 +5,17 @@ A frozen graph is saved as TensorFlow 1 does, without objects: so signatures sha
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from tfamp.core.errors import SavedModelError
-from tfamp.graph.function_names import called_functions, reached_functions
+from tfamp.graph.function_names import rename_functions
 from tfamp.graph.index import build_indexes
 from tfamp.graph.transforms.fold import fold_casts
 from tfamp.graph.transforms.inline import inline_calls
@@ -24,14 +23,13 @@ from tfamp.graph.transforms.loop_constants import cast_before_loops
 from tfamp.planning.control_flow import BRANCHING
 from tfamp.planning.structures import CastSite, RewritePlan
 from tfamp.planning.tensor_names import node_name
-from tfamp.rewriting.pipeline import CALLS
+from tfamp.rewriting.pipeline import CALLS, all_nodes
 from tfamp.rewriting.saved_files import VARIABLES_PREFIX, first_line
 from tfamp.rewriting.saved_graph import (
     VARIABLES,
     Roles,
     add_op_definitions,
     ancestors,
-    functions_of,
     signatures_of,
 )
 
@@ -133,36 +131,25 @@ def _with_constants(graph: Any, values: Mapping[str, Any], keep: Iterable[str]) 
 
     # All it wants of a session is the values of tensors that read variables.
     session = types.SimpleNamespace(run=run)
-    with _without_notes_of_tensorflow():
-        try:
-            frozen = tf.compat.v1.graph_util.convert_variables_to_constants(
-                session, graph, outputs, variable_names_whitelist=list(values)
-            )
-        except Exception as error:  # What it raises for broken graphs is anything.
-            raise SavedModelError(
-                f"TensorFlow cannot freeze the graph: {type(error).__name__}: {error}. Convert "
-                "without freezing, which says what is wrong with a graph that is."
-            ) from error
-    for node in (*frozen.node, *(n for f in frozen.library.function for n in f.node_def)):
+    # The only public function that freezes graphs with loops says that it is deprecated.
+    logger = tf.get_logger()
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        frozen = tf.compat.v1.graph_util.convert_variables_to_constants(
+            session, graph, outputs, variable_names_whitelist=list(values)
+        )
+    except Exception as error:  # What it raises for broken graphs is anything.
+        raise SavedModelError(
+            f"TensorFlow cannot freeze the graph: {type(error).__name__}: {error}. Convert "
+            "without freezing, which says what is wrong with a graph that is."
+        ) from error
+    finally:
+        logger.setLevel(level)
+    for node in all_nodes(frozen):
         if "_output_shapes" in node.attr and any(each in node.attr for each in _FUNCTIONS):
             del node.attr["_output_shapes"]  # Of variables they are those of handles.
     return frozen
-
-
-@contextlib.contextmanager
-def _without_notes_of_tensorflow() -> Iterator[None]:
-    """Keeps back that the only public function that freezes graphs with loops is deprecated."""
-    note = "is deprecated"
-    logger = tf.get_logger()
-
-    def is_no_note(record: logging.LogRecord) -> bool:
-        return note not in record.getMessage() and note not in str(record.msg)
-
-    logger.addFilter(is_no_note)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_no_note)
 
 
 def _drop_objects(meta_graph: Any, keep: Iterable[str]) -> None:
@@ -171,15 +158,8 @@ def _drop_objects(meta_graph: Any, keep: Iterable[str]) -> None:
     _wait_for_no_constants(graph)
     needed = ancestors({node.name: node for node in graph.node}, keep)
     nodes = [node for node in graph.node if node.name in needed]
-    library = functions_of(graph)
-    called = reached_functions(library, (name for node in nodes for name in called_functions(node)))
-    functions = [function for name, function in library.items() if name in called]
-    slim = tf.compat.v1.GraphDef(versions=graph.versions, node=nodes)
-    slim.library.function.extend(functions)
-    slim.library.gradient.extend(
-        each for each in graph.library.gradient if each.function_name in called
-    )
-    meta_graph.graph_def.CopyFrom(slim)
+    slim = tf.compat.v1.GraphDef(versions=graph.versions, library=graph.library, node=nodes)
+    graph.CopyFrom(rename_functions(slim, ""))  # It leaves out what no node calls.
     for field in ("object_graph_def", "saver_def"):
         meta_graph.ClearField(field)
     meta_graph.meta_info_def.function_aliases.clear()
@@ -187,8 +167,7 @@ def _drop_objects(meta_graph: Any, keep: Iterable[str]) -> None:
     for key in sorted(meta_graph.collection_def):
         if key not in _KEPT_COLLECTIONS:
             del meta_graph.collection_def[key]
-    everything = [*nodes, *(node for function in functions for node in function.node_def)]
-    add_op_definitions(meta_graph, sorted({node.op for node in everything}))
+    add_op_definitions(meta_graph, sorted({node.op for node in all_nodes(graph)}))
 
 
 def _keep_initialization(meta_graph: Any) -> None:
