@@ -37,7 +37,7 @@ _COLORS = {
 }
 # The library's messages name its arguments; these are the same on the command line.
 _ARGUMENTS = re.compile(
-    r"\b(keep_float32|force_low|batch_size|(?:allow|infer|deny|clear)_add)\b=?"
+    r"\b(keep_float32|force_low|placement|batch_size|(?:allow|infer|deny|clear)_add)\b=?"
     r"|\b(overwrite|freeze|training)=True"
     r"|\b(dtype)=(?:'(\w+)'|None)"
 )
@@ -242,21 +242,18 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _choices(args: argparse.Namespace, saved_model: Any) -> dict[str, Any]:
-    from tfamp.graph import Calibration
-    from tfamp.graph.rewrite import PLACEMENTS
-    from tfamp.planning.choices import check_choice, patterns
+    from tfamp.rewriting.pipeline import RewriteSettings
 
     dtype = saved_model.required_dtype(args.dtype)
     changes = {f"{color}_add": getattr(args, f"{color}_add") for color in _COLORS}
     lists = None
     with _wrong_usage():
-        check_choice("--placement", args.placement, PLACEMENTS)
-        patterns("--keep-float32", args.keep_float32)
-        patterns("--force-low", args.force_low)
+        names = ("placement", "keep_float32", "force_low")
+        RewriteSettings(**{name: getattr(args, name) for name in names})
         if any(changes.values()):
             lists = tfamp.OpLists.default(dtype, args.device).with_changes(**changes)
     with _wrong_usage("--calibrate: "):
-        calibration = None if args.calibrate is None else Calibration.from_npz(args.calibrate)
+        calibration = saved_model.calibration_of(args.calibrate)
     plain = ("freeze", "keep_float32", "force_low", "placement", "device")
     choices = {name: getattr(args, name) for name in plain}
     return choices | {"dtype": dtype, "calibration": calibration, "op_lists": lists}

@@ -156,21 +156,25 @@ def _settings(
     placement: str,
     device: str,
 ) -> RewriteSettings:
-    if isinstance(calibration, str | os.PathLike):
-        calibration = Calibration.from_npz(calibration)
-    elif calibration is not None:
-        data = [calibration] if isinstance(calibration, Mapping) else calibration
-        calibration = Calibration.of(data)
     return RewriteSettings(
         dtype=required_dtype(dtype),
         op_lists=op_lists,
         keep_float32=keep_float32,
         force_low=force_low,
-        calibration=calibration,
+        calibration=calibration_of(calibration),
         placement=placement,
         device=device,
         profile="builtin",
     )
+
+
+def calibration_of(data: Any) -> Calibration | None:
+    """Returns what an argument named `calibration` means."""
+    if data is None:
+        return None
+    if isinstance(data, str | os.PathLike):
+        return Calibration.from_npz(data)
+    return Calibration.of([data] if isinstance(data, Mapping) else data)
 
 
 def required_dtype(dtype: Any) -> str:
