@@ -26,11 +26,11 @@ from tfamp.machine import hardware
 # What a kind of op reaches in a dtype that it has no kernel for, in parts of float32's peak.
 NO_KERNEL = 1e-3
 _KINDS_OF_DEVICES = ("auto", "cpu", "gpu")
-# Short works are repeated for this long in a round.
+# Short works are repeated for this long at each turn.
 _LEAST_SECONDS = 3e-3
 _MOST_REPEATS = 30
-_LEAST_ROUNDS = 3
-# A round that makes more than a few of the best times better by this much shows a busy machine:
+_LEAST_TURNS = 3
+# A turn that makes more than a few of the best times better by this much shows a busy machine:
 # there it takes longer.
 _IMPROVEMENT = 0.9
 _FEW = 0.1
@@ -197,7 +197,7 @@ def _measure(device: str, seconds: float, sizes: Sizes) -> MachineProfile:
             elapsed = time.perf_counter() - start
             steady = sum(better) <= _FEW * len(timers)
             enough = elapsed >= seconds if steady else elapsed >= _LONGEST * seconds
-            if enough and number >= _LEAST_ROUNDS:
+            if enough and number >= _LEAST_TURNS:
                 break
     return _profile(device, timers)
 
@@ -236,7 +236,7 @@ def _peaks(timers: list[_Timer]) -> dict[str, float]:
 
 
 def _believed(ratio: float) -> float:
-    """Counts a dtype that is hardly faster than float32 as equal, so that noise lowers nothing."""
+    """Counts a dtype that is hardly faster than float32 as equal: that may be noise."""
     return 1.0 if 1.0 < ratio < _NOISE else ratio
 
 
@@ -352,7 +352,7 @@ def _float16_slowdown() -> float:
         timers = [_Timer(dataclasses.replace(work, dtypes=dtypes)) for work in _float16_works()]
         for timer in timers:
             timer.warm_up(_one_by_one)
-        for _ in range(_LEAST_ROUNDS):
+        for _ in range(_LEAST_TURNS):
             for timer in timers:
                 timer.time_once(_one_by_one)
     return sum(each.best["float16"] for each in timers) / sum(each.first for each in timers)

@@ -172,15 +172,9 @@ def into_current_graph(
 ) -> tuple[list[Any], RewritePlan | None]:
     """Converts a graph and adds it to the function that is being traced.
 
-    Args:
-        graph: The graph; it is changed.
-        values: A tensor for each of its inputs; dtypes as there.
-        settings: How to convert it.
-        ranges: What was measured on the calibration data.
-        cache: Holds low-precision copies of weights to take instead of casting them.
-
-    Returns:
-        The tensors of the current graph that stand for the outputs, and the plan.
+    The graph is changed. There is a tensor for each of its inputs, of the dtype it has there; the
+    ranges are those on the calibration data, and the cache holds low-precision copies of weights to
+    take instead of casting them. Returns the tensors that stand for the outputs, and the plan.
     """
     for node in _custom_nodes(graph.graph_def):
         node.attr[_DTYPES].CopyFrom(node.attr["T"])

@@ -171,7 +171,7 @@ def _drop_objects(meta_graph: Any, keep: Iterable[str]) -> None:
 
 
 def _keep_initialization(meta_graph: Any) -> None:
-    """Names what initialises as TensorFlow 1 does; its loader takes another way for a signature."""
+    """Names what initialises as TensorFlow 1 does; its loader differs for a signature."""
     if _INIT_SIGNATURE in meta_graph.signature_def:
         (info,) = meta_graph.signature_def[_INIT_SIGNATURE].outputs.values()
         names = meta_graph.collection_def["saved_model_main_op"].node_list
