@@ -1,5 +1,6 @@
 """`tfamp.rewrite`: signatures, traces, state and errors."""
 
+import dataclasses
 import gc
 import warnings
 import weakref
@@ -361,13 +362,22 @@ class TestChoices:
 
         machine = hardware.Hardware("", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
         monkeypatch.setattr(hardware, "detect", lambda: machine)
-        fast = tfamp.rewrite(lambda x: x @ weights)
-        assert_computes_in("bfloat16", fast.concrete(x))
+        for dtype in (None, "auto"):
+            fast = tfamp.rewrite(lambda x: x @ weights, dtype=dtype)
+            assert_computes_in("bfloat16", fast.concrete(x))
+        assert tfamp.rewrite(lambda x: x, dtype="float16").copy("auto").dtype == "bfloat16"
+        monkeypatch.setattr(
+            hardware, "detect", lambda: dataclasses.replace(machine, cpu_bfloat16=False)
+        )
+        with pytest.warns(tfamp.NothingToLowerWarning, match="neither float16 nor bfloat16"):
+            assert tfamp.rewrite(lambda x: x, dtype="auto").dtype is None
+        for dtype in (tf.bfloat16, np.float16):
+            assert tfamp.rewrite(lambda x: x, dtype=dtype).dtype == tf.as_dtype(dtype).name
 
     @pytest.mark.parametrize(
         ("choices", "error", "match"),
         [
-            ({"dtype": "float32"}, ValueError, "dtype must be one of float16, bfloat16"),
+            ({"dtype": "float32"}, ValueError, "dtype must be one of float16, bfloat16, auto"),
             ({"dtype": "bfloat16", "on_error": "ignore"}, ValueError, "on_error must be one of"),
             ({"dtype": "bfloat16", "keep_float32": "x"}, TypeError, "keep_float32 must be"),
             ({"dtype": "bfloat16", "force_low": ["("]}, ValueError, "regular expressions"),

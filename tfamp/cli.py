@@ -25,20 +25,19 @@ import tfamp
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import TfampError, TfampWarning
 from tfamp.core.options import checked_count
-from tfamp.diagnostics import device
 
 if TYPE_CHECKING:
     from tfamp.planning.structures import RewritePlan
 
 _COLORS = {
-    "allow": "is always lowered",
-    "infer": "is lowered unless computed from a denied op",
+    "allow": "computes in low precision",
+    "infer": "computes in low precision unless its inputs come from a denied op",
     "deny": "stays float32",
-    "clear": "is lowered between lowered ops",
+    "clear": "computes in low precision between ops that do",
 }
 # The library's messages name its arguments; these are the same on the command line.
 _ARGUMENTS = re.compile(
-    r"\b(keep_float32|force_low|batch_size|(?:allow|infer|deny|clear)_add)\b=?"
+    r"\b(keep_float32|force_low|placement|batch_size|(?:allow|infer|deny|clear)_add)\b=?"
     r"|\b(overwrite|freeze|training)=True"
     r"|\b(dtype)=(?:'(\w+)'|None)"
 )
@@ -89,115 +88,80 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     doctor = commands.add_parser(
         "doctor",
-        help="tell what this machine computes fast, what 'auto' picks and why, and what a model "
-        "gains",
+        help="tell what this machine computes fast, what 'auto' picks, and what a model gains",
         description="Tells which low-precision dtypes this machine multiplies natively, which "
         "policy 'auto' therefore picks, which versions are installed, and how fast each dtype is: "
         "measured in about 3 s and kept in the user's cache folder, unless TFAMP_PROFILE says "
         "otherwise. Of a model it tells the expected gain, and why it is not more. A .keras file "
         "is loaded in Keras's safe mode; loading a SavedModel runs what initialises it.",
     )
-    doctor.add_argument(
-        "model", metavar="MODEL", nargs="?", help="directory of a SavedModel, or a .keras file"
-    )
-    _add_model_options(doctor)
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
-    doctor.set_defaults(run=_doctor)
     rewrite = commands.add_parser(
         "rewrite",
         help="write a SavedModel that computes in low precision where it is safe",
         description="Writes the SavedModel DST, which is used as SRC is and computes in low "
         "precision where that is safe. SRC is not changed; DST appears when it is complete.",
     )
-    rewrite.add_argument("src", metavar="SRC", help="directory of a SavedModel")
-    rewrite.add_argument("dst", metavar="DST", help="directory to write; must not exist")
-    _add_choices(rewrite)
-    rewrite.add_argument(
-        "--report",
-        metavar="FILE",
-        type=_report_path,
-        help=f"write every decision with its reason to FILE ({', '.join(_REPORTS)})",
-    )
-    rewrite.add_argument("--overwrite", action="store_true", help="replace a SavedModel in DST")
-    rewrite.set_defaults(run=_rewrite)
     inspect = commands.add_parser(
         "inspect",
         help="tell what rewrite would do, and write nothing",
         description="Prints the plan of a rewrite: the dtype of every node and why, and every "
         "Cast. Writes nothing.",
     )
-    inspect.add_argument("src", metavar="SRC", help="directory of a SavedModel")
-    _add_choices(inspect)
-    inspect.add_argument("--json", action="store_true", help="print one JSON object")
-    inspect.set_defaults(run=_inspect)
+    _add_model_options(doctor)
+    for each in (rewrite, inspect):
+        each.add_argument("src", metavar="SRC", help="directory of a SavedModel")
+    rewrite.add_argument(
+        "dst", metavar="DST", help="directory to write; a new one but for --overwrite"
+    )
+    for each in (rewrite, inspect):
+        _add_choices(each)
+    endings = ", ".join(_REPORTS)
+    text = f"write every decision with its reason to FILE ({endings})"
+    rewrite.add_argument("--report", metavar="FILE", type=_report_path, help=text)
+    rewrite.add_argument("--overwrite", action="store_true", help="replace a SavedModel in DST")
+    for each in (doctor, inspect):
+        each.add_argument("--json", action="store_true", help="print one JSON object")
+    for each, run in ((doctor, _doctor), (rewrite, _rewrite), (inspect, _inspect)):
+        each.set_defaults(run=run)
     return parser
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of a look at a model; each is an argument of the library's."""
-    parser.add_argument(
-        "--dtype",
-        choices=(*LOW_PRECISION, "auto"),
-        default="auto",
-        help="low dtype to estimate the gain of; default: what this machine multiplies natively",
-    )
-    parser.add_argument(
-        "--batch-size", metavar="N", type=int, help="size of the batch the model leaves open"
-    )
-    parser.add_argument("--signature", metavar="NAME", help="which signature of a SavedModel")
-    parser.add_argument(
-        "--training",
-        action="store_true",
-        help="look at the forward and backward pass of a .keras file's model",
-    )
+    """Adds the model, and the options of a look at it; each is an argument of the library's."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", nargs="?", help="directory of a SavedModel, or a .keras file")
+    _add_dtype(parser, "low dtype to estimate the gain of")
+    add("--batch-size", metavar="N", type=int, help="size of the batch the model leaves open")
+    add("--signature", metavar="NAME", help="which signature of a SavedModel")
+    add("--training", action="store_true", help="of a .keras file: forward and backward pass")
+
+
+def _add_dtype(parser: argparse.ArgumentParser, what: str) -> None:
+    text = f"{what}; auto, the default: what this machine multiplies natively"
+    parser.add_argument("--dtype", choices=(*LOW_PRECISION, "auto"), default="auto", help=text)
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that decide what is lowered; each is an argument of the library's."""
-    parser.add_argument(
-        "--dtype",
-        choices=(*LOW_PRECISION, "auto"),
-        default="auto",
-        help="auto, the default: what this machine multiplies natively",
+    """Adds the options that decide what is converted; each is an argument of the library's."""
+    add = parser.add_argument
+    _add_dtype(parser, "low dtype to compute in")
+    text = "kind of device the model will run on; auto, the default: this machine's"
+    add("--device", choices=("auto", "cpu", "gpu", "tpu"), default="auto", help=text)
+    text = (
+        "what decides where Casts go: lists, the default, or min_cut for what is worth it on a "
+        "device of this kind, by tfamp's built-in table"
     )
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "gpu", "tpu"),
-        default="auto",
-        help="kind of device the model will run on; default: this machine's",
-    )
-    parser.add_argument(
-        "--placement",
-        default="lists",
-        help="what decides where Casts go: lists, the default, or min_cut for what is worth it on "
-        "a device of this kind, by tfamp's built-in table",
-    )
-    for name, what in (("keep-float32", "stay float32"), ("force-low", "are lowered")):
-        parser.add_argument(
-            f"--{name}",
-            metavar="REGEX",
-            action="append",
-            default=[],
-            help=f"nodes with a name in which REGEX is found {what}; may be repeated",
-        )
+    add("--placement", default="lists", help=text)
+    for name, what in (("keep-float32", "stay float32"), ("force-low", "compute in low precision")):
+        text = f"nodes with a name in which REGEX is found {what}; may be repeated"
+        add(f"--{name}", metavar="REGEX", action="append", default=[], help=text)
     for color, what in _COLORS.items():
-        parser.add_argument(
-            f"--{color}-add",
-            metavar="OP",
-            action="append",
-            default=[],
-            help=f"the op type OP {what}; may be repeated",
-        )
-    parser.add_argument(
-        "--calibrate",
-        metavar="FILE.npz",
-        help="inputs by name, on which ranges are measured: what gets too large stays float32",
-    )
-    parser.add_argument(
-        "--freeze",
-        action="store_true",
-        help="make constants of the variables, stored in the low dtype: about half the bytes",
-    )
+        text = f"the op type OP {what}; may be repeated"
+        add(f"--{color}-add", metavar="OP", action="append", default=[], help=text)
+    text = "inputs by name, on which ranges are measured: what gets too large stays float32"
+    add("--calibrate", metavar="FILE.npz", help=text)
+    text = "make constants of the variables, stored in the low dtype: about half the bytes"
+    add("--freeze", action="store_true", help=text)
 
 
 def _report_path(text: str) -> Path:
@@ -236,29 +200,24 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.batch_size is not None:
         with _wrong_usage():
             checked_count("--batch-size", args.batch_size)
-    if args.model is None:
-        for name in ("batch_size", "signature", "training"):
-            if getattr(args, name):
-                raise _UsageError(f"--{name.replace('_', '-')} needs a MODEL to look at.")
-        report = device.device_report()
-        print(report.to_json() if args.json else report.to_text())
-        return 1 if report.problems else 0
+    look = {name: getattr(args, name) for name in ("batch_size", "signature", "training")}
+    for name, value in look.items():
+        if value and args.model is None:
+            raise _UsageError(f"--{name.replace('_', '-')} needs a MODEL to look at.")
+    found = []
     with _prepared():
-        from tfamp.diagnostics import expected_gain
+        from tfamp.diagnostics import device, expected_gain
 
-        found = expected_gain.model_report(
-            args.model,
-            dtype=args.dtype,
-            batch_size=args.batch_size,
-            signature=args.signature,
-            training=args.training,
-        )
+        if args.model is not None:
+            found.append(expected_gain.model_report(args.model, dtype=args.dtype, **look))
         report = device.device_report()
     if args.json:
-        both = {**json.loads(report.to_json()), "model": json.loads(found.to_json())}
-        print(json.dumps(both, indent=2))
+        facts = json.loads(report.to_json())
+        if found:
+            facts["model"] = json.loads(found[0].to_json())
+        print(json.dumps(facts, indent=2))
     else:
-        print(f"{report.to_text()}\n\n{found.to_text()}")
+        print("\n\n".join([report.to_text(), *(each.to_text() for each in found)]))
     return 1 if report.problems else 0
 
 
@@ -283,31 +242,21 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _choices(args: argparse.Namespace, saved_model: Any) -> dict[str, Any]:
-    from tfamp.graph import Calibration
-    from tfamp.graph.rewrite import PLACEMENTS
-    from tfamp.planning.choices import check_choice, patterns
+    from tfamp.rewriting.pipeline import RewriteSettings
 
-    dtype = saved_model.low_dtype(args.dtype)
+    dtype = saved_model.required_dtype(args.dtype)
     changes = {f"{color}_add": getattr(args, f"{color}_add") for color in _COLORS}
     lists = None
     with _wrong_usage():
-        check_choice("--placement", args.placement, PLACEMENTS)
-        patterns("--keep-float32", args.keep_float32)
-        patterns("--force-low", args.force_low)
+        names = ("placement", "keep_float32", "force_low")
+        RewriteSettings(**{name: getattr(args, name) for name in names})
         if any(changes.values()):
             lists = tfamp.OpLists.default(dtype, args.device).with_changes(**changes)
     with _wrong_usage("--calibrate: "):
-        calibration = None if args.calibrate is None else Calibration.from_npz(args.calibrate)
-    return {
-        "dtype": dtype,
-        "freeze": args.freeze,
-        "calibration": calibration,
-        "op_lists": lists,
-        "keep_float32": args.keep_float32,
-        "force_low": args.force_low,
-        "placement": args.placement,
-        "device": args.device,
-    }
+        calibration = saved_model.calibration_of(args.calibrate)
+    plain = ("freeze", "keep_float32", "force_low", "placement", "device")
+    choices = {name: getattr(args, name) for name in plain}
+    return choices | {"dtype": dtype, "calibration": calibration, "op_lists": lists}
 
 
 def _what_was_done(args: argparse.Namespace, plan: RewritePlan) -> str:
@@ -360,7 +309,7 @@ def _prepared() -> Iterator[Any]:
 
 
 def _on_termination() -> Any:
-    """Makes a termination a KeyboardInterrupt; returns what it was, None in other threads."""
+    """Makes a termination a KeyboardInterrupt; returns its handler, None in other threads."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -16,7 +16,7 @@ from helpers.cases import first_of
 from helpers.graph_asserts import assert_computes_in, op_dtypes
 from helpers.tolerances import assert_close
 from tfamp.autocasting.state import current_modes
-from tfamp.machine import float16, hardware
+from tfamp.machine import hardware, profile_measure
 
 DTYPES = ("float16", "bfloat16")
 both_dtypes = pytest.mark.parametrize("dtype", first_of(("bfloat16", "float16")))
@@ -893,7 +893,7 @@ def slow_float16(monkeypatch):
 
         found = hardware.Hardware("", cpu_bfloat16=bfloat16, cpu_float16=False, gpus=(), tpu=False)
         monkeypatch.setattr(hardware, "detect", lambda: found)
-        monkeypatch.setattr(float16, "measure_slowdown", lambda: slowdown)
+        monkeypatch.setattr(profile_measure, "float16_slowdown", lambda: slowdown)
         checked = threading.Event()
         monkeypatch.setattr("tfamp.autocasting.context._slow_float16_checked", checked)
 

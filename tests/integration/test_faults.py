@@ -19,7 +19,7 @@ import tfamp
 from helpers import saved_models
 from helpers.training import small_model
 from tfamp.core.profile import builtin_profile
-from tfamp.machine import profile_cache, profile_choice, profile_measure
+from tfamp.machine import profile_choice, profile_measure
 
 TESTS = Path(__file__).resolve().parents[1]
 # Every kill is a process that starts TensorFlow.
@@ -175,7 +175,6 @@ for number in range(10**6):
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="directories are exchanged on Linux only")
 @pytest.mark.parametrize("kills", ONCE_OR_OFTEN)
 def test_killed_while_a_saved_model_is_replaced(tmp_path, kills):
     saved_models.module(tmp_path / "source")
@@ -185,6 +184,9 @@ def test_killed_while_a_saved_model_is_replaced(tmp_path, kills):
     for number in range(kills):
         seconds = moments.uniform(0.0, 1.5)
         assert kill_after(start(_REWRITING, tmp_path / "source", target), seconds)
+        if not target.exists():  # It was killed between the two renames.
+            with pytest.raises(tfamp.SavedModelError, match="exists"):
+                tfamp.rewrite_saved_model(tmp_path / "source", target, dtype="bfloat16")
         # The one before or the one after: each loads and runs.
         signature = tf.saved_model.load(str(target)).signatures["serving_default"]
         result = signature(x=tf.constant(saved_models.FLOATS), count=tf.constant(number))
@@ -224,24 +226,24 @@ def test_killed_while_a_model_is_saved_beside_and_renamed(tmp_path, kills):
 _CACHING = """
 import sys, dataclasses
 from pathlib import Path
-from tfamp.machine import profile_cache
+from tfamp.machine import profile_choice
 from tfamp.core.profile import builtin_profile
 
 print("writing", flush=True)
 for number in range(10**9):
     profile = dataclasses.replace(builtin_profile("cpu"), name="x" * (number % 2 * 100_000 + 1))
-    profile_cache.put_profile(Path(sys.argv[1]), {"cpu": "shared"}, profile)
+    profile_choice.put_profile(Path(sys.argv[1]), {"cpu": "shared"}, profile)
 """
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.nightly)])
 def test_killed_while_the_cache_is_written(tmp_path, kills):
     moments = random.Random(kills)
-    profile_cache.put_profile(tmp_path, {"cpu": "shared"}, builtin_profile("cpu"))
+    profile_choice.put_profile(tmp_path, {"cpu": "shared"}, builtin_profile("cpu"))
     for _ in range(kills // 2):
         two = [start(_CACHING, tmp_path) for _ in range(2)]
         assert all(kill_after(each, moments.uniform(0.0, 0.1)) for each in two)
-        assert profile_cache.get_profile(tmp_path, {"cpu": "shared"}) is not None
+        assert profile_choice.get_profile(tmp_path, {"cpu": "shared"}) is not None
 
 
 _FULL_DISK = """
@@ -249,7 +251,7 @@ import resource, signal, sys, warnings
 from pathlib import Path
 import tensorflow  # Importing it looks for a folder it can write to.
 import tfamp
-from tfamp.machine import profile_cache
+from tfamp.machine import profile_choice
 from tfamp.core.profile import builtin_profile
 source, target, cache = map(Path, sys.argv[1:])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -262,7 +264,7 @@ for size in (0, 100, 5_000, 40_000):
         print("refused" if "could not be written" in str(error) else error)
     if size <= 100:
         try:
-            profile_cache.put_profile(cache, {"cpu": "full"}, builtin_profile("cpu"))
+            profile_choice.put_profile(cache, {"cpu": "full"}, builtin_profile("cpu"))
         except OSError as error:
             print(type(error).__name__)
 """
@@ -275,7 +277,7 @@ def files_of(folder):
 def test_a_full_disk_leaves_what_was_there(tmp_path):
     saved_models.module(tmp_path / "source")
     tfamp.rewrite_saved_model(tmp_path / "source", tmp_path / "target", dtype="float16")
-    profile_cache.put_profile(tmp_path / "cache", {"cpu": "full"}, builtin_profile("gpu"))
+    profile_choice.put_profile(tmp_path / "cache", {"cpu": "full"}, builtin_profile("gpu"))
     before = files_of(tmp_path)
     folders = (tmp_path / name for name in ("source", "target", "cache"))
     out = finish(start(_FULL_DISK, *folders))
@@ -292,7 +294,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
     if os.geteuid() == 0:
         folder.parent.chmod(0o700)
         folder.write_text("")
-    monkeypatch.setattr(profile_cache, "cache_folder", lambda: folder)
+    monkeypatch.setattr(profile_choice, "cache_folder", lambda: folder)
     monkeypatch.setattr(profile_measure, "measure_profile", lambda: builtin_profile("cpu"))
     monkeypatch.setenv("TFAMP_PROFILE", "")
     with warnings.catch_warnings(record=True) as caught:

@@ -12,7 +12,7 @@ import platformdirs
 import pytest
 
 from tfamp.core.profile import builtin_profile
-from tfamp.machine import profile_cache
+from tfamp.machine import profile_choice
 
 KEY = {"cpu": "My CPU", "tensorflow": "2.21.0"}
 PROFILE = dataclasses.replace(builtin_profile("cpu"), name="mine", op_overhead=1e-6)
@@ -20,19 +20,19 @@ PROFILE = dataclasses.replace(builtin_profile("cpu"), name="mine", op_overhead=1
 
 def test_what_is_put_is_got_for_the_same_key_only(tmp_path):
     folder = tmp_path / "not" / "there"
-    assert profile_cache.get_profile(folder, KEY) is None
-    path = profile_cache.put_profile(folder, KEY, PROFILE)
-    assert path == profile_cache.profile_path(folder, KEY)
+    assert profile_choice.get_profile(folder, KEY) is None
+    path = profile_choice.put_profile(folder, KEY, PROFILE)
+    assert path == profile_choice.profile_path(folder, KEY)
     assert list(folder.iterdir()) == [path]  # nothing temporary is left
-    assert profile_cache.get_profile(folder, dict(reversed(KEY.items()))) == PROFILE
+    assert profile_choice.get_profile(folder, dict(reversed(KEY.items()))) == PROFILE
     for other in ({**KEY, "tensorflow": "2.22.0"}, {"cpu": "My CPU"}, {**KEY, "gpus": "A100"}):
-        assert profile_cache.get_profile(folder, other) is None
+        assert profile_choice.get_profile(folder, other) is None
 
 
 def test_a_new_profile_takes_the_place_of_the_old_one(tmp_path):
-    profile_cache.put_profile(tmp_path, KEY, builtin_profile("gpu"))
-    profile_cache.put_profile(tmp_path, KEY, PROFILE)
-    assert profile_cache.get_profile(tmp_path, KEY) == PROFILE
+    profile_choice.put_profile(tmp_path, KEY, builtin_profile("gpu"))
+    profile_choice.put_profile(tmp_path, KEY, PROFILE)
+    assert profile_choice.get_profile(tmp_path, KEY) == PROFILE
 
 
 def changed(**changes):
@@ -56,55 +56,55 @@ def changed(**changes):
     ],
 )
 def test_what_cannot_be_read_counts_as_not_there_and_is_replaced(spoil, tmp_path):
-    path = profile_cache.put_profile(tmp_path, KEY, PROFILE)
+    path = profile_choice.put_profile(tmp_path, KEY, PROFILE)
     path.write_text(spoil(path.read_text("utf-8")), "utf-8")
-    assert profile_cache.get_profile(tmp_path, KEY) is None
-    profile_cache.put_profile(tmp_path, KEY, PROFILE)
-    assert profile_cache.get_profile(tmp_path, KEY) == PROFILE
+    assert profile_choice.get_profile(tmp_path, KEY) is None
+    profile_choice.put_profile(tmp_path, KEY, PROFILE)
+    assert profile_choice.get_profile(tmp_path, KEY) == PROFILE
 
 
 def test_a_file_that_is_no_text_and_a_folder_in_its_place_count_as_not_there(tmp_path):
-    path = profile_cache.profile_path(tmp_path, KEY)
+    path = profile_choice.profile_path(tmp_path, KEY)
     path.write_bytes(b"\xff\xfe\x00")
-    assert profile_cache.get_profile(tmp_path, KEY) is None
+    assert profile_choice.get_profile(tmp_path, KEY) is None
     path.unlink()
     path.mkdir()
-    assert profile_cache.get_profile(tmp_path, KEY) is None
+    assert profile_choice.get_profile(tmp_path, KEY) is None
 
 
 def test_what_cannot_be_written_is_an_oserror_and_leaves_nothing(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        profile_cache.put_profile(tmp_path / "file" / "tfamp", KEY, PROFILE)
+        profile_choice.put_profile(tmp_path / "file" / "tfamp", KEY, PROFILE)
     with pytest.raises(OSError, match="no home folder"):
-        profile_cache.put_profile(Path("~/.cache/tfamp"), KEY, PROFILE)
+        profile_choice.put_profile(Path("~/.cache/tfamp"), KEY, PROFILE)
 
     def full(*_):
         raise OSError("no space left")
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(OSError, match="no space left"):
-        profile_cache.put_profile(tmp_path / "folder", KEY, PROFILE)
+        profile_choice.put_profile(tmp_path / "folder", KEY, PROFILE)
     assert list((tmp_path / "folder").iterdir()) == []
 
 
 def test_the_folder_is_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert profile_cache.cache_folder() == Path(platformdirs.user_cache_dir("tfamp", False))
-    assert profile_cache.cache_folder().is_absolute()
+    assert profile_choice.cache_folder() == Path(platformdirs.user_cache_dir("tfamp", False))
+    assert profile_choice.cache_folder().is_absolute()
 
 
 _WRITER = """
 import sys, dataclasses
 from pathlib import Path
-from tfamp.machine import profile_cache
+from tfamp.machine import profile_choice
 from tfamp.core.profile import builtin_profile
 
 folder, name = Path(sys.argv[1]), sys.argv[2]
 profile = dataclasses.replace(builtin_profile("cpu"), name=name)
 for _ in range(300):
-    profile_cache.put_profile(folder, {"cpu": "shared"}, profile)
-    found = profile_cache.get_profile(folder, {"cpu": "shared"})
+    profile_choice.put_profile(folder, {"cpu": "shared"}, profile)
+    found = profile_choice.get_profile(folder, {"cpu": "shared"})
     assert dataclasses.replace(found, name=name) == profile, found
     assert found.name in ("x", "y" * 5000)
 """

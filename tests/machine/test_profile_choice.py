@@ -14,7 +14,7 @@ import tfamp
 from tfamp import diagnostics
 from tfamp.cli import main
 from tfamp.core.profile import DTYPES, KINDS, builtin_profile
-from tfamp.machine import hardware, profile_cache, profile_choice, profile_measure
+from tfamp.machine import hardware, profile_choice, profile_measure
 
 USUAL = builtin_profile("cpu")
 # A machine on which nothing low pays.
@@ -29,7 +29,7 @@ SLOW = dataclasses.replace(
 def folder(tmp_path, monkeypatch):
     """An empty cache, and TFAMP_PROFILE not set."""
     monkeypatch.delenv("TFAMP_PROFILE")
-    monkeypatch.setattr(profile_cache, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(profile_choice, "cache_folder", lambda: tmp_path / "cache")
     profile_choice._of_machine.cache_clear()
     yield tmp_path / "cache"
     profile_choice._of_machine.cache_clear()
@@ -66,7 +66,7 @@ def test_it_is_measured_once_and_kept(folder, measured):
 
 
 def test_what_is_kept_is_read_from_the_file(folder, measured):
-    profile_cache.put_profile(folder, profile_choice.machine_key(), USUAL)
+    profile_choice.put_profile(folder, profile_choice.machine_key(), USUAL)
     assert profile_choice.find_profile().profile == USUAL
     assert not measured
 
@@ -134,7 +134,7 @@ def test_a_machine_that_cannot_be_measured_gets_the_built_in_table(folder, monke
 
 def test_of_processes_that_measure_at_once_all_go_by_what_was_kept_first(folder, monkeypatch):
     def measure():
-        profile_cache.put_profile(folder, profile_choice.machine_key(), USUAL)  # the other one's
+        profile_choice.put_profile(folder, profile_choice.machine_key(), USUAL)  # the other one's
         return SLOW
 
     monkeypatch.setattr(profile_measure, "measure_profile", measure)
@@ -162,11 +162,11 @@ def test_the_variable_chooses(folder, measured, monkeypatch, tmp_path):
     assert not measured
 
     monkeypatch.setenv("TFAMP_PROFILE", "measure")
-    profile_cache.put_profile(folder, profile_choice.machine_key(), USUAL)
+    profile_choice.put_profile(folder, profile_choice.machine_key(), USUAL)
     assert profile_choice.find_profile().profile == SLOW
     profile_choice.find_profile()
     assert len(measured) == 1  # in a process
-    assert profile_cache.get_profile(folder, profile_choice.machine_key()) == USUAL
+    assert profile_choice.get_profile(folder, profile_choice.machine_key()) == USUAL
 
     given = dataclasses.replace(USUAL, name="given")
     (tmp_path / "given.json").write_text(given.to_json())

@@ -10,8 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.core.profile import DTYPES, KINDS, MachineProfile, builtin_profile
-from tfamp.machine.profile_measure import NO_KERNEL, measure_profile
-from tfamp.machine.profile_works import OPS, Sizes, works
+from tfamp.machine.profile_measure import NO_KERNEL, OPS, Sizes, measure_profile, works
 
 TINY = Sizes(
     matmuls=((8, 8, 8),),

@@ -182,10 +182,10 @@ def _warn_once_where_float16_is_slow() -> None:
     if _slow_float16_checked.is_set():
         return
     _slow_float16_checked.set()
-    from tfamp.machine import float16
+    from tfamp.machine import profile_measure
 
     with current_modes.set_to(None):
-        message = float16.warning()
+        message = profile_measure.float16_warning()
     if message is not None:
         warnings.warn(message, TfampWarning, stacklevel=level_of_user())
 

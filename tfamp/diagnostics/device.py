@@ -17,7 +17,7 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.profile import KINDS, MachineProfile
 from tfamp.core.text_table import table_lines
 from tfamp.diagnostics.known_issues import Environment, KnownIssue, known_issues
-from tfamp.machine import float16, hardware
+from tfamp.machine import hardware
 
 _CUDA_VERSIONS = {"cuda": "cuda_version", "cudnn": "cudnn_version"}
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -122,6 +122,7 @@ def device_report() -> DeviceReport:
     import tensorflow as tf
 
     from tfamp.interop.keras_backend import how_to_change, runs_tensorflow
+    from tfamp.machine import profile_measure
     from tfamp.machine.profile_choice import find_profile
 
     found = hardware.detect()
@@ -143,7 +144,9 @@ def device_report() -> DeviceReport:
         hardware=found,
         policy=policy,
         reason=reason,
-        float16_slowdown=float16.measure_slowdown() if float16.is_emulated(found) else None,
+        float16_slowdown=profile_measure.float16_slowdown()
+        if profile_measure.float16_is_emulated(found)
+        else None,
         profile=profile.profile,
         profile_source=profile.source,
         problems=() if runs_tensorflow() else (wrong_backend + how_to_change(),),

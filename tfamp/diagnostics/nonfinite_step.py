@@ -25,9 +25,8 @@ from tfamp.graph.transforms.retype import UNROUNDED, low_dtypes, seeded
 from tfamp.interop import keras_hooks, tf_functions
 from tfamp.interop.patching import rewrap_methods, wrapped_methods
 from tfamp.layers.model_calls import add_losses_in_float32
-from tfamp.rewriting.flat_call import FlatCall
 from tfamp.rewriting.function import RewrittenFunction, rewrite
-from tfamp.rewriting.traced_function import TracedFunction
+from tfamp.rewriting.traced_function import FlatCall, TracedFunction
 
 # Scope and name of the nodes whose functions an op runs in, the outermost first, then of the op.
 Path: TypeAlias = tuple[tuple[str, str], ...]

@@ -26,9 +26,8 @@ from tfamp.graph.transforms.inline import inline_calls
 from tfamp.planning.ranges import TensorKey
 from tfamp.planning.structures import MAIN_GRAPH, GraphIndex, producers_first
 from tfamp.planning.tensor_names import node_name
-from tfamp.rewriting.flat_call import FlatCall
 from tfamp.rewriting.function import RewrittenFunction
-from tfamp.rewriting.traced_function import TracedFunction
+from tfamp.rewriting.traced_function import FlatCall, TracedFunction
 
 # Hold or pass on a value, or change its dtype: no op of the function's own has their errors.
 _NO_ROW = frozenset(

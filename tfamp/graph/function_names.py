@@ -124,14 +124,14 @@ def function_attributes(node: Any) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def _may_name_functions(op: str) -> bool:
-    """Whether nodes of an op type may have attributes that hold names of functions."""
+    """Whether nodes of an op type may have attributes that hold names of functions.
+
+    A NoOp may: with it a SavedModel's graph holds the functions that only its objects refer to.
+    """
     definition = tf_private.op_definition(op)
-    # A NoOp stands for what only the objects of a SavedModel refer to.
-    return (
-        definition is None
-        or op == "NoOp"
-        or any(each.type in _FUNCTION_TYPES for each in definition.attr)
-    )
+    if definition is None or op == "NoOp":
+        return True
+    return any(each.type in _FUNCTION_TYPES for each in definition.attr)
 
 
 def reached_functions(library: Mapping[str, Any], names: Iterable[str]) -> set[str]:

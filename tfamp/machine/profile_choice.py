@@ -1,20 +1,31 @@
-"""Which machine profile holds here: built-in, given in a file, cached, or measured now."""
+"""Which machine profile holds here: built-in, given in a file, cached, or measured now.
+
+The cache is one small JSON file for each machine and TensorFlow version. A file is replaced as a
+whole, so that processes can read and write at once. What cannot be read, or was written for
+something else, counts as not there.
+
+Importing this file does not import TensorFlow, so that the cache is read and written without it.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import os
 import threading
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
+import platformdirs
 
 from tfamp.core.errors import TfampWarning
 from tfamp.core.profile import MachineProfile
-from tfamp.machine import hardware, profile_cache, profile_measure
+from tfamp.machine import hardware
+from tfamp.machine.file_replacing import replace_text
 
 VARIABLE = "TFAMP_PROFILE"
 _CHOICES = (
@@ -34,6 +45,8 @@ _FLAGS = (
     "DNNL_CPU_ISA_HINTS",
     "NVIDIA_TF32_OVERRIDE",
 )
+# Raised when what a profile holds, or how it is measured, changes: older files are then not used.
+_FORMAT = 2
 # Two measurements at once would slow each other.
 _MEASURING = threading.Lock()
 
@@ -52,32 +65,21 @@ class FoundProfile:
 
 
 def check_profile(profile: Any) -> None:
-    """Checks an argument that says which profile to use.
-
-    Raises:
-        TypeError: It is neither None, nor a string, nor a `MachineProfile`.
-        ValueError: It is another string than "builtin".
-    """
-    if isinstance(profile, str):
-        if profile != "builtin":
-            raise ValueError(
-                'profile must be None for this machine\'s, "builtin" or a '
-                f"tfamp.graph.MachineProfile; got {profile!r}. A file's is "
-                "MachineProfile.from_json(text)."
-            )
-    elif profile is not None and not isinstance(profile, MachineProfile):
-        raise TypeError(
-            'profile must be None for this machine\'s, "builtin" or a tfamp.graph.MachineProfile; '
-            f"got {type(profile).__name__}."
-        )
+    """Raises a TypeError or ValueError unless it is None, "builtin" or a `MachineProfile`."""
+    if profile is None or profile == "builtin" or isinstance(profile, MachineProfile):
+        return
+    is_text = isinstance(profile, str)
+    got = repr(profile) if is_text else type(profile).__name__
+    raise (ValueError if is_text else TypeError)(
+        'profile must be None for this machine\'s, "builtin" or a tfamp.graph.MachineProfile; got '
+        f"{got}. A file's is MachineProfile.from_json(text)."
+    )
 
 
 def resolve_profile(profile: Any, placement: str) -> MachineProfile | None:
-    """Returns the profile that an argument stands for; None is the built-in one.
+    """Returns the profile that a checked argument stands for; None is the built-in one.
 
-    Args:
-        profile: An argument that `check_profile` let pass.
-        placement: "lists" asks for no measurement: its plan only tells estimated times.
+    The placement "lists" needs no measurement: its plan only tells estimated times.
     """
     if isinstance(profile, MachineProfile):
         return profile
@@ -90,25 +92,21 @@ def find_profile() -> FoundProfile:
     Unset, it is the cached one; where there is none, what is measured now, which takes about three
     seconds. In a process a machine is measured once. A machine that cannot be measured gets the
     built-in profile and a `TfampWarning`, a cache that cannot be written the same warning.
-
-    Returns:
-        The profile, and where it comes from.
-
-    Raises:
-        ValueError: TFAMP_PROFILE is neither "builtin", nor "measure", nor such a file.
     """
     asked = os.environ.get(VARIABLE, "")
     if asked == "builtin":
         return _built_in(f"the built-in table, as {VARIABLE} says")
     if asked not in ("", "measure"):
         return FoundProfile(_read(asked), f"{asked}, as {VARIABLE} says")
-    folder = None if asked else profile_cache.cache_folder()
+    folder = None if asked else cache_folder()
     with _MEASURING:
         return _of_machine(tuple(machine_key().items()), folder)
 
 
 def machine_key() -> dict[str, str]:
     """Returns what the speed of this machine depends on, by name: the key of its cached profile."""
+    import tensorflow as tf
+
     found = hardware.detect()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts = {
@@ -138,6 +136,10 @@ def _built_in(source: str) -> FoundProfile:
 @functools.cache
 def _of_machine(key: tuple[tuple[str, str], ...], folder: Path | None) -> FoundProfile:
     """Looks up or measures; once for each key and folder, so that a process has one profile."""
+    import tensorflow as tf
+
+    from tfamp.machine import profile_measure
+
     facts = dict(key)
     if folder is not None and (found := _cached(folder, facts)):
         return found
@@ -153,7 +155,7 @@ def _of_machine(key: tuple[tuple[str, str], ...], folder: Path | None) -> FoundP
     if found := _cached(folder, facts):
         return found
     try:
-        path = profile_cache.put_profile(folder, facts, profile)
+        path = put_profile(folder, facts, profile)
     except OSError as error:
         text = (
             "The measured machine profile cannot be kept, so every process that needs it takes two "
@@ -166,9 +168,39 @@ def _of_machine(key: tuple[tuple[str, str], ...], folder: Path | None) -> FoundP
 
 
 def _cached(folder: Path, key: dict[str, str]) -> FoundProfile | None:
-    profile = profile_cache.get_profile(folder, key)
-    if profile is None:
+    profile = get_profile(folder, key)
+    source = f"measured before, kept in {profile_path(folder, key)}"
+    return None if profile is None else FoundProfile(profile, source)
+
+
+def cache_folder() -> Path:
+    """Returns the folder for tfamp's files in the user's cache folder; it may not exist yet."""
+    return Path(platformdirs.user_cache_dir("tfamp", appauthor=False))
+
+
+def profile_path(folder: Path, key: Mapping[str, str]) -> Path:
+    """Returns the file for the profile of a machine, by what the profile depends on."""
+    digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
+    return folder / f"machine-{digest[:20]}.json"
+
+
+def get_profile(folder: Path, key: Mapping[str, str]) -> MachineProfile | None:
+    """Returns the profile that was kept for a machine; None if there is none that can be read."""
+    try:
+        found = json.loads(profile_path(folder, key).read_text(encoding="utf-8"))
+        if (found["format"], found["key"]) != (_FORMAT, dict(key)):
+            return None
+        return MachineProfile.from_json(json.dumps(found["profile"]))
+    except (OSError, ValueError, TypeError, KeyError):
         return None
-    return FoundProfile(
-        profile, f"measured before, kept in {profile_cache.profile_path(folder, key)}"
-    )
+
+
+def put_profile(folder: Path, key: Mapping[str, str], profile: MachineProfile) -> Path:
+    """Writes the profile of a machine in the place of one that is there; returns the file."""
+    if not folder.is_absolute():
+        # Without a home folder the path is "~/..." as it stands: no place to leave files at.
+        raise FileNotFoundError(f"there is no home folder for {folder}")
+    path = profile_path(folder, key)
+    fields = {"format": _FORMAT, "key": dict(key), "profile": json.loads(profile.to_json())}
+    replace_text(path, json.dumps(fields, indent=1))
+    return path

@@ -1,33 +1,36 @@
-"""Measures a machine profile in about three seconds.
+"""Measures a machine profile in about three seconds, and how slow float16 is in 0.3 s.
 
-Everything is timed by turns, round after round: all kinds of work in all dtypes. What else the
-machine does then slows all of them, and the best of the rounds is taken.
+What is timed are small pieces of work, each in every dtype. Everything is timed by turns, again and
+again: all kinds of work in all dtypes. What else the machine does then slows all of them, and the
+best of the times is taken.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import math
 import statistics
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from tfamp.core.profile import DTYPES, KINDS, MachineProfile, builtin_profile
 from tfamp.machine import hardware
-from tfamp.machine.profile_works import OPS, Run, Sizes, Work, works
 
 # What a kind of op reaches in a dtype that it has no kernel for, in parts of float32's peak.
 NO_KERNEL = 1e-3
 _KINDS_OF_DEVICES = ("auto", "cpu", "gpu")
-# Short works are repeated for this long in a round.
+# Short works are repeated for this long at each turn.
 _LEAST_SECONDS = 3e-3
 _MOST_REPEATS = 30
-_LEAST_ROUNDS = 3
-# A round that makes more than a few of the best times better by this much shows a busy machine:
+_LEAST_TURNS = 3
+# A turn that makes more than a few of the best times better by this much shows a busy machine:
 # there it takes longer.
 _IMPROVEMENT = 0.9
 _FEW = 0.1
@@ -38,6 +41,8 @@ _NOISE = 1.1
 # would not do, as the machine may have been busy just then.
 _HOPELESS = 4.0
 _HOPELESS_RUNS = 2
+# A float16 below this many times float32's time may be as fast: the difference may be noise.
+_SLOWER = 1.2
 # How TensorFlow says that there is no kernel, or none for this dtype on this device.
 _NO_KERNEL_ERRORS = (
     tf.errors.InvalidArgumentError,
@@ -46,6 +51,98 @@ _NO_KERNEL_ERRORS = (
     tf.errors.InternalError,
     tf.errors.UnknownError,
 )
+
+# Op types that are timed by themselves, with the names of their inputs: in low precision their CPU
+# kernels take from half of float32's time to six times it.
+_X, _GRADIENT, _PAIR = ("x",), ("y", "dy"), ("x", "y")
+FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "Elu": ("features",),
+    **dict.fromkeys(("Erf", "Erfc", "Exp", "Log", "Log1p", "Rsqrt", "Sigmoid"), _X),
+    "Softplus": ("features",),
+    "Tanh": _X,
+    **dict.fromkeys(("RsqrtGrad", "SigmoidGrad", "TanhGrad"), _GRADIENT),
+    **dict.fromkeys(("Pow", "RealDiv", "SquaredDifference"), _PAIR),
+}
+SUMS = ("Mean", "Sum")
+DEPTHWISE = (
+    "DepthwiseConv2dNative",
+    "DepthwiseConv2dNativeBackpropInput",
+    "DepthwiseConv2dNativeBackpropFilter",
+)
+CONVOLUTIONS = ("Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter")
+ELEMENTWISE = {
+    **dict.fromkeys(("AddV2", "Mul"), _PAIR),
+    "Relu": ("features",),
+    "ReluGrad": ("gradients", "features"),
+}
+OPS = (*FUNCTIONS, *SUMS, *DEPTHWISE)
+
+Run = Callable[[], Any]
+_Result = TypeVar("_Result")
+_CHAIN = 60
+_RESERVED = ("reserve_space_1", "reserve_space_2", "reserve_space_3")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The shapes that are timed: of the size that a small training step has.
+
+    Args:
+        matmuls: (rows, depth, columns) of each matmul; its gradients are timed as well.
+        convolutions: (batch, height and width, channels, filters, kernel) of each convolution.
+        elements: Elements of what elementwise ops take: few enough for the cache, so that it is
+            their arithmetic that is timed and not the memory.
+        images: (batch, height and width, channels) for pooling, normalization, softmax and so on.
+        traffic: Elements of what is read and written to time the memory: more than a cache holds.
+        depthwise: (batch, height and width, channels, kernel) of each depthwise convolution.
+    """
+
+    matmuls: tuple[tuple[int, int, int], ...] = (
+        (256, 1024, 1024),
+        (2048, 512, 256),
+        (32, 512, 2048),
+    )
+    convolutions: tuple[tuple[int, int, int, int, int], ...] = (
+        (4, 32, 64, 32, 3),
+        (8, 16, 256, 64, 1),
+        (4, 8, 256, 128, 3),
+    )
+    elements: int = 1 << 19
+    images: tuple[int, int, int] = (16, 32, 32)
+    traffic: int = 1 << 22
+    depthwise: tuple[tuple[int, int, int, int], ...] = ((8, 14, 128, 3), (8, 14, 128, 7))
+
+    @staticmethod
+    def of(device: str) -> Sizes:
+        """Returns those for a kind of device: a GPU needs more work to be busy."""
+        if device != "gpu":
+            return Sizes()
+        return Sizes(
+            matmuls=((2048, 4096, 4096), (16384, 1024, 1024)),
+            convolutions=((64, 56, 64, 64, 3), (64, 28, 512, 128, 1), (64, 14, 256, 256, 3)),
+            elements=1 << 22,
+            images=(64, 56, 64),
+            traffic=1 << 25,
+            depthwise=((64, 56, 128, 3), (64, 14, 256, 7)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One piece of work.
+
+    Attributes:
+        kind: A kind of a profile's peaks, one of `OPS`, or "traffic", "cast traffic", "short chain"
+            or "long chain".
+        amount: How much work it is: operations, elements, bytes or Casts.
+        make: Returns what does the work in a dtype.
+        dtypes: The dtypes; for the first one there must be a kernel.
+    """
+
+    kind: str
+    amount: float
+    make: Callable[[str], Run]
+    dtypes: tuple[str, ...] = DTYPES
 
 
 def measure_profile(
@@ -87,28 +184,10 @@ def measure_profile(
     return _in_own_thread(lambda: _measure(kind, seconds, sizes or Sizes.of(kind)))
 
 
-def _in_own_thread(measure: Callable[[], MachineProfile]) -> MachineProfile:
-    """Runs it where none of TensorFlow's and tfamp's per-thread state is: scopes, graphs, modes."""
-    results: list[MachineProfile] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(measure())
-        except BaseException as error:  # noqa: BLE001  # raised again where it was asked for
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="tfamp machine profile", daemon=True)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
-
-
 def _measure(device: str, seconds: float, sizes: Sizes) -> MachineProfile:
     start = time.perf_counter()
-    clock = _together if _is_asynchronous(device) else _one_by_one
+    asynchronous = device == "gpu" or not tf.config.experimental.get_synchronous_execution()
+    clock = _together if asynchronous else _one_by_one
     with tf.device(f"{device.upper()}:0"):
         timers = [_Timer(work) for work in works(sizes)]
         for timer in timers:
@@ -118,31 +197,30 @@ def _measure(device: str, seconds: float, sizes: Sizes) -> MachineProfile:
             elapsed = time.perf_counter() - start
             steady = sum(better) <= _FEW * len(timers)
             enough = elapsed >= seconds if steady else elapsed >= _LONGEST * seconds
-            if enough and number >= _LEAST_ROUNDS:
+            if enough and number >= _LEAST_TURNS:
                 break
     return _profile(device, timers)
 
 
 def _profile(device: str, timers: list[_Timer]) -> MachineProfile:
-    def total(kind: str) -> float:
-        return sum(each.first for each in timers if each.work.kind == kind)
-
-    def amount(kind: str) -> float:
-        return sum(each.work.amount for each in timers if each.work.kind == kind)
-
+    by_kind: dict[str, list[_Timer]] = {}
+    for timer in timers:
+        by_kind.setdefault(timer.work.kind, []).append(timer)
+    total = {kind: sum(each.first for each in found) for kind, found in by_kind.items()}
+    amount = {kind: sum(each.work.amount for each in found) for kind, found in by_kind.items()}
     found = hardware.detect()
     name = found.gpus[0].name if device == "gpu" else found.cpu_model or "CPU"
     # A busy machine can make the long chain the faster one.
-    overhead = (total("long chain") - total("short chain")) / amount("long chain")
+    overhead = (total["long chain"] - total["short chain"]) / amount["long chain"]
     usual = builtin_profile(device)
     return MachineProfile(
         name=f"{name}, measured with TensorFlow {tf.__version__}",
-        peaks={kind: _peaks([each for each in timers if each.work.kind == kind]) for kind in KINDS},
-        bandwidth=_rounded(amount("traffic") / total("traffic")),
-        cast_bandwidth=_rounded(amount("cast traffic") / total("cast traffic")),
+        peaks={kind: _peaks(by_kind[kind]) for kind in KINDS},
+        bandwidth=_rounded(amount["traffic"] / total["traffic"]),
+        cast_bandwidth=_rounded(amount["cast traffic"] / total["cast traffic"]),
         op_overhead=_rounded(overhead) if overhead > 0 else usual.op_overhead,
         least_gain=usual.least_gain,
-        ops={op: _peaks([each for each in timers if each.work.kind == op]) for op in OPS},
+        ops={op: _peaks(by_kind[op]) for op in OPS},
     )
 
 
@@ -158,7 +236,7 @@ def _peaks(timers: list[_Timer]) -> dict[str, float]:
 
 
 def _believed(ratio: float) -> float:
-    """Counts a dtype that is hardly faster than float32 as equal, so that noise lowers nothing."""
+    """Counts a dtype that is hardly faster than float32 as equal: that may be noise."""
     return 1.0 if 1.0 < ratio < _NOISE else ratio
 
 
@@ -177,16 +255,14 @@ class _Timer:
     Attributes:
         work: The work.
         runs: What to run, by dtype.
-        repeats: How often to run it for one time, by dtype.
-        times: How often it was timed, by dtype.
         best: Seconds, by dtype.
+        times: How often it was timed.
     """
 
     work: Work
     runs: dict[str, Run] = field(default_factory=dict)
-    repeats: dict[str, int] = field(default_factory=dict)
-    times: dict[str, int] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
+    times: int = 0
 
     @property
     def first(self) -> float:
@@ -198,32 +274,26 @@ class _Timer:
         for dtype in self.work.dtypes:
             try:
                 run = self.work.make(dtype)
-                seconds = clock(run, 1)
+                self.best[dtype] = clock(run, 1)
             except _NO_KERNEL_ERRORS:
                 if dtype == self.work.dtypes[0]:
                     raise
                 continue
             self.runs[dtype] = run
-            self.best[dtype], self.repeats[dtype], self.times[dtype] = seconds, 1, 1
+        self.times = 1
 
     def time_once(self, clock: Clock) -> bool:
         """Times it in each dtype, later not where it is slow anyway; tells what was improved."""
         improved = False
         for dtype, run in self.runs.items():
             known = self.best[dtype]
-            hopeless = known > _HOPELESS * self.first
-            if hopeless and self.times[dtype] >= _HOPELESS_RUNS:
+            if known > _HOPELESS * self.first and self.times >= _HOPELESS_RUNS:
                 continue
-            best = self.best[dtype] = min(known, clock(run, self.repeats[dtype]))
-            self.times[dtype] += 1
-            repeats = math.ceil(_LEAST_SECONDS / max(best, 1e-9))
-            self.repeats[dtype] = min(repeats, _MOST_REPEATS)
-            improved |= best < _IMPROVEMENT * known
+            repeats = min(math.ceil(_LEAST_SECONDS / max(known, 1e-9)), _MOST_REPEATS)
+            self.best[dtype] = min(known, clock(run, repeats))
+            improved |= self.best[dtype] < _IMPROVEMENT * known
+        self.times += 1
         return improved
-
-
-def _is_asynchronous(device: str) -> bool:
-    return device == "gpu" or not tf.config.experimental.get_synchronous_execution()
 
 
 def _one_by_one(run: Run, repeats: int) -> float:
@@ -244,3 +314,209 @@ def _together(run: Run, repeats: int) -> float:
         run()
     tf.test.experimental.sync_devices()
     return (time.perf_counter() - start) / repeats
+
+
+def float16_is_emulated(machine: hardware.Hardware) -> bool:
+    """Whether float16 would run on a CPU that converts it to float32 and back at every op."""
+    return not (machine.cpu_float16 or machine.gpus or machine.tpu)
+
+
+def float16_warning() -> str | None:
+    """What speaks against float16 on this machine, None if nothing does."""
+    found = hardware.detect()
+    if not float16_is_emulated(found):
+        return None
+    slowdown = float16_slowdown()
+    if slowdown < _SLOWER:
+        return None
+    alternative = (
+        'Use "bfloat16", which this CPU multiplies natively.'
+        if found.cpu_bfloat16
+        else "Use float32 here, and float16 on a GPU."
+    )
+    return (
+        "This CPU has no float16 arithmetic: matmuls and convolutions with their gradients took "
+        f"{slowdown:.1f} times as long in float16 as in float32, as just measured. {alternative}"
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def float16_slowdown() -> float:
+    """Returns the time of small ops in float16 over float32's on this CPU; measured once."""
+    return _in_own_thread(_float16_slowdown)
+
+
+def _float16_slowdown() -> float:
+    dtypes = ("float32", "float16")
+    with tf.device("CPU:0"):
+        timers = [_Timer(dataclasses.replace(work, dtypes=dtypes)) for work in _float16_works()]
+        for timer in timers:
+            timer.warm_up(_one_by_one)
+        for _ in range(_LEAST_TURNS):
+            for timer in timers:
+                timer.time_once(_one_by_one)
+    return sum(each.best["float16"] for each in timers) / sum(each.first for each in timers)
+
+
+def _float16_works() -> Iterator[Work]:
+    yield from _matmuls(256, 256, 256)
+    kinds, weights = ("conv", "conv_input", "conv_filter"), [3, 3, 16, 16]
+    yield from _convolution(CONVOLUTIONS, kinds, [8, 16, 16], weights, 16)
+
+
+def _in_own_thread(function: Callable[[], _Result]) -> _Result:
+    """Runs it where none of TensorFlow's and tfamp's per-thread state is: scopes, graphs, modes.
+
+    It is eager there wherever this is called: in a function that is being traced, and under
+    `tf.Graph().as_default()`, which `tf.init_scope` does not leave.
+    """
+    with ThreadPoolExecutor(1) as own_thread:
+        return own_thread.submit(function).result()
+
+
+def works(sizes: Sizes) -> Iterator[Work]:
+    """Makes everything that is timed for a profile, on the device that is current."""
+    for rows, depth, columns in sizes.matmuls:
+        yield from _matmuls(rows, depth, columns)
+    for batch, size, channels, filters, kernel in sizes.convolutions:
+        kinds, weights = ("conv", "conv_input", "conv_filter"), [kernel, kernel, channels, filters]
+        yield from _convolution(CONVOLUTIONS, kinds, [batch, size, size], weights, filters)
+    for batch, size, channels, kernel in sizes.depthwise:
+        weights = [kernel, kernel, channels, 1]
+        yield from _convolution(DEPTHWISE, DEPTHWISE, [batch, size, size], weights, channels)
+    yield from _functions(sizes.elements)
+    yield from _special(*sizes.images)
+    yield from _traffic(sizes.traffic)
+    yield from _chains()
+
+
+def _matmuls(rows: int, depth: int, columns: int) -> Iterator[Work]:
+    """A layer's product and those of its gradients, which are slower in float32."""
+    x, w, y = (rows, depth), (depth, columns), (rows, columns)
+    matmul = tf.raw_ops.MatMul
+    for make in (
+        _run(matmul, {"a": x, "b": w}),
+        _run(matmul, {"a": y, "b": w}, transpose_b=True),
+        _run(matmul, {"a": x, "b": y}, transpose_a=True),
+    ):
+        yield Work("matmul", 2.0 * rows * depth * columns, make)
+
+
+def _convolution(
+    ops: Sequence[str], kinds: Sequence[str], places: list[int], weights: list[int], filters: int
+) -> Iterator[Work]:
+    """A convolution and its gradients by input and by filter."""
+    forward, by_input, by_filter = (getattr(tf.raw_ops, op) for op in ops)
+    common = {"strides": [1, 1, 1, 1], "padding": "SAME"}
+    x, y = [*places, weights[2]], [*places, filters]
+    makers = (
+        _run(forward, {"input": x, "filter": weights}, **common),
+        _run(by_input, {"filter": weights, "out_backprop": y}, input_sizes=x, **common),
+        _run(by_filter, {"input": x, "out_backprop": y}, filter_sizes=weights, **common),
+    )
+    for kind, make in zip(kinds, makers, strict=True):
+        yield Work(kind, 2.0 * math.prod(places) * math.prod(weights), make)
+
+
+def _run(
+    op: Callable[..., Any], shapes: Mapping[str, Sequence[int]], **options: Any
+) -> Callable[[str], Run]:
+    """Runs an op on ones, of shapes by the names of its inputs."""
+
+    def make(dtype: str) -> Run:
+        tensors = {name: tf.ones(shape, dtype) for name, shape in shapes.items()}
+        return lambda: op(**tensors, **options)
+
+    return make
+
+
+def _functions(elements: int) -> Iterator[Work]:
+    values = _values([elements])
+    rows = tf.reshape(values, [-1, math.gcd(elements, 512)])
+    for op, names in (ELEMENTWISE | FUNCTIONS).items():
+        kind = op if op in FUNCTIONS else "elementwise"
+        yield Work(kind, float(elements), _on(values, _call(op, names)))
+    for op in SUMS:
+        yield Work(op, float(elements), _on(rows, _call(op, ("input",), axis=1)))
+
+
+def _call(op: str, names: tuple[str, ...], **options: int) -> Callable[[Any], Any]:
+    """Runs an op on the same tensor for each of its inputs."""
+    function = getattr(tf.raw_ops, op)
+    return lambda x: function(**dict.fromkeys(names, x), **options)
+
+
+def _special(batch: int, size: int, channels: int) -> Iterator[Work]:
+    raw: Any = tf.raw_ops
+    images = _values([batch, size, size, channels])
+    rows = tf.reshape(images, [batch * size, size * channels])
+    pool = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "SAME"}
+    ones, nothing = tf.ones((channels,)), tf.zeros((0,))
+
+    def normalized(x: Any) -> Any:
+        return raw.FusedBatchNormV3(x=x, scale=ones, offset=ones, mean=nothing, variance=nothing)
+
+    def pool_gradient(dtype: str) -> Run:
+        x = tf.cast(images, dtype)
+        y = raw.MaxPool(input=x, **pool)
+        return lambda: raw.MaxPoolGrad(orig_input=x, orig_output=y, grad=y, **pool)
+
+    def norm_gradient(dtype: str) -> Run:
+        x = tf.cast(images, dtype)
+        reserved = dict(zip(_RESERVED, normalized(x)[3:], strict=True))
+        return lambda: raw.FusedBatchNormGradV3(y_backprop=x, x=x, scale=ones, **reserved)
+
+    makers = [
+        _on(rows, lambda x: raw.Softmax(logits=x)),
+        _on(images, lambda x: raw.MaxPool(input=x, **pool)),
+        pool_gradient,
+        _on(images, normalized),
+        norm_gradient,
+    ]
+    for make in makers:
+        yield Work("special", float(batch * size * size * channels), make)
+
+
+def _on(values: Any, work: Callable[[Any], Any]) -> Callable[[str], Run]:
+    def make(dtype: str) -> Run:
+        x = tf.cast(values, dtype)
+        return lambda: work(x)
+
+    return make
+
+
+def _values(shape: list[int]) -> Any:
+    return tf.random.stateless_uniform(shape, (1, 2), 0.1, 1.0)
+
+
+def _traffic(elements: int) -> Iterator[Work]:
+    raw: Any = tf.raw_ops
+    # An Add reads two tensors and writes one.
+    add = _run(raw.AddV2, {"x": [elements], "y": [elements]})
+    yield Work("traffic", 3.0 * 4 * elements, add, ("float32",))
+    for low in (tf.bfloat16, tf.float16):
+        for source, target in ((tf.float32, low), (low, tf.float32)):
+            cast = _run(raw.Cast, {"x": [elements]}, DstT=target)
+            yield Work("cast traffic", 6.0 * elements, cast, (source.name,))
+
+
+def _chains() -> Iterator[Work]:
+    """Two chains of small Casts in traced functions: what the longer one takes more is overhead."""
+
+    def chain(length: int) -> Callable[[str], Run]:
+        def function(x: Any) -> Any:
+            for _ in range(length):
+                x = tf.raw_ops.Cast(x=tf.raw_ops.Cast(x=x, DstT=tf.bfloat16), DstT=tf.float32)
+            return x
+
+        def make(dtype: str) -> Run:
+            # A concrete function runs as a graph also after tf.config.run_functions_eagerly(True).
+            traced = tf.function(function, autograph=False)
+            concrete = traced.get_concrete_function(tf.TensorSpec((8,), dtype))
+            x = tf.ones((8,), dtype)
+            return lambda: concrete(x)
+
+        return make
+
+    yield Work("short chain", 0.0, chain(1), ("float32",))
+    yield Work("long chain", 2.0 * _CHAIN, chain(1 + _CHAIN), ("float32",))

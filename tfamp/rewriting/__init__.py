@@ -1,1 +1,1 @@
-"""What `tfamp.rewrite` needs around `tfamp.graph`: calls, traces and cached low weights."""
+"""`tfamp.rewrite` and `rewrite_saved_model`: traces and SavedModels, converted and put back."""

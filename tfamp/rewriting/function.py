@@ -13,28 +13,24 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.autocasting.state import current_modes
-from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingToLowerWarning, RewriteError, TfampWarning
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop.keras_backend import require_tensorflow
 from tfamp.interop.tf_functions import SaveableFunction
-from tfamp.planning.choices import check_choice, tensor_names
 from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import RewritePlan
-from tfamp.policy import Policy
-from tfamp.rewriting.flat_call import FlatCall
+from tfamp.policy import low_dtype
 from tfamp.rewriting.fused_tracing import fused_batch_normalization
 from tfamp.rewriting.pipeline import FlatGraph, RewriteSettings, into_current_graph
-from tfamp.rewriting.traced_function import TracedFunction
+from tfamp.rewriting.traced_function import FlatCall, TracedFunction
 from tfamp.rewriting.weight_cache import WeightCache
 
 _EAGER = (
     "{} runs as written, in float32: after tf.config.run_functions_eagerly(True) no function is "
-    "traced, so there is no graph to rewrite. In eager mode `tfamp.autocast` lowers op by op."
+    "traced, so there is no graph to rewrite. In eager mode `tfamp.autocast` casts op by op."
 )
-
 
 _NO_RESULT = {
     "an async generator": inspect.isasyncgenfunction,
@@ -67,12 +63,14 @@ def rewrite(
     Args:
         fn: A `tf.function`, a concrete function, a Keras model or a Python function, which is
             traced as by `tf.function`. Without it a decorator is returned.
-        dtype: "float16" or "bfloat16"; None is what this machine multiplies fast.
+        dtype: "float16" or "bfloat16", also as a dtype of TensorFlow or NumPy; None or "auto" is
+            what this machine multiplies natively, where it does: else the function stays float32,
+            with a `NothingToLowerWarning`.
         op_lists: Which ops may be low; `OpLists.default(dtype)` if None.
         keep_float32: Regular expressions, searched for in node names: these stay float32. Nodes of
             branches, loops and functions that stay calls have the name of their caller in front
             too, as in "gate/cond/MatMul".
-        force_low: The same: these are lowered wherever the op has a kernel for it.
+        force_low: The same: these compute in low precision wherever the op has a kernel for it.
         calibration: Data to run the float32 function on at its first trace: an iterable of calls,
             each a tuple of arguments, a dict of keyword arguments or the single argument; or a
             `tfamp.graph.Calibration`. Nodes with values too large for the dtype stay float32.
@@ -112,8 +110,8 @@ def rewrite(
     settings = RewriteSettings(
         dtype=_low_dtype(dtype),
         op_lists=op_lists,
-        keep_float32=tensor_names("keep_float32", keep_float32),
-        force_low=tensor_names("force_low", force_low),
+        keep_float32=keep_float32,
+        force_low=force_low,
         calibration=None if calibration is None else Calibration.of(calibration),
         placement=placement,
         profile=profile,
@@ -128,45 +126,25 @@ def rewrite(
 def rewrite_step(
     fn: Any, *, dtype: str, keep_float32: Iterable[str], placement: str
 ) -> RewrittenFunction:
-    """Returns a rewritten step of a model's, some of whose layers are to stay float32.
+    """Returns a rewritten step of a model's; its patterns may match no node.
 
-    Args:
-        fn: As for `rewrite`.
-        dtype: As for `rewrite`.
-        keep_float32: As for `rewrite`, but a pattern may mean no node: a step need not run every
-            layer of its model.
-        placement: As for `rewrite`.
+    A step need not run every layer of its model.
     """
-    settings = RewriteSettings(
-        dtype=dtype,
-        op_lists=None,
-        keep_float32=tensor_names("keep_float32", keep_float32),
-        force_low=(),
-        calibration=None,
-        placement=placement,
-        profile=None,
-        on_error="raise",
-        patterns_may_miss=True,
-    )
-    return _make(fn, settings, None)
+    settings = RewriteSettings(dtype=dtype, placement=placement)
+    return RewrittenFunction(fn, settings.keeping(keep_float32))
 
 
 def _low_dtype(dtype: str | None) -> str | None:
-    """Returns the dtype to lower to; None where float32 is the fastest this machine has."""
-    if dtype is not None:
-        name = tf.as_dtype(dtype).name if isinstance(dtype, tf.DType) else dtype
-        check_choice("dtype", name, LOW_PRECISION)
-        return name
-    automatic = Policy("auto").compute_dtype
-    if automatic in LOW_PRECISION:
-        return automatic
-    warnings.warn(
-        "This machine multiplies neither float16 nor bfloat16 natively, so the function stays in "
-        "float32. Give dtype= to rewrite it all the same; `tfamp doctor` explains.",
-        NothingToLowerWarning,
-        stacklevel=3,
-    )
-    return None
+    """Returns the dtype to convert to; warns where that is float32, the fastest here, as None."""
+    name = low_dtype(dtype)
+    if name is None:
+        warnings.warn(
+            "This machine multiplies neither float16 nor bfloat16 natively, so the function stays "
+            "in float32. Give dtype= to rewrite it all the same; `tfamp doctor` explains.",
+            NothingToLowerWarning,
+            stacklevel=3,
+        )
+    return name
 
 
 def _make(
@@ -231,8 +209,7 @@ class RewrittenFunction(SaveableFunction):
             traced = self._traced.bound_to(instance)
             method = traced.python_function
             self._bound[instance] = RewrittenFunction(method, self._settings, traced)
-        known = self._handles.get(instance)
-        handle = None if known is None else known()
+        handle = self._handles.get(instance, lambda: None)()
         if handle is None:
             handle = object.__new__(type(self))
             handle.__dict__ = self._bound[instance].__dict__
@@ -281,7 +258,7 @@ class RewrittenFunction(SaveableFunction):
         """Returns the same function, not traced yet.
 
         Args:
-            dtype: What to lower to; None for the dtype of this one.
+            dtype: What to convert to, as for `rewrite`; None for the dtype of this one.
         """
         settings = self._settings
         if dtype is not None:
@@ -308,16 +285,10 @@ class RewrittenFunction(SaveableFunction):
             return self._traced.trace(call)
 
     def rewritten_graph(self, call: FlatCall, *, keep_float32: Iterable[str] = ()) -> FlatGraph:
-        """Returns the graph that a call is converted to.
-
-        Args:
-            call: The call.
-            keep_float32: Patterns of names of more nodes that stay float32.
-        """
+        """Returns the graph that a call is converted to, with more nodes that stay float32."""
         graph = FlatGraph.of(self.float32_trace(call))
-        more = (*self._settings.keep_float32, *keep_float32)
-        settings = dataclasses.replace(self._settings, keep_float32=more)
-        settings.convert(graph, self._ranges(graph))
+        settings = self._settings.keeping(keep_float32)
+        settings.convert(graph.graph_def, graph.outputs, graph.inputs, self._ranges(graph))
         return graph
 
     def _trace(self, cache: WeightCache | None, *args: Any, **kwargs: Any) -> Any:

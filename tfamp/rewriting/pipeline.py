@@ -3,22 +3,27 @@
 trace -> flat graph -> measured ranges -> converted graph -> nodes of the current graph
 
 The nodes become nodes of the current graph, so TensorFlow differentiates them like any others. What
-names alone do not carry over is put right here: functions get names of their own, and gradients
-that refer to tensors of the first trace refer to their counterparts.
+names alone do not carry over is put right here: functions get names of their own, and custom
+gradients use the copies of what they refer to.
+
+The function of a `tf.custom_gradient` is a closure over tensors of the graph it was traced in. In a
+graph that holds copies of the nodes, the closure is traced once more when its gradient is asked
+for, with the copies in the place of the tensors it refers to; that trace is converted as well.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from tfamp.core.errors import NothingToLowerWarning
+from tfamp.core.errors import NothingToLowerWarning, RewriteError
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration, measure
 from tfamp.graph.function_names import (
@@ -30,18 +35,26 @@ from tfamp.graph.function_names import (
 )
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.rewrite import PLACEMENTS, check_lists, convert, make_request
-from tfamp.graph.transforms.inline import INLINED_INTO, inline_calls
+from tfamp.graph.transforms.inline import GRADIENT, INLINED_INTO, argument_name, inline_calls
 from tfamp.interop import tf_functions
+from tfamp.interop.tracing import as_written
 from tfamp.machine.profile_choice import check_profile, resolve_profile
-from tfamp.planning.choices import NodeChoices, check_choice, patterns
+from tfamp.planning.choices import NodeChoices, check_choice, patterns, tensor_names
 from tfamp.planning.control_flow import LOOPS
 from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import RewritePlan
-from tfamp.rewriting.custom_gradients import adopt_gradients, gradient_dtypes
+from tfamp.planning.tensor_names import node_name
 from tfamp.rewriting.weight_cache import WeightCache, cacheable_variables, cached_casts
 
 _ON_ERROR = ("raise", "keep")
-_SCOPES = itertools.count(1)
+_NUMBERS = itertools.count(1)
+CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+_CUSTOM = "CustomGradient-"
+# Of a node with a custom gradient: the dtypes of its outputs as it was traced.
+_DTYPES = "_tfamp_gradient_dtypes"
+# What is left out when nodes are added to a graph. Shapes are inferred again; what a node is
+# colocated with may have been an input.
+_LEFT_OUT = ("_output_shapes", "_class", INLINED_INTO, _DTYPES)
 
 
 @dataclass(frozen=True)
@@ -62,15 +75,10 @@ class FlatGraph:
 
     @classmethod
     def of(cls, traced: Any, keep: Iterable[str] = ()) -> FlatGraph:
-        """Returns the graph of a trace; TensorFlow hands out a new message each time.
-
-        Args:
-            traced: The trace.
-            keep: Names of more nodes that are needed.
-        """
+        """Returns the graph of a trace, with more nodes that are needed, by name."""
         inputs = tuple(tensor.name for tensor in traced.inputs)
         outputs = tuple(tensor.name for tensor in traced.outputs)
-        graph_def = traced.graph.as_graph_def(add_shapes=True)
+        graph_def = traced.graph.as_graph_def(add_shapes=True)  # A new message each time.
         inline_calls(graph_def, (*outputs, *inputs, *keep))
         return cls(traced, unshare_branches(graph_def), inputs, outputs)
 
@@ -82,80 +90,77 @@ class FlatGraph:
 
 @dataclass(frozen=True)
 class RewriteSettings:
-    """How to rewrite a graph; see `rewrite`.
+    """How to rewrite a graph; see `rewrite` and `rewrite_saved_model`.
 
-    A pattern that matches no node is an error, one that changes none a warning, unless
-    `patterns_may_miss`.
+    A pattern that matches no node is an error, and one that changes none a warning, but for those
+    in `may_miss`.
     """
 
-    dtype: str | None
-    op_lists: OpLists | None
-    keep_float32: tuple[str, ...]
-    force_low: tuple[str, ...]
-    calibration: Calibration | None
-    placement: str
-    profile: MachineProfile | str | None
-    on_error: str
+    dtype: str | None = None
+    op_lists: OpLists | None = None
+    keep_float32: Iterable[str] = ()
+    force_low: Iterable[str] = ()
+    calibration: Calibration | None = None
+    placement: str = "lists"
+    device: str = "auto"
+    profile: MachineProfile | str | None = None
+    on_error: str = "raise"
     cache_weights: bool = False
-    patterns_may_miss: bool = False
+    may_miss: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("on_error", self.on_error, _ON_ERROR)
         check_choice("placement", self.placement, PLACEMENTS)
         check_lists(self.op_lists)
         check_profile(self.profile)
-        patterns("keep_float32", self.keep_float32)
-        patterns("force_low", self.force_low)
+        for name in ("keep_float32", "force_low"):
+            # The dataclass is frozen for its users; this is where its values are made.
+            object.__setattr__(self, name, tensor_names(name, getattr(self, name)))
+            patterns(name, getattr(self, name))
+
+    def keeping(self, more: Iterable[str]) -> RewriteSettings:
+        """Returns the settings with more patterns of nodes that stay float32 and may match none."""
+        more = tuple(more)
+        return dataclasses.replace(
+            self, keep_float32=(*self.keep_float32, *more), may_miss=(*self.may_miss, *more)
+        )
 
     def for_gradients(self) -> RewriteSettings:
         """Returns the settings for custom gradients, where no pattern need match a node."""
-        return dataclasses.replace(self, patterns_may_miss=True, calibration=None)
+        every = (*self.keep_float32, *self.force_low)
+        return dataclasses.replace(self, may_miss=every, calibration=None)
 
     def convert(
-        self, graph: FlatGraph, ranges: Ranges | None = None, cached: Iterable[str] = ()
-    ) -> RewritePlan | None:
-        """Converts a graph in place; None where it stays float32, as these settings say.
+        self,
+        graph_def: Any,
+        fetches: Iterable[str],
+        feeds: Iterable[str],
+        ranges: Ranges | None = None,
+        cached: Iterable[str] = (),
+    ) -> Any:
+        """Converts a graph in place; returns the plan, None where all stays float32 (no dtype).
 
-        Args:
-            graph: The graph.
-            ranges: What was measured on the calibration data.
-            cached: Names of handles of variables of which low-precision copies are kept.
+        With what was measured on the calibration data, and the names of handles of variables of
+        which low-precision copies are kept.
         """
         if self.dtype is None:
             return None
-        own = (*self.keep_float32, *self.force_low)
-        limits = None
-        if self.calibration is not None and ranges is not None:
-            limits = self.calibration.limits(self.dtype)
+        data = self.calibration
         request = make_request(
-            NodeChoices(
-                graph.outputs,
-                graph.inputs,
-                self.keep_float32,
-                self.force_low,
-                own if self.patterns_may_miss else (),
-            ),
+            NodeChoices(fetches, feeds, self.keep_float32, self.force_low, self.may_miss),
             dtype=self.dtype,
             op_lists=self.op_lists,
             placement=self.placement,
+            device=self.device,
             profile=resolve_profile(self.profile, self.placement),
             ranges=ranges,
-            limits=limits,
+            limits=None if data is None or ranges is None else data.limits(self.dtype),
             cached=tuple(cached),
         )
-        return convert(graph.graph_def, request).plan
+        return convert(graph_def, request).plan
 
 
-AS_IT_IS = RewriteSettings(
-    dtype=None,
-    op_lists=None,
-    keep_float32=(),
-    force_low=(),
-    calibration=None,
-    placement="lists",
-    profile=None,
-    on_error="raise",
-)
+AS_IT_IS = RewriteSettings()
 
 
 def into_current_graph(
@@ -167,101 +172,220 @@ def into_current_graph(
 ) -> tuple[list[Any], RewritePlan | None]:
     """Converts a graph and adds it to the function that is being traced.
 
-    Args:
-        graph: The graph; it is changed.
-        values: A tensor for each of its inputs; dtypes as there.
-        settings: How to convert it.
-        ranges: What was measured on the calibration data.
-        cache: Holds low-precision copies of weights to take instead of casting them.
-
-    Returns:
-        The tensors of the current graph that stand for the outputs, and the plan.
+    The graph is changed. There is a tensor for each of its inputs, of the dtype it has there; the
+    ranges are those on the calibration data, and the cache holds low-precision copies of weights to
+    take instead of casting them. Returns the tensors that stand for the outputs, and the plan.
     """
-    dtypes = gradient_dtypes(graph.graph_def)
+    for node in _custom_nodes(graph.graph_def):
+        node.attr[_DTYPES].CopyFrom(node.attr["T"])
     variables = {} if cache is None else cacheable_variables(graph.traced, graph.graph_def)
-    plan = settings.convert(graph, ranges, variables)
+    plan = settings.convert(graph.graph_def, graph.outputs, graph.inputs, ranges, variables)
     low: Mapping[str, Any] = {}
     if cache is not None and plan is not None:
         low = cached_casts(graph.graph_def, variables, cache, plan.dtype)
-    return _add(graph, values, low, dtypes, settings.for_gradients()), plan
-
-
-def _add(
-    graph: FlatGraph,
-    values: Sequence[Any],
-    low: Mapping[str, Any],
-    dtypes: Mapping[tuple[str, str], Sequence[int]],
-    settings: RewriteSettings,
-) -> list[Any]:
-    """Adds a converted graph to the function that is being traced.
-
-    Args:
-        graph: The graph.
-        values: A tensor for each of its inputs.
-        low: Tensors to take in the place of some of the graph's, by name.
-        dtypes: Dtypes of the outputs of nodes with custom gradients, before they were converted.
-        settings: How to convert custom gradients, when they are needed.
-    """
-    traced, outputs = graph.traced, graph.outputs
-    suffix = new_suffix()
-    graph_def = rename_functions(graph.graph_def, suffix)
-    current = tf.compat.v1.get_default_graph()
+    graph_def = rename_functions(graph.graph_def, new_suffix())
     captured = [tf_functions.capture_into_graph(value) for value in values]
-    by_name = dict(zip(graph.inputs, captured, strict=True))
+    inputs = dict(zip(graph.inputs, captured, strict=True))
+    current = tf.compat.v1.get_default_graph()
     scope = _free_scope(graph_def, current, graph.inputs)
-
-    def differentiate(gradient: Any, tensors: Sequence[Any]) -> list[Any]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NothingToLowerWarning)  # There is often nothing.
-            return into_current_graph(FlatGraph.of(gradient), tensors, settings)[0]
-
-    named = {(each and f"{each}{suffix}", node): kinds for (each, node), kinds in dtypes.items()}
-    host = _Host(current, scope, by_name)
-    adopt_gradients(graph_def, named, traced.graph, host, differentiate)
-    results = _import_graph_def(graph_def, {**by_name, **low}, outputs, scope)
-    tf_functions.note_variables(traced.graph.variables)
-    return results
+    host = _Host(current, scope, inputs, graph.traced.graph, settings.for_gradients())
+    _adopt_gradients(graph_def, host)
+    results = _import_graph_def(graph_def, {**inputs, **low}, graph.outputs, scope)
+    tf_functions.note_variables(graph.traced.graph.variables)
+    return results, plan
 
 
+# ---- Custom gradients ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class _Host:
-    """The graph a function was grafted onto; finds the counterparts of the function's tensors."""
+    """The graph that the nodes of a trace are copied to; finds the copies.
 
-    def __init__(self, graph: Any, scope: str, inputs: Mapping[str, Any]) -> None:
-        self.graph = graph
-        self.scope = scope
-        self._inputs = inputs
+    Attributes:
+        graph: The graph.
+        scope: The name scope of the copies.
+        inputs: What stands for the inputs of the trace, by name.
+        traced: The `FuncGraph` that was traced.
+        settings: How gradients are converted.
+    """
+
+    graph: Any
+    scope: str
+    inputs: Mapping[str, Any]
+    traced: Any
+    settings: RewriteSettings
 
     def counterpart(self, name: str) -> Any:
-        """Returns the tensor that stands for one of the function's own; KeyError if none does."""
-        if name in self._inputs:
-            return self._inputs[name]
+        """Returns the tensor that stands for one of the trace's own; KeyError if none does."""
+        if name in self.inputs:
+            return self.inputs[name]
         return self.graph.get_tensor_by_name(self._full(name))
 
     def operation(self, name: str) -> Any:
-        """Returns the operation that stands for one of the function's own."""
+        """Returns the operation that stands for one of the trace's own."""
         return self.graph.get_operation_by_name(self._full(name))
+
+    def differentiate(self, gradient: Any, tensors: Sequence[Any]) -> list[Any]:
+        """Converts a traced gradient function and adds it to the current graph."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NothingToLowerWarning)  # There is often nothing.
+            return into_current_graph(FlatGraph.of(gradient), tensors, self.settings)[0]
 
     def _full(self, name: str) -> str:
         return f"{self.scope}/{name}" if self.scope else name
 
 
+@dataclass(frozen=True)
+class _CustomGradient:
+    """A gradient function for the copies of one node.
+
+    Attributes:
+        name: The name under which the closure is registered.
+        node: The node's name.
+        prefix: What the names of its function's nodes start with where it was inlined.
+        dtypes: Dtypes of the node's outputs in the graph that was traced.
+        host: Where the copy of that graph is.
+    """
+
+    name: str
+    node: str
+    prefix: str
+    dtypes: Sequence[Any]
+    host: _Host
+
+    def __call__(self, op: Any, *gradients: Any) -> list[Any]:
+        """Returns a gradient for each input of the op, or None.
+
+        When a model is saved, TensorFlow traces it without an op, and only for ops of the graph.
+        """
+        op = self.host.operation(self.node) if op is None else op
+        closure = tf_functions.registered_gradient(self.name)
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        dense = [tf.cast(tf.convert_to_tensor(gradients[i]), self.dtypes[i]) for i in present]
+        structure: list[Any] = []
+
+        def call(*given: Any) -> list[Any]:
+            full: list[Any] = [None] * len(gradients)
+            for i, gradient in zip(present, given, strict=True):
+                full[i] = gradient
+            structure[:] = closure(op, *full)
+            flat = tf.nest.flatten(structure, expand_composites=True)
+            return [each for each in flat if each is not None]
+
+        specs = [tf.TensorSpec(each.shape, each.dtype) for each in dense]
+        traced = tf.function(call, autograph=False).get_concrete_function(*specs)
+        captures = [self._counterpart(op, each) for each in traced.captured_inputs]
+        made = iter(self.host.differentiate(traced, [*dense, *captures]))
+        leaves = tf.nest.flatten(structure, expand_composites=True)
+        filled = [None if each is None else next(made) for each in leaves]
+        results = tf.nest.pack_sequence_as(structure, filled, expand_composites=True)
+        return [_like(result, given) for result, given in zip(results, op.inputs, strict=True)]
+
+    def _counterpart(self, op: Any, tensor: Any) -> Any:
+        """The tensor to use in the copy for one that the closure refers to."""
+        graph = getattr(tensor, "graph", None)
+        if graph is None or _is_around(graph, tf.compat.v1.get_default_graph()):
+            return tensor
+        try:
+            found = self._find(op, tensor, graph)
+        except (KeyError, ValueError) as error:
+            raise RewriteError(
+                f"Node {op.name!r} ({op.type}): its custom gradient uses the tensor "
+                f"{tensor.name!r} of {graph.name!r}, which the rewritten graph does not have. Pass "
+                "it to the function with the custom gradient as an argument."
+            ) from error
+        return found if found.dtype == tensor.dtype else tf.cast(found, tensor.dtype)
+
+    def _find(self, op: Any, tensor: Any, graph: Any) -> Any:
+        if graph is self.host.traced:
+            return self.host.counterpart(tensor.name)
+        position = next((i for i, each in enumerate(graph.inputs) if each is tensor), None)
+        if position is None:
+            return op.graph.get_tensor_by_name(f"{self.prefix}{tensor.name}")
+        if self.prefix:
+            return op.graph.get_tensor_by_name(f"{argument_name(self.prefix, position)}:0")
+        return op.graph.inputs[position]
+
+
+def _adopt_gradients(graph_def: Any, host: _Host) -> None:
+    """Registers gradients for the nodes of a graph to import and makes the nodes refer to them."""
+    for node in _custom_nodes(graph_def):
+        name = node.attr[GRADIENT].s.decode()
+        prefix = node.attr[INLINED_INTO].s.decode() if INLINED_INTO in node.attr else ""
+        dtypes = [tf.as_dtype(each) for each in node.attr[_DTYPES].list.type]
+        adopted = f"Tfamp{_CUSTOM}{next(_NUMBERS)}"
+        gradient = _CustomGradient(name, node.name, prefix, dtypes, host)
+        tf.RegisterGradient(adopted)(as_written(gradient))
+        node.attr[GRADIENT].s = adopted.encode()
+    library = {function.signature.name for function in graph_def.library.function}
+    for node in all_nodes(graph_def):
+        if node.op in CALLS or node.op in library:
+            node.attr[GRADIENT].s = _call_gradient().encode()
+
+
+@functools.cache
+def _call_gradient() -> str:
+    """Registers the gradient of imported calls when it is first needed."""
+    name = f"TfampCallGradient-{next(_NUMBERS)}"
+    tf.RegisterGradient(name)(as_written(_differentiate_call))
+    return name
+
+
+def _differentiate_call(op: Any, *gradients: Any) -> Sequence[Any]:
+    # Without an op a model is being saved. Calls get their gradients anew when it is loaded.
+    return [] if op is None else tf_functions.differentiate_call(op, gradients)
+
+
+def all_nodes(graph_def: Any) -> Iterator[Any]:
+    """The nodes of a graph and of its functions."""
+    bodies = (function.node_def for function in graph_def.library.function)
+    return itertools.chain(graph_def.node, *bodies)
+
+
+def _custom_nodes(graph_def: Any) -> Iterator[Any]:
+    for node in all_nodes(graph_def):
+        if GRADIENT in node.attr and node.attr[GRADIENT].s.decode().startswith(_CUSTOM):
+            yield node
+
+
+def _is_around(outer: Any, graph: Any) -> bool:
+    """Whether a graph is another one or one that this is traced in."""
+    while graph is not None and graph is not outer:
+        graph = getattr(graph, "outer_graph", None)
+    return graph is not None
+
+
+def _like(gradient: Any, given: Any) -> Any:
+    """A gradient in the dtype of the tensor it belongs to; a resource's is its variable's."""
+    if gradient is None or not given.dtype.is_floating or gradient.dtype == given.dtype:
+        return gradient
+    return tf.cast(gradient, given.dtype)
+
+
+# ---- Import --------------------------------------------------------------------------------------
+
+
 def _import_graph_def(
     graph_def: Any, values: Mapping[str, Any], outputs: Sequence[str], scope: str
 ) -> list[Any]:
-    fed = {name.partition(":")[0] for name in values}
+    """Adds a graph to the current one, with tensors in the place of some of its own, by name."""
+    fed = {node_name(name) for name in values}
     nodes = [node for node in graph_def.node if node.name not in fed]
     bare = tf.compat.v1.GraphDef(versions=graph_def.versions, library=graph_def.library)
     bare.node.extend(in_topological_order(nodes))
-    for node in itertools.chain(bare.node, *(each.node_def for each in bare.library.function)):
-        # Shapes are inferred again; what nodes are colocated with may have been an input.
-        for attr in ("_output_shapes", "_class", INLINED_INTO):
+    for node in all_nodes(bare):
+        for attr in _LEFT_OUT:
             if attr in node.attr:
                 del node.attr[attr]
     tf_functions.register_functions(bare.library.function, tf.compat.v1.get_default_graph())
-    used = {_full_name(name) for node in bare.node for name in node.input}
-    waited_for = {f"^{name}" for name in fed} & {n for node in bare.node for n in node.input}
-    mapped = {name: value for name, value in values.items() if name in used}
-    mapped |= {name: values[f"{name[1:]}:0"] for name in waited_for}
+    used = {name for node in bare.node for name in node.input}
+    mapped = {
+        name: value
+        for name, value in values.items()
+        if name in used or name.removesuffix(":0") in used
+    }
+    mapped |= {f"^{name}": values[f"{name}:0"] for name in fed if f"^{name}" in used}
     made = [name for name in dict.fromkeys(outputs) if name not in values]
     loops = _single_loops(bare)
     imported = tf.graph_util.import_graph_def(
@@ -314,19 +438,15 @@ def in_topological_order(nodes: Sequence[Any]) -> list[Any]:
                 ordered.append(current)
             else:
                 started.add(name)
-                names = (each.lstrip("^").partition(":")[0] for each in reversed(current.input))
+                names = (node_name(each) for each in reversed(current.input))
                 pending += [each for each in names if each not in started]
     return ordered
 
 
 def _free_scope(graph_def: Any, host: Any, inputs: Sequence[str]) -> str:
     """A name scope for the nodes: none, so that names stay, unless one of them is taken."""
-    fed = {name.partition(":")[0] for name in inputs}
+    fed = {node_name(name) for name in inputs}
     taken = {op.name for op in host.get_operations()}
     if not any(node.name in taken and node.name not in fed for node in graph_def.node):
         return ""
-    return f"rewritten_{next(_SCOPES)}"
-
-
-def _full_name(name: str) -> str:
-    return name if ":" in name or name.startswith("^") else f"{name}:0"
+    return f"rewritten_{next(_NUMBERS)}"

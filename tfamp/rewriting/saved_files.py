@@ -1,11 +1,9 @@
-"""The files of a SavedModel: read and checked, and written so that half of one is never seen."""
+"""The files of a SavedModel: read and checked, and written."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,28 +12,29 @@ import tensorflow as tf
 
 from tfamp.core.errors import SavedModelError
 from tfamp.interop import tf_private
-from tfamp.machine.directory_exchange import exchange
-from tfamp.rewriting.saved_references import broken_reference
+from tfamp.machine.file_replacing import restore_directory
+from tfamp.planning.tensor_names import node_name
+from tfamp.rewriting.pipeline import all_nodes
+from tfamp.rewriting.saved_graph import tensors_of
 
 GRAPH_FILE = "saved_model.pb"
 FINGERPRINT_FILE = "fingerprint.pb"
-VARIABLES_DIRECTORY = "variables"
 VARIABLES_PREFIX = "variables/variables"
 # Protobuf's limit on one message.
 MAX_GRAPH_BYTES = 2**31 - 1
 _OTHER_FORMATS = ("saved_model.pbtxt", "saved_model.cpb")
+# TensorFlow reads these unseen: where they are not, the process dies.
+_READ_UNSEEN = {
+    "Const": ("dtype", "value"),
+    "PartitionedCall": ("f",),
+    "StatefulPartitionedCall": ("f",),
+}
 
 
 def check_target(src: Path, dst: Path, overwrite: bool) -> Path:
-    """Checks where a SavedModel is to be written.
+    """Checks where a SavedModel is to be written; returns it without symbolic links.
 
-    Args:
-        src: Directory of the SavedModel that is read.
-        dst: Directory to write.
-        overwrite: Whether a SavedModel that is there may be replaced.
-
-    Returns:
-        `dst` without symbolic links.
+    A SavedModel that another process was killed in the middle of replacing is put back first.
 
     Raises:
         SavedModelError: `dst` is `src`, is inside it or holds it, or exists and must stay.
@@ -51,6 +50,7 @@ def check_target(src: Path, dst: Path, overwrite: bool) -> Path:
     above = next(each for each in target.parents if each.exists())
     if not above.is_dir():
         raise SavedModelError(f"The output {dst} cannot be: {above} is no directory.")
+    restore_directory(target)
     if not os.path.lexists(dst):
         return target
     if not overwrite:
@@ -59,7 +59,8 @@ def check_target(src: Path, dst: Path, overwrite: bool) -> Path:
             "(overwrite=True)."
         )
     is_model = any((target / name).is_file() for name in (GRAPH_FILE, *_OTHER_FORMATS))
-    if target.exists() and not is_model and not _is_empty_directory(target):
+    is_empty = target.is_dir() and not any(target.iterdir())
+    if target.exists() and not is_model and not is_empty:
         raise SavedModelError(
             f"The output {dst} exists and is not a SavedModel; it is not overwritten. Give another "
             "directory."
@@ -67,18 +68,8 @@ def check_target(src: Path, dst: Path, overwrite: bool) -> Path:
     return target
 
 
-def _is_empty_directory(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
-
-
 def read_saved_model(src: Path) -> Any:
     """Reads the graphs of a SavedModel, and its variables once, to see that they are all there.
-
-    Args:
-        src: Its directory.
-
-    Returns:
-        A `SavedModel` message.
 
     Raises:
         SavedModelError: There is none, or it is broken.
@@ -94,7 +85,7 @@ def read_saved_model(src: Path) -> Any:
     if not model.meta_graphs:
         raise SavedModelError(f"{path} is broken: it holds no graph.")
     for graph in model.meta_graphs:
-        if wrong := broken_reference(graph):
+        if wrong := _broken_reference(graph):
             raise SavedModelError(f"{path} is broken: {wrong}.")
     if any(_has_variables(graph) for graph in model.meta_graphs):
         _check_variables(src)
@@ -115,6 +106,38 @@ def _why_missing(src: Path) -> str:
     return f"{src} is no SavedModel: it has no {GRAPH_FILE}."
 
 
+def _broken_reference(meta_graph: Any) -> str | None:
+    """Finds a name or a number that refers to nothing, or a missing attribute.
+
+    A broken file may name anything. Not names inside the graph, which the rewrite compares edge by
+    edge. Returns what is wrong as half a sentence, None if all is there.
+    """
+    nodes = {node.name for node in meta_graph.graph_def.node}
+    for _, signature in sorted(meta_graph.signature_def.items()):
+        for tensor in (*tensors_of(signature.inputs), *tensors_of(signature.outputs)):
+            if node_name(tensor) not in nodes:
+                return f"a signature uses the tensor {tensor!r}, which its graph does not have"
+    for node in all_nodes(meta_graph.graph_def):
+        for attr in _READ_UNSEEN.get(node.op, ()):
+            if attr not in node.attr:
+                return f"its node {node.name!r}, a {node.op}, has no attribute {attr!r}"
+    count = len(meta_graph.object_graph_def.nodes)
+    for number in _object_numbers(meta_graph.object_graph_def):
+        if not 0 <= number < count:
+            return f"an object refers to the object {number}, and there are {count}"
+    return None
+
+
+def _object_numbers(objects: Any) -> Iterator[int]:
+    for each in objects.nodes:
+        yield from (child.node_id for child in each.children)
+        for _, saveable in sorted(each.saveable_objects.items()):
+            yield saveable.save_function
+            yield saveable.restore_function
+    for _, function in sorted(objects.concrete_functions.items()):
+        yield from function.bound_inputs
+
+
 def _has_variables(meta_graph: Any) -> bool:
     # The restore function of a model without variables reads the object graph only.
     kinds = [node.WhichOneof("kind") for node in meta_graph.object_graph_def.nodes]
@@ -123,13 +146,7 @@ def _has_variables(meta_graph: Any) -> bool:
 
 # Where the reader has no error of TensorFlow's it raises one of Python's; a damaged size may ask
 # for more memory than there is.
-_READER_ERRORS = (
-    tf.errors.OpError,
-    ValueError,
-    IndexError,
-    NotImplementedError,
-    MemoryError,
-)
+_READER_ERRORS = (tf.errors.OpError, ValueError, IndexError, NotImplementedError, MemoryError)
 
 
 def _check_variables(src: Path) -> None:
@@ -152,78 +169,16 @@ def first_line(error: BaseException) -> str:
     return text.strip().splitlines()[0] if text.strip() else type(error).__name__
 
 
-@contextlib.contextmanager
-def new_directory(dst: Path) -> Iterator[Path]:
-    """Gives a directory to fill, which takes the place of `dst` at the end.
-
-    It is next to `dst`, on the same disk, and is removed if anything goes wrong, an interrupt
-    included; a `dst` that was there stays until then.
-
-    Args:
-        dst: Where the directory is to be; directories above it are made.
-
-    Yields:
-        The directory to fill.
-    """
-    made = _make_parents(dst.parent)
-    work: Path | None = None
-    try:
-        work = Path(tempfile.mkdtemp(prefix=f".{dst.name}-", suffix=".tmp", dir=dst.parent))
-        yield work
-        _put_in_place(work, dst)
-    except BaseException:
-        if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
-        for parent in made:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
-        raise
-
-
-def _make_parents(parent: Path) -> list[Path]:
-    missing = [path for path in (parent, *parent.parents) if not path.exists()]
-    parent.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
-def _put_in_place(work: Path, dst: Path) -> None:
-    # A temporary directory is its owner's alone; a SavedModel is as open as other new directories.
-    umask = os.umask(0)
-    os.umask(umask)
-    work.chmod(0o777 & ~umask)
-    if not os.path.lexists(dst):
-        work.rename(dst)
-        return
-    if dst.is_dir() and exchange(work, dst):
-        shutil.rmtree(work, ignore_errors=True)
-        return
-    # Two steps, where one is not to be had: a process killed between them leaves the old directory
-    # under another name.
-    old = work.with_name(f"{work.name}.old")
-    dst.rename(old)
-    try:
-        work.rename(dst)
-    except BaseException:
-        if not dst.exists():
-            old.rename(dst)
-        raise
-    finally:
-        if dst.exists() and old.exists():
-            shutil.rmtree(old, ignore_errors=True)
-
-
 def copy_files(src: Path, work: Path, leave_out: frozenset[str]) -> None:
     """Copies what is in a SavedModel's directory, but the files and directories to leave out."""
-    for path in sorted(src.iterdir()):
-        if path.name in leave_out:
-            continue
-        if path.is_dir():
-            try:
-                shutil.copytree(path, work / path.name)
-            except shutil.Error as error:  # It goes on after an error and lists them all.
-                raise OSError(error.args[0][0][2]) from error
-        else:
-            shutil.copy2(path, work / path.name)
+
+    def left_out(folder: str, names: list[str]) -> frozenset[str]:
+        return leave_out if Path(folder) == src else frozenset()
+
+    try:
+        shutil.copytree(src, work, ignore=left_out, dirs_exist_ok=True)
+    except shutil.Error as error:  # It goes on after an error and lists them all.
+        raise OSError(error.args[0][0][2]) from error
 
 
 def write_graphs(model: Any, work: Path) -> None:

@@ -5,49 +5,41 @@ A frozen graph is saved as TensorFlow 1 does, without objects: so signatures sha
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from tfamp.core.errors import SavedModelError
-from tfamp.graph.function_names import called_functions, reached_functions
+from tfamp.graph.function_names import rename_functions
 from tfamp.graph.index import build_indexes
 from tfamp.graph.transforms.fold import fold_casts
 from tfamp.graph.transforms.inline import inline_calls
 from tfamp.graph.transforms.loop_constants import cast_before_loops
+from tfamp.planning.control_flow import BRANCHING
 from tfamp.planning.structures import CastSite, RewritePlan
 from tfamp.planning.tensor_names import node_name
+from tfamp.rewriting.pipeline import CALLS, all_nodes
+from tfamp.rewriting.saved_files import VARIABLES_PREFIX, first_line
 from tfamp.rewriting.saved_graph import (
+    VARIABLES,
     Roles,
     add_op_definitions,
     ancestors,
+    signatures_of,
 )
-from tfamp.rewriting.saved_values import variable_values
 
 # What a frozen model keeps of the files.
 KEPT_IN_FROZEN = frozenset({"assets", "assets.extra"})
 # What may be done to a variable that becomes a constant; control flow passes it on.
-_READING = frozenset(
-    {
-        "Case",
-        "Identity",
-        "If",
-        "PartitionedCall",
-        "ReadVariableOp",
-        "ResourceGather",
-        "ResourceGatherNd",
-        "StatefulPartitionedCall",
-        "StatelessIf",
-        "StatelessWhile",
-        "While",
-    }
-)
+_READING = BRANCHING | CALLS | {"Identity", "ResourceGather", "ResourceGatherNd"}
 _READ = "/Read/ReadVariableOp"
+# Attributes of what runs functions.
+_FUNCTIONS = ("f", "body", "cond")
 _KEPT_COLLECTIONS = frozenset({"saved_model_main_op", "legacy_init_op", "saved_model_assets"})
 _INIT_SIGNATURE = "__saved_model_init_op"
 
@@ -58,16 +50,11 @@ def freeze_meta_graph(meta_graph: Any, roles: Roles, src: Path) -> None:
     Calls of functions are inlined, so that signatures share the constants. Objects and their
     functions are dropped: a frozen graph has its signatures only.
 
-    Args:
-        meta_graph: A `MetaGraphDef`.
-        roles: What its parts are for.
-        src: The SavedModel's directory.
-
     Raises:
         SavedModelError: A signature writes to a variable, or a value cannot be read.
     """
     keep = (*roles.feeds, *roles.fetches, *roles.init)
-    graph = tf.compat.v1.GraphDef()
+    graph = tf.compat.v1.GraphDef()  # A copy: the values are looked up by the calls.
     graph.CopyFrom(meta_graph.graph_def)
     inline_calls(graph, keep)
     nodes = {node.name: node for node in graph.node}
@@ -78,9 +65,7 @@ def freeze_meta_graph(meta_graph: Any, roles: Roles, src: Path) -> None:
     used = ancestors(nodes, (*roles.feeds, *roles.fetches))
     _check_reads_only(nodes, used, set_at_start)
     names = [
-        name
-        for name, node in nodes.items()
-        if name in used - set_at_start and node.op in ("VarHandleOp", "Variable", "VariableV2")
+        name for name, node in nodes.items() if name in used - set_at_start and node.op in VARIABLES
     ]
     if not roles.fetches:
         raise SavedModelError(
@@ -88,21 +73,15 @@ def freeze_meta_graph(meta_graph: Any, roles: Roles, src: Path) -> None:
             "freezing, or save it with signatures."
         )
     if names:
-        graph = _with_constants(graph, variable_values(src, meta_graph, names), keep)
+        graph = _with_constants(graph, _variable_values(src, meta_graph, names), keep)
     meta_graph.graph_def.CopyFrom(graph)
     _drop_objects(meta_graph, keep)
 
 
 def store_low_constants(meta_graph: Any, roles: Roles, plan: RewritePlan) -> RewritePlan:
-    """Casts constants now, in place, where only the low dtype of them is used.
+    """Casts constants of a frozen, converted graph now, where only their low dtype is used.
 
-    Args:
-        meta_graph: A frozen and rewritten `MetaGraphDef`.
-        roles: What its parts are for.
-        plan: The plan of the rewrite.
-
-    Returns:
-        The plan without the Casts that are no longer needed.
+    In place; returns the plan without the Casts that are no longer needed.
     """
     keep = (*roles.feeds, *roles.fetches, *roles.init)
     graph, hoisted = cast_before_loops(meta_graph.graph_def)
@@ -129,8 +108,7 @@ def store_low_constants(meta_graph: Any, roles: Roles, plan: RewritePlan) -> Rew
 
 
 def _check_reads_only(nodes: Mapping[str, Any], used: set[str], set_at_start: set[str]) -> None:
-    for name in nodes:
-        node = nodes[name]
+    for name, node in nodes.items():
         if name not in used or node.op in _READING or node.op.startswith("ReadVariable"):
             continue
         for each in node.input:
@@ -146,50 +124,32 @@ def _check_reads_only(nodes: Mapping[str, Any], used: set[str], set_at_start: se
 def _with_constants(graph: Any, values: Mapping[str, Any], keep: Iterable[str]) -> Any:
     """Returns the graph with constants in the place of variables."""
     outputs = sorted({node_name(name) for name in keep})
-    with _without_notes_of_tensorflow():
-        try:
-            frozen = tf.compat.v1.graph_util.convert_variables_to_constants(
-                _Values(values), graph, outputs, variable_names_whitelist=list(values)
-            )
-        except Exception as error:  # What it raises for broken graphs is anything.
-            raise SavedModelError(
-                f"TensorFlow cannot freeze the graph: {type(error).__name__}: {error}. Convert "
-                "without freezing, which says what is wrong with a graph that is."
-            ) from error
-    for node in (*frozen.node, *(n for f in frozen.library.function for n in f.node_def)):
-        if "_output_shapes" in node.attr and any(
-            each in node.attr for each in ("f", "body", "cond")
-        ):
+
+    def run(tensors: Iterable[str]) -> list[Any]:
+        names = [name.removesuffix(":0").removesuffix(_READ) for name in tensors]
+        return [values[name] for name in names]
+
+    # All it wants of a session is the values of tensors that read variables.
+    session = types.SimpleNamespace(run=run)
+    # The only public function that freezes graphs with loops says that it is deprecated.
+    logger = tf.get_logger()
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        frozen = tf.compat.v1.graph_util.convert_variables_to_constants(
+            session, graph, outputs, variable_names_whitelist=list(values)
+        )
+    except Exception as error:  # What it raises for broken graphs is anything.
+        raise SavedModelError(
+            f"TensorFlow cannot freeze the graph: {type(error).__name__}: {error}. Convert "
+            "without freezing, which says what is wrong with a graph that is."
+        ) from error
+    finally:
+        logger.setLevel(level)
+    for node in all_nodes(frozen):
+        if "_output_shapes" in node.attr and any(each in node.attr for each in _FUNCTIONS):
             del node.attr["_output_shapes"]  # Of variables they are those of handles.
     return frozen
-
-
-class _Values:
-    """What that function wants of a session: the values that variables have."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
-
-    def run(self, tensors: Iterable[str]) -> list[Any]:
-        """Returns the values of tensors that read variables."""
-        names = [name.removesuffix(":0").removesuffix(_READ) for name in tensors]
-        return [self._values[name] for name in names]
-
-
-@contextlib.contextmanager
-def _without_notes_of_tensorflow() -> Iterator[None]:
-    """Keeps back that the only public function that freezes graphs with loops is deprecated."""
-    note = "is deprecated"
-    logger = tf.get_logger()
-
-    def is_no_note(record: logging.LogRecord) -> bool:
-        return note not in record.getMessage() and note not in str(record.msg)
-
-    logger.addFilter(is_no_note)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_no_note)
 
 
 def _drop_objects(meta_graph: Any, keep: Iterable[str]) -> None:
@@ -198,15 +158,8 @@ def _drop_objects(meta_graph: Any, keep: Iterable[str]) -> None:
     _wait_for_no_constants(graph)
     needed = ancestors({node.name: node for node in graph.node}, keep)
     nodes = [node for node in graph.node if node.name in needed]
-    library = {function.signature.name: function for function in graph.library.function}
-    called = reached_functions(library, (name for node in nodes for name in called_functions(node)))
-    functions = [function for name, function in library.items() if name in called]
-    slim = tf.compat.v1.GraphDef(versions=graph.versions, node=nodes)
-    slim.library.function.extend(functions)
-    slim.library.gradient.extend(
-        each for each in graph.library.gradient if each.function_name in called
-    )
-    meta_graph.graph_def.CopyFrom(slim)
+    slim = tf.compat.v1.GraphDef(versions=graph.versions, library=graph.library, node=nodes)
+    graph.CopyFrom(rename_functions(slim, ""))  # It leaves out what no node calls.
     for field in ("object_graph_def", "saver_def"):
         meta_graph.ClearField(field)
     meta_graph.meta_info_def.function_aliases.clear()
@@ -214,12 +167,11 @@ def _drop_objects(meta_graph: Any, keep: Iterable[str]) -> None:
     for key in sorted(meta_graph.collection_def):
         if key not in _KEPT_COLLECTIONS:
             del meta_graph.collection_def[key]
-    everything = [*nodes, *(node for function in functions for node in function.node_def)]
-    add_op_definitions(meta_graph, sorted({node.op for node in everything}))
+    add_op_definitions(meta_graph, sorted({node.op for node in all_nodes(graph)}))
 
 
 def _keep_initialization(meta_graph: Any) -> None:
-    """Names what initialises as TensorFlow 1 does; its loader takes another way for a signature."""
+    """Names what initialises as TensorFlow 1 does; its loader differs for a signature."""
     if _INIT_SIGNATURE in meta_graph.signature_def:
         (info,) = meta_graph.signature_def[_INIT_SIGNATURE].outputs.values()
         names = meta_graph.collection_def["saved_model_main_op"].node_list
@@ -229,10 +181,7 @@ def _keep_initialization(meta_graph: Any) -> None:
 
 def _wait_for_no_constants(graph: Any) -> None:
     """Drops control inputs from reads of what was a variable: a call waited for its reads."""
-    constant: set[str] = set()
-    for node in graph.node:
-        if node.op == "Const" and not node.input:
-            constant.add(node.name)
+    constant = {node.name for node in graph.node if node.op == "Const" and not node.input}
     reads = [node for node in graph.node if node.op == "Identity" and len(node.input) == 1]
     constant |= {node.name for node in reads if node.input[0] in constant}
     for node in graph.node:
@@ -240,3 +189,94 @@ def _wait_for_no_constants(graph: Any) -> None:
             node.input[:] = [
                 name for name in node.input if not name.startswith("^") or name[1:] not in constant
             ]
+
+
+# ---- The values of variables ---------------------------------------------------------------------
+
+
+def _variable_values(src: Path, meta_graph: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Reads the values of variables, by the nodes of the graph itself that stand for them.
+
+    Raises:
+        SavedModelError: A value cannot be read.
+    """
+    try:
+        if meta_graph.object_graph_def.nodes:
+            values = _values_of_objects(src, meta_graph)
+        else:
+            values = _values_of_graph(src, meta_graph, names)
+    except SavedModelError:
+        raise
+    except Exception as error:  # What TensorFlow raises for broken objects and graphs is anything.
+        raise SavedModelError(
+            f"The variables of {src} cannot be read: {type(error).__name__}: {first_line(error)}"
+        ) from error
+    missing = sorted(set(names) - values.keys())
+    if missing:
+        raise SavedModelError(
+            f"The variable {missing[0]!r} of {src} cannot be frozen: its value was not found. "
+            "Convert without freezing."
+        )
+    return {name: values[name] for name in names}
+
+
+def _values_of_objects(src: Path, meta_graph: Any) -> dict[str, Any]:
+    """TensorFlow 2: what each signature is called with in the graph, its loaded function captures.
+
+    Not by restoring the graph in a session: what `tf.saved_model.save` makes of a Keras 3 model
+    restores other variables than its signatures use.
+    """
+    loaded = _loaded(src, meta_graph)
+    nodes = {node.name: node for node in meta_graph.graph_def.node}
+    values: dict[str, Any] = {}
+    for key, signature in signatures_of(meta_graph).items():
+        if not signature.outputs:
+            continue
+        function = loaded.signatures[key]
+        call = nodes[node_name(next(iter(signature.outputs.values())).name)]
+        given = [node_name(name) for name in call.input if not name.startswith("^")]
+        captured = function.captured_inputs
+        for name, tensor in zip(given[len(given) - len(captured) :], captured, strict=True):
+            found = [v for v in function.variables if v.handle is tensor]
+            if found and name not in values:
+                values[name] = found[0].numpy()
+    return values
+
+
+def _loaded(src: Path, meta_graph: Any) -> Any:
+    """The loaded SavedModel, whose variables live as long as it does."""
+    try:
+        loaded = tf.saved_model.load(str(src), tags=list(meta_graph.meta_info_def.tags))
+    except Exception as error:  # What the loader raises for broken objects is anything.
+        raise SavedModelError(
+            f"TensorFlow cannot load the SavedModel {src}, which freezing needs: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
+    signatures = getattr(loaded, "signatures", None)
+    known = signatures if isinstance(signatures, Mapping) else {}
+    for key in signatures_of(meta_graph):
+        if not hasattr(known.get(key), "captured_inputs"):
+            raise SavedModelError(
+                f"The SavedModel {src} is broken: its objects have no signature {key!r}, and its "
+                "graph has."
+            )
+    return loaded
+
+
+def _values_of_graph(src: Path, meta_graph: Any, names: Sequence[str]) -> dict[str, Any]:
+    """TensorFlow 1: restored in a session."""
+    copy = tf.compat.v1.MetaGraphDef()
+    copy.CopyFrom(meta_graph)
+    with tf.Graph().as_default() as graph, tf.compat.v1.Session() as session:
+        saver = tf.compat.v1.train.import_meta_graph(copy, clear_devices=True)
+        if saver is None:
+            return {}
+        saver.restore(session, str(src / VARIABLES_PREFIX))
+        tensors = {name: graph.get_tensor_by_name(f"{name}:0") for name in names}
+        reads = {
+            name: tf.raw_ops.ReadVariableOp(resource=tensor, dtype=tensor.op.get_attr("dtype"))
+            if tensor.dtype == tf.resource
+            else tensor
+            for name, tensor in tensors.items()
+        }
+        return dict(session.run(reads))

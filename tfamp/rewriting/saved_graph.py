@@ -1,4 +1,4 @@
-"""One graph of a SavedModel: what in it is used for what, and its rewrite.
+"""One graph of a SavedModel: what in it is used for what, its conversion, and its calibration.
 
 TensorFlow 2 keeps the model in functions that signatures, and the object graph, refer to by name;
 TensorFlow 1 keeps it in the graph itself. Both also hold what saves, restores and initialises: that
@@ -8,30 +8,35 @@ is no part of the model and stays as it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
+from tfamp.core.errors import SavedModelError
+from tfamp.graph.calibration import Calibration, measure
 from tfamp.graph.function_names import called_functions, reached_functions
-from tfamp.graph.rewrite import rewrite_graph_def
-from tfamp.graph.transforms.inline import inline_calls
+from tfamp.graph.transforms.inline import GRADIENT, inline_calls
 from tfamp.interop import tf_private
-from tfamp.planning.structures import RewritePlan
+from tfamp.planning.ranges import Ranges
+from tfamp.planning.structures import RewritePlan, reach
 from tfamp.planning.tensor_names import node_name
+from tfamp.rewriting.pipeline import CALLS, RewriteSettings
 
+VARIABLES = ("VarHandleOp", "Variable", "VariableV2")
 # Entries of the table of signatures that are none.
-NO_SIGNATURES = ("__saved_model_init_op", "__saved_model_train_op")
+_NO_SIGNATURES = ("__saved_model_init_op", "__saved_model_train_op")
 # Collections that name what initialises.
 _INIT_COLLECTIONS = ("saved_model_main_op", "legacy_init_op", "table_initializer")
 # Children of an object that make, fill and remove what it stands for, such as a lookup table.
 _RESOURCE_FUNCTIONS = frozenset({"_create_resource", "_destroy_resource", "_initialize"})
-CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 # What else a function may hold that only calls another, as those of signatures do.
 _PASSING = frozenset({"Identity", "IdentityN", "NoOp"})
 # Holds the functions that only the object graph refers to, while a graph is rewritten.
 _ROOT = "tfamp_functions_of_the_object_graph"
+_CALL = "signature"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +58,17 @@ class Roles:
     helpers: frozenset[str]
 
 
+def signatures_of(meta_graph: Any) -> dict[str, Any]:
+    """Returns the signatures of a `MetaGraphDef` by name."""
+    found = sorted(meta_graph.signature_def.items())
+    return {name: signature for name, signature in found if name not in _NO_SIGNATURES}
+
+
 def find_roles(meta_graph: Any) -> Roles:
     """Returns what the parts of a `MetaGraphDef` are for; it is not modified."""
-    signatures = [
-        signature
-        for name, signature in sorted(meta_graph.signature_def.items())
-        if name not in NO_SIGNATURES
-    ]
-    feeds = _distinct(each for s in signatures for each in _tensors(s.inputs))
-    fetches = _distinct(each for s in signatures for each in _tensors(s.outputs))
+    signatures = signatures_of(meta_graph).values()
+    feeds = _distinct(each for s in signatures for each in tensors_of(s.inputs))
+    fetches = _distinct(each for s in signatures for each in tensors_of(s.outputs))
     init = _init_nodes(meta_graph)
     nodes = {node.name: node for node in meta_graph.graph_def.node}
     used = ancestors(nodes, (*feeds, *fetches))
@@ -69,67 +76,47 @@ def find_roles(meta_graph: Any) -> Roles:
     saving = (saver.filename_tensor_name, saver.save_tensor_name, saver.restore_op_name)
     helping = ancestors(nodes, (*filter(None, saving), *init)) - used
     called = {name for each in helping for name in called_functions(nodes[each])}
-    library = {f.signature.name: f for f in meta_graph.graph_def.library.function}
+    library = functions_of(meta_graph.graph_def)
     return Roles(
         feeds=feeds,
         fetches=fetches,
         init=tuple(name for name in init if name in nodes),
         bystanders=tuple(name for name in nodes if name not in used),
-        helpers=frozenset(
-            reached_functions(library, called | set(_resource_functions(meta_graph)))
-        ),
+        helpers=frozenset(reached_functions(library, {*called, *_resource_functions(meta_graph)})),
     )
 
 
-def rewrite_meta_graph(meta_graph: Any, roles: Roles, options: Mapping[str, Any]) -> RewritePlan:
-    """Rewrites a graph of a SavedModel in place.
+def rewrite_meta_graph(
+    meta_graph: Any, roles: Roles, settings: RewriteSettings, ranges: Ranges | None = None
+) -> RewritePlan:
+    """Converts a graph of a SavedModel in place; returns the plan.
 
     Every function keeps its name, arguments and results, so that the object graph and what loads it
     find what they look for.
-
-    Args:
-        meta_graph: A `MetaGraphDef`; its `graph_def` is replaced.
-        roles: What its parts are for.
-        options: Arguments of `rewrite_graph_def`.
-
-    Returns:
-        The plan.
     """
-    library = meta_graph.graph_def.library
-    helpers = [f for f in library.function if f.signature.name in roles.helpers]
-    order = [f.signature.name for f in library.function]
-    graph = model_graph(meta_graph, roles)
+    functions = functions_of(meta_graph.graph_def)
+    graph = _model_graph(meta_graph, roles)
     root = graph.node.add(name=_ROOT, op="NoOp")
     entries = set(meta_graph.object_graph_def.concrete_functions)
-    for function in graph.library.function:
-        if function.signature.name in entries:
-            root.attr["functions"].list.func.add(name=function.signature.name)
-    chosen = dict(options)
-    custom = _custom_gradients(graph)
-    chosen["keep_float32"] = (*options.get("keep_float32", ()), *custom)
-    chosen["may_miss"] = custom
+    for name in functions_of(graph):
+        if name in entries:
+            root.attr["functions"].list.func.add(name=name)
     fetches = _distinct((*roles.fetches, *roles.bystanders))
-    result = rewrite_graph_def(graph, fetches, feeds=roles.feeds, inline=False, **chosen)
-    rewritten = result.graph_def
-    nodes = [node for node in rewritten.node if node.name != _ROOT]
-    functions = {f.signature.name: f for f in (*rewritten.library.function, *helpers)}
-    meta_graph.graph_def.ClearField("node")
-    meta_graph.graph_def.node.extend(nodes)
-    del meta_graph.graph_def.library.function[:]
-    meta_graph.graph_def.library.function.extend(functions[name] for name in order)
+    settings = settings.keeping(_custom_gradients(graph))
+    plan = settings.convert(graph, fetches, roles.feeds, ranges)
+    functions |= functions_of(graph)
+    result = meta_graph.graph_def
+    del result.node[:]
+    result.node.extend(node for node in graph.node if node.name != _ROOT)
+    del result.library.function[:]
+    result.library.function.extend(functions.values())
     add_op_definitions(meta_graph, ("Cast",))
-    return result.plan
+    return plan
 
 
-def model_graph(meta_graph: Any, roles: Roles) -> Any:
-    """Returns a copy of the graph without its helpers, calls inlined inside its functions."""
-    graph = tf.compat.v1.GraphDef()
-    graph.CopyFrom(meta_graph.graph_def)
-    model = [f for f in graph.library.function if f.signature.name not in roles.helpers]
-    del graph.library.function[:]
-    graph.library.function.extend(model)
-    _inline_inside(graph)
-    return graph
+def functions_of(graph_def: Any) -> dict[str, Any]:
+    """Returns the functions of a graph by name."""
+    return {function.signature.name: function for function in graph_def.library.function}
 
 
 def add_op_definitions(meta_graph: Any, ops: Iterable[str]) -> None:
@@ -144,17 +131,37 @@ def add_op_definitions(meta_graph: Any, ops: Iterable[str]) -> None:
 
 def ancestors(nodes: Mapping[str, Any], names: Iterable[str]) -> set[str]:
     """Returns the names of the nodes that tensors or nodes are computed from, with their own."""
-    pending = [node_name(name) for name in names]
-    found: set[str] = set()
-    while pending:
-        name = pending.pop()
-        if name in nodes and name not in found:
-            found.add(name)
-            pending += [node_name(each) for each in nodes[name].input]
-    return found
+
+    def inputs(name: str) -> Iterator[str]:
+        return (each for each in map(node_name, nodes[name].input) if each in nodes)
+
+    return set(reach((each for each in map(node_name, names) if each in nodes), inputs))
 
 
-def _tensors(infos: Mapping[str, Any]) -> Iterator[str]:
+def _model_graph(meta_graph: Any, roles: Roles) -> Any:
+    """A copy of the graph without its helpers, calls inlined inside its functions.
+
+    So no Casts are needed between layers. Calls stay in functions that only call another:
+    signatures then still share the function that they have in common. What only those called that
+    it is now a part of stays in the library as it is.
+    """
+    graph = tf.compat.v1.GraphDef()
+    graph.CopyFrom(meta_graph.graph_def)
+    model = [f for name, f in functions_of(graph).items() if name not in roles.helpers]
+    del graph.library.function[:]
+    graph.library.function.extend(model)
+    flat = tf.compat.v1.GraphDef()
+    flat.CopyFrom(graph)
+    inlined = functions_of(inline_calls(flat))
+    for name, function in functions_of(graph).items():
+        doing = [node.op for node in function.node_def if node.op not in _PASSING]
+        if len(doing) != 1 or doing[0] not in CALLS:
+            function.CopyFrom(inlined[name])
+    return graph
+
+
+def tensors_of(infos: Mapping[str, Any]) -> Iterator[str]:
+    """The names of the tensors that a signature takes or gives."""
     for _, info in sorted(infos.items()):
         kind = info.WhichOneof("encoding")
         if kind == "coo_sparse":
@@ -170,14 +177,14 @@ def _tensors(infos: Mapping[str, Any]) -> Iterator[str]:
 
 def _init_nodes(meta_graph: Any) -> tuple[str, ...]:
     names: list[str] = []
-    for key in NO_SIGNATURES:
+    for key in _NO_SIGNATURES:
         if key in meta_graph.signature_def:
-            names += _tensors(meta_graph.signature_def[key].outputs)
+            names += tensors_of(meta_graph.signature_def[key].outputs)
     for key in _INIT_COLLECTIONS:
         if key in meta_graph.collection_def:
             names += meta_graph.collection_def[key].node_list.value
     names += [asset.tensor_info.name for asset in meta_graph.asset_file_def]
-    return _distinct(node_name(name) for name in names)
+    return _distinct(map(node_name, names))
 
 
 def _resource_functions(meta_graph: Any) -> Iterator[str]:
@@ -193,29 +200,125 @@ def _resource_functions(meta_graph: Any) -> Iterator[str]:
                 yield name
 
 
-def _inline_inside(graph: Any) -> None:
-    """Puts what functions call into them, so that no Casts are needed between layers; in place.
-
-    Not into functions that only call another: signatures then still share the function that they
-    have in common. What only those called that it is now a part of stays in the library as it is.
-    """
-    flat = tf.compat.v1.GraphDef()
-    flat.CopyFrom(graph)
-    inlined = {f.signature.name: f for f in inline_calls(flat).library.function}
-    for function in graph.library.function:
-        doing = [node.op for node in function.node_def if node.op not in _PASSING]
-        if len(doing) != 1 or doing[0] not in CALLS:
-            function.CopyFrom(inlined[function.signature.name])
-
-
 def _custom_gradients(graph: Any) -> list[str]:
     """Patterns of the names of nodes with a custom gradient, which takes and gives float32."""
-    library = {function.signature.name: function for function in graph.library.function}
+    library = functions_of(graph)
     reached = reached_functions(library, (c for node in graph.node for c in called_functions(node)))
     scopes = [graph.node, *(library[name].node_def for name in sorted(reached))]
-    names = [node.name for nodes in scopes for node in nodes if "_gradient_op_type" in node.attr]
+    names = [node.name for nodes in scopes for node in nodes if GRADIENT in node.attr]
     return [f"^{re.escape(name)}$" for name in _distinct(names)]
 
 
 def _distinct(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
+
+
+# ---- Calibration ---------------------------------------------------------------------------------
+
+
+def measure_meta_graph(
+    meta_graph: Any, roles: Roles, src: Path, calibration: Calibration
+) -> Ranges:
+    """Runs each call of a calibration on the signature that takes inputs of its names.
+
+    A call is a dict of arrays by input name, or an array where a signature has one input. The
+    variables are those of the SavedModel in `src`.
+
+    Raises:
+        SavedModelError: No signature takes such inputs, or the model cannot be run here.
+    """
+    graph = _model_graph(meta_graph, roles)
+    signatures = signatures_of(meta_graph)
+    calls: dict[str, list[Mapping[str, Any]]] = {}
+    for args, kwargs in calibration.calls():
+        name, values = _matching(signatures, args, kwargs, src)
+        calls.setdefault(name, []).append(values)
+    found = Ranges()
+    for name, batches in calls.items():
+        try:
+            found = _larger(found, _run(graph, name, signatures[name], src, batches))
+        except tf.errors.OpError as error:
+            cause = error.message.partition("\n")[0]
+            raise SavedModelError(
+                f"The signature {name!r} of {src} cannot be run on the calibration data: {cause}"
+            ) from error
+    return found
+
+
+def _matching(
+    signatures: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any], src: Path
+) -> tuple[str, Mapping[str, Any]]:
+    for name, signature in signatures.items():
+        inputs = sorted(signature.inputs)
+        if kwargs and inputs == sorted(kwargs):
+            return name, kwargs
+        if not kwargs and len(inputs) == len(args) == 1:
+            return name, {inputs[0]: args[0]}
+    given = f"arrays named {sorted(kwargs)}" if kwargs else f"{len(args)} arrays without names"
+    taken = "; ".join(f"{name} takes {sorted(each.inputs)}" for name, each in signatures.items())
+    raise SavedModelError(
+        f"No signature of {src} takes {given}: {taken or 'it has no signatures'}."
+    )
+
+
+def _run(
+    graph: Any, name: str, signature: Any, src: Path, batches: Sequence[Mapping[str, Any]]
+) -> Ranges:
+    """Runs a signature: in the graph, or its function where that takes variables."""
+    nodes = {node.name: node for node in graph.node}
+    results = [info.name for _, info in sorted(signature.outputs.items())]
+    if any(nodes[each].op in VARIABLES for each in ancestors(nodes, results)):
+        callers = {node_name(each) for each in results}
+        call = nodes[callers.pop()]
+        if callers or call.op not in CALLS:
+            raise SavedModelError(
+                f"The signature {name!r} of {src} is a TensorFlow 1 graph with variables, which "
+                "cannot be calibrated. Freeze it first (freeze=True)."
+            )
+        return _run_function(graph, call.attr["f"].func.name, name, src, batches)
+    names = sorted(signature.inputs)
+    feeds = [signature.inputs[each].name for each in names]
+    return measure(graph, feeds, _in_order(names, batches), outputs=results)
+
+
+def _run_function(
+    graph: Any, function_name: str, name: str, src: Path, batches: Sequence[Mapping[str, Any]]
+) -> Ranges:
+    """Runs the function of a signature, with the variables of the model as loaded."""
+    loaded = tf.saved_model.load(str(src))
+    signature = loaded.signatures[name]
+    function = functions_of(graph)[function_name]
+    takes, gives = function.signature.input_arg, function.signature.output_arg
+    around = tf.compat.v1.GraphDef(versions=graph.versions, library=graph.library)
+    node = around.node.add(name=_CALL, op="StatefulPartitionedCall")
+    node.attr["f"].func.name = function_name
+    node.attr["Tin"].list.type.extend(arg.type for arg in takes)
+    node.attr["Tout"].list.type.extend(arg.type for arg in gives)
+    for position, arg in enumerate(takes):
+        node.input.append(arg.name)
+        placeholder = around.node.add(name=arg.name, op="Placeholder")
+        placeholder.attr["dtype"].type = arg.type
+        known = function.arg_attr[position].attr
+        if "_output_shapes" in known:
+            shape = known["_output_shapes"].list.shape[0]
+            placeholder.attr["shape"].shape.CopyFrom(shape)
+    return measure(
+        around,
+        [f"{arg.name}:0" for arg in takes],
+        _in_order(sorted(signature.structured_input_signature[1]), batches),
+        signature.captured_inputs,
+        [f"{_CALL}:{i}" for i in range(len(gives))],
+    )
+
+
+def _in_order(names: Sequence[str], batches: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
+    return [[batch[name] for name in names] for batch in batches]
+
+
+def _larger(one: Ranges, other: Ranges) -> Ranges:
+    tensors, depths = dict(one.tensors), dict(one.depths)
+    for key, found in other.tensors.items():
+        tensors[key] = found.joined(tensors[key]) if key in tensors else found
+    for node, depth in other.depths.items():
+        depths[node] = max(depth, depths.get(node, 0))
+    return Ranges(tensors, depths)

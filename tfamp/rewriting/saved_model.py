@@ -13,12 +13,19 @@ from tfamp.core.errors import SavedModelError
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.op_lists import OpLists
 from tfamp.machine import hardware
-from tfamp.planning.choices import tensor_names
+from tfamp.machine.file_replacing import new_directory
 from tfamp.planning.structures import RewritePlan, RewriteSummary
+from tfamp.policy import low_dtype
 from tfamp.rewriting import saved_files
-from tfamp.rewriting.saved_calibration import measure_meta_graph
+from tfamp.rewriting.pipeline import RewriteSettings
 from tfamp.rewriting.saved_freeze import KEPT_IN_FROZEN, freeze_meta_graph, store_low_constants
-from tfamp.rewriting.saved_graph import find_roles, rewrite_meta_graph
+from tfamp.rewriting.saved_graph import find_roles, measure_meta_graph, rewrite_meta_graph
+
+_TOTALS = tuple(
+    field.name
+    for field in dataclasses.fields(RewriteSummary)
+    if field.default is dataclasses.MISSING
+)
 
 
 def rewrite_saved_model(
@@ -40,13 +47,16 @@ def rewrite_saved_model(
     The new model is used like the old one: signatures, their names, dtypes and shapes, functions,
     variables, assets and lookup tables are kept; inputs, outputs and variables are float32 as
     before. It needs no tfamp to load. The SavedModel in `src` is not modified, and `dst` appears
-    when it is complete: it is written next to its place and renamed.
+    when it is complete: it is written next to its place and renamed. A SavedModel that is replaced
+    is put aside until then; a process killed between the two renames leaves it under a name that
+    begins with a dot, and the next rewrite to `dst` puts it back first.
 
     Args:
         src: Directory of a SavedModel: from `tf.saved_model.save`, `model.export` of Keras 3, or
             TensorFlow 1.
         dst: Directory to write; it must not exist unless `overwrite`.
-        dtype: "float16" or "bfloat16"; None or "auto" takes what this machine multiplies natively.
+        dtype: "float16" or "bfloat16", also as a dtype of TensorFlow or NumPy; None or "auto" is
+            what this machine multiplies natively.
         freeze: Whether variables become constants, stored in the low dtype where that is all they
             are used in: about half the bytes. A frozen model has its signatures only and cannot be
             trained.
@@ -56,7 +66,7 @@ def rewrite_saved_model(
         op_lists: Which ops may be low; `OpLists.default(dtype, device)` if None.
         keep_float32: Regular expressions, searched for in node names: these stay float32. Nodes of
             functions, branches and loops have the name of their caller in front too.
-        force_low: The same: these are lowered wherever the op has a kernel for it.
+        force_low: The same: these compute in low precision wherever the op has a kernel for it.
         placement: "lists": the lists decide alone, as the model may run on another machine than
             this. "min_cut": they decide what may be low, a minimum cut what is worth it on a device
             of this kind, by the built-in table.
@@ -66,7 +76,7 @@ def rewrite_saved_model(
 
     Returns:
         The plan, with the reason for every node. A `NothingToLowerWarning` says that no node could
-        be lowered; the new model computes as the old one then.
+        be converted; the new model computes as the old one then.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message names what is allowed.
@@ -88,13 +98,13 @@ def rewrite_saved_model(
     if not source.exists():
         saved_files.read_saved_model(source)  # It says what is missing.
     final = saved_files.check_target(source, target, overwrite)
-    options = _options(dtype, op_lists, keep_float32, force_low, placement, device)
-    model, plan = _rewritten(source, options, freeze, calibration)
+    settings = _settings(dtype, calibration, op_lists, keep_float32, force_low, placement, device)
+    model, plan = _rewritten(source, settings, freeze)
     leave_out = {saved_files.GRAPH_FILE, saved_files.FINGERPRINT_FILE}
     if freeze:
         leave_out |= {path.name for path in source.iterdir() if path.name not in KEPT_IN_FROZEN}
     try:
-        with saved_files.new_directory(final) as work:
+        with new_directory(final) as work:
             saved_files.copy_files(source, work, frozenset(leave_out))
             saved_files.write_graphs(model, work)
     except OSError as error:
@@ -133,78 +143,71 @@ def inspect_saved_model(
     Raises:
         TypeError, ValueError, SavedModelError, RewriteError: As `rewrite_saved_model`.
     """
-    options = _options(dtype, op_lists, keep_float32, force_low, placement, device)
-    return _rewritten(Path(src), options, freeze, calibration)[1]
+    settings = _settings(dtype, calibration, op_lists, keep_float32, force_low, placement, device)
+    return _rewritten(Path(src), settings, freeze)[1]
 
 
-def _options(
+def _settings(
     dtype: Any,
+    calibration: Any,
     op_lists: OpLists | None,
     keep_float32: Iterable[str],
     force_low: Iterable[str],
     placement: str,
     device: str,
-) -> dict[str, Any]:
-    return {
-        "dtype": low_dtype(dtype),
-        "op_lists": op_lists,
-        "keep_float32": tensor_names("keep_float32", keep_float32),
-        "force_low": tensor_names("force_low", force_low),
-        "placement": placement,
-        "device": device,
-    }
+) -> RewriteSettings:
+    return RewriteSettings(
+        dtype=required_dtype(dtype),
+        op_lists=op_lists,
+        keep_float32=keep_float32,
+        force_low=force_low,
+        calibration=calibration_of(calibration),
+        placement=placement,
+        device=device,
+        profile="builtin",
+    )
 
 
-def low_dtype(dtype: Any) -> str:
-    """Returns the name of the low dtype an argument asks for; None or "auto" is this machine's.
+def calibration_of(data: Any) -> Calibration | None:
+    """Returns what an argument named `calibration` means."""
+    if data is None:
+        return None
+    if isinstance(data, str | os.PathLike):
+        return Calibration.from_npz(data)
+    return Calibration.of([data] if isinstance(data, Mapping) else data)
+
+
+def required_dtype(dtype: Any) -> str:
+    """Returns the low dtype that an argument asks for.
 
     Raises:
-        ValueError: It is no low dtype, or this machine multiplies none natively.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> low_dtype(tf.bfloat16)
-        'bfloat16'
+        ValueError: It is no low dtype, or this machine is asked and multiplies none natively.
     """
-    name = getattr(dtype, "name", dtype)
-    if name in (None, "auto"):
-        policy, reason = hardware.automatic_policy(hardware.detect())
-        name = policy.removeprefix("mixed_")
-        if name not in LOW_PRECISION:
-            raise ValueError(
-                f"dtype=None takes what this machine multiplies natively, and that is float32: "
-                f"{reason}. Give dtype={' or '.join(map(repr, LOW_PRECISION))} for a model that "
-                "runs elsewhere."
-            )
-    if name not in LOW_PRECISION:
-        raise ValueError(f"dtype must be one of {', '.join(LOW_PRECISION)}, auto; got {dtype!r}.")
-    return str(name)
+    name = low_dtype(dtype)
+    if name is None:
+        _, reason = hardware.automatic_policy(hardware.detect())
+        raise ValueError(
+            f"dtype=None takes what this machine multiplies natively, and that is float32: "
+            f"{reason}. Give dtype={' or '.join(map(repr, LOW_PRECISION))} for a model that "
+            "runs elsewhere."
+        )
+    return name
 
 
-def _rewritten(
-    src: Path, options: dict[str, Any], freeze: bool, calibration: Any
-) -> tuple[Any, RewritePlan]:
-    """Reads and rewrites a SavedModel; writes nothing."""
-    data = None if calibration is None else _calibration(calibration)
+def _rewritten(src: Path, settings: RewriteSettings, freeze: bool) -> tuple[Any, RewritePlan]:
+    """Reads and converts a SavedModel; writes nothing."""
     model = saved_files.read_saved_model(src)
+    data = settings.calibration
     plans = []
     for meta_graph in model.meta_graphs:
         roles = find_roles(meta_graph)
         if freeze:
             freeze_meta_graph(meta_graph, roles, src)
             roles = find_roles(meta_graph)
-        if data is not None:
-            ranges = measure_meta_graph(meta_graph, roles, src, data)
-            options = options | {"ranges": ranges, "limits": data.limits(options["dtype"])}
-        plan = rewrite_meta_graph(meta_graph, roles, options)
+        ranges = None if data is None else measure_meta_graph(meta_graph, roles, src, data)
+        plan = rewrite_meta_graph(meta_graph, roles, settings, ranges)
         plans.append(store_low_constants(meta_graph, roles, plan) if freeze else plan)
     return model, _joined(plans)
-
-
-def _calibration(value: Any) -> Calibration:
-    if isinstance(value, str | os.PathLike):
-        return Calibration.from_npz(value)
-    return Calibration.of([value] if isinstance(value, Mapping) else value)
 
 
 def _joined(plans: Sequence[RewritePlan]) -> RewritePlan:
@@ -213,18 +216,11 @@ def _joined(plans: Sequence[RewritePlan]) -> RewritePlan:
     if len(plans) == 1:
         return first
     summaries = [plan.summary for plan in plans]
-    totals = RewriteSummary(
-        nodes=sum(each.nodes for each in summaries),
-        low_nodes=sum(each.low_nodes for each in summaries),
-        retyped_nodes=sum(each.retyped_nodes for each in summaries),
-        casts=sum(each.casts for each in summaries),
-        cast_bytes=sum(each.cast_bytes for each in summaries),
-        casts_of_unknown_size=sum(each.casts_of_unknown_size for each in summaries),
-    )
+    totals = {name: sum(getattr(each, name) for each in summaries) for name in _TOTALS}
     return dataclasses.replace(
         first,
         nodes=tuple(node for plan in plans for node in plan.nodes),
         casts=tuple(cast for plan in plans for cast in plan.casts),
         scopes=tuple(scope for plan in plans for scope in plan.scopes),
-        summary=totals,
+        summary=RewriteSummary(**totals),
     )

@@ -1,4 +1,4 @@
-"""A function that is to be traced, and how: what `tf.function` was told about it."""
+"""A function that is to be traced: how, and each call of it as one from tensors to tensors."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfamp.interop import tf_functions
-from tfamp.rewriting.flat_call import FlatCall, trace_flat
+from tfamp.interop.tracing import as_written
 
 _NUMBERS = itertools.count(1)
 
@@ -80,9 +81,121 @@ class TracedFunction:
                 arguments[name] = getattr(self.options, name)
         return arguments
 
-    def trace(self, call: FlatCall) -> Any:
-        """Traces the function for a call; see `trace_flat`."""
-        own = self.options
-        autograph = True if own is None else own.autograph
-        options = None if own is None else own.experimental_autograph_options
-        return trace_flat(self.python_function, call, autograph, options)
+    def trace(self, call: FlatCall) -> tuple[Any, FlatResult]:
+        """Traces the function for a call with tensors of the current graph.
+
+        Returns the concrete function, from the call's tensors to the result's, and the structure of
+        the result.
+        """
+        own, result = self.options, FlatResult()
+
+        def flat(*tensors: Any) -> list[Any]:
+            args, kwargs = call.with_tensors(tensors)
+            return result.flatten(self.python_function(*args, **kwargs))
+
+        traced = tf.function(
+            flat,
+            autograph=own is None or own.autograph,
+            experimental_autograph_options=own and own.experimental_autograph_options,
+        )
+        return traced.get_concrete_function(*map(_spec, call.tensors)), result
+
+
+@dataclass(frozen=True)
+class FlatCall:
+    """The arguments of one call, with the tensors in them.
+
+    Composite tensors count as their components. Variables are not tensors here: the function
+    refers to them, as to Python values.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Any, ...]:
+        """The tensors in the arguments."""
+        return tuple(
+            each for leaf in self._leaves() if _is_tensor(leaf) for each in _components(leaf)
+        )
+
+    def values(self) -> tuple[Any, ...]:
+        """Returns what `tf.function` makes tensors of: the tensors, and NumPy's arrays."""
+        found: list[Any] = []
+        for leaf in self._leaves():
+            if _is_tensor(leaf):
+                found += _components(leaf)
+            elif isinstance(leaf, np.ndarray | np.generic):
+                found.append(leaf)
+        return tuple(found)
+
+    @as_written
+    def with_tensors(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments with other tensors, in the order of `tensors`."""
+        remaining = iter(tensors)
+
+        def filled(leaf: Any) -> Any:
+            if not _is_tensor(leaf):
+                return leaf
+            parts = [next(remaining) for _ in _components(leaf)]
+            return tf.nest.pack_sequence_as(leaf, parts, expand_composites=True)
+
+        leaves = [filled(leaf) for leaf in self._leaves()]
+        args, kwargs = tf.nest.pack_sequence_as((self.args, dict(self.kwargs)), leaves)
+        return args, kwargs
+
+    def _leaves(self) -> list[Any]:
+        return tf.nest.flatten((self.args, dict(self.kwargs)))
+
+
+class FlatResult:
+    """What a function returned, as tensors; keeps the structure to put them back in."""
+
+    def __init__(self) -> None:
+        self._structure: Any = None
+        self._present: list[bool] = []
+
+    @as_written
+    def flatten(self, result: Any) -> list[Any]:
+        """Returns the tensors of a result; None and operations stand for nothing."""
+        self._structure = tf.nest.map_structure(_as_value, result)
+        leaves = _components(self._structure)
+        self._present = [leaf is not None for leaf in leaves]
+        return [leaf for leaf in leaves if leaf is not None]
+
+    def pack(self, tensors: Sequence[Any]) -> Any:
+        """Returns the structure with other tensors in it."""
+        remaining = iter(tensors)
+        leaves = [next(remaining) if there else None for there in self._present]
+        return tf.nest.pack_sequence_as(self._structure, leaves, expand_composites=True)
+
+
+def _spec(tensor: Any) -> tf.TensorSpec:
+    name = None if tf.executing_eagerly() else tensor.op.name
+    return tf.TensorSpec(tensor.shape, tensor.dtype, name=name)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    if isinstance(leaf, tf.experimental.ExtensionType):
+        return True
+    return tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable)
+
+
+def _components(value: Any) -> list[Any]:
+    return tf.nest.flatten(value, expand_composites=True)
+
+
+def _as_value(leaf: Any) -> Any:
+    """A tensor of a leaf of a result; what is made of tensors, such as a ragged tensor, stays."""
+    if leaf is None or isinstance(leaf, tf.Operation):
+        return None
+    if isinstance(leaf, tf.TensorArray):
+        raise TypeError(
+            "A function to rewrite returned a tf.TensorArray, which belongs to the graph it was "
+            "made in. Return its stack() or concat()."
+        )
+    parts = _components(leaf)
+    is_composite = len(parts) != 1 or parts[0] is not leaf
+    if is_composite and not isinstance(leaf, tf.Variable):
+        return leaf
+    return leaf if _is_tensor(leaf) else tf.convert_to_tensor(leaf)

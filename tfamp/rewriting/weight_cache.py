@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfamp.graph.op_signatures import PYTHON
 from tfamp.interop import tf_private
+from tfamp.planning.tensor_names import node_name
 
 # Casting fewer elements is faster than looking whether it is needed.
 LEAST_ELEMENTS = 2**14
@@ -77,16 +78,10 @@ class WeightCache:
 
 
 def cacheable_variables(traced: Any, graph_def: Any) -> dict[str, tf.Variable]:
-    """Returns the variables a graph only reads, and that are worth keeping copies of.
+    """Returns the variables that a graph only reads and that are worth keeping copies of.
 
-    None where the graph runs Python, which may write any variable in the middle of a call.
-
-    Args:
-        traced: The `tf.types.experimental.ConcreteFunction` that the graph is of.
-        graph_def: Its graph, inlined.
-
-    Returns:
-        The variables by the name of the node that stands for the variable's handle.
+    By the name of the node that stands for the variable's handle, in the inlined graph of a trace.
+    There are none where it runs Python, which may write any variable in the middle of a call.
     """
     scopes = [graph_def.node, *(each.node_def for each in graph_def.library.function)]
     if any(node.op in PYTHON for nodes in scopes for node in nodes):
@@ -108,18 +103,11 @@ def cacheable_variables(traced: Any, graph_def: Any) -> dict[str, tf.Variable]:
 def cached_casts(
     graph_def: Any, variables: Mapping[str, tf.Variable], cache: WeightCache, dtype: str
 ) -> dict[str, Any]:
-    """Returns what to take in the place of Casts of reads of variables, by tensor name.
-
-    Args:
-        graph_def: A rewritten graph.
-        variables: Variables by the name of the node that stands for the handle.
-        cache: Where the copies are.
-        dtype: The low dtype.
-    """
+    """Returns what to take in a converted graph in the place of Casts of variables, by tensor."""
     reads = {
         node.name: variables[name]
         for node in graph_def.node
-        if node.op == "ReadVariableOp" and (name := node.input[0].partition(":")[0]) in variables
+        if node.op == "ReadVariableOp" and (name := node_name(node.input[0])) in variables
     }
     number = tf_private.dtype_number(dtype)
     return {
@@ -127,7 +115,7 @@ def cached_casts(
         for node in graph_def.node
         if node.op == "Cast"
         and node.attr["DstT"].type == number
-        and (name := node.input[0].partition(":")[0]) in reads
+        and (name := node_name(node.input[0])) in reads
     }
 
 
