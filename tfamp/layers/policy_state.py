@@ -11,7 +11,6 @@ import contextlib
 import functools
 import threading
 import weakref
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -39,17 +38,13 @@ class _Level:
         self.keras_policy = _plain(policy.name)
 
 
-@dataclass(eq=False)
 class _Scope:
-    """What one `with` block needs: its level now, and Keras's own policy from before it.
+    """What one `with` block needs: its level now, and Keras's own policy from before it."""
 
-    It is on the stack of the thread that entered it, which another one may leave it in.
-    """
-
-    stack: list[_Scope]
-    level: _Level
-    keras_before: Any
-    keras_set_before: _Level | None
+    def __init__(self, level: _Level, keras_before: Any, keras_set_before: _Level | None):
+        self.level = level
+        self.keras_before = keras_before
+        self.keras_set_before = keras_set_before
 
 
 class _Thread(threading.local):
@@ -141,14 +136,14 @@ class policy_scope(contextlib.ContextDecorator):  # noqa: N801 - reads as a func
 
     def __init__(self, policy: Policy | keras.DTypePolicy | str):
         self._policy = _as_policy(policy)
-        self._entered: list[_Scope] = []  # by any thread
+        # (the thread's stack, its scope) per entry; a stack may not be this thread's.
+        self._entered: list[tuple[int, list[_Scope], _Scope]] = []
 
     def __enter__(self) -> Policy:
-        stack, set_over = _thread.scopes, _thread.keras_set_over
-        scope = _Scope(stack, _Level(self._policy), keras_hooks.thread_policy(), set_over)
-        stack.append(scope)
+        scope = _Scope(_Level(self._policy), keras_hooks.thread_policy(), _thread.keras_set_over)
+        _thread.scopes.append(scope)
         with _lock:
-            self._entered.append(scope)
+            self._entered.append((threading.get_ident(), _thread.scopes, scope))
             _open_scopes.add(scope)
             _follow()
         return self._policy
@@ -159,25 +154,25 @@ class policy_scope(contextlib.ContextDecorator):  # noqa: N801 - reads as a func
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        scope = self._last_entry()
-        innermost = scope.stack[-1] is scope
-        scope.stack.remove(scope)
-        if innermost and scope.stack is _thread.scopes:
+        scopes, scope = self._last_entry()
+        innermost = scopes[-1] is scope
+        scopes.remove(scope)
+        if innermost and scopes is _thread.scopes:
             keras_hooks.set_thread_policy(scope.keras_before)
             _thread.keras_set_over = scope.keras_set_before
         with _lock:
             _open_scopes.discard(scope)
             _follow()
 
-    def _last_entry(self) -> _Scope:
+    def _last_entry(self) -> tuple[list[_Scope], _Scope]:
         """Takes out this thread's last entry, or the last one if another thread made them all."""
         with _lock:
-            mine = [scope for scope in self._entered if scope.stack is _thread.scopes]
+            mine = [e for e in self._entered if e[0] == threading.get_ident()]
             if not self._entered:
                 raise RuntimeError("policy_scope was left more often than it was entered.")
             entry = (mine or self._entered)[-1]
             self._entered.remove(entry)
-        return entry
+        return entry[1], entry[2]
 
 
 def _as_policy(policy: object) -> Policy:
