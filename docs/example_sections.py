@@ -1,8 +1,8 @@
 """Shows the examples of docstrings as code: a griffe extension that the site's build loads.
 
-A docstring of tfamp ends with "Example:", as there is one. Griffe knows "Examples:" only, and takes
-the other for a note in Markdown: `>>>` became three nested quotations, and `[(1, 2)][0]` a link to
-nowhere, which a strict build refuses.
+A docstring of tfamp ends with "Example:". Griffe knows "Examples:" only, and reads "Example:" as
+a note in Markdown: `>>>` becomes three nested quotations, and `[(1, 2)][0]` a broken link, which a
+strict build refuses.
 """
 
 import re
