@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.errors import UnsupportedVersionError
-from tfamp.interop.keras_backend import runs_tensorflow
+from tfamp.interop.keras_backend import native, runs_tensorflow
 from tfamp.interop.tf_private import strategy_needs_merge_call
 from tfamp.training.fused_update import fused_update, has_fused_update
 from tfamp.training.gradients import Checked, Gradients, is_next_value
@@ -28,7 +28,7 @@ OnEach = Callable[..., None]
 def once_for_all_replicas(function: Callable[..., None], condition: Any, *arguments: Any) -> None:
     """Calls `function(on_each, condition, *arguments)` where a `tf.cond` may hold updates.
 
-    Some strategies allow no condition around an update in a replica; for those the function is
+    Most strategies allow no condition around an update in a replica; for those the function is
     called once for all replicas, in cross-replica context. `on_each(update, *arguments)` calls an
     update on every replica with its own arguments. The condition is the same on all replicas.
     """
@@ -81,28 +81,25 @@ def apply_if_finite(
 
 def _apply(optimizer: keras.optimizers.Optimizer, gradients: Gradients) -> None:
     """Divides gradients by their divisor and applies them, with the same result as Keras."""
-    if gradients.summed:
-        _apply_sums(optimizer, gradients.unscaled())
-    elif has_fused_update(optimizer):
+    if has_fused_update(optimizer):
         fused_update(optimizer, gradients)
-    else:
-        gradients = gradients.unscaled()
-        if optimizer.gradient_accumulation_steps:
-            gradients = gradients.as_stored()
-        optimizer.apply(gradients.values, gradients.variables)
-
-
-def _apply_sums(optimizer: keras.optimizers.Optimizer, gradients: Gradients) -> None:
-    """Applies sums over the replicas with the optimizer's `apply`, which must not sum them again.
-
-    Keras's optimizers sum over the replicas inside `apply` and have no switch for it. So `apply` is
-    called on a view of the optimizer: an object with the same attributes, thus the same variables,
-    of a subclass whose sum returns what it is given. The optimizer itself is not touched, which
-    matters where replicas run in threads of their own.
-    """
+        return
+    gradients = gradients.unscaled()
+    if optimizer.gradient_accumulation_steps:
+        gradients = gradients.as_stored()
     asked: list[bool] = []
-    _view(optimizer, asked).apply(gradients.values, gradients.variables)
-    if not asked and any(g is not None and not is_next_value(v) for g, v in gradients.pairs()):
+    counts_itself = tf.distribute.has_strategy() and not strategy_needs_merge_call()
+    view = (
+        _view(optimizer, asked, gradients.summed)
+        if gradients.summed or counts_itself
+        else optimizer
+    )
+    view.apply(gradients.values, gradients.variables)
+    if (
+        gradients.summed
+        and not asked
+        and any(g is not None and not is_next_value(v) for g, v in gradients.pairs())
+    ):
         raise UnsupportedVersionError(
             f"{optimizer.name} ({type(optimizer).__name__}) does not sum gradients over the "
             f"replicas in Optimizer.{_SUMS}, as Keras 3.12 to 3.15 do, so tfamp cannot do it in "
@@ -110,17 +107,31 @@ def _apply_sums(optimizer: keras.optimizers.Optimizer, gradients: Gradients) -> 
         )
 
 
-def _view(optimizer: Any, asked: list[bool]) -> Any:
+def _view(optimizer: Any, asked: list[bool], summed: bool) -> Any:
+    """An object with the attributes of an optimizer, thus its variables, to call `apply` on.
+
+    Keras's optimizers sum over the replicas inside `apply` and have no switch for it: the view is
+    of a subclass whose sum returns what it is given, where that is `summed`. And they count
+    iterations with a `merge_call`, which a condition in a replica allows not: where there is one,
+    the view counts in the replica's own copy. The optimizer itself is not touched, which matters
+    where replicas run in threads of their own.
+    """
+
     def as_given(self: Any, grads_and_vars: Any) -> list[Any]:
         asked.append(True)
         return list(grads_and_vars)
 
     kind = type(optimizer)
-    view: Any = object.__new__(type(kind.__name__, (kind,), {_SUMS: as_given}))
+    view: Any = object.__new__(type(kind.__name__, (kind,), {_SUMS: as_given} if summed else {}))
     # Past Keras's __setattr__, which would track the variables a second time.
-    vars(view).update(vars(optimizer))
-    if "_inner_optimizers" in vars(view):  # MultiOptimizer hands each its share.
-        vars(view)["_inner_optimizers"] = [
-            _view(each, asked) for each in optimizer._inner_optimizers
+    state = vars(view)
+    state.update(vars(optimizer))
+    if not strategy_needs_merge_call():
+        state["_iterations"] = tf.distribute.get_strategy().extended.update(
+            native(optimizer._iterations), lambda own: own, group=False
+        )
+    if "_inner_optimizers" in state:  # MultiOptimizer hands each its share.
+        state["_inner_optimizers"] = [
+            _view(each, asked, summed) for each in optimizer._inner_optimizers
         ]
     return view
