@@ -79,7 +79,9 @@ class ScaleVariables:
 
     def advance(self, rule: LossScale | DynamicRule, finite: Any) -> None:
         """Moves the state on by one step, whose gradients were all finite or not."""
-        before = LossScaleState(*(0 if v is None else as_tensor(v) for v in self._variables))
+        # Not a Python 0: it would become an int32, which GPUs' hosts compare.
+        zero = ops.zeros_like(as_tensor(self._variables.good_steps))
+        before = LossScaleState(*(zero if v is None else as_tensor(v) for v in self._variables))
         if dtype_name(before.scale) != self._dtype:
             before = before._replace(scale=ops.cast(before.scale, self._dtype))
         after = next_state(rule, before, finite, ops)
