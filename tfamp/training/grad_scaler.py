@@ -9,10 +9,10 @@ function that updates has never heard of.
 from __future__ import annotations
 
 import enum
-import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import keras
@@ -20,10 +20,17 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import float_format
 from tfamp.core.loss_scale import LossScaleState
-from tfamp.core.options import checked_count, checked_number
+from tfamp.core.options import (
+    checked_backoff_factor,
+    checked_count,
+    checked_flag,
+    checked_growth_factor,
+    checked_number,
+    checked_scale,
+)
 from tfamp.interop.keras_backend import as_tensor, require_tensorflow
 from tfamp.interop.tracing import PerTrace, as_written
-from tfamp.training.apply import apply_if_finite
+from tfamp.training.apply import Weights, apply_if_finite
 from tfamp.training.gradients import (
     GradientPipeline,
     Gradients,
@@ -40,6 +47,16 @@ from tfamp.training.scaling import (
 )
 
 _FLOAT32 = float_format("float32")
+# What a state holds: PyTorch's names, and what may be there.
+_CHECKS: dict[str, Callable[[Any], float]] = {
+    "scale": partial(checked_scale, "scale"),
+    "growth_factor": checked_growth_factor,
+    "backoff_factor": checked_backoff_factor,
+    "growth_interval": partial(checked_count, "growth_interval"),
+    "_growth_tracker": lambda value: int(
+        checked_number("_growth_tracker", value, low=0, high=2**31)
+    ),
+}
 
 
 class _Rule(NamedTuple):
@@ -114,15 +131,15 @@ class GradScaler(tf.Module):
     ) -> None:
         require_tensorflow("tfamp.GradScaler", "tfamp.LossScaleOptimizer")
         super().__init__(name="grad_scaler")
-        if not isinstance(enabled, bool):
-            raise TypeError(f"enabled must be True or False; got {enabled!r}.")
-        self._enabled = enabled
-        self._scale = _variable("float32", _checked_scale("init_scale", init_scale), "loss_scale")
+        self._enabled = checked_flag("enabled", enabled)
+        self._scale = _variable("float32", checked_scale("init_scale", init_scale), "loss_scale")
         self._growth_tracker = _variable("int64", 0)
         # float64, as PyTorch computes with them: the scale is the same for any factor.
-        self._growth_factor = _variable("float64", _checked_growth_factor(growth_factor))
-        self._backoff_factor = _variable("float64", _checked_backoff_factor(backoff_factor))
-        self._growth_interval = _variable("int64", _checked_interval(growth_interval))
+        self._growth_factor = _variable("float64", checked_growth_factor(growth_factor))
+        self._backoff_factor = _variable("float64", checked_backoff_factor(backoff_factor))
+        self._growth_interval = _variable(
+            "int64", checked_count("growth_interval", growth_interval)
+        )
         self._scale_variables = ScaleVariables(
             LossScaleState(self._scale, self._growth_tracker, None, None, None), dtype="float64"
         )
@@ -228,7 +245,7 @@ class GradScaler(tf.Module):
             Gradients(grads, variables, divisor), finite=self._calls.may_step(optimizer)
         )
         self._calls.record(optimizer, _Stage.STEPPED, checked.finite)
-        apply_if_finite(optimizer, checked)
+        apply_if_finite(Weights(optimizer), checked)
         return checked.finite
 
     @as_written
@@ -303,7 +320,7 @@ class GradScaler(tf.Module):
 
     def _set_scale(self, new_scale: Any) -> None:
         if not tf.is_tensor(new_scale):
-            self._scale.assign(_checked_scale("new_scale", new_scale))
+            self._scale.assign(checked_scale("new_scale", new_scale))
             return
         scale = tf.reshape(tf.cast(new_scale, "float32"), [])
         usable = (scale >= _FLOAT32.tiny) & (scale <= _FLOAT32.max)
@@ -328,7 +345,7 @@ class GradScaler(tf.Module):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Sets the factor the scale grows by, greater than 1."""
-        self._growth_factor.assign(_checked_growth_factor(new_factor))
+        self._growth_factor.assign(checked_growth_factor(new_factor))
 
     def get_backoff_factor(self) -> float:
         """The factor the scale backs off by. Waits for the device."""
@@ -336,7 +353,7 @@ class GradScaler(tf.Module):
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Sets the factor the scale backs off by, between 0 and 1."""
-        self._backoff_factor.assign(_checked_backoff_factor(new_factor))
+        self._backoff_factor.assign(checked_backoff_factor(new_factor))
 
     def get_growth_interval(self) -> int:
         """Iterations in a row without overflow before the scale grows. Waits for the device."""
@@ -344,7 +361,7 @@ class GradScaler(tf.Module):
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Sets the iterations in a row without overflow before the scale grows, at least 1."""
-        self._growth_interval.assign(_checked_interval(new_interval))
+        self._growth_interval.assign(checked_count("growth_interval", new_interval))
 
     def state_dict(self) -> dict[str, Any]:
         """The state in plain numbers, under PyTorch's names. Waits for the device.
@@ -359,13 +376,7 @@ class GradScaler(tf.Module):
         if not self._enabled:
             return {}
         self._calls.raise_fault()
-        return {
-            "scale": float(self._scale.numpy()),
-            "growth_factor": self.get_growth_factor(),
-            "backoff_factor": self.get_backoff_factor(),
-            "growth_interval": self.get_growth_interval(),
-            "_growth_tracker": int(self._growth_tracker.numpy()),
-        }
+        return {name: variable.numpy().item() for name, variable in self._state().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, PyTorch's or ours. Does nothing if not enabled.
@@ -391,18 +402,14 @@ class GradScaler(tf.Module):
                 "The state dict is empty; it was probably saved by a GradScaler with "
                 "enabled=False. Start this one without it, or disable it too."
             )
-        tracker = checked_number(
-            "_growth_tracker", state_dict["_growth_tracker"], low=0, high=2**31
-        )
-        values = (
-            (self._scale, _checked_scale("scale", state_dict["scale"])),
-            (self._growth_factor, _checked_growth_factor(state_dict["growth_factor"])),
-            (self._backoff_factor, _checked_backoff_factor(state_dict["backoff_factor"])),
-            (self._growth_interval, _checked_interval(state_dict["growth_interval"])),
-            (self._growth_tracker, int(tracker)),
-        )
-        for variable, value in values:  # Only now: a bad value must not leave half a state.
-            variable.assign(value)
+        # All are checked first: a bad value must not leave half a state.
+        values = {name: check(state_dict[name]) for name, check in _CHECKS.items()}
+        for name, variable in self._state().items():
+            variable.assign(values[name])
+
+    def _state(self) -> dict[str, tf.Variable]:
+        """The variables under PyTorch's names."""
+        return {name: getattr(self, f"_{name.removeprefix('_')}") for name in _CHECKS}
 
 
 # ---- The order of calls ----------------------------------------------------------------------
@@ -479,25 +486,25 @@ class _CallOrder:
         return tf.equal(mark, self._now)
 
     def _marks_of(self, optimizer: keras.optimizers.Optimizer) -> _Marks:
+        def create() -> None:
+            unscaled, stepped, nonfinite = (_variable("int64", -1) for _ in range(3))
+            reached = {_Stage.STEPPED: stepped, _Stage.UNSCALED: unscaled}
+            self._marks[optimizer] = _Marks(reached, nonfinite)
+
         if optimizer not in self._marks:
             self._check_scope()
-            outside_the_graph(lambda: self._create_marks(optimizer))
+            outside_the_graph(create)
         return self._marks[optimizer]
 
     def _check_scope(self) -> None:
-        if not tf.distribute.has_strategy():
-            return
         strategy = tf.distribute.get_strategy()
-        if not strategy.extended.variable_created_in_scope(self._now):
+        if tf.distribute.has_strategy() and not strategy.extended.variable_created_in_scope(
+            self._now
+        ):
             raise ValueError(
                 "This GradScaler was created outside the scope of the strategy it is used in, so "
                 "its replicas would share one scale. Create it under strategy.scope()."
             )
-
-    def _create_marks(self, optimizer: keras.optimizers.Optimizer) -> None:
-        unscaled, stepped, nonfinite = (_variable("int64", -1) for _ in range(3))
-        reached = {_Stage.STEPPED: stepped, _Stage.UNSCALED: unscaled}
-        self._marks[optimizer] = _Marks(reached, nonfinite)
 
     def _stage(self, optimizer: keras.optimizers.Optimizer) -> _Stage:
         if not tf.executing_eagerly():
@@ -577,19 +584,3 @@ class _CallOrder:
 def _variable(dtype: str, value: float, name: str | None = None) -> tf.Variable:
     # No aggregation: every replica assigns the same value to its own copy.
     return tf.Variable(value, dtype=dtype, trainable=False, name=name)
-
-
-def _checked_scale(name: str, value: Any) -> float:
-    return checked_number(name, value, low=_FLOAT32.tiny, high=_FLOAT32.max)
-
-
-def _checked_growth_factor(value: Any) -> float:
-    return checked_number("growth_factor", value, low=1.0, high=math.inf, bounds="()")
-
-
-def _checked_backoff_factor(value: Any) -> float:
-    return checked_number("backoff_factor", value, low=0.0, high=1.0, bounds="()")
-
-
-def _checked_interval(value: Any) -> int:
-    return checked_count("growth_interval", value)
