@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.errors import NothingToLowerWarning
+from tfamp.core.errors import NothingConvertedWarning
 from tfamp.layers import fused_norms
 from tfamp.layers.float_policies import quantization_of
 from tfamp.layers.model_calls import layer_adopted, protect_values
@@ -140,7 +140,7 @@ def _finish(
                 f"{model.name} is prepared for level {level.level}, and no layer of it computes in "
                 f"{level.dtype}: all are outputs, BatchNormalization, kept in float32 or have a "
                 "dtype of their own. Level O1 decides op by op.",
-                NothingToLowerWarning,
+                NothingConvertedWarning,
                 stacklevel=4,
             )
 

@@ -135,7 +135,7 @@ def prepare(
     Warns:
         TfampWarning: No low precision is fast on this machine, and one was asked for; or the
             optimizer is one that a low dtype does not serve, at level O3.
-        NothingToLowerWarning: No layer computes in the low dtype.
+        NothingConvertedWarning: No layer computes in the low dtype.
 
     Example:
         >>> import keras, tfamp

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfamp.autocasting.state import current_modes
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.errors import NothingToLowerWarning, RewriteError, TfampWarning
+from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarning
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.op_lists import OpLists
@@ -163,7 +163,7 @@ def _low_dtype(dtype: str | None) -> str | None:
     warnings.warn(
         "This machine multiplies neither float16 nor bfloat16 natively, so the function stays in "
         "float32. Give dtype= to rewrite it all the same; `tfamp doctor` explains.",
-        NothingToLowerWarning,
+        NothingConvertedWarning,
         stacklevel=3,
     )
     return None

@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.core.errors import NothingToLowerWarning
+from tfamp.core.errors import NothingConvertedWarning
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration, measure
 from tfamp.graph.function_names import (
@@ -212,7 +212,7 @@ def _add(
 
     def differentiate(gradient: Any, tensors: Sequence[Any]) -> list[Any]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NothingToLowerWarning)  # There is often nothing.
+            warnings.simplefilter("ignore", NothingConvertedWarning)  # There is often nothing.
             return into_current_graph(FlatGraph.of(gradient), tensors, settings)[0]
 
     named = {(each and f"{each}{suffix}", node): kinds for (each, node), kinds in dtypes.items()}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.errors import NothingToLowerWarning
+from tfamp.core.errors import NothingConvertedWarning
 from tfamp.core.profile import MachineProfile
 from tfamp.diagnostics.estimating.gain_text import findings, report_lines
 from tfamp.diagnostics.estimating.model_files import TracedModel, traced_model
@@ -226,7 +226,7 @@ class _Estimate:
             profile=profile.profile,
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NothingToLowerWarning)  # The report says it.
+            warnings.simplefilter("ignore", NothingConvertedWarning)  # The report says it.
             converted = convert(used, request)
         scopes = tuple((each.index, each.costs) for each in converted.scopes if each.costs)
         return cls(dtype, profile, scopes, converted.plan, model.layers)
