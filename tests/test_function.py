@@ -350,7 +350,7 @@ class TestChoices:
 
     def test_lists_can_be_given(self, weights, x):
         lists = tfamp.OpLists.default("bfloat16").with_changes(deny_add=["MatMul"])
-        with pytest.warns(tfamp.NothingToLowerWarning, match="no op that can be lowered"):
+        with pytest.warns(tfamp.NothingConvertedWarning, match="no op that can be lowered"):
             tfamp.rewrite(lambda x: x @ weights, dtype="bfloat16", op_lists=lists)(x)
 
     def test_example_args_trace_at_once(self, weights, x):
@@ -369,7 +369,7 @@ class TestChoices:
         monkeypatch.setattr(
             hardware, "detect", lambda: dataclasses.replace(machine, cpu_bfloat16=False)
         )
-        with pytest.warns(tfamp.NothingToLowerWarning, match="neither float16 nor bfloat16"):
+        with pytest.warns(tfamp.NothingConvertedWarning, match="neither float16 nor bfloat16"):
             assert tfamp.rewrite(lambda x: x, dtype="auto").dtype is None
         for dtype in (tf.bfloat16, np.float16):
             assert tfamp.rewrite(lambda x: x, dtype=dtype).dtype == tf.as_dtype(dtype).name

@@ -506,24 +506,53 @@ def test_calls_out_of_order_are_found_while_tracing(case, jit_compile):
         run.get_concrete_function()
 
 
+@pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("case", ORDER_ERRORS)
-def test_calls_out_of_order_in_two_functions_are_found_when_they_run(case):
+def test_calls_out_of_order_in_two_functions_raise_outside_them(case, jit_compile):
     weight, optimizer, scaler = one_weight()
     optimizer.build([weight])
-    first, second = (tf.function(f) for f in out_of_order(scaler, optimizer, weight, case))
+    first, second = (
+        tf.function(each, jit_compile=jit_compile)
+        for each in out_of_order(scaler, optimizer, weight, case)
+    )
     first()
-    with pytest.raises(tf.errors.InvalidArgumentError, match=ORDER_ERRORS[case]):
-        second()
+    second()
     np.testing.assert_array_equal(weight.numpy(), [1.0, 1.0])
+    with pytest.raises(RuntimeError, match=ORDER_ERRORS[case]):
+        scaler.state_dict()
+    scaler.update(8.0)
+    assert float(scaler.get_scale()) == 8.0
 
 
-def test_a_function_that_forgets_update_is_found_in_its_second_step():
+@pytest.mark.parametrize("ask", ["get_scale", "state_dict", "update"])
+def test_a_function_that_forgets_update_takes_no_second_step(ask):
     weight, optimizer, scaler = one_weight()
     step = tf.function(lambda: scaler.step(optimizer, [(scaled(0.5, 0.5), weight)]))
-    step()
-    with pytest.raises(tf.errors.InvalidArgumentError, match="since the last update"):
-        step()
+    assert bool(step())
+    assert not bool(step())
+    with pytest.raises(RuntimeError, match="since the last update"):
+        getattr(scaler, ask)()
     np.testing.assert_array_equal(weight.numpy(), [0.5, 0.5])
+
+
+def test_nothing_in_a_traced_step_makes_the_host_wait():
+    """GPUs have int32 in the host's memory, and an Assert reads its condition there."""
+    weight, optimizer, scaler = one_weight()
+    optimizer.build([weight])
+
+    @tf.function
+    def step():
+        gradients = scaler.unscale(optimizer, [scaled(0.5, 0.5)])
+        scaler.step(optimizer, [(gradients[0], weight)])
+        scaler.update()
+
+    graph = step.get_concrete_function().graph.as_graph_def()
+    nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
+    types = {(node.op, node.attr["T"].type) for node in nodes}
+    assert ("Equal", tf.int64.as_datatype_enum) in types
+    assert not {op for op, _ in types} & {"Assert", "PyFunc", "EagerPyFunc"}
+    compared = {"Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual", "SelectV2"}
+    assert not {op for op, t in types if op in compared and t == tf.int32.as_datatype_enum}
 
 
 def test_a_function_and_eager_mode_know_of_each_other():

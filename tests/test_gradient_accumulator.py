@@ -322,7 +322,7 @@ def test_fit_with_a_step_of_ones_own_takes_the_same_steps_on_replicas(two_replic
 
 def test_wrong_arguments():
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD())
-    with pytest.raises(TypeError, match=r"takes a tfamp\.LossScaleOptimizer; got .*SGD"):
+    with pytest.raises(TypeError, match=r"takes a tfamp\.LossScaleOptimizer; got .*\.SGD\."):
         tfamp.GradientAccumulator(keras.optimizers.SGD(), 2)
     with pytest.raises(ValueError, match="steps must be at least 1; got 0"):
         tfamp.GradientAccumulator(optimizer, 0)

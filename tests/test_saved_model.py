@@ -316,7 +316,7 @@ def test_a_model_with_nothing_to_lower_says_so(tmp_path, freeze):
     made = tf.Module()
     made.call = tf.function(lambda x: {"y": tf.exp(x)}, [tf.TensorSpec((2,), name="x")])
     tf.saved_model.save(made, str(tmp_path / "a"), signatures=made.call)
-    with pytest.warns(tfamp.NothingToLowerWarning, match="no op that can be lowered to bfloat16"):
+    with pytest.warns(tfamp.NothingConvertedWarning, match="no op that can be lowered to bfloat16"):
         tfamp.rewrite_saved_model(tmp_path / "a", tmp_path / "b", dtype="bfloat16", freeze=freeze)
     y = tf.saved_model.load(str(tmp_path / "b")).signatures["serving_default"](x=tf.zeros(2))["y"]
     assert y.numpy().tolist() == [1.0, 1.0]

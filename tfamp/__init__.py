@@ -7,6 +7,7 @@ is loaded on first use.
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from tfamp import graph as graph
     from tfamp import mixed_precision as mixed_precision
     from tfamp.autocasting.context import autocast as autocast
-    from tfamp.core.errors import NothingToLowerWarning as NothingToLowerWarning
+    from tfamp.core.errors import NothingConvertedWarning as NothingConvertedWarning
     from tfamp.core.errors import RewriteError as RewriteError
     from tfamp.core.errors import SavedModelError as SavedModelError
     from tfamp.core.errors import SkippedStepsError as SkippedStepsError
@@ -52,7 +53,7 @@ _HOMES = {
     "GradScaler": "tfamp.training.grad_scaler",
     "GradientAccumulator": "tfamp.gradient_accumulator",
     "LossScaleOptimizer": "tfamp.optimizer",
-    "NothingToLowerWarning": "tfamp.core.errors",
+    "NothingConvertedWarning": "tfamp.core.errors",
     "OpLists": "tfamp.graph.op_lists",
     "Policy": "tfamp.policy",
     "PrecisionConfig": "tfamp.levels.precision_config",
@@ -78,10 +79,19 @@ _HOMES = {
     "set_layer_dtype": "tfamp.levels.layer_policies",
 }
 
+# Names that were public -> what they are now.
+_RENAMED = {"NothingToLowerWarning": "NothingConvertedWarning"}
+
 __all__ = ["__version__", *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        from tfamp.core.errors import TfampDeprecationWarning
+
+        message = f"tfamp.{name} is tfamp.{_RENAMED[name]} now; the old name works until tfamp 1.0."
+        warnings.warn(message, TfampDeprecationWarning, stacklevel=2)
+        return __getattr__(_RENAMED[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'tfamp' has no attribute {name!r}")
     module = importlib.import_module(_HOMES[name])

@@ -12,18 +12,19 @@ import tensorflow as tf
 from keras import ops
 
 from tfamp.core.errors import TfampWarning
-from tfamp.core.loss_scale import LossScaleState, initial_state
+from tfamp.core.loss_scale import LossScaleState
 from tfamp.core.options import (
     DynamicLossScale,
     FixedLossScale,
     GradClip,
     LossScale,
+    checked_flag,
     resolve_grad_clip,
     resolve_loss_scale,
 )
 from tfamp.interop.keras_backend import as_tensor, runs_tensorflow
 from tfamp.interop.tracing import as_written
-from tfamp.training.apply import apply_if_finite
+from tfamp.training.apply import Weights, apply_if_finite
 from tfamp.training.gradients import (
     GradientPipeline,
     Gradients,
@@ -39,7 +40,6 @@ from tfamp.training.scaling import (
     check_scales_no_loss,
     scaled_loss,
 )
-from tfamp.training.weights import MasterWeights, Weights
 
 _Loss = TypeVar("_Loss")
 # Fields of DynamicLossScale that are arguments of the optimizer under another name.
@@ -191,28 +191,21 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.inner_optimizer = inner_optimizer
         self._rule = rule
         self._pipeline = GradientPipeline(clip, aggregate_in_float16)
-        self._has_masters = master_weights
         # Held by `prepare` too; GradientAccumulator holds `unscaled_gradients`.
-        self.stored_weights = MasterWeights(inner_optimizer) if master_weights else Weights()
+        self.stored_weights = Weights(inner_optimizer, master_weights)
         self._create_variables()
 
     def _create_variables(self) -> None:
         """Creates what changes from step to step; checkpoints know it by the attributes' names."""
         # Created here, not in build: a scale that is read while a function is traced before the
         # first apply would otherwise be baked into its graph as a constant.
-        rule, start = self._rule, initial_state(self._rule)
         self._scale_was_used = False
-        self.dynamic_scale = self._scalar("dynamic_scale", "float32", start.scale)
-        self.step_counter = self._scalar("step_counter", "int", start.good_steps)
-        self._skipped = self._scalar("skipped_steps", "int", start.skipped_steps)
-        self._consecutive = self._scalar(
-            "consecutive_skipped_steps", "int", start.consecutive_skipped_steps
-        )
-        self._overflows = (
-            self._scalar("overflows", "int", start.overflows)
-            if isinstance(rule, DynamicLossScale) and not rule.consecutive_hysteresis
-            else None
-        )
+        self.dynamic_scale = self._scalar("dynamic_scale", "float32", self.initial_scale)
+        self.step_counter = self._scalar("step_counter", "int", 0)
+        self._skipped = self._scalar("skipped_steps", "int", 0)
+        self._consecutive = self._scalar("consecutive_skipped_steps", "int", 0)
+        in_a_row = getattr(self._rule, "consecutive_hysteresis", True)
+        self._overflows = None if in_a_row else self._scalar("overflows", "int", 0)
         self._last_finite = self._scalar("last_step_finite", "bool", True)
         # What get_unscaled_gradients leaves for an apply in another function.
         self._unscaled_pending = self._scalar("unscaled_pending", "bool", False)
@@ -461,9 +454,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self._norm is not None:
             self._norm.assign(checked.norm)
         apply_if_finite(
-            self.inner_optimizer,
-            checked,
             self.stored_weights,
+            checked,
             skips=self._rule.skip_nonfinite,
             record=self._record_step,
         )
@@ -537,10 +529,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             )
             return values
 
-        skips = self._rule.skip_nonfinite
         new_trainable, new_inner = (
             ops.cond(finite, update, lambda: (list(trainable_variables), inner_values))
-            if skips
+            if self._rule.skip_nonfinite
             else update()
         )
         return new_trainable, own_values + list(new_inner)
@@ -628,7 +619,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def master_weights(self) -> bool:
         """Whether float16 and bfloat16 variables are updated through float32 copies."""
-        return self._has_masters
+        return self.stored_weights.have_masters
 
     @property
     def master_variables(self) -> list[keras.Variable]:
@@ -645,7 +636,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             **_config_of(self._rule),
             "aggregate_in_float16": self.aggregate_in_float16,
-            "master_weights": self._has_masters,
+            "master_weights": self.stored_weights.have_masters,
             "grad_clip": None if clip is None else clip.to_dict(),
         }
 
@@ -672,10 +663,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
 def _check_features(inner: Any, grad_clip: GradClip | None, **flags: Any) -> None:
     """Raises if what is asked of the optimizer cannot be had together."""
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False; got {flag!r}.")
-    asked = [name for name, flag in flags.items() if flag] + ["grad_clip"] * (grad_clip is not None)
+    asked = [name for name, flag in flags.items() if checked_flag(name, flag)]
+    asked += [] if grad_clip is None else ["grad_clip"]
     if asked and not runs_tensorflow():
         raise ValueError(
             f"{', '.join(asked)} need Keras's TensorFlow backend; got {keras.backend.backend()}."

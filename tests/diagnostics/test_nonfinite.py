@@ -238,7 +238,7 @@ def test_rewritten_functions_name_the_node_to_keep():
     assert (report.op, report.node, report.kind) == ("MatMul", "block/MatMul", "overflow")
     assert 'keep_float32=["block/MatMul"]' in report.fix
     kept = tfamp.rewrite(step, dtype="float16", placement="lists", keep_float32=[report.node])
-    with pytest.warns(tfamp.NothingToLowerWarning):
+    with pytest.warns(tfamp.NothingConvertedWarning):
         assert find_nonfinite(kept, x) is None
     assert find_nonfinite(rewritten, x, dtype="bfloat16") is None
 

@@ -91,7 +91,7 @@ def test_functions_that_call_one_another_too_deep():
     refused(chain(2000), "hundreds deep")
 
 
-@pytest.mark.filterwarnings("ignore::tfamp.NothingToLowerWarning")
+@pytest.mark.filterwarnings("ignore::tfamp.NothingConvertedWarning")
 def test_functions_that_double_at_every_level_stay_small(monkeypatch):
     monkeypatch.setattr(inline, "MOST_NEW_NODES", 100)
     graph = rewrite(chain(60, times=2))

@@ -193,7 +193,7 @@ def test_data_that_is_not_finite_keeps_what_it_reaches_and_says_so(value):
 
 def calibrated_nodes(function, ranges, dtype="float16", **choices):
     """The nodes that calibration keeps float32; nothing may be left to lower."""
-    with pytest.warns(tfamp.NothingToLowerWarning):
+    with pytest.warns(tfamp.NothingConvertedWarning):
         plan = calibrated(function, ranges, dtype, **choices).plan
     return [node for node in plan.nodes if node.reason.rule == "calibration"]
 

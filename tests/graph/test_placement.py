@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from helpers import graph_dsl, graph_models, loops
 from helpers.cases import one_of_each
 from helpers.tolerances import assert_close
-from tfamp.core.errors import NothingToLowerWarning
+from tfamp.core.errors import NothingConvertedWarning
 from tfamp.core.profile import KINDS, MachineProfile, builtin_profile
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import OpLists
@@ -187,7 +187,7 @@ def shaped(graph_def, size=graph_dsl.SIZE):
 
 def rewritten(graph_def, fetches, feeds, dtype="bfloat16", **choices):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NothingToLowerWarning)
+        warnings.simplefilter("ignore", NothingConvertedWarning)
         return rewrite_graph_def(
             graph_def,
             fetches,
@@ -267,7 +267,7 @@ def test_random_graphs_stay_valid_and_are_their_own_rewrite(made, profile, dtype
 def test_small_layers_stay_float32_and_the_result_says_so():
     assert of_dsl("x>A1>I>A2")[0] == {"a1", "i", "a2"}
     made = graph_dsl.graph("x>a1>i>a2")
-    with pytest.warns(NothingToLowerWarning, match="no op that is worth lowering to bfloat16"):
+    with pytest.warns(NothingConvertedWarning, match="no op that is worth lowering to bfloat16"):
         result = rewrite_graph_def(
             shaped(made.graph_def), made.fetches, dtype="bfloat16", device="cpu", profile=NATIVE
         )

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers import graph_dsl
-from tfamp.core.errors import NothingToLowerWarning
+from tfamp.core.errors import NothingConvertedWarning
 from tfamp.graph import rewrite
 from tfamp.graph.op_lists import OpLists
 
@@ -33,7 +33,7 @@ def graphs(draw):
 
 def rewritten(made, dtype, graph_def=None):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NothingToLowerWarning)
+        warnings.simplefilter("ignore", NothingConvertedWarning)
         return rewrite_graph_def(
             made.graph_def if graph_def is None else graph_def,
             made.fetches,

@@ -62,7 +62,7 @@ def few_and_many(few, many):
 
 def rewritten(function, dtype, graph_def=None):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", tfamp.NothingToLowerWarning)
+        warnings.simplefilter("ignore", tfamp.NothingConvertedWarning)
         return rewrite_graph_def(
             function.graph.as_graph_def() if graph_def is None else graph_def,
             [each.name for each in function.outputs],
@@ -147,7 +147,7 @@ def gradients(function, program):
 @few_and_many(12, 200)
 def test_gradients_of_random_programs_are_close_to_float32s(program, dtype):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", tfamp.NothingToLowerWarning)
+        warnings.simplefilter("ignore", tfamp.NothingConvertedWarning)
         fast = tfamp.rewrite(program.__call__, dtype=dtype)
         actual = gradients(fast, program)
     expected = gradients(tf.function(program.__call__, autograph=False), program)
@@ -165,10 +165,10 @@ def test_gradients_of_random_programs_are_close_to_float32s(program, dtype):
 _HASHED = """
 import hashlib, random, warnings
 from helpers import loops, random_programs
-from tfamp.core.errors import NothingToLowerWarning
+from tfamp.core.errors import NothingConvertedWarning
 from tfamp.graph.rewrite import rewrite_graph_def
 from tfamp.core.profile import builtin_profile
-warnings.simplefilter("ignore", NothingToLowerWarning)
+warnings.simplefilter("ignore", NothingConvertedWarning)
 digest = hashlib.sha256()
 
 def add(result):

@@ -44,7 +44,7 @@ def assert_lowered_as_a_whole(plan, dtype):
 
 def assert_second_rewrite_changes_nothing(function, result, dtype):
     with warnings.catch_warnings():
-        warnings.simplefilter("error", tfamp.NothingToLowerWarning)
+        warnings.simplefilter("error", tfamp.NothingConvertedWarning)
         again = rewrite_graph_def(
             result.graph_def,
             [each.name for each in function.outputs],
@@ -319,7 +319,7 @@ def test_missing_attributes_stay_missing():
 
 def test_a_graph_with_nothing_to_lower_says_so_and_stays_as_it_is():
     made = graph_dsl.graph("x>i>c>d")
-    with pytest.warns(tfamp.NothingToLowerWarning, match="no op that can be lowered to float16"):
+    with pytest.warns(tfamp.NothingConvertedWarning, match="no op that can be lowered to float16"):
         result = rewrite_graph_def(made.graph_def, made.fetches, device="cpu")
     assert result.graph_def == made.graph_def
     assert result.plan.casts == ()

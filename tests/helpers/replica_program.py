@@ -23,7 +23,10 @@ DTYPE = {"float16": tf.float16, "bfloat16": tf.bfloat16}
 
 
 def make_strategy(kind: str) -> tf.distribute.Strategy:
-    """Returns a strategy by name: "mirrored4", "central2", "one" or "workers"."""
+    """Returns a strategy by name: "mirrored4", "central2", "one", "workers" or "xla2".
+
+    The last is a MirroredStrategy that behaves as over GPUs in a step that XLA compiles.
+    """
     if kind == "workers":
         return tf.distribute.MultiWorkerMirroredStrategy()
     count = int(kind[-1]) if kind[-1].isdecimal() else 1
@@ -34,6 +37,10 @@ def make_strategy(kind: str) -> tf.distribute.Strategy:
     devices = [f"CPU:{number}" for number in range(count)]
     if kind.startswith("mirrored"):
         return tf.distribute.MirroredStrategy(devices)
+    if kind.startswith("xla"):
+        strategy = tf.distribute.MirroredStrategy(devices)
+        strategy.extended._use_merge_call = lambda: False
+        return strategy
     if kind.startswith("central"):
         return tf.distribute.experimental.CentralStorageStrategy(devices, "CPU:0")
     return tf.distribute.OneDeviceStrategy("CPU:0")
@@ -124,6 +131,38 @@ class Masters(Training):
         self.opt.build(self.model.trainable_variables)
 
 
+class Clipped(Policy):
+    def make(self):
+        super().make()
+        self.opt = self.tfamp.LossScaleOptimizer(
+            keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.01, 4, 0.9)),
+            initial_scale=2.0**4,
+            grad_clip=0.5,
+        )
+        self.opt.build(self.model.trainable_variables)
+
+    def state(self):  # Without the norm before clipping, which a skipped step leaves not finite.
+        return [
+            *self.model.variables,
+            *self.opt.inner_optimizer.variables,
+            self.opt.dynamic_scale,
+            self.opt.step_counter,
+        ]
+
+
+class Accumulated(Masters):
+    """Two micro-batches a step, which a fault in either replica drops."""
+
+    def make(self):
+        super().make()
+        self.accumulator = self.tfamp.GradientAccumulator(self.opt, steps=2)
+
+    def apply(self, gradients):
+        pairs = list(zip(gradients, self.model.trainable_variables, strict=True))
+        self.accumulator.apply_gradients(pairs)
+        self.accumulator.apply_gradients(pairs)
+
+
 class Autocast(Training):
     def make(self):
         self.model = make_model()
@@ -180,6 +219,8 @@ WAYS = {
     "policy": Policy,
     "float16_reduce": Float16Reduce,
     "masters": Masters,
+    "clipped": Clipped,
+    "accumulated": Accumulated,
     "autocast": Autocast,
     "rewrite": Rewrite,
     "scaler": Scaler,
@@ -205,7 +246,12 @@ def train(strategy, way: str, steps: int) -> dict:
     training = WAYS[way](strategy)
     replicas = strategy.num_replicas_in_sync
     random, digests, good = np.random.default_rng(5), [], 0
-    run = tf.function(lambda x, y: strategy.run(training.train_step, args=(x, y)))
+    step = training.train_step
+    if not strategy.extended._use_merge_call():
+        # Then every replica traces the compiled function, in a thread of its own.
+        compiled = tf.function(step, autograph=False)
+        step = lambda x, y: compiled(x, y)  # noqa: E731
+    run = tf.function(lambda x, y: strategy.run(step, args=(x, y)))
     for number in range(steps):
         # The same numbers in every process: each takes its own rows.
         x = random.standard_normal((replicas, 4, 6)).astype("float32")
@@ -241,6 +287,9 @@ def fit(strategy) -> dict:
     """Trains with `fit`: an epoch of good batches, then one with a bad row for the last replica."""
     import tfamp
 
+    # XLA cannot compile sums over CPUs that are merged.
+    jit_compile = False if strategy.extended._use_merge_call() else "auto"
+
     replicas = strategy.num_replicas_in_sync
     x = np.random.default_rng(0).standard_normal((4 * 4 * replicas, 6)).astype("float32")
     y = x.sum(-1, keepdims=True)
@@ -248,7 +297,7 @@ def fit(strategy) -> dict:
         model = make_model()
         inner = keras.optimizers.Adam(0.01)
         model.compile(
-            tfamp.LossScaleOptimizer(inner, initial_scale=2.0**10), "mse", jit_compile=False
+            tfamp.LossScaleOptimizer(inner, initial_scale=2.0**10), "mse", jit_compile=jit_compile
         )
     options = {"batch_size": 4 * replicas, "shuffle": False, "verbose": 0}
     model.fit(x, y, **options)

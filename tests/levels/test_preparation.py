@@ -265,7 +265,7 @@ def test_o2_is_what_the_policy_would_have_made_of_the_model(name):
     model = MODELS[name]()
     before = [np.asarray(each) for each in keras.tree.flatten(model(ROWS))]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", tfamp.NothingToLowerWarning)  # one has a single layer
+        warnings.simplefilter("ignore", tfamp.NothingConvertedWarning)  # one has a single layer
         tfamp.prepare(model, level="O2", dtype="float16")
     policies = [x.dtype_policy.name for x in leaves(made)]
     assert [x.dtype_policy.name for x in leaves(model)] == policies
@@ -402,7 +402,7 @@ def test_a_float64_model_is_not_lowered():
     model = keras.Sequential([keras.Input((4,), dtype="float64")])
     for units in (4, 4, 2):
         model.add(layers.Dense(units, dtype="float64"))
-    with pytest.warns(tfamp.NothingToLowerWarning, match="no layer of it computes in float16"):
+    with pytest.warns(tfamp.NothingConvertedWarning, match="no layer of it computes in float16"):
         tfamp.prepare(model, level="O2", dtype="float16")
     assert {x.compute_dtype for x in leaves(model)} == {"float64"}
 
@@ -426,7 +426,7 @@ def test_keep_float32_takes_names_patterns_classes_and_layers():
 
 def test_a_kept_container_keeps_all_inside():
     model = KINDS["nested"]()
-    with pytest.warns(tfamp.NothingToLowerWarning):
+    with pytest.warns(tfamp.NothingConvertedWarning):
         tfamp.prepare(model, level="O2", dtype="float16", keep_float32=keras.Sequential)
     assert {x.compute_dtype for x in leaves(model.layers[1])} == {"float32"}
 

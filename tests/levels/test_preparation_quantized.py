@@ -67,7 +67,7 @@ def error(got, expected):
     return np.abs(got - expected).max() / np.abs(expected).max()
 
 
-@pytest.mark.filterwarnings("ignore::tfamp.core.errors.NothingToLowerWarning")
+@pytest.mark.filterwarnings("ignore::tfamp.core.errors.NothingConvertedWarning")
 @pytest.mark.parametrize(
     ("make", "mode", "dtype"),
     [
@@ -139,7 +139,7 @@ def test_float8_and_int8_in_float16_are_left_as_keras_made_them():
     assert (rows[0].compute_dtype, rows[0].quantization) == ("bfloat16", "float8")
 
     model = quantized(mlp, "int8")
-    with pytest.warns(tfamp.core.errors.NothingToLowerWarning):
+    with pytest.warns(tfamp.core.errors.NothingConvertedWarning):
         model, _ = tfamp.prepare(model, level="O2", dtype="float16")
     assert policies_of(model) == ["int8_from_float32"] * 3
     assert [x.why for x in tfamp.precision_settings(model).layers] == ["own dtype"] * 3

@@ -82,7 +82,7 @@ def low_matmuls(dtype, **choices):
     return sum(node.dtype == dtype for node in plan.nodes if node.op == "MatMul")
 
 
-@pytest.mark.filterwarnings("ignore::tfamp.NothingToLowerWarning")
+@pytest.mark.filterwarnings("ignore::tfamp.NothingConvertedWarning")
 def test_without_a_profile_the_machine_decides(monkeypatch):
     found = hardware.Hardware("", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
     monkeypatch.setattr(hardware, "detect", lambda: found)
@@ -99,7 +99,7 @@ def test_without_a_profile_the_machine_decides(monkeypatch):
 
 def test_a_given_profile_outweighs_the_machine():
     slow = builtin_profile("cpu", bfloat16=False)
-    with pytest.warns(tfamp.NothingToLowerWarning):
+    with pytest.warns(tfamp.NothingConvertedWarning):
         assert low_matmuls("bfloat16", device="cpu", profile=slow) == 0
     assert low_matmuls("bfloat16", device="cpu", profile=builtin_profile("cpu")) == 2
 

@@ -209,7 +209,7 @@ def matmul_dtypes(**choices):
 
 
 def test_a_rewrite_goes_by_the_measured_machine(folder, measured):
-    with pytest.warns(tfamp.NothingToLowerWarning):
+    with pytest.warns(tfamp.NothingConvertedWarning):
         assert matmul_dtypes() == {"float32"}
     assert len(measured) == 1
     assert list(folder.iterdir())
@@ -219,7 +219,7 @@ def test_an_argument_gives_the_profile_or_the_built_in_one(folder, measured, mon
     set_machine(monkeypatch, cpu_bfloat16=True, gpus=())
     assert matmul_dtypes(profile="builtin") == {"bfloat16"}
     assert matmul_dtypes(profile=USUAL) == {"bfloat16"}
-    with pytest.warns(tfamp.NothingToLowerWarning):
+    with pytest.warns(tfamp.NothingConvertedWarning):
         assert matmul_dtypes(profile=SLOW) == {"float32"}
     assert matmul_dtypes(placement="lists") == {"bfloat16"}
     assert not measured
@@ -241,7 +241,7 @@ def test_a_graph_def_is_rewritten_without_a_look_at_cache_or_environment(
     function = tf.function(lambda x: x @ x, autograph=False)
     graph = function.get_concrete_function(tf.TensorSpec((2048, 2048))).graph
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", tfamp.NothingToLowerWarning)
+        warnings.simplefilter("ignore", tfamp.NothingConvertedWarning)
         tfamp.graph.rewrite_graph_def(graph.as_graph_def(add_shapes=True), ["Identity:0"])
     assert not measured
     assert not folder.exists()

@@ -84,12 +84,12 @@ class SavedModelError(TfampError):
     """
 
 
-class NothingToLowerWarning(TfampWarning):
+class NothingConvertedWarning(TfampWarning):
     """A graph was rewritten and no op of it computes in low precision: it is as it was.
 
     Example:
         >>> import warnings, tfamp
-        >>> warnings.filterwarnings("error", category=tfamp.NothingToLowerWarning)
+        >>> warnings.filterwarnings("error", category=tfamp.NothingConvertedWarning)
     """
 
 

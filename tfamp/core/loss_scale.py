@@ -11,57 +11,9 @@ Python on a tensor, so a step never waits for the device.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tfamp.core.options import FixedLossScale, LossScale
-
-
-class ArrayNamespace(Protocol):
-    """The three functions the arithmetic needs; `keras.ops`, `numpy` and `tensorflow` have them."""
-
-    def where(self, condition: Any, x1: Any, x2: Any, /) -> Any:
-        """Elementwise choice."""
-
-    def minimum(self, x1: Any, x2: Any, /) -> Any:
-        """Elementwise minimum."""
-
-    def maximum(self, x1: Any, x2: Any, /) -> Any:
-        """Elementwise maximum."""
-
-
-class DynamicRule(Protocol):
-    """What the arithmetic reads of a dynamic rule.
-
-    A `DynamicLossScale` is one, made of numbers; one made of tensors can change after tracing.
-    """
-
-    @property
-    def growth_factor(self) -> Any:
-        """Factor the scale grows by."""
-
-    @property
-    def backoff_factor(self) -> Any:
-        """Factor it backs off by."""
-
-    @property
-    def growth_steps(self) -> Any:
-        """Finite steps in a row before it grows."""
-
-    @property
-    def hysteresis(self) -> Any:
-        """It backs off from this overflow on."""
-
-    @property
-    def consecutive_hysteresis(self) -> bool:
-        """Whether a finite step starts the count of overflows again, or only growth does."""
-
-    @property
-    def min_scale(self) -> Any:
-        """Smallest scale."""
-
-    @property
-    def max_scale(self) -> Any:
-        """Largest scale."""
 
 
 class LossScaleState(NamedTuple):
@@ -88,28 +40,23 @@ def initial_state(rule: LossScale) -> LossScaleState:
     return LossScaleState(rule.initial_scale, 0, 0, 0)
 
 
-def next_state(
-    rule: LossScale | DynamicRule, state: LossScaleState, finite: Any, xp: ArrayNamespace
-) -> LossScaleState:
+def next_state(rule: Any, state: LossScaleState, finite: Any, xp: Any) -> LossScaleState:
     """The state after one step, whose gradients were all `finite` or not.
 
-    `xp` is the array library of `state` and `finite`: `keras.ops` or `numpy`, for example.
+    `rule` is a `LossScale`, or has the fields of a `DynamicLossScale` as tensors, which can change
+    after tracing. `xp` is the array library of `state` and `finite`: `keras.ops` or `numpy`, for
+    example; it needs `where`, `minimum` and `maximum`.
     """
     if isinstance(rule, FixedLossScale) and not rule.skip_nonfinite:
         return state
-    counted = LossScaleState(
-        scale=state.scale,
-        good_steps=state.good_steps,
+    counted = state._replace(
         skipped_steps=xp.where(finite, state.skipped_steps, state.skipped_steps + 1),
         consecutive_skipped_steps=xp.where(finite, 0, state.consecutive_skipped_steps + 1),
-        overflows=state.overflows,
     )
     return counted if isinstance(rule, FixedLossScale) else _rescaled(rule, counted, finite, xp)
 
 
-def _rescaled(
-    rule: DynamicRule, state: LossScaleState, finite: Any, xp: ArrayNamespace
-) -> LossScaleState:
+def _rescaled(rule: Any, state: LossScaleState, finite: Any, xp: Any) -> LossScaleState:
     good_steps = xp.where(finite, state.good_steps + 1, 0)
     # ">=", not "==": a growth interval made shorter than the count still takes effect.
     grows = good_steps >= rule.growth_steps

@@ -40,7 +40,29 @@ def checked_count(name: str, value: Any) -> int:
     return int(value)
 
 
+def checked_flag(name: str, value: Any) -> bool:
+    """Returns `value` after checking that it is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False; got {value!r}.")
+    return value
+
+
 _FLOAT32 = float_format("float32")
+
+
+def checked_scale(name: str, value: Any) -> float:
+    """Returns `value` as a float after checking that it is a positive normal float32."""
+    return checked_number(name, value, low=_FLOAT32.tiny, high=_FLOAT32.max)
+
+
+def checked_growth_factor(value: Any) -> float:
+    """Returns `value` as a float after checking that a loss scale can grow by it."""
+    return checked_number("growth_factor", value, low=1.0, high=math.inf, bounds="()")
+
+
+def checked_backoff_factor(value: Any) -> float:
+    """Returns `value` as a float after checking that a loss scale can back off by it."""
+    return checked_number("backoff_factor", value, low=0.0, high=1.0, bounds="()")
 
 
 @dataclass(frozen=True)
@@ -68,10 +90,8 @@ class FixedLossScale:
     skip_nonfinite: bool = True
 
     def __post_init__(self) -> None:
-        scale = checked_number("scale", self.scale, low=_FLOAT32.tiny, high=_FLOAT32.max)
-        if not isinstance(self.skip_nonfinite, bool):
-            raise TypeError(f"skip_nonfinite must be True or False; got {self.skip_nonfinite!r}.")
-        object.__setattr__(self, "scale", scale)
+        checked_flag("skip_nonfinite", self.skip_nonfinite)
+        object.__setattr__(self, "scale", checked_scale("scale", self.scale))
 
     @property
     def initial_scale(self) -> float:
@@ -129,13 +149,9 @@ class DynamicLossScale:
         for name, value in (("min_scale", min), ("max_scale", max)):
             if value is not None:
                 object.__setattr__(self, name, value)
-        if not isinstance(self.consecutive_hysteresis, bool):
-            raise TypeError(
-                "consecutive_hysteresis must be True or False; got "
-                f"{self.consecutive_hysteresis!r}."
-            )
-        low = checked_number("min_scale", self.min_scale, low=_FLOAT32.tiny, high=_FLOAT32.max)
-        high = checked_number("max_scale", self.max_scale, low=_FLOAT32.tiny, high=_FLOAT32.max)
+        checked_flag("consecutive_hysteresis", self.consecutive_hysteresis)
+        low = checked_scale("min_scale", self.min_scale)
+        high = checked_scale("max_scale", self.max_scale)
         if low > high:
             raise ValueError(
                 f"min_scale must not be greater than max_scale; got min_scale={low:g} and "
@@ -147,12 +163,8 @@ class DynamicLossScale:
             "initial_scale": checked_number(
                 "initial_scale", self.initial_scale, low=low, high=high
             ),
-            "growth_factor": checked_number(
-                "growth_factor", self.growth_factor, low=1.0, high=math.inf, bounds="()"
-            ),
-            "backoff_factor": checked_number(
-                "backoff_factor", self.backoff_factor, low=0.0, high=1.0, bounds="()"
-            ),
+            "growth_factor": checked_growth_factor(self.growth_factor),
+            "backoff_factor": checked_backoff_factor(self.backoff_factor),
             "growth_steps": checked_count("growth_steps", self.growth_steps),
             "hysteresis": checked_count("hysteresis", self.hysteresis),
         }
@@ -172,8 +184,7 @@ def resolve_loss_scale(
     loss_scale: LossScale | float | None, dynamic: bool, built: DynamicLossScale
 ) -> LossScale:
     """Turns an optimizer's arguments into the one rule they mean."""
-    if not isinstance(dynamic, bool):
-        raise TypeError(f"dynamic must be True or False; got {dynamic!r}.")
+    checked_flag("dynamic", dynamic)
     if loss_scale is None:
         return built if dynamic else FixedLossScale(built.initial_scale)
     if built != DynamicLossScale() or not dynamic:
@@ -218,8 +229,7 @@ class GradClip:
     norm_type: float = 2
 
     def __post_init__(self) -> None:
-        limit = checked_number("max_norm", self.max_norm, low=_FLOAT32.tiny, high=_FLOAT32.max)
-        object.__setattr__(self, "max_norm", limit)
+        object.__setattr__(self, "max_norm", checked_scale("max_norm", self.max_norm))
         object.__setattr__(self, "norm_type", _checked_norm_type(self.norm_type))
 
     @classmethod

@@ -129,7 +129,7 @@ def builtin_profile(
         raise ValueError(f"device must be one of {', '.join(_DEVICES)}; got {device!r}.")
     # Compute capability 8.0 brought bfloat16 and TF32 at once.
     key = "gpu before 8.0" if device == "gpu" and not bfloat16 else device
-    base = _BASES[key]
+    peaks, bandwidth, cast_bandwidth, op_overhead = _BASES[key]
     native = {"bfloat16": bfloat16, "float16": device == "gpu" if float16 is None else float16}
     ratios = {"float32": dict.fromkeys(KINDS, 1.0)}
     for dtype, is_native in native.items():
@@ -138,12 +138,11 @@ def builtin_profile(
     return MachineProfile(
         name=f"built-in {device}, native: {names or 'float32 only'}",
         peaks={
-            kind: {dtype: base.peaks[kind] * ratios[dtype][kind] for dtype in DTYPES}
-            for kind in KINDS
+            kind: {dtype: peaks[kind] * ratios[dtype][kind] for dtype in DTYPES} for kind in KINDS
         },
-        bandwidth=base.bandwidth,
-        cast_bandwidth=base.cast_bandwidth,
-        op_overhead=base.op_overhead,
+        bandwidth=bandwidth,
+        cast_bandwidth=cast_bandwidth,
+        op_overhead=op_overhead,
         least_gain=_LEAST_GAIN,
         ops=_cpu_ops(native["bfloat16"]) if device == "cpu" else {},
     )
@@ -161,16 +160,6 @@ def _cpu_ops(native_bfloat16: bool) -> dict[str, dict[str, float]]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Base:
-    """The figures of a device for float32."""
-
-    peaks: Mapping[str, float]
-    bandwidth: float
-    cast_bandwidth: float
-    op_overhead: float
-
-
 def _by_kind(*values: float) -> dict[str, float]:
     return dict(zip(KINDS, values, strict=True))
 
@@ -179,15 +168,16 @@ def _by_kind(*values: float) -> dict[str, float]:
 # table like this one tells nothing, and small graphs come out the same on every machine.
 _LEAST_GAIN = 1e-3
 
+# In float32: operations per second, bytes per second of ops and of Casts, seconds an op takes.
 _BASES = {
     # Two cores of an AMD EPYC with AVX512-BF16, TensorFlow 2.21; tensors larger than the caches.
-    "cpu": _Base(_by_kind(100e9, 90e9, 80e9, 70e9, 2.2e9, 0.9e9), 10e9, 10e9, 0.3e-6),
+    "cpu": (_by_kind(100e9, 90e9, 80e9, 70e9, 2.2e9, 0.9e9), 10e9, 10e9, 0.3e-6),
     # An A100 at 40 % of its peaks: TensorFlow multiplies float32 as TF32 there.
-    "gpu": _Base(_by_kind(62e12, 62e12, 62e12, 62e12, 9.7e12, 5e12), 1.3e12, 1.3e12, 2e-6),
+    "gpu": (_by_kind(62e12, 62e12, 62e12, 62e12, 9.7e12, 5e12), 1.3e12, 1.3e12, 2e-6),
     # The same of a V100, which has Tensor Cores for float16 only.
-    "gpu before 8.0": _Base(_by_kind(6e12, 6e12, 6e12, 6e12, 7e12, 4e12), 0.8e12, 0.8e12, 2e-6),
+    "gpu before 8.0": (_by_kind(6e12, 6e12, 6e12, 6e12, 7e12, 4e12), 0.8e12, 0.8e12, 2e-6),
     # A TPU v4; float32 takes several passes through units of bfloat16. Its compiler fuses Casts.
-    "tpu": _Base(_by_kind(92e12, 92e12, 92e12, 92e12, 4e12, 2e12), 1.2e12, 4e12, 0.2e-6),
+    "tpu": (_by_kind(92e12, 92e12, 92e12, 92e12, 4e12, 2e12), 1.2e12, 4e12, 0.2e-6),
 }
 # Operations per second in a low dtype over those in float32: where it is native, or by dtype where
 # it is not.

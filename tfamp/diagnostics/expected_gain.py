@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from tfamp.core.errors import NothingToLowerWarning
+from tfamp.core.errors import NothingConvertedWarning
 from tfamp.core.options import checked_count
 from tfamp.core.profile import MachineProfile
 from tfamp.core.text_table import table_lines
@@ -246,7 +246,7 @@ def _converted(concrete: Any, dtype: str, profile: MachineProfile) -> Converted:
         profile=profile,
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NothingToLowerWarning)  # The report says it.
+        warnings.simplefilter("ignore", NothingConvertedWarning)  # The report says it.
         return convert(used, request)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.errors import NothingToLowerWarning, TfampWarning
+from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.apply import apply_plan
 from tfamp.graph.index import build_indexes
@@ -199,7 +199,7 @@ def convert(graph_def: Any, request: Request) -> Converted:
     for text in decision.idle:
         warnings.warn(text, TfampWarning, stacklevel=3)
     if not plan.summary.low_nodes:
-        warnings.warn(_nothing_lowered(plan), NothingToLowerWarning, stacklevel=3)
+        warnings.warn(_nothing_lowered(plan), NothingConvertedWarning, stacklevel=3)
     return Converted(graph_def, plan, decision.scopes)
 
 

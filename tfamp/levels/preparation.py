@@ -17,7 +17,7 @@ from typing import Any
 import keras
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.errors import NothingToLowerWarning, TfampWarning
+from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.options import GradClip, LossScale
 from tfamp.interop.keras_backend import advice, described
 from tfamp.layers import fused_norms
@@ -162,7 +162,7 @@ def prepare(
     Warns:
         TfampWarning: No low precision is fast on this machine, and one was asked for; or the
             optimizer is one that a low dtype does not serve, at level O3.
-        NothingToLowerWarning: No layer computes in the low dtype.
+        NothingConvertedWarning: No layer computes in the low dtype.
 
     Example:
         >>> import keras, tfamp
@@ -337,7 +337,7 @@ def _finish(
             f"{model.name} is prepared for level {level.level}, and no layer of it computes in "
             f"{level.dtype}: all are outputs, BatchNormalization, kept in float32 or have a "
             "dtype of their own. Level O1 decides op by op.",
-            NothingToLowerWarning,
+            NothingConvertedWarning,
             stacklevel=4,
         )
 

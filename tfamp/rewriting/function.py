@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.autocasting.state import current_modes
-from tfamp.core.errors import NothingToLowerWarning, RewriteError, TfampWarning
+from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarning
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.op_lists import OpLists
@@ -65,7 +65,7 @@ def rewrite(
             traced as by `tf.function`. Without it a decorator is returned.
         dtype: "float16" or "bfloat16", also as a dtype of TensorFlow or NumPy; None or "auto" is
             what this machine multiplies natively, where it does: else the function stays float32,
-            with a `NothingToLowerWarning`.
+            with a `NothingConvertedWarning`.
         op_lists: Which ops may be low; `OpLists.default(dtype)` if None.
         keep_float32: Regular expressions, searched for in node names: these stay float32. Nodes of
             branches, loops and functions that stay calls have the name of their caller in front
@@ -141,7 +141,7 @@ def _low_dtype(dtype: str | None) -> str | None:
         warnings.warn(
             "This machine multiplies neither float16 nor bfloat16 natively, so the function stays "
             "in float32. Give dtype= to rewrite it all the same; `tfamp doctor` explains.",
-            NothingToLowerWarning,
+            NothingConvertedWarning,
             stacklevel=3,
         )
     return name

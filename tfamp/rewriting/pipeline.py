@@ -23,7 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.core.errors import NothingToLowerWarning, RewriteError
+from tfamp.core.errors import NothingConvertedWarning, RewriteError
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration, measure
 from tfamp.graph.function_names import (
@@ -229,7 +229,7 @@ class _Host:
     def differentiate(self, gradient: Any, tensors: Sequence[Any]) -> list[Any]:
         """Converts a traced gradient function and adds it to the current graph."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NothingToLowerWarning)  # There is often nothing.
+            warnings.simplefilter("ignore", NothingConvertedWarning)  # There is often nothing.
             return into_current_graph(FlatGraph.of(gradient), tensors, self.settings)[0]
 
     def _full(self, name: str) -> str:

@@ -75,8 +75,8 @@ def rewrite_saved_model(
         overwrite: Whether a SavedModel in `dst` is replaced.
 
     Returns:
-        The plan, with the reason for every node. A `NothingToLowerWarning` says that no node could
-        be converted; the new model computes as the old one then.
+        The plan, with the reason for every node. A `NothingConvertedWarning` says that no node
+        could be converted; the new model computes as the old one then.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message names what is allowed.

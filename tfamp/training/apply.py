@@ -1,23 +1,23 @@
-"""Applying gradients with a Keras optimizer, unless they are not finite, on any strategy."""
+"""Applying gradients to weights with a Keras optimizer, unless they are not finite."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import UnsupportedVersionError
-from tfamp.interop.keras_backend import runs_tensorflow
+from tfamp.interop.keras_backend import native, runs_tensorflow
 from tfamp.interop.tf_private import strategy_needs_merge_call
 from tfamp.training.fused_update import fused_update, has_fused_update
-from tfamp.training.gradients import Checked, Gradients, is_next_value
+from tfamp.training.gradients import Checked, Gradients, dtype_name, is_next_value, variable_name
 from tfamp.training.replicas import call_if
-from tfamp.training.weights import Weights
 
-_PLAIN_WEIGHTS = Weights()
 _SUMS = "_all_reduce_sum_gradients"
 
 
@@ -28,7 +28,7 @@ OnEach = Callable[..., None]
 def once_for_all_replicas(function: Callable[..., None], condition: Any, *arguments: Any) -> None:
     """Calls `function(on_each, condition, *arguments)` where a `tf.cond` may hold updates.
 
-    Some strategies allow no condition around an update in a replica; for those the function is
+    Most strategies allow no condition around an update in a replica; for those the function is
     called once for all replicas, in cross-replica context. `on_each(update, *arguments)` calls an
     update on every replica with its own arguments. The condition is the same on all replicas.
     """
@@ -47,9 +47,8 @@ def once_for_all_replicas(function: Callable[..., None], condition: Any, *argume
 
 
 def apply_if_finite(
-    optimizer: keras.optimizers.Optimizer,
+    weights: Weights,
     checked: Checked,
-    weights: Weights = _PLAIN_WEIGHTS,
     *,
     skips: bool = True,
     record: Callable[[Any], None] = lambda finite: None,
@@ -62,7 +61,7 @@ def apply_if_finite(
     gradients = checked.gradients
 
     def apply_own(values: list[Any], divisor: Any) -> None:
-        _apply(optimizer, replace(gradients, values=values, divisor=divisor))
+        _apply(weights.optimizer, replace(gradients, values=values, divisor=divisor))
 
     def on_all_replicas(on_each: OnEach, finite: Any, values: Any, divisor: Any) -> None:
         def update() -> None:
@@ -81,28 +80,25 @@ def apply_if_finite(
 
 def _apply(optimizer: keras.optimizers.Optimizer, gradients: Gradients) -> None:
     """Divides gradients by their divisor and applies them, with the same result as Keras."""
-    if gradients.summed:
-        _apply_sums(optimizer, gradients.unscaled())
-    elif has_fused_update(optimizer):
+    if has_fused_update(optimizer):
         fused_update(optimizer, gradients)
-    else:
-        gradients = gradients.unscaled()
-        if optimizer.gradient_accumulation_steps:
-            gradients = gradients.as_stored()
-        optimizer.apply(gradients.values, gradients.variables)
-
-
-def _apply_sums(optimizer: keras.optimizers.Optimizer, gradients: Gradients) -> None:
-    """Applies sums over the replicas with the optimizer's `apply`, which must not sum them again.
-
-    Keras's optimizers sum over the replicas inside `apply` and have no switch for it. So `apply` is
-    called on a view of the optimizer: an object with the same attributes, thus the same variables,
-    of a subclass whose sum returns what it is given. The optimizer itself is not touched, which
-    matters where replicas run in threads of their own.
-    """
+        return
+    gradients = gradients.unscaled()
+    if optimizer.gradient_accumulation_steps:
+        gradients = gradients.as_stored()
     asked: list[bool] = []
-    _view(optimizer, asked).apply(gradients.values, gradients.variables)
-    if not asked and any(g is not None and not is_next_value(v) for g, v in gradients.pairs()):
+    counts_itself = tf.distribute.has_strategy() and not strategy_needs_merge_call()
+    view = (
+        _view(optimizer, asked, gradients.summed)
+        if gradients.summed or counts_itself
+        else optimizer
+    )
+    view.apply(gradients.values, gradients.variables)
+    if (
+        gradients.summed
+        and not asked
+        and any(g is not None and not is_next_value(v) for g, v in gradients.pairs())
+    ):
         raise UnsupportedVersionError(
             f"{optimizer.name} ({type(optimizer).__name__}) does not sum gradients over the "
             f"replicas in Optimizer.{_SUMS}, as Keras 3.12 to 3.15 do, so tfamp cannot do it in "
@@ -110,17 +106,164 @@ def _apply_sums(optimizer: keras.optimizers.Optimizer, gradients: Gradients) -> 
         )
 
 
-def _view(optimizer: Any, asked: list[bool]) -> Any:
+def _view(optimizer: Any, asked: list[bool], summed: bool) -> Any:
+    """An object with the attributes of an optimizer, thus its variables, to call `apply` on.
+
+    Keras's optimizers sum over the replicas inside `apply` and have no switch for it: the view is
+    of a subclass whose sum returns what it is given, where that is `summed`. And they count
+    iterations with a `merge_call`, which a condition in a replica allows not: where there is one,
+    the view counts in the replica's own copy. The optimizer itself is not touched, which matters
+    where replicas run in threads of their own.
+    """
+
     def as_given(self: Any, grads_and_vars: Any) -> list[Any]:
         asked.append(True)
         return list(grads_and_vars)
 
     kind = type(optimizer)
-    view: Any = object.__new__(type(kind.__name__, (kind,), {_SUMS: as_given}))
+    view: Any = object.__new__(type(kind.__name__, (kind,), {_SUMS: as_given} if summed else {}))
     # Past Keras's __setattr__, which would track the variables a second time.
-    vars(view).update(vars(optimizer))
-    if "_inner_optimizers" in vars(view):  # MultiOptimizer hands each its share.
-        vars(view)["_inner_optimizers"] = [
-            _view(each, asked) for each in optimizer._inner_optimizers
+    state = vars(view)
+    state.update(vars(optimizer))
+    if not strategy_needs_merge_call():
+        state["_iterations"] = tf.distribute.get_strategy().extended.update(
+            native(optimizer._iterations), lambda own: own, group=False
+        )
+    if "_inner_optimizers" in state:  # MultiOptimizer hands each its share.
+        state["_inner_optimizers"] = [
+            _view(each, asked, summed) for each in optimizer._inner_optimizers
         ]
     return view
+
+
+# ---- The weights ---------------------------------------------------------------------------------
+
+
+class Weights:
+    """Weights as they are stored: float16 and bfloat16 ones with float32 masters, or as they are.
+
+    An update smaller than half the distance between two float16 numbers is lost when it is added
+    to a float16 weight, however often. Added to a float32 copy, its master, it is kept; the weight
+    is the master, rounded.
+
+    Args:
+        optimizer: The optimizer that updates them; not built, where they have masters.
+        have_masters: Whether the low-precision ones have.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, have_masters: bool = False) -> None:
+        self.optimizer, self.have_masters = optimizer, have_masters
+        self._by_key: dict[Any, tuple[Any, keras.Variable]] = {}
+
+    def pairs(self) -> list[tuple[Any, keras.Variable]]:
+        """The variables that have a master, with it."""
+        return list(self._by_key.values())
+
+    def create(self, variables: Sequence[Any]) -> list[keras.Variable]:
+        """Creates the masters of variables, once, and returns them."""
+        low = [v for v in variables if dtype_name(v) in LOW_PRECISION and not is_next_value(v)]
+        if not (self.have_masters and low) or self._by_key:
+            return []
+        if self.optimizer.built:
+            raise ValueError(
+                f"{self.optimizer.name} was built for {len(low)} low-precision variables, "
+                f"such as {variable_name(low[0])}, before master_weights could give "
+                "it float32 copies to update. Create a new inner optimizer, and let "
+                "LossScaleOptimizer build it."
+            )
+        key = self.optimizer._var_key
+        self._by_key.update(
+            {key(variable): (variable, _create_master(variable)) for variable in low}
+        )
+        excluded: set[Any] = getattr(self.optimizer, "_exclude_from_weight_decay", set())
+        excluded |= {key(master) for variable, master in self.pairs() if key(variable) in excluded}
+        return [master for _, master in self.pairs()]
+
+    def targets(self, variables: Sequence[Any]) -> list[Any]:
+        """The master of a variable that has one, else the variable."""
+        if not self._by_key:
+            return list(variables)
+        return [self._by_key.get(self.optimizer._var_key(v), (v, v))[1] for v in variables]
+
+    def load(self) -> None:
+        """Takes over what has been assigned to the variables since `store`.
+
+        Under a strategy that updates variables by `merge_call`, `load` and `store` are to be called
+        in cross-replica context.
+
+        Where a variable is its master rounded, the master keeps its value; elsewhere, in each
+        element by itself, somebody has assigned another one (has loaded weights, say), and that
+        holds.
+        """
+
+        def take_over_all() -> None:
+            for variable, master in self.pairs():
+                _update(master, _take_over, variable)
+
+        if not self._by_key:
+            return
+        if tf.executing_eagerly():
+            take_over_all()  # Without waiting for the device to know whether it is needed.
+            return
+        # Nearly always nothing was: one look is cheaper than writing all masters.
+        looks = [_update(master, _differs, variable) for variable, master in self.pairs()]
+        call_if(tf.reduce_any(tf.stack(tf.nest.flatten(looks))), take_over_all)
+
+    def store(self) -> None:
+        """Assigns the masters, rounded, to the variables."""
+        for variable, master in self.pairs():
+            _update(variable, _round, master)
+
+
+def _create_master(variable: Any) -> keras.Variable:
+    """Creates the float32 copy of a variable, of the same name, path, place and constraint.
+
+    Optimizers decide by names and paths what decays and which variables they treat how.
+    """
+    *scopes, name = variable_name(variable).partition(":")[0].split("/")
+    value = native(variable)
+    with contextlib.ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(keras.name_scope(scope))
+        stack.enter_context(tf.distribute.get_strategy().extended.colocate_vars_with(value))
+        master = keras.Variable(
+            lambda shape, dtype: tf.cast(tf.convert_to_tensor(value), dtype),
+            shape=tuple(variable.shape),
+            dtype="float32",
+            trainable=False,
+            name=name,
+        )
+    master.constraint = getattr(variable, "constraint", None)
+    return master
+
+
+def _assigned(master: Any, variable: Any) -> Any:
+    value = tf.convert_to_tensor(variable)
+    return tf.not_equal(tf.cast(tf.convert_to_tensor(master), value.dtype), value)
+
+
+def _differs(master: Any, variable: Any) -> Any:
+    return tf.reduce_any(_assigned(master, variable))
+
+
+def _take_over(master: Any, variable: Any) -> None:
+    value = tf.cast(tf.convert_to_tensor(variable), master.dtype)
+    master.assign(tf.where(_assigned(master, variable), value, master))
+
+
+def _round(variable: Any, master: Any) -> None:
+    variable.assign(tf.cast(tf.convert_to_tensor(master), variable.dtype))
+
+
+def _update(target: Any, function: Callable[[Any, Any], Any], source: Any) -> Any:
+    # On every device its own copies, with nothing sent between them: an assignment in a replica
+    # would average the replicas' values, which are the same. `model.fit` finalizes the variables
+    # outside the scope of their strategy, which then is not the current one.
+    target = native(target)
+    strategy = tf.distribute.get_strategy()
+    scope: Any = contextlib.nullcontext()
+    if not tf.distribute.has_strategy() and hasattr(target, "distribute_strategy"):
+        strategy = target.distribute_strategy
+        scope = strategy.scope()
+    with scope:
+        return strategy.extended.update(target, function, args=(native(source),), group=False)

@@ -56,7 +56,7 @@ def fused_update(optimizer: keras.optimizers.Optimizer, gradients: Gradients) ->
     values, variables = optimizer._filter_empty_gradients(gradients.values, gradients.variables)
     divisor = gradients.divisor
     fits = [_fits(optimizer, *pair) for pair in zip(values, variables, strict=True)]
-    if _clips(optimizer):
+    if optimizer.clipnorm or optimizer.clipvalue or optimizer.global_clipnorm:
         values, divisor = Gradients(values, variables, divisor).unscaled().values, None
         if all(fits):
             values = optimizer._clip_gradients(values)
@@ -99,10 +99,6 @@ def xla_works(device: str) -> bool:
     except tf.errors.OpError as error:
         _logger.info("XLA does not work on %s, updates are not compiled: %s", device, error)
         return False
-
-
-def _clips(optimizer: keras.optimizers.Optimizer) -> bool:
-    return any((optimizer.clipnorm, optimizer.clipvalue, optimizer.global_clipnorm))
 
 
 def _update_in_one_pass(
@@ -162,7 +158,7 @@ def _fused_rule(optimizer: keras.optimizers.Optimizer, scale: Any) -> _FusedRule
     rate = rate / scale
     if optimizer.momentum == 0:
         return _FusedRule(_descent, (rate,), ())
-    update = _nesterov if optimizer.nesterov else _momentum
+    update = functools.partial(_momentum, nesterov=optimizer.nesterov)
     return _FusedRule(update, (rate, _number(optimizer.momentum)), (optimizer.momentums,))
 
 
@@ -220,7 +216,7 @@ def _momentum(
     variable: Any,
     velocity: Any,
     *,
-    nesterov: bool = False,
+    nesterov: bool,
 ) -> None:
     _decay(variable, decay)
     tf.raw_ops.ResourceApplyKerasMomentum(
@@ -231,9 +227,6 @@ def _momentum(
         momentum=momentum,
         use_nesterov=nesterov,
     )
-
-
-_nesterov = functools.partial(_momentum, nesterov=True)
 
 
 def _decay(variable: Any, decay: Any) -> None:

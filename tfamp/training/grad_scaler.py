@@ -1,9 +1,18 @@
-"""`GradScaler`: loss scaling in the shape PyTorch and Paddle gave it."""
+"""`GradScaler`: loss scaling in the shape PyTorch and Paddle gave it.
+
+An *iteration* lasts from one update to the next. Whatever happens is noted in a variable as the
+number of the iteration it last happened in. So it is known in every other `tf.function` too, and an
+update forgets all of it by starting another iteration: also what belongs to an optimizer that the
+function that updates has never heard of.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import enum
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import keras
@@ -11,11 +20,17 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import float_format
 from tfamp.core.loss_scale import LossScaleState
-from tfamp.core.options import checked_count, checked_number
-from tfamp.interop.keras_backend import require_tensorflow
-from tfamp.interop.tracing import as_written
-from tfamp.training.apply import apply_if_finite
-from tfamp.training.call_order import CallOrder, Stage
+from tfamp.core.options import (
+    checked_backoff_factor,
+    checked_count,
+    checked_flag,
+    checked_growth_factor,
+    checked_number,
+    checked_scale,
+)
+from tfamp.interop.keras_backend import as_tensor, require_tensorflow
+from tfamp.interop.tracing import PerTrace, as_written
+from tfamp.training.apply import Weights, apply_if_finite
 from tfamp.training.gradients import (
     GradientPipeline,
     Gradients,
@@ -32,6 +47,16 @@ from tfamp.training.scaling import (
 )
 
 _FLOAT32 = float_format("float32")
+# What a state holds: PyTorch's names, and what may be there.
+_CHECKS: dict[str, Callable[[Any], float]] = {
+    "scale": partial(checked_scale, "scale"),
+    "growth_factor": checked_growth_factor,
+    "backoff_factor": checked_backoff_factor,
+    "growth_interval": partial(checked_count, "growth_interval"),
+    "_growth_tracker": lambda value: int(
+        checked_number("_growth_tracker", value, low=0, high=2**31)
+    ),
+}
 
 
 class _Rule(NamedTuple):
@@ -60,6 +85,10 @@ class GradScaler(tf.Module):
     falls below float32's smallest normal number, 2**-126, so never becomes 0; and a growth interval
     that is made shorter than the count of good iterations takes effect. As in PyTorch, a scale
     that would grow to inf keeps its value.
+
+    Calls out of order raise, in a function while it is traced. What another function has done only
+    shows when this one runs: no step is applied from then on, and the next call outside a function
+    raises. `get_scale` and `state_dict` are such calls.
 
     The methods work in eager mode, in a `tf.function`, in several, under `jit_compile=True` and in
     `strategy.run`; create the scaler under `strategy.scope()`. `tf.train.Checkpoint` saves it.
@@ -102,20 +131,20 @@ class GradScaler(tf.Module):
     ) -> None:
         require_tensorflow("tfamp.GradScaler", "tfamp.LossScaleOptimizer")
         super().__init__(name="grad_scaler")
-        if not isinstance(enabled, bool):
-            raise TypeError(f"enabled must be True or False; got {enabled!r}.")
-        self._enabled = enabled
-        self._scale = _variable("float32", _checked_scale("init_scale", init_scale), "loss_scale")
+        self._enabled = checked_flag("enabled", enabled)
+        self._scale = _variable("float32", checked_scale("init_scale", init_scale), "loss_scale")
         self._growth_tracker = _variable("int64", 0)
         # float64, as PyTorch computes with them: the scale is the same for any factor.
-        self._growth_factor = _variable("float64", _checked_growth_factor(growth_factor))
-        self._backoff_factor = _variable("float64", _checked_backoff_factor(backoff_factor))
-        self._growth_interval = _variable("int64", _checked_interval(growth_interval))
+        self._growth_factor = _variable("float64", checked_growth_factor(growth_factor))
+        self._backoff_factor = _variable("float64", checked_backoff_factor(backoff_factor))
+        self._growth_interval = _variable(
+            "int64", checked_count("growth_interval", growth_interval)
+        )
         self._scale_variables = ScaleVariables(
             LossScaleState(self._scale, self._growth_tracker, None, None, None), dtype="float64"
         )
         self._pipeline = GradientPipeline()
-        self._calls = CallOrder()
+        self._calls = _CallOrder()
 
     @as_written
     def scale(self, outputs: Any) -> Any:
@@ -132,7 +161,7 @@ class GradScaler(tf.Module):
         """
         if not self._enabled:
             return outputs
-        scale = self.get_scale()
+        scale = as_tensor(self._scale)
         return tf.nest.map_structure(lambda loss: scaled_loss(loss, scale), outputs)
 
     @as_written
@@ -158,11 +187,12 @@ class GradScaler(tf.Module):
         if not self._enabled:
             return grads
         check_scales_no_loss(optimizer, "GradScaler")
-        guards = self._calls.check_order("unscale", optimizer)
-        unscaled = Gradients.for_optimizer(optimizer, grads, self.get_scale()).unscaled().values
+        self._calls.check_order("unscale", optimizer)
+        unscaled = (
+            Gradients.for_optimizer(optimizer, grads, as_tensor(self._scale)).unscaled().values
+        )
         finite = on_every_replica(Gradients.of_any(unscaled).all_finite())
-        with tf.control_dependencies(guards):
-            self._calls.record(optimizer, Stage.UNSCALED, tf.identity(finite))
+        self._calls.record(optimizer, _Stage.UNSCALED, finite)
         return unscaled
 
     @as_written
@@ -202,26 +232,21 @@ class GradScaler(tf.Module):
         check_scales_no_loss(optimizer, "GradScaler")
         check_gradients(grads, variables)
         check_in_replica()
-        guards = self._calls.check_order(call, optimizer)
+        self._calls.check_order(call, optimizer)
         if not optimizer.built:
             outside_the_graph(lambda: optimizer.build(variables))
-        gradients = Gradients(grads, variables, self._divisor(optimizer))
-        with tf.control_dependencies(guards):
-            # Also what unscale found, perhaps in another function, and clipping has hidden since.
-            finite = tf.logical_not(self._calls.of(optimizer).nonfinite.is_set())
-        checked = self._pipeline.run(gradients, finite=finite)
-        self._calls.record(optimizer, Stage.STEPPED, checked.finite)
-        apply_if_finite(optimizer, checked)
-        return checked.finite
-
-    def _divisor(self, optimizer: keras.optimizers.Optimizer) -> Any:
-        """What the gradients are still to be divided by; None where they have been."""
-        stage = self._calls.stage(optimizer)
-        return divisor_of(
-            self.get_scale(),
-            None if stage is Stage.UNKNOWN else stage is Stage.UNSCALED,
-            lambda: self._calls.of(optimizer).reached[Stage.UNSCALED].is_set(),
+        divisor = divisor_of(
+            as_tensor(self._scale),
+            self._calls.unscaled(optimizer),
+            lambda: self._calls.found_unscaled(optimizer),
         )
+        # Also what unscale found, perhaps in another function, and clipping has hidden since.
+        checked = self._pipeline.run(
+            Gradients(grads, variables, divisor), finite=self._calls.may_step(optimizer)
+        )
+        self._calls.record(optimizer, _Stage.STEPPED, checked.finite)
+        apply_if_finite(Weights(optimizer), checked)
+        return checked.finite
 
     @as_written
     def update(self, new_scale: Any = None) -> None:
@@ -239,10 +264,10 @@ class GradScaler(tf.Module):
         if not self._enabled:
             return
         if new_scale is None:
-            with tf.control_dependencies(self._calls.check_recorded()):
-                finite = self._calls.all_finite()
-            self._follow_the_rule(finite)
+            self._calls.check_recorded()
+            self._follow_the_rule(self._calls.all_finite())
         else:
+            self._calls.raise_fault()
             self._set_scale(new_scale)
         self._calls.start_next()
 
@@ -295,14 +320,19 @@ class GradScaler(tf.Module):
 
     def _set_scale(self, new_scale: Any) -> None:
         if not tf.is_tensor(new_scale):
-            self._scale.assign(_checked_scale("new_scale", new_scale))
+            self._scale.assign(checked_scale("new_scale", new_scale))
             return
         scale = tf.reshape(tf.cast(new_scale, "float32"), [])
         usable = (scale >= _FLOAT32.tiny) & (scale <= _FLOAT32.max)
         self._scale.assign(tf.where(usable, scale, self._scale))
 
     def get_scale(self) -> Any:
-        """The current scale, a scalar float32 tensor; 1 if not enabled."""
+        """The current scale, a scalar float32 tensor; 1 if not enabled.
+
+        Raises:
+            RuntimeError: Calls were out of order, which showed when a traced function ran.
+        """
+        self._calls.raise_fault()
         return tf.convert_to_tensor(self._scale) if self._enabled else tf.constant(1.0)
 
     def is_enabled(self) -> bool:
@@ -315,7 +345,7 @@ class GradScaler(tf.Module):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Sets the factor the scale grows by, greater than 1."""
-        self._growth_factor.assign(_checked_growth_factor(new_factor))
+        self._growth_factor.assign(checked_growth_factor(new_factor))
 
     def get_backoff_factor(self) -> float:
         """The factor the scale backs off by. Waits for the device."""
@@ -323,7 +353,7 @@ class GradScaler(tf.Module):
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Sets the factor the scale backs off by, between 0 and 1."""
-        self._backoff_factor.assign(_checked_backoff_factor(new_factor))
+        self._backoff_factor.assign(checked_backoff_factor(new_factor))
 
     def get_growth_interval(self) -> int:
         """Iterations in a row without overflow before the scale grows. Waits for the device."""
@@ -331,7 +361,7 @@ class GradScaler(tf.Module):
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Sets the iterations in a row without overflow before the scale grows, at least 1."""
-        self._growth_interval.assign(_checked_interval(new_interval))
+        self._growth_interval.assign(checked_count("growth_interval", new_interval))
 
     def state_dict(self) -> dict[str, Any]:
         """The state in plain numbers, under PyTorch's names. Waits for the device.
@@ -339,16 +369,14 @@ class GradScaler(tf.Module):
         Returns:
             `scale`, `growth_factor`, `backoff_factor`, `growth_interval` and `_growth_tracker`;
             an empty dict if not enabled.
+
+        Raises:
+            RuntimeError: As `get_scale`.
         """
         if not self._enabled:
             return {}
-        return {
-            "scale": float(self._scale.numpy()),
-            "growth_factor": self.get_growth_factor(),
-            "backoff_factor": self.get_backoff_factor(),
-            "growth_interval": self.get_growth_interval(),
-            "_growth_tracker": int(self._growth_tracker.numpy()),
-        }
+        self._calls.raise_fault()
+        return {name: variable.numpy().item() for name, variable in self._state().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, PyTorch's or ours. Does nothing if not enabled.
@@ -374,36 +402,185 @@ class GradScaler(tf.Module):
                 "The state dict is empty; it was probably saved by a GradScaler with "
                 "enabled=False. Start this one without it, or disable it too."
             )
-        tracker = checked_number(
-            "_growth_tracker", state_dict["_growth_tracker"], low=0, high=2**31
+        # All are checked first: a bad value must not leave half a state.
+        values = {name: check(state_dict[name]) for name, check in _CHECKS.items()}
+        for name, variable in self._state().items():
+            variable.assign(values[name])
+
+    def _state(self) -> dict[str, tf.Variable]:
+        """The variables under PyTorch's names."""
+        return {name: getattr(self, f"_{name.removeprefix('_')}") for name in _CHECKS}
+
+
+# ---- The order of calls ----------------------------------------------------------------------
+
+
+class _Stage(enum.Enum):
+    """How far an optimizer has come in the iteration, as far as is known where it is asked.
+
+    In eager mode it is always known. While a function is traced it is known from the calls traced
+    before; at the beginning it is not, since the gradients may have been unscaled elsewhere.
+    """
+
+    UNKNOWN = "unknown"
+    READY = "ready"
+    UNSCALED = "unscaled"
+    STEPPED = "stepped"
+
+
+_OUT_OF_ORDER = {
+    "unscale": {
+        _Stage.UNSCALED: "unscale() has already been called on this optimizer since the last "
+        "update(). Call it once, when all its gradients have been added up.",
+        _Stage.STEPPED: "unscale() is called after step() on this optimizer. Unscale, then step, "
+        "then update().",
+    },
+    "step": {
+        _Stage.STEPPED: "step() has already been called on this optimizer since the last update(). "
+        "Call update() at the end of every iteration.",
+    },
+    "minimize": {
+        _Stage.UNSCALED: "minimize() is called after unscale() on this optimizer. minimize() takes "
+        "the gradients itself; to change them, call unscale(), step() and update().",
+        _Stage.STEPPED: "minimize() is called after step() on this optimizer. It steps itself.",
+    },
+}
+_NO_CHECKS = (
+    "No inf checks were recorded prior to update(). Call step() or unscale() first, with every "
+    "optimizer of the iteration."
+)
+
+
+_MESSAGES = (_NO_CHECKS, *(each for calls in _OUT_OF_ORDER.values() for each in calls.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """The iterations in which an optimizer last reached a stage, or had nonfinite gradients."""
+
+    reached: dict[_Stage, tf.Variable]
+    nonfinite: tf.Variable
+
+
+class _CallOrder:
+    """What one scaler has been called with since its last update.
+
+    A call out of order raises in eager mode, and where the trace tells. Where it only shows when a
+    function runs, raising would make the host wait for the device in every step: it is noted as a
+    fault, with which no step is applied, and the next call outside a function raises.
+    """
+
+    def __init__(self) -> None:
+        # All int64: comparisons of int32 are made on the host.
+        self._now = _variable("int64", 0)
+        self._checked, self._nonfinite = _variable("int64", -1), _variable("int64", -1)
+        self._fault = _variable("int64", 0)  # Number of the message, from 1 on.
+        self._marks: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, _Marks] = (
+            weakref.WeakKeyDictionary()
         )
-        values = (
-            (self._scale, _checked_scale("scale", state_dict["scale"])),
-            (self._growth_factor, _checked_growth_factor(state_dict["growth_factor"])),
-            (self._backoff_factor, _checked_backoff_factor(state_dict["backoff_factor"])),
-            (self._growth_interval, _checked_interval(state_dict["growth_interval"])),
-            (self._growth_tracker, int(tracker)),
+        self._traced: PerTrace[weakref.WeakKeyDictionary[keras.optimizers.Optimizer, _Stage]] = (
+            PerTrace(weakref.WeakKeyDictionary)
         )
-        for variable, value in values:  # Only now: a bad value must not leave half a state.
-            variable.assign(value)
+
+    def _is_now(self, mark: tf.Variable) -> Any:
+        return tf.equal(mark, self._now)
+
+    def _marks_of(self, optimizer: keras.optimizers.Optimizer) -> _Marks:
+        def create() -> None:
+            unscaled, stepped, nonfinite = (_variable("int64", -1) for _ in range(3))
+            reached = {_Stage.STEPPED: stepped, _Stage.UNSCALED: unscaled}
+            self._marks[optimizer] = _Marks(reached, nonfinite)
+
+        if optimizer not in self._marks:
+            self._check_scope()
+            outside_the_graph(create)
+        return self._marks[optimizer]
+
+    def _check_scope(self) -> None:
+        strategy = tf.distribute.get_strategy()
+        if tf.distribute.has_strategy() and not strategy.extended.variable_created_in_scope(
+            self._now
+        ):
+            raise ValueError(
+                "This GradScaler was created outside the scope of the strategy it is used in, so "
+                "its replicas would share one scale. Create it under strategy.scope()."
+            )
+
+    def _stage(self, optimizer: keras.optimizers.Optimizer) -> _Stage:
+        if not tf.executing_eagerly():
+            return self._traced.current().get(optimizer, _Stage.UNKNOWN)
+        reached = self._marks_of(optimizer).reached
+        return next((s for s, mark in reached.items() if self._is_now(mark)), _Stage.READY)
+
+    def check_order(self, call: str, optimizer: keras.optimizers.Optimizer) -> None:
+        """Raises if a call, "unscale", "step" or "minimize", does not come in order."""
+        self.raise_fault()
+        known, reached = self._stage(optimizer), self._marks_of(optimizer).reached
+        for stage, message in _OUT_OF_ORDER[call].items():
+            if known is stage:
+                raise RuntimeError(message)
+            if known is _Stage.UNKNOWN:
+                self._note_fault(self._is_now(reached[stage]), message)
+
+    def check_recorded(self) -> None:
+        """Raises if nothing was recorded in this iteration."""
+        self.raise_fault()
+        if tf.executing_eagerly():
+            if not self._is_now(self._checked):
+                raise RuntimeError(_NO_CHECKS)
+        elif not self._traced.current():
+            self._note_fault(tf.not_equal(self._checked, self._now), _NO_CHECKS)
+
+    def _note_fault(self, condition: Any, message: str) -> None:
+        number = tf.constant(_MESSAGES.index(message) + 1, tf.int64)
+        self._fault.assign(tf.where(condition & tf.equal(self._fault, 0), number, self._fault))
+
+    def raise_fault(self) -> None:
+        """Raises, in eager mode, for what was out of order when a function ran."""
+        if tf.executing_eagerly() and (number := int(tf.convert_to_tensor(self._fault))):
+            self._fault.assign(0)
+            raise RuntimeError(f"{_MESSAGES[number - 1]} (Found when a tf.function ran.)")
+
+    def record(self, optimizer: keras.optimizers.Optimizer, stage: _Stage, finite: Any) -> None:
+        """Notes that an optimizer has reached a stage, with finite gradients or not."""
+        marks = self._marks_of(optimizer)
+        for mark in (marks.reached[stage], self._checked):
+            mark.assign(self._now)
+        for mark in (marks.nonfinite, self._nonfinite):
+            mark.assign(tf.where(finite, mark, self._now))
+        if not tf.executing_eagerly():
+            self._traced.current()[optimizer] = stage
+
+    def unscaled(self, optimizer: keras.optimizers.Optimizer) -> bool | None:
+        """Whether an optimizer's gradients have been unscaled; None if that shows at run time."""
+        stage = self._stage(optimizer)
+        return None if stage is _Stage.UNKNOWN else stage is _Stage.UNSCALED
+
+    def found_unscaled(self, optimizer: keras.optimizers.Optimizer) -> Any:
+        """The same at run time, a bool tensor."""
+        return self._is_now(self._marks_of(optimizer).reached[_Stage.UNSCALED])
+
+    def may_step(self, optimizer: keras.optimizers.Optimizer) -> Any:
+        """Whether nothing found so far, in any function, forbids a step; a bool tensor."""
+        known_nonfinite = self._is_now(self._marks_of(optimizer).nonfinite)
+        return tf.logical_not(known_nonfinite) & tf.equal(self._fault, 0)
+
+    def all_finite(self) -> Any:
+        """Whether the gradients of all optimizers were finite in this iteration, a bool tensor."""
+        return tf.not_equal(self._nonfinite, self._now)
+
+    def start_next(self) -> None:
+        """Forgets everything."""
+        self._now.assign_add(1)
+        self._traced.current().clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CallOrder:
+        return _CallOrder()  # What happened with one scaler says nothing of its copy.
+
+
+# ---- Values ---------------------------------------------------------------------------------
 
 
 def _variable(dtype: str, value: float, name: str | None = None) -> tf.Variable:
     # No aggregation: every replica assigns the same value to its own copy.
     return tf.Variable(value, dtype=dtype, trainable=False, name=name)
-
-
-def _checked_scale(name: str, value: Any) -> float:
-    return checked_number(name, value, low=_FLOAT32.tiny, high=_FLOAT32.max)
-
-
-def _checked_growth_factor(value: Any) -> float:
-    return checked_number("growth_factor", value, low=1.0, high=math.inf, bounds="()")
-
-
-def _checked_backoff_factor(value: Any) -> float:
-    return checked_number("backoff_factor", value, low=0.0, high=1.0, bounds="()")
-
-
-def _checked_interval(value: Any) -> int:
-    return checked_count("growth_interval", value)

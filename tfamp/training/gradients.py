@@ -60,8 +60,8 @@ class Gradients:
         if self.divisor is None:
             return self
         values = [
-            gradient if is_next_value(variable) else _divided(gradient, self.divisor)
-            for gradient, variable in self.pairs()
+            g if is_next_value(v) else _mapped(lambda values: _quotient(values, self.divisor), g)
+            for g, v in self.pairs()
         ]
         return replace(self, values=values, divisor=None)
 
@@ -70,15 +70,15 @@ class Gradients:
 
         Keras adds gradients up in sums of that dtype, and does not cast them itself there.
         """
-        return replace(self, values=[_stored(*pair) for pair in self.pairs()])
+        return replace(self, values=[_narrowed(*pair) for pair in self.pairs()])
 
     def all_finite(self) -> Any:
         """Whether no unchecked gradient is inf or NaN, unscaled and in its variable's dtype."""
         checked = self.checked or [False] * len(self.values)
         pairs = [
-            (gradient, variable)
-            for gradient, variable, known in zip(self.values, self.variables, checked, strict=True)
-            if gradient is not None and not known
+            pair
+            for pair, known in zip(self.pairs(), checked, strict=True)
+            if pair[0] is not None and not known
         ]
         squared = [pair for pair in pairs if _can_be_squared(*pair)]
         checks = _finite_each([p for p in pairs if not _can_be_squared(*p)], self.divisor)
@@ -127,7 +127,7 @@ class Gradients:
         given = [g for g, v in self.pairs() if g is not None and not is_next_value(v)]
         if not given:
             return tf.constant(0.0)
-        norm = _norm_function(norm_type)([_distinct_rows(gradient) for gradient in given])
+        norm = _NORMS[norm_type]([_distinct_rows(gradient) for gradient in given])
         return norm / (1.0 if self.divisor is None else tf.cast(self.divisor, tf.float32))
 
 
@@ -182,20 +182,10 @@ def is_next_value(variable: Any) -> bool:
     return getattr(variable, "overwrite_with_gradient", False)
 
 
-def _divided(gradient: Any, divisor: Any) -> Any:
-    return _mapped(lambda values: _quotient(values, divisor), gradient)
-
-
 def _quotient(values: Any, divisor: Any) -> Any:
     if dtype_name(values) in LOW_PRECISION:
         values = ops.cast(values, "float32")
     return values / ops.cast(divisor, values.dtype)
-
-
-def _stored(gradient: Any, variable: Any) -> Any:
-    if not _narrows(gradient, variable):
-        return gradient
-    return _mapped(lambda values: ops.cast(values, dtype_name(variable)), gradient)
 
 
 def _mapped(function: Callable[[Any], Any], gradient: Any) -> Any:
@@ -227,9 +217,7 @@ def _finite_each(pairs: Sequence[tuple[Any, Any]], divisor: Any) -> list[Any]:
         values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
         if divisor is not None and not is_next_value(variable):
             values = _quotient(values, divisor)
-        if _narrows(values, variable):
-            values = ops.cast(values, dtype_name(variable))
-        checks.append(ops.all(ops.isfinite(values)))
+        checks.append(ops.all(ops.isfinite(_narrowed(values, variable))))
     return checks
 
 
@@ -243,23 +231,20 @@ def _can_be_squared(gradient: Any, variable: Any) -> bool:
     return not (sparse or narrow or wide or is_next_value(variable))
 
 
-def _narrows(gradient: Any, variable: Any) -> bool:
-    if gradient is None or variable is None:
-        return False
-    return dtype_name(variable) in LOW_PRECISION and dtype_name(gradient) != dtype_name(variable)
+def _narrowed(gradient: Any, variable: Any) -> Any:
+    """A gradient in the dtype of its variable, if that is a low one."""
+    if variable is None or dtype_name(variable) not in LOW_PRECISION:
+        return gradient
+    return _mapped(lambda values: ops.cast(values, dtype_name(variable)), gradient)
 
 
 # ---- Summing -------------------------------------------------------------------------------------
 
 
 def _all_reduced(pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
-    result = [gradient for gradient, _ in pairs]
-    sent = [i for i, (g, v) in enumerate(pairs) if g is not None and not is_next_value(v)]
-    if sent:
-        sums = all_reduce_sum([result[i] for i in sent])
-        for i, value in zip(sent, sums, strict=True):
-            result[i] = value
-    return result
+    sent = [g for g, v in pairs if g is not None and not is_next_value(v)]
+    sums = iter(all_reduce_sum(sent) if sent else ())
+    return [g if g is None or is_next_value(v) else next(sums) for g, v in pairs]
 
 
 def _widened(values: Any) -> Any:
@@ -276,10 +261,6 @@ def _distinct_rows(gradient: Any) -> Any:
         # As many rows as there were: those beyond the distinct ones are zero.
         return _widened(tf.math.unsorted_segment_sum(gradient.values, rows, tf.size(rows)))
     return _widened(gradient)
-
-
-def _norm_function(norm_type: float) -> Callable[[Sequence[Any]], Any]:
-    return {1: _sum_of_magnitudes, 2: _euclidean, math.inf: _greatest}[norm_type]
 
 
 def _sum_of_magnitudes(values: Sequence[Any]) -> Any:
@@ -315,6 +296,9 @@ def _euclidean_of_any_size(values: Sequence[Any]) -> Any:
     unit = tf.where(greatest > 0, greatest, 1.0)
     squares = [tf.nn.l2_loss(value / tf.cast(unit, value.dtype)) for value in values]
     return unit * tf.sqrt(2 * _total(squares))
+
+
+_NORMS = {1: _sum_of_magnitudes, 2: _euclidean, math.inf: _greatest}
 
 
 # ---- What a user gave ----------------------------------------------------------------------------

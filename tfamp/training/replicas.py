@@ -22,9 +22,10 @@ def check_in_replica() -> None:
 
 
 def outside_the_graph(create: Callable[[], None]) -> None:
-    """Calls a function that creates variables, outside the graph being traced and once.
+    """Calls a function that creates variables, outside the graph being traced.
 
-    Variables that a replica creates while it traces cannot be initialised; Keras's own optimizers
+    Replicas trace one after the other: the first one creates, the others find it done.
+    Variables created in a replica while it traces cannot be initialised; Keras's own optimizers
     fail there unless they were built before.
     """
 
@@ -32,15 +33,11 @@ def outside_the_graph(create: Callable[[], None]) -> None:
         with strategy.scope():
             create()
 
-    def create_elsewhere(strategy: tf.distribute.Strategy) -> None:
+    if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
         # Under a strategy tf.init_scope leaves the graph, but not the tf.function's rule that only
         # its first trace creates variables. Another thread has never heard of that function.
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(create_in_scope, strategy).result()
-
-    replica = tf.distribute.get_replica_context()
-    if tf.distribute.has_strategy() and replica is not None:
-        replica.merge_call(create_elsewhere)
+            thread.submit(create_in_scope, tf.distribute.get_strategy()).result()
     else:
         with tf.init_scope():
             create()

@@ -14,8 +14,7 @@ import tensorflow as tf
 from keras import ops
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
-from tfamp.core.loss_scale import DynamicRule, LossScaleState, next_state
-from tfamp.core.options import LossScale
+from tfamp.core.loss_scale import LossScaleState, next_state
 from tfamp.interop.keras_backend import as_tensor, described
 from tfamp.interop.tracing import PerTrace
 from tfamp.training.gradients import Gradients, dtype_name
@@ -77,9 +76,11 @@ class ScaleVariables:
         """The loss scale, a scalar tensor."""
         return as_tensor(self._variables.scale)
 
-    def advance(self, rule: LossScale | DynamicRule, finite: Any) -> None:
+    def advance(self, rule: Any, finite: Any) -> None:
         """Moves the state on by one step, whose gradients were all finite or not."""
-        before = LossScaleState(*(0 if v is None else as_tensor(v) for v in self._variables))
+        # Not a Python 0: it would become an int32, which GPUs' hosts compare.
+        zero = ops.zeros_like(as_tensor(self._variables.good_steps))
+        before = LossScaleState(*(zero if v is None else as_tensor(v) for v in self._variables))
         if dtype_name(before.scale) != self._dtype:
             before = before._replace(scale=ops.cast(before.scale, self._dtype))
         after = next_state(rule, before, finite, ops)
@@ -174,15 +175,14 @@ class _Window:
     """The gradients unscaled since the last apply, in one graph or in eager mode."""
 
     def __init__(self) -> None:
-        # Weak: the window must not keep a step's gradients alive.
-        self._seen: list[weakref.ref[Any]] = []
-        self._unscaled: list[weakref.ref[Any]] = []
         self.is_open = False
+        # By identity, and weak: the window must not keep a step's gradients alive.
+        self._given: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._unscaled: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def check_not_unscaled(self, gradients: Sequence[Any]) -> None:
         """Raises if one of the gradients went in or came out since the last apply."""
-        seen = {id(tensor) for ref in self._seen if (tensor := ref()) is not None}
-        if any(id(values) in seen for values in _tensors(gradients)):
+        if any(key in self._given or key in self._unscaled for key, _ in _tensors(gradients)):
             raise ValueError(
                 "These gradients have been unscaled already since the last apply; unscaling them "
                 "again would divide by the loss scale twice. Call get_unscaled_gradients once on "
@@ -192,21 +192,21 @@ class _Window:
     def remember(self, gradients: Sequence[Any], unscaled: Sequence[Any]) -> None:
         """Notes gradients that were unscaled, what came out, and that this was checked."""
         self.is_open = True
-        came_out = [weakref.ref(values) for values in _tensors(unscaled)]
-        self._unscaled += came_out
-        self._seen += [weakref.ref(values) for values in _tensors(gradients)] + came_out
+        self._given.update(_tensors(gradients))
+        self._unscaled.update(_tensors(unscaled))
 
     def came_out(self, gradients: Iterable[Any]) -> list[bool]:
         """Whether each of the gradients is one that came out, unchanged, since the last apply."""
-        unscaled = {id(tensor) for ref in self._unscaled if (tensor := ref()) is not None}
-        return [id(gradient) in unscaled for gradient in gradients]
+        return [id(gradient) in self._unscaled for gradient in gradients]
 
     def close(self) -> bool:
         """Starts anew and returns whether anything had been unscaled."""
-        was_open, self.is_open, self._seen, self._unscaled = self.is_open, False, [], []
+        was_open, self.is_open = self.is_open, False
+        self._given.clear()
+        self._unscaled.clear()
         return was_open
 
 
-def _tensors(gradients: Iterable[Any]) -> list[Any]:
+def _tensors(gradients: Iterable[Any]) -> list[tuple[int, Any]]:
     values = (g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients)
-    return [value for value in values if tf.is_tensor(value)]
+    return [(id(value), value) for value in values if tf.is_tensor(value)]

@@ -125,7 +125,7 @@ def test_what_is_not_lowered_is_as_it_was():
     slow = dataclasses.replace(slow, least_gain=0.0)
     graph = graph_of(gradient)
     before = graph.SerializeToString(deterministic=True)
-    with pytest.warns(tfamp.NothingToLowerWarning):
+    with pytest.warns(tfamp.NothingConvertedWarning):
         result = rewritten(graph, placement="min_cut", profile=slow)
     assert result.graph_def == graph
     assert graph.SerializeToString(deterministic=True) == before
@@ -135,7 +135,7 @@ def test_what_is_not_lowered_is_as_it_was():
     assert "Sum" not in node.reason
 
 
-@pytest.mark.filterwarnings("ignore::tfamp.NothingToLowerWarning")
+@pytest.mark.filterwarnings("ignore::tfamp.NothingConvertedWarning")
 def test_of_two_only_the_one_that_is_lowered_changes():
     def function(x):
         first = gradient(x)
