@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES
-from tfamp.graph.function_names import called_functions
+from tfamp.graph.functions import called_functions
 from tfamp.graph.op_signatures import (
     Argument,
     OpSignature,

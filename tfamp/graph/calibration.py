@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from tfamp.core.errors import TfampWarning
 from tfamp.graph.observe import Observer, drop_unused_nodes, input_specs, observed_scopes
+from tfamp.planning.cost import reduction_depth
 from tfamp.planning.ranges import Limits, Ranges, TensorKey, TensorRange
-from tfamp.planning.reductions import reduction_depth
 from tfamp.planning.structures import GraphIndex
 
 _ENDLESS = -1  # tf.data.INFINITE_CARDINALITY

@@ -3,7 +3,7 @@
 Every type attribute of a node is a slot, and so is every dtype the op fixes. Reads of a variable
 with nothing between them count as one tensor, so that one Cast serves them all. The dtypes of both
 ends of every edge are compared on the way, so that the index of a graph that is not valid cannot be
-built: `tfamp.graph.verify` relies on it.
+built: `tfamp.graph.apply` relies on it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from tfamp.core.errors import RewriteError
-from tfamp.graph.function_names import (
+from tfamp.graph.functions import (
     called_functions,
     function_attributes,
     reached_functions,
@@ -28,10 +28,10 @@ from tfamp.graph.op_signatures import (
     argument,
     attribute_value,
     has_kernel,
+    kernel_refuses,
     registered_signature,
     signature,
 )
-from tfamp.planning.kernel_limits import kernel_refuses
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,

@@ -20,12 +20,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, float_format
-from tfamp.graph.function_names import new_suffix, rename_functions
+from tfamp.graph.functions import new_suffix, rename_functions
 from tfamp.graph.index import build_indexes
 from tfamp.interop import tf_functions
 from tfamp.planning.ranges import TensorKey
-from tfamp.planning.structures import MAIN_GRAPH, RESULT, GraphIndex, reach
-from tfamp.planning.tensor_names import node_name
+from tfamp.planning.structures import MAIN_GRAPH, RESULT, GraphIndex, node_name, reach
 
 T = TypeVar("T")
 

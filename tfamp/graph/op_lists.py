@@ -17,7 +17,7 @@ from typing import Literal
 import tfamp.planning.autocast_lists as _autocast
 import tfamp.planning.grappler_lists as _grappler
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.planning.control_flow import LOOPS
+from tfamp.planning.structures import LOOPS
 
 Color = Literal["allow", "infer", "deny", "clear"]
 

@@ -7,7 +7,7 @@ be called by its name, like an op.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,3 +165,61 @@ def _allowed(attr: Any) -> frozenset[str] | None:
     if not attr.HasField("allowed_values"):
         return None
     return frozenset(tf_private.dtype_name(each) for each in attr.allowed_values.list.type)
+
+
+# These take images with channels last only.
+_CHANNELS_LAST = frozenset(
+    {
+        "AvgPool",
+        "AvgPoolGrad",
+        "Conv2D",
+        "Conv2DBackpropFilter",
+        "Conv2DBackpropInput",
+        "Conv3D",
+        "Conv3DBackpropFilterV2",
+        "Conv3DBackpropInputV2",
+        "DepthwiseConv2dNative",
+        "DepthwiseConv2dNativeBackpropFilter",
+        "DepthwiseConv2dNativeBackpropInput",
+        "MaxPool",
+        "MaxPoolGrad",
+    }
+)
+# These do not spread a filter out. Conv2D's kernel does, but its gradients, which TensorFlow adds
+# in the dtype of the op, cannot.
+_NOT_DILATED = frozenset(
+    {
+        "Conv2D",
+        "Conv2DBackpropFilter",
+        "Conv2DBackpropInput",
+        "Conv3D",
+        "Conv3DBackpropFilterV2",
+        "Conv3DBackpropInputV2",
+        "DepthwiseConv2dNative",
+    }
+)
+
+
+def kernel_refuses(
+    op: str, dtype: str, device: str, data_format: str, dilations: Sequence[int]
+) -> bool:
+    """Whether a node would fail in a dtype for which its op has a kernel.
+
+    Args:
+        op: Op type.
+        dtype: The low dtype.
+        device: "cpu", "gpu" or "tpu".
+        data_format: The attribute of this name, such as "NCHW"; "" if there is none.
+        dilations: The attribute of this name; empty if there is none.
+
+    Example:
+        >>> kernel_refuses("Conv2D", "float16", "cpu", "NCHW", (1, 1, 1, 1))
+        True
+        >>> kernel_refuses("Conv2D", "bfloat16", "cpu", "NCHW", (1, 1, 1, 1))
+        False
+    """
+    if (dtype, device) != ("float16", "cpu"):
+        return False
+    if op in _CHANNELS_LAST and data_format.startswith("NC"):
+        return True
+    return op in _NOT_DILATED and any(each > 1 for each in dilations)

@@ -12,19 +12,16 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingToLowerWarning, TfampWarning
 from tfamp.core.profile import MachineProfile
-from tfamp.graph.apply import apply_plan
+from tfamp.graph.apply import apply_plan, control_inputs, verify_rewrite
+from tfamp.graph.functions import inline_calls
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
-from tfamp.graph.transforms.bias_gradients import as_sums, sums_are_better, without_idle_sums
-from tfamp.graph.transforms.inline import inline_calls
-from tfamp.graph.transforms.loop_reads import read_before_loops
-from tfamp.graph.verify import control_inputs, verify_rewrite
+from tfamp.graph.transforms import as_sums, read_before_loops, sums_are_better, without_idle_sums
 from tfamp.machine import hardware
 from tfamp.planning.choices import NodeChoices, check_choice
 from tfamp.planning.coloring import Updates
-from tfamp.planning.decision import Request, decide
-from tfamp.planning.plan import PaintedScope
+from tfamp.planning.decision import PaintedScope, Request, decide
 from tfamp.planning.ranges import RULE as CALIBRATION
 from tfamp.planning.ranges import Limits, Ranges
 from tfamp.planning.structures import RewritePlan, RewriteResult

@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, Reason
-from tfamp.planning.tensor_names import node_name
+from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, Reason, node_name
 
 # Functions that call one another twice have a number of callers that doubles at every level.
 MOST_CALLERS = 1000

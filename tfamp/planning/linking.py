@@ -18,11 +18,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tfamp.planning.control_flow import LINK, LOOPS
 from tfamp.planning.cost import ScopeCosts
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,
+    LINK,
+    LOOPS,
     MAIN_GRAPH,
     RESULT,
     Edge,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tfamp.core.dtypes import float_format
-from tfamp.planning.reductions import IN_FLOAT32
+from tfamp.planning.cost import IN_FLOAT32
 from tfamp.planning.structures import FLOAT32, GraphIndex, IndexedNode, Reason
 
 RULE = "calibration"

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import tensorflow as tf
 
 from tfamp.core.errors import RewriteError
-from tfamp.graph.transforms.inline import GRADIENT, INLINED_INTO, argument_name
+from tfamp.graph.functions import GRADIENT, INLINED_INTO, argument_name
 from tfamp.interop import tf_functions
 from tfamp.interop.tracing import as_written
 

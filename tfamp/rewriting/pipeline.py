@@ -21,8 +21,10 @@ import tensorflow as tf
 from tfamp.core.errors import NothingToLowerWarning
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration, measure
-from tfamp.graph.function_names import (
+from tfamp.graph.functions import (
+    INLINED_INTO,
     called_functions,
+    inline_calls,
     new_suffix,
     reached_functions,
     rename_functions,
@@ -30,13 +32,11 @@ from tfamp.graph.function_names import (
 )
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.rewrite import PLACEMENTS, check_lists, convert, make_request
-from tfamp.graph.transforms.inline import INLINED_INTO, inline_calls
 from tfamp.interop import tf_functions
 from tfamp.machine.profile_choice import check_profile, resolve_profile
 from tfamp.planning.choices import NodeChoices, check_choice, patterns
-from tfamp.planning.control_flow import LOOPS
 from tfamp.planning.ranges import Ranges
-from tfamp.planning.structures import RewritePlan
+from tfamp.planning.structures import LOOPS, RewritePlan
 from tfamp.rewriting.custom_gradients import adopt_gradients, gradient_dtypes
 from tfamp.rewriting.weight_cache import WeightCache, cacheable_variables, cached_casts
 

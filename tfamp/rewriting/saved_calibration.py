@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfamp.core.errors import SavedModelError
 from tfamp.graph.calibration import Calibration, measure
 from tfamp.planning.ranges import Ranges
-from tfamp.planning.tensor_names import node_name
+from tfamp.planning.structures import node_name
 from tfamp.rewriting.saved_graph import CALLS, NO_SIGNATURES, Roles, ancestors, model_graph
 
 _VARIABLES = frozenset({"VarHandleOp", "Variable", "VariableV2"})

@@ -14,12 +14,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.function_names import called_functions, reached_functions
+from tfamp.graph.functions import called_functions, inline_calls, reached_functions
 from tfamp.graph.rewrite import rewrite_graph_def
-from tfamp.graph.transforms.inline import inline_calls
 from tfamp.interop import tf_private
-from tfamp.planning.structures import RewritePlan
-from tfamp.planning.tensor_names import node_name
+from tfamp.planning.structures import RewritePlan, node_name
 
 # Entries of the table of signatures that are none.
 NO_SIGNATURES = ("__saved_model_init_op", "__saved_model_train_op")

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.errors import SavedModelError
-from tfamp.planning.tensor_names import node_name
+from tfamp.planning.structures import node_name
 from tfamp.rewriting.saved_files import VARIABLES_PREFIX, first_line
 from tfamp.rewriting.saved_graph import NO_SIGNATURES
 

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from helpers import graph_dsl, loops
 from tfamp.graph.index import build_indexes
+from tfamp.planning.cost import REDUCING, reduction_depth
 from tfamp.planning.ranges import Limits, Ranges, TensorRange, too_large
-from tfamp.planning.reductions import REDUCING, reduction_depth
 
 
 def index_of(text):

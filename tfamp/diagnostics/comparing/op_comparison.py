@@ -20,13 +20,11 @@ from tfamp.autocasting.context import autocast
 from tfamp.core.errors import TfampWarning
 from tfamp.diagnostics.comparing.comparison import ComparisonRow
 from tfamp.diagnostics.comparing.error_measures import largest_error, range_shares, relative_error
-from tfamp.graph.function_names import unshare_branches
+from tfamp.graph.functions import inline_calls, unshare_branches
 from tfamp.graph.observe import Observer, observed_scopes
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.transforms.inline import inline_calls
 from tfamp.planning.ranges import TensorKey
-from tfamp.planning.structures import MAIN_GRAPH, GraphIndex, producers_first
-from tfamp.planning.tensor_names import node_name
+from tfamp.planning.structures import MAIN_GRAPH, GraphIndex, node_name, producers_first
 from tfamp.rewriting.flat_call import FlatCall
 from tfamp.rewriting.function import RewrittenFunction
 from tfamp.rewriting.traced_function import TracedFunction

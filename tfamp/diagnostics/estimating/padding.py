@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tfamp.planning.flops import FLOP_RULES
+from tfamp.planning.cost import FLOP_RULES
 from tfamp.planning.structures import GraphIndex
 
 MULTIPLE = 8
