@@ -48,7 +48,8 @@ def place(
     """
     pinned = safe & costs.unshaped
     forced = pinned & painting.low.keys() | {s for s in safe if _is_forced(painting, s)}
-    low = _Cut(index, regions, safe - (pinned - forced), forced, costs).low()
+    kept = {*regions.fixed, *painting.denied}
+    low = _Cut(index, regions, safe - (pinned - forced), forced, costs, kept).low()
     by_lists, least = (scope_seconds(index, costs, slots) for slots in (painting.low, low))
     if by_lists - least < least_gain:
         return painting
@@ -70,6 +71,7 @@ class _Cut:
         safe: frozenset[int],
         forced: Collection[int],
         costs: ScopeCosts,
+        kept: Collection[int],
     ) -> None:
         self._index, self._regions, self._costs = index, regions, costs
         self._forced = sorted(forced)
@@ -78,7 +80,7 @@ class _Cut:
             for node in index.nodes
             if node.op == "Cast"
             for slot in node.slots
-            if _end_can_change(index, slot) and slot not in regions.fixed
+            if _end_can_change(index, slot) and slot not in kept
         ]
         self._free = (*sorted(safe), *self._casts)
         self._vertices = {slot: number for number, slot in enumerate(self._free, start=2)}
