@@ -54,16 +54,7 @@ class ScopeCosts:
 
 
 def estimate(index: GraphIndex, profile: MachineProfile, dtype: str) -> ScopeCosts:
-    """Estimates what everything in a scope takes.
-
-    Args:
-        index: The scope.
-        profile: The machine.
-        dtype: The low dtype.
-
-    Returns:
-        The times.
-    """
+    """Estimates what everything in a scope takes on a machine."""
     return _Estimate(index, profile, dtype).costs()
 
 
@@ -96,8 +87,9 @@ def crossing_tensors(index: GraphIndex, low: Collection[int]) -> dict[Tensor, No
 
 def scope_seconds(index: GraphIndex, costs: ScopeCosts, low: Collection[int]) -> float:
     """Returns what a scope takes, Casts included, if the slots in `low` are lowered."""
-    nodes = sum(costs.node(index, position, low) for position in range(len(index.nodes)))
-    return nodes + sum(costs.casts[tensor] for tensor in crossing_tensors(index, low))
+    slots = sum(times[slot in low] for slot, times in enumerate(costs.slots))
+    casts = sum(costs.casts[tensor] for tensor in crossing_tensors(index, low))
+    return sum(costs.overheads) + slots + casts
 
 
 class _Estimate:
@@ -105,7 +97,10 @@ class _Estimate:
 
     def __init__(self, index: GraphIndex, profile: MachineProfile, dtype: str) -> None:
         self._index, self._profile, self._dtype = index, profile, dtype
-        self._sizes: dict[Tensor, float] = {}
+        self._sizes = {
+            tensor: float(math.prod(UNKNOWN_DIMENSION if dim is None else dim for dim in shape))
+            for tensor, shape in index.shapes.items()
+        }
         self._inputs: list[dict[int, Tensor]] = [{} for _ in index.nodes]
         self._outputs: list[dict[int, Tensor]] = [{} for _ in index.nodes]
         # For each slot the tensors that have its dtype.
@@ -127,11 +122,8 @@ class _Estimate:
             runs = node.op not in (ARGUMENT, RESULT, "Cast")
             overheads.append(self._profile.op_overhead if runs else 0.0)
             known.append(self._is_known(position))
-            if node.op == "Cast":
-                times_of_node = self._cast_times(position)
-            else:
-                times_of_node = self._op_times(position)
-            for slot, seconds in zip(node.slots, times_of_node, strict=True):
+            of_node = self._cast_times if node.op == "Cast" else self._op_times
+            for slot, seconds in zip(node.slots, of_node(position), strict=True):
                 times[slot] = seconds
         casts = {
             tensor: self._cast_seconds(tensor, FLOAT32, self._dtype)
@@ -146,21 +138,9 @@ class _Estimate:
         )
         return ScopeCosts(tuple(times), casts, tuple(overheads), tuple(known), frozenset(unshaped))
 
-    # Sizes
-
     def _shape(self, tensor: Tensor) -> Shape | None:
         shape = self._index.shapes.get(tensor)
-        if shape is None:
-            return None
-        return tuple(UNKNOWN_DIMENSION if dim is None else dim for dim in shape)
-
-    def _elements(self, tensor: Tensor) -> float:
-        known = self._sizes.get(tensor)
-        if known is None:
-            shape = self._shape(tensor)
-            known = float(0 if shape is None else math.prod(shape))
-            self._sizes[tensor] = known
-        return known
+        return shape and tuple(UNKNOWN_DIMENSION if dim is None else dim for dim in shape)
 
     def _is_known(self, position: int) -> bool:
         tensors = (*self._inputs[position].values(), *self._outputs[position].values())
@@ -168,22 +148,24 @@ class _Estimate:
             tensor in self._index.shapes for tensor in tensors
         )
 
-    # Ops
-
     def _op_times(self, position: int) -> list[tuple[float, float]]:
         index = self._index
         node = index.nodes[position]
         if node.op in (*FREE_OPS, ARGUMENT, RESULT) or node.calls_function:
             return [(0.0, 0.0)] * len(node.slots)
-        kind, flops = self._arithmetic(position)
-        floats = [slot for slot in node.slots if index.slots[slot].dtype in _FLOATS]
+        kind, work = self._arithmetic(position)
+        peaks = self._profile.peaks_of(node.op, kind)
         times = []
         for slot in node.slots:
             own = index.slots[slot].dtype
-            low = self._dtype if own == FLOAT32 else own
-            work = flops if floats[:1] == [slot] else 0.0
-            as_it_is, lowered = (self._seconds(slot, kind, work, dtype) for dtype in (own, low))
+            moved = self._elements(slot, node.op) / self._profile.bandwidth
+            done = work if own in _FLOATS else 0.0
+            as_it_is, lowered = (
+                max(done / peaks.get(dtype, peaks[FLOAT32]), moved * _BYTES.get(dtype, 4))
+                for dtype in (own, self._dtype if own == FLOAT32 else own)
+            )
             times.append((as_it_is, lowered))
+            work -= done  # It is counted with the first float slot.
         return times
 
     def _arithmetic(self, position: int) -> tuple[str, float]:
@@ -194,9 +176,9 @@ class _Estimate:
         if rule is None:
             if node.op in MOVING_OPS:
                 return "elementwise", 0.0
-            sizes = [self._elements(tensor) for tensor in (*inputs.values(), *outputs.values())]
+            tensors = (*inputs.values(), *outputs.values())
             kind = "special" if node.op in SPECIAL_OPS else "elementwise"
-            return kind, max(sizes, default=0.0)
+            return kind, max((self._sizes.get(tensor, 0.0) for tensor in tensors), default=0.0)
         flops = rule.flops(
             {number: self._shape(tensor) for number, tensor in inputs.items()},
             {port: self._shape((position, port)) for port in rule.outputs},
@@ -204,24 +186,18 @@ class _Estimate:
         )
         return rule.kind, 0.0 if flops is None else flops
 
-    def _seconds(self, slot: int, kind: str, work: float, dtype: str) -> float:
-        node = self._index.node_of(slot)
-        peaks = self._profile.peaks_of(node.op, kind)
-        written = sum(self._elements(tensor) for tensor in self._written[slot])
+    def _elements(self, slot: int, op: str) -> float:
+        """How many elements an op reads and writes in the dtype of a slot."""
+        written = sum(self._sizes.get(tensor, 0.0) for tensor in self._written[slot])
         # What only moves values reads as much as it writes: a Gather does not read its table.
-        if node.op in MOVING_OPS and written:
-            read = written
-        else:
-            read = sum(self._elements(tensor) for tensor in self._read[slot])
-        size = (read + written) * _BYTES.get(dtype, 4)
-        return max(work / peaks.get(dtype, peaks[FLOAT32]), size / self._profile.bandwidth)
-
-    # Casts
+        if op in MOVING_OPS and written:
+            return 2 * written
+        return written + sum(self._sizes.get(tensor, 0.0) for tensor in self._read[slot])
 
     def _cast_seconds(self, tensor: Tensor, source: str, target: str) -> float:
         if source == target:
             return 0.0
-        size = self._elements(tensor) * (_BYTES.get(source, 4) + _BYTES.get(target, 4))
+        size = self._sizes.get(tensor, 0.0) * (_BYTES.get(source, 4) + _BYTES.get(target, 4))
         return size / self._profile.cast_bandwidth + self._profile.op_overhead
 
     def _cast_times(self, position: int) -> list[tuple[float, float]]:
@@ -387,21 +363,18 @@ class FlopRule:
         Returns:
             The number, or None where a shape that tells it is missing or None.
         """
-        positions = sorted(inputs) if self.inputs is None else self.inputs
+        operands = range(equation.count(",") + 1)
+        positions = operands if self.inputs is None else self.inputs
         shapes = [inputs.get(position) for position in positions]
         shapes += [outputs.get(port) for port in self.outputs]
         known = [shape for shape in shapes if shape is not None]
         return self.count(known, equation) if len(known) == len(shapes) else None
 
 
-def _size(shape: Sequence[int]) -> float:
-    return float(math.prod(shape))
-
-
 def _matmul(shapes: Sequence[Shape], _: str) -> float:
     """Of matrices m x k, k x n and m x n, transposed or not: the root of mk * kn * mn is mkn."""
-    result = shapes[-1]
-    return 2 * _size(result[:-2]) * math.sqrt(math.prod(_size(shape[-2:]) for shape in shapes))
+    sizes = [math.prod(shape[-2:]) for shape in shapes]
+    return 2 * math.prod(shapes[-1][:-2]) * math.sqrt(math.prod(sizes))
 
 
 def _einsum(shapes: Sequence[Shape], equation: str) -> float:
@@ -414,18 +387,18 @@ def _einsum(shapes: Sequence[Shape], equation: str) -> float:
         names = [*before, *(f"...{i}" for i in range(hidden, 0, -1)), *after]
         for name, size in zip(names, shape, strict=True):
             sizes[name] = max(size, sizes.get(name, 0))
-    return 2 * max(len(shapes) - 1, 0.5) * _size(tuple(sizes.values()))
+    return 2 * max(len(shapes) - 1, 0.5) * math.prod(tuple(sizes.values()))
 
 
 def _convolution(shapes: Sequence[Shape], _: str) -> float:
     """Of what a filter makes, and the filter; its last dimension is the channels made."""
     made, weights = shapes
-    return 2 * _size(made) * _size(weights[:-1])
+    return 2 * math.prod(made) * math.prod(weights[:-1])
 
 
 def _depthwise(shapes: Sequence[Shape], _: str) -> float:
     made, weights = shapes
-    return 2 * _size(made) * _size(weights[:2])
+    return 2 * math.prod(made) * math.prod(weights[:2])
 
 
 def _filter_first(count: _Count) -> _Count:
@@ -435,7 +408,7 @@ def _filter_first(count: _Count) -> _Count:
 def _cell(shapes: Sequence[Shape], _: str) -> float:
     """Of a recurrent cell: every row of the first input meets every weight."""
     rows, *weights = shapes
-    return 2 * _size(rows[:-1]) * sum(map(_size, weights))
+    return 2 * math.prod(rows[:-1]) * sum(map(math.prod, weights))
 
 
 def _cell_gradient(shapes: Sequence[Shape], _: str) -> float:
@@ -480,41 +453,8 @@ def _rules() -> dict[str, FlopRule]:
 FLOP_RULES = _rules()
 
 
-Shape: TypeAlias = tuple[int, ...]
-
-_MATMULS = frozenset({"BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "MatMul"})
-_CONVOLUTIONS = frozenset({"Conv", "Conv2D", "Conv3D"})
-_INPUT_GRADIENTS = frozenset(
-    {
-        "Conv2DBackpropInput",
-        "Conv2DBackpropInputV2",
-        "Conv3DBackpropInput",
-        "Conv3DBackpropInputV2",
-        "DepthwiseConv2dNativeBackpropInput",
-    }
-)
-_FILTER_GRADIENTS = frozenset(
-    {
-        "Conv2DBackpropFilter",
-        "Conv2DBackpropFilterV2",
-        "Conv3DBackpropFilter",
-        "Conv3DBackpropFilterV2",
-    }
-)
-_DEPTHWISE = "DepthwiseConv2dNative"
-_DEPTHWISE_FILTER_GRADIENT = "DepthwiseConv2dNativeBackpropFilter"
-_EINSUM = "Einsum"
-_SUMS = frozenset({"BiasAddGrad", "EuclideanNorm", "L2Loss", "Mean", "Prod", "Sum"})
-
-# Ops whose kernels add up in float32 whatever the dtype of their tensors.
-IN_FLOAT32 = (
-    _MATMULS
-    | _CONVOLUTIONS
-    | _INPUT_GRADIENTS
-    | _FILTER_GRADIENTS
-    | {_DEPTHWISE, _DEPTHWISE_FILTER_GRADIENT, _EINSUM}
-)
-REDUCING = IN_FLOAT32 | _SUMS
+# Sums, whose kernels add up in the dtype of their tensors. Those of FLOP_RULES do so in float32.
+SUMS = frozenset({"BiasAddGrad", "EuclideanNorm", "L2Loss", "Mean", "Prod", "Sum"})
 
 
 def reduction_depth(
@@ -522,63 +462,21 @@ def reduction_depth(
 ) -> int | None:
     """Returns how many values an op adds up for each element of its result.
 
-    Of a strided transposed convolution it is an upper bound.
-
-    Args:
-        op: An op type.
-        inputs: Shapes of its inputs, as far as they are known, by position.
-        output: Shape of its first output, if it is known.
-        equation: The attribute of that name of an Einsum.
-
-    Returns:
-        The number; None for an op that reduces nothing, or if a shape that is needed is not known.
+    None for an op that reduces nothing, or if a shape that is needed is not known. Of a strided
+    transposed convolution it is an upper bound.
 
     Example:
         >>> reduction_depth("MatMul", {0: (4, 512), 1: (512, 8)}, (4, 8))
         512
     """
+    rule = FLOP_RULES.get(op)
     if any(0 in shape for shape in (*inputs.values(), output or ())):
         return None
-    if op in _MATMULS and 0 in inputs and output:
-        # The two last dimensions hold rows and depth in either order; the result has the rows.
-        return math.prod(inputs[0][-2:]) // output[-2]
-    if op == _EINSUM:
-        return _einsum_depth(equation, inputs)
-    if op in _SUMS and 0 in inputs and output is not None:
+    if op in SUMS and 0 in inputs and output is not None:
         return math.prod(inputs[0]) // math.prod(output)
-    return _convolution_depth(op, inputs, output)
-
-
-def _convolution_depth(op: str, inputs: Mapping[int, Shape], output: Shape | None) -> int | None:
-    # Filters are height, width, channels in, channels out; for depthwise ones the last two are
-    # channels in and results for each.
-    if op in _CONVOLUTIONS and 1 in inputs:
-        return math.prod(inputs[1][:-1])
-    if op == _DEPTHWISE and 1 in inputs:
-        return math.prod(inputs[1][:-2])
-    if op in _INPUT_GRADIENTS and 1 in inputs:
-        return math.prod(inputs[1]) // inputs[1][-2]
-    if op in _FILTER_GRADIENTS and 2 in inputs and output:
-        return math.prod(inputs[2]) // output[-1]
-    if op == _DEPTHWISE_FILTER_GRADIENT and 2 in inputs and output:
-        return math.prod(inputs[2]) // math.prod(output[-2:])
-    return None
-
-
-def _einsum_depth(equation: str, inputs: Mapping[int, Shape]) -> int | None:
-    left, _, right = equation.replace(" ", "").partition("->")
-    sizes: dict[str, int] = {}
-    for position, labels in enumerate(left.split(",")):
-        if position not in inputs:
-            return None
-        sizes.update(_label_sizes(labels, inputs[position]))
-    return math.prod(size for label, size in sizes.items() if label not in right)
-
-
-def _label_sizes(labels: str, shape: Sequence[int]) -> dict[str, int]:
-    """Sizes of the labels before and behind an ellipsis, which itself is never summed over."""
-    before, dots, behind = labels.partition("...")
-    sizes = dict(zip(before, shape, strict=False))
-    if dots:
-        sizes.update(zip(reversed(behind), reversed(shape), strict=False))
-    return sizes
+    if rule is None or not (rule.outputs or op == "Einsum" or rule.kind == "conv_input"):
+        return None
+    if rule.kind == "conv_input":  # A filter ends with the channels in and out.
+        return math.prod(inputs[1]) // inputs[1][-2] if 1 in inputs else None
+    flops = rule.flops(inputs, {0: output}, equation)
+    return None if flops is None or output is None else round(flops / 2 / math.prod(output))

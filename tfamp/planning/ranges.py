@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tfamp.core.dtypes import float_format
-from tfamp.planning.cost import IN_FLOAT32
+from tfamp.planning.cost import FLOP_RULES
 from tfamp.planning.structures import FLOAT32, GraphIndex, IndexedNode, Reason
 
 RULE = "calibration"
@@ -222,7 +222,7 @@ def _judge(
 
 
 def _judge_depth(node: IndexedNode, depth: int, limits: Limits) -> Reason | None:
-    limit = limits.matmul_depth if node.op in IN_FLOAT32 else limits.sum_depth
+    limit = limits.matmul_depth if node.op in FLOP_RULES else limits.sum_depth
     if depth <= limit:
         return None
     text = f"it adds up {depth} values for each result, more than reduction_depth {limit:.6g}"
