@@ -1,4 +1,7 @@
-"""Carries out a RewritePlan; the only writer of dtypes."""
+"""Carries out a RewritePlan, the only writer of dtypes, and checks the result.
+
+What the check finds is a bug of tfamp's and never goes unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from tfamp.core.errors import RewriteError
+from tfamp.graph.functions import bodies
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_signatures import STATISTICS_ATTR, SUCCESSORS
 from tfamp.interop import tf_private
@@ -17,79 +21,58 @@ from tfamp.planning.linking import boundaries_agree
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,
-    MAIN_GRAPH,
     RESULT,
-    CastSite,
     GraphIndex,
     IndexedNode,
+    Retype,
     RewritePlan,
+    ScopePlan,
 )
-from tfamp.planning.structures import Retype as _Retype
 
 
 def apply_plan(graph_def: Any, plan: RewritePlan) -> None:
-    """Carries out a plan, in place.
+    """Carries out a plan in the graph it was made for, in place.
 
     Nodes keep their names and their order; a Cast comes right behind the node that makes its
     tensor. Functions keep their names and the names of their arguments and results.
-
-    Args:
-        graph_def: The `tf.compat.v1.GraphDef` the plan was made for.
-        plan: What to change.
     """
-    functions = {function.signature.name: function for function in graph_def.library.function}
-    for scope in plan.scopes:
-        if not scope.retypes and not scope.casts:
-            continue
-        if scope.scope == MAIN_GRAPH:
-            _rewrite_nodes(graph_def.node, scope.retypes, scope.casts, plan.dtype, "")
-        else:
-            function = functions[scope.scope]
-            _rewrite_signature(function.signature, scope.retypes, plan.dtype)
-            _rewrite_nodes(function.node_def, scope.retypes, scope.casts, plan.dtype, ":y:0")
-            for cast in scope.casts:
-                for consumer, _ in cast.consumers:
-                    if consumer.startswith(RESULT):
-                        function.ret[consumer.removeprefix(RESULT)] = f"{cast.name}:y:0"
+    changes = {scope.scope: scope for scope in plan.scopes if scope.retypes or scope.casts}
+    for name, nodes, function in bodies(graph_def):
+        if name in changes:
+            _rewrite_scope(nodes, function, changes[name], plan.dtype)
 
 
-def _rewrite_signature(signature: Any, retypes: tuple[_Retype, ...], dtype: str) -> None:
-    """Changes the arguments and results of a function: the retypes without an attribute."""
-    named = {each.name: each for each in signature.input_arg}
-    named |= {f"{RESULT}{each.name}": each for each in signature.output_arg}
-    for retype in retypes:
-        if not retype.attr:
-            named[retype.node].type = tf_private.dtype_number(dtype)
-
-
-def _rewrite_nodes(
-    nodes: Any,
-    retypes: tuple[_Retype, ...],
-    casts: tuple[CastSite, ...],
-    dtype: str,
-    output: str,
-) -> None:
-    """Changes the nodes of a scope; `output` is how the scope spells an op's first output."""
+def _rewrite_scope(nodes: Any, function: Any, changes: ScopePlan, dtype: str) -> None:
     by_name = {node.name: node for node in nodes}
-    for retype in retypes:
+    if function is not None:
+        by_name |= {ARGUMENT + each.name: each for each in function.signature.input_arg}
+        by_name |= {RESULT + each.name: each for each in function.signature.output_arg}
+    for retype in changes.retypes:
         if retype.attr:
             _retype(by_name[retype.node], retype, dtype)
+        else:  # An argument has its own name as a node, a result has this one.
+            name = retype.node if retype.node.startswith(RESULT) else ARGUMENT + retype.node
+            by_name[name].type = tf_private.dtype_number(dtype)
     following: dict[str, list[Any]] = defaultdict(list)
-    for cast in casts:
-        following[cast.producer if cast.producer in by_name else ARGUMENT].append(_cast_node(cast))
+    for cast in changes.casts:
+        types = map(tf_private.dtype_number, (cast.source, cast.target))
+        node = cast_node(cast.name, cast.tensor, *types, cast.device)
+        following[cast.producer if cast.producer in by_name else ARGUMENT].append(node)
+        output = cast.name if function is None else f"{cast.name}:y:0"
         for consumer, position in cast.consumers:
-            if not consumer.startswith(RESULT):
-                node = by_name[consumer]
-                node.input[position] = f"{cast.name}{output}"
-    ordered = following[ARGUMENT]
-    for node in list(nodes):
-        ordered.append(node)
-        ordered += following.get(node.name, [])
-    del nodes[:]
-    nodes.extend(ordered)
+            if consumer.startswith(RESULT):
+                function.ret[consumer.removeprefix(RESULT)] = output
+            else:
+                by_name[consumer].input[position] = output
+    if changes.casts:
+        ordered = [*following[ARGUMENT]]
+        for node in nodes:
+            ordered += [node, *following.get(node.name, ())]
+        del nodes[:]
+        nodes.extend(ordered)
 
 
-def _retype(node: Any, retype: _Retype, dtype: str) -> None:
+def _retype(node: Any, retype: Retype, dtype: str) -> None:
     number = tf_private.dtype_number(dtype)
     if node.op in SUCCESSORS:
         node.op = SUCCESSORS[node.op]
@@ -100,13 +83,15 @@ def _retype(node: Any, retype: _Retype, dtype: str) -> None:
         node.attr[retype.attr].list.type[retype.index] = number
 
 
-def _cast_node(cast: CastSite) -> Any:
-    node = tf.compat.v1.NodeDef(name=cast.name, op="Cast", input=[cast.tensor], device=cast.device)
-    node.attr["SrcT"].type = tf_private.dtype_number(cast.source)
-    node.attr["DstT"].type = tf_private.dtype_number(cast.target)
+def cast_node(name: str, tensor: str, source: int, target: int, device: str = "") -> Any:
+    """Returns a new Cast, between dtypes by number."""
+    node = tf.compat.v1.NodeDef(name=name, op="Cast", input=[tensor], device=device)
+    node.attr["SrcT"].type, node.attr["DstT"].type = source, target
     node.attr["Truncate"].b = False
     return node
 
+
+# ---- The check -----------------------------------------------------------------------------------
 
 ControlInputs: TypeAlias = Mapping[tuple[str, str], tuple[str, ...]]
 
@@ -114,19 +99,10 @@ ControlInputs: TypeAlias = Mapping[tuple[str, str], tuple[str, ...]]
 def verify_rewrite(
     before: ControlInputs, after: Any, scopes: Sequence[PaintedScope], plan: RewritePlan
 ) -> None:
-    """Checks a rewritten graph against the graph it was made from.
+    """Checks a rewritten graph against the decisions and its control inputs as they were.
 
     Both ends of every edge agree, every node is there under its name with its control inputs, what
-    must not change has not, denied slots are float32, and all that is new are the plan's Casts.
-
-    Args:
-        before: The control inputs of the graph that was rewritten.
-        after: The result.
-        scopes: The decisions.
-        plan: The plan.
-
-    Raises:
-        RewriteError: One of these does not hold.
+    must not change is as it was, and all that is new are the plan's Casts; else a RewriteError.
     """
     # Indexing compares the dtypes of both ends of every edge.
     indexes = build_indexes(after, dtype=None, device="cpu")
@@ -173,11 +149,9 @@ def _verify_slots(
 
 def control_inputs(graph_def: Any) -> dict[tuple[str, str], tuple[str, ...]]:
     """Returns what each node waits for, by the names of its function and its own."""
-    scopes = [("", graph_def.node)]
-    scopes += [(each.signature.name, each.node_def) for each in graph_def.library.function]
     return {
         (scope, node.name): tuple(name for name in node.input if name.startswith("^"))
-        for scope, nodes in scopes
+        for scope, nodes, _ in bodies(graph_def)
         for node in nodes
     }
 

@@ -17,8 +17,9 @@ from typing import Any, TypeAlias
 
 from tfamp.core.errors import RewriteError
 from tfamp.graph.functions import (
-    called_functions,
+    calls_in,
     function_attributes,
+    library_of,
     reached_functions,
 )
 from tfamp.graph.op_signatures import (
@@ -71,10 +72,9 @@ def build_indexes(
     Raises:
         RewriteError: The graph is not valid, or has an op TensorFlow does not know.
     """
-    library = {function.signature.name: function for function in graph_def.library.function}
+    library = library_of(graph_def)
     signatures = {name: signature(function.signature) for name, function in library.items()}
-    called = (name for node in graph_def.node for name in called_functions(node))
-    reached = reached_functions(library, called)
+    reached = reached_functions(library, calls_in(graph_def.node)) if library else set()
     indexes = [_Indexer(MAIN_GRAPH, signatures, dtype, device).index_graph(graph_def)]
     for name, function in library.items():
         if name in reached and not signatures[name].allowed:
