@@ -49,7 +49,7 @@ class Request:
         device: Kind of device of nodes that are pinned to none.
         placement: "min_cut" or "lists".
         profile: How fast the machine is.
-        ranges: What was measured.
+        ranges: What was measured, if anything was.
         limits: From where on measured values need float32.
         cached: Names of handles of variables whose Casts take no time.
     """
@@ -62,8 +62,8 @@ class Request:
     device: str
     placement: str
     profile: MachineProfile
-    ranges: Ranges
-    limits: Limits
+    ranges: Ranges | None
+    limits: Limits | None
     cached: frozenset[str] = frozenset()
 
 
@@ -98,7 +98,7 @@ def decide(
     chosen = request.choices.nodes_of(indexes)
     rules = _Rules(join(indexes, request.clear, weights), request.colors, request.updates, chosen)
     kept = [
-        too_large(index, request.ranges, request.limits, forced) | {**by_name, **used}
+        {**_too_large(index, request, forced), **by_name, **used}
         for index, forced, by_name, used in zip(
             indexes, chosen.forced, chosen.kept, chosen.used, strict=True
         )
@@ -124,6 +124,12 @@ def decide(
     )
     plan = make_plan(scopes, dtype=request.dtype, colors=rules.colors)
     return Decision(scopes, plan, tuple(_without_effect(rules, scopes, plan)))
+
+
+def _too_large(index: GraphIndex, request: Request, forced: frozenset[int]) -> Mapping[str, Reason]:
+    if request.ranges is None or request.limits is None:
+        return {}
+    return too_large(index, request.ranges, request.limits, forced)
 
 
 @dataclass(frozen=True, slots=True)

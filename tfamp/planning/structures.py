@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tfamp.planning.plan_page import plan_json, plan_text, render_page
 
@@ -87,8 +87,7 @@ class TypeSlot:
     can_be_low: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+class Edge(NamedTuple):
     """A tensor on its way from a node to one input of another.
 
     Attributes:
@@ -106,8 +105,7 @@ class Edge:
     tensor: str
 
 
-@dataclass(frozen=True, slots=True)
-class IndexedNode:
+class IndexedNode(NamedTuple):
     """A node of a scope.
 
     Attributes:

@@ -15,8 +15,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.graph.functions import called_functions, inline_calls, reached_functions
-from tfamp.graph.rewrite import rewrite_graph_def
+from tfamp.graph.rewrite import convert, make_request
 from tfamp.interop import tf_private
+from tfamp.planning.choices import NodeChoices
 from tfamp.planning.structures import RewritePlan, node_name
 
 # Entries of the table of signatures that are none.
@@ -88,7 +89,7 @@ def rewrite_meta_graph(meta_graph: Any, roles: Roles, options: Mapping[str, Any]
     Args:
         meta_graph: A `MetaGraphDef`; its `graph_def` is replaced.
         roles: What its parts are for.
-        options: Arguments of `rewrite_graph_def`.
+        options: Arguments of `make_request`, and keep_float32 and force_low.
 
     Returns:
         The plan.
@@ -104,10 +105,10 @@ def rewrite_meta_graph(meta_graph: Any, roles: Roles, options: Mapping[str, Any]
             root.attr["functions"].list.func.add(name=function.signature.name)
     chosen = dict(options)
     custom = _custom_gradients(graph)
-    chosen["keep_float32"] = (*options.get("keep_float32", ()), *custom)
-    chosen["may_miss"] = custom
+    keep = (*chosen.pop("keep_float32", ()), *custom)
     fetches = _distinct((*roles.fetches, *roles.bystanders))
-    result = rewrite_graph_def(graph, fetches, feeds=roles.feeds, inline=False, **chosen)
+    choices = NodeChoices(fetches, roles.feeds, keep, chosen.pop("force_low", ()), custom)
+    result = convert(graph, make_request(choices, **chosen))
     rewritten = result.graph_def
     nodes = [node for node in rewritten.node if node.name != _ROOT]
     functions = {f.signature.name: f for f in (*rewritten.library.function, *helpers)}
