@@ -55,8 +55,8 @@ def _rewrite_scope(nodes: Any, function: Any, changes: ScopePlan, dtype: str) ->
             by_name[name].type = tf_private.dtype_number(dtype)
     following: dict[str, list[Any]] = defaultdict(list)
     for cast in changes.casts:
-        types = map(tf_private.dtype_number, (cast.source, cast.target))
-        node = cast_node(cast.name, cast.tensor, *types, cast.device)
+        source, target = map(tf_private.dtype_number, (cast.source, cast.target))
+        node = cast_node(cast.name, cast.tensor, source, target, cast.device)
         following[cast.producer if cast.producer in by_name else ARGUMENT].append(node)
         output = cast.name if function is None else f"{cast.name}:y:0"
         for consumer, position in cast.consumers:

@@ -78,8 +78,8 @@ def drop_unused_nodes(graph_def: Any, inputs: Sequence[str], outputs: Sequence[s
         for node in graph_def.node:
             for tensor in () if node.name in fed else node.input:
                 consumers[node_name(tensor)].append(node.name)
-        missing = reach(unfed, consumers.__getitem__)
-        needed = set(nodes).difference(missing)
+        unreachable = reach(unfed, consumers.__getitem__)
+        needed = set(nodes).difference(unreachable)
     result = copied(graph_def)
     needed |= fed
     left = [node for node in result.node if node.name in needed]

@@ -33,7 +33,8 @@ MOST_CALLERS = 1000
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
     """Raises a ValueError that names the allowed values unless `value` is one."""
-    if value not in allowed:
+    # Not "in allowed" alone: tf.float16 equals "float16" without being a string.
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
 
 

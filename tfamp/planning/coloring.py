@@ -196,7 +196,7 @@ def _integer_sums(index: GraphIndex, colors: Sequence[str | None]) -> list[int]:
         nearby = (*index.fanout[slot], *(node.slots if node.op == "Cast" else ()))
         return [n for n in nearby if colors[n] == "clear" or index.node_of(n).op == "Cast"]
 
-    products = []
+    products: list[int] = []
     for node in index.nodes:
         given = {source for slot in node.slots for source in index.fanin[slot]}
         if given and node.op in FLOP_RULES:
@@ -267,7 +267,7 @@ def match_lists(rules: Rules, painting: Painting) -> Painting:
                 denied.setdefault(slot, Reason("TensorList", "its TensorList stays float32"))
         elif any(slot in low for slot in slots):
             for slot in slots:
-                low.setdefault(slot, Reason("TensorList", "its TensorList is lowered"))
+                low.setdefault(slot, Reason("TensorList", "its TensorList is converted"))
     return Painting(low, denied)
 
 
@@ -308,7 +308,7 @@ def lower_infer_behind_lowered(rules: Rules, painting: Painting) -> Painting:
         ):
             cause = next(source for source in sources if source in low)
             name = rules.index.node_of(cause).name
-            low[slot] = Reason("behind low", f"it is computed from {name}, which is lowered")
+            low[slot] = Reason("behind low", f"it is computed from {name}, which is converted")
     return Painting(low, painting.denied)
 
 
@@ -321,7 +321,7 @@ def lower_clear_beside_lowered(rules: Rules, painting: Painting) -> Painting:
     low = dict(painting.low)
     for slot, cause in reach(low, _along(is_clear, rules.fanin, rules.fanout)).items():
         name = rules.index.node_of(cause).name
-        low.setdefault(slot, Reason("beside low", f"it is next to {name}, which is lowered"))
+        low.setdefault(slot, Reason("beside low", f"it is next to {name}, which is converted"))
     return Painting(low, painting.denied)
 
 
@@ -330,7 +330,7 @@ def match_loops(rules: Rules, painting: Painting) -> Painting:
     low = dict(painting.low)
     for following, merges in rules.regions.loops:
         if all(merge in low for merge in merges) and rules.is_free(following) and merges:
-            low.setdefault(following, Reason("loop", "the loop variable is lowered"))
+            low.setdefault(following, Reason("loop", "the loop variable is converted"))
         else:
             for slot in (following, *merges):
                 low.pop(slot, None)
@@ -354,7 +354,7 @@ def repaint_casts(rules: Rules, painting: Painting) -> Painting:
                 continue
             ends = rules.fanout[slot] if found.attr == "DstT" else rules.fanin[slot]
             if ends and all(end in painting.low for end in ends):
-                low[slot] = Reason("cast", "every tensor it takes or gives here is lowered")
+                low[slot] = Reason("cast", "every tensor it takes or gives here is converted")
     return Painting(low, painting.denied)
 
 

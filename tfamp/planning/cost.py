@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tfamp.core.profile import MachineProfile
-from tfamp.planning.structures import ARGUMENT, FLOAT32, RESULT, GraphIndex
+from tfamp.planning.structures import ARGUMENT, FLOAT32, RESULT, Edge, GraphIndex
 
 # Dimensions that are not known, batches mostly, count as this many. A tensor of unknown rank counts
 # nothing: where it may be low the lists decide, see `planning.placement`; others, such as what
@@ -76,13 +76,14 @@ def with_free_casts(costs: ScopeCosts, index: GraphIndex, handles: Collection[st
     return dataclasses.replace(costs, casts=casts)
 
 
-def crossing_tensors(index: GraphIndex, low: Collection[int]) -> dict[Tensor, None]:
-    """Returns the tensors that need a Cast if the slots in `low` are lowered, in edge order."""
-    return {
-        (index.slots[edge.source].node, edge.port): None
-        for edge in index.edges
-        if (edge.source in low) != (edge.target in low)
-    }
+def crossing_tensors(index: GraphIndex, low: Collection[int]) -> dict[Tensor, list[Edge]]:
+    """Returns the tensors that need a Cast if these slots are low, with the edges that do."""
+    crossing: dict[Tensor, list[Edge]] = {}
+    for edge in index.edges:
+        if (edge.source in low) != (edge.target in low):
+            tensor = index.slots[edge.source].node, edge.port
+            crossing.setdefault(tensor, []).append(edge)
+    return crossing
 
 
 def scope_seconds(index: GraphIndex, costs: ScopeCosts, low: Collection[int]) -> float:
@@ -140,7 +141,9 @@ class _Estimate:
 
     def _shape(self, tensor: Tensor) -> Shape | None:
         shape = self._index.shapes.get(tensor)
-        return shape and tuple(UNKNOWN_DIMENSION if dim is None else dim for dim in shape)
+        if shape is None:
+            return None
+        return tuple(UNKNOWN_DIMENSION if dim is None else dim for dim in shape)
 
     def _is_known(self, position: int) -> bool:
         tensors = (*self._inputs[position].values(), *self._outputs[position].values())

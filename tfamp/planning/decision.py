@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from tfamp.core.profile import MachineProfile
 from tfamp.planning.choices import ChosenNodes, NodeChoices, nearest_names
 from tfamp.planning.coloring import Updates, find_regions, paint, safe_slots
-from tfamp.planning.cost import ScopeCosts, estimate, scope_seconds, with_free_casts
+from tfamp.planning.cost import (
+    ScopeCosts,
+    crossing_tensors,
+    estimate,
+    scope_seconds,
+    with_free_casts,
+)
 from tfamp.planning.linking import Joined, join
 from tfamp.planning.placement import place
 from tfamp.planning.ranges import Limits, Ranges, too_large
@@ -33,6 +39,7 @@ from tfamp.planning.structures import (
     RewritePlan,
     RewriteSummary,
     ScopePlan,
+    free_name,
 )
 
 
@@ -223,16 +230,7 @@ class PaintedScope:
 def make_plan(
     scopes: Sequence[PaintedScope], *, dtype: str, colors: Mapping[str, str]
 ) -> RewritePlan:
-    """Turns colours into a plan.
-
-    Args:
-        scopes: The graph and its functions, with their colours.
-        dtype: The low dtype.
-        colors: Colour of every op type that is on a list, for the reasons.
-
-    Returns:
-        The plan; where colours change nothing it has no retypes and no Casts.
-    """
+    """Turns the colours of a graph and its functions into a plan, with reasons by op colours."""
     plans = tuple(_plan_scope(scope, dtype) for scope in scopes)
     nodes = tuple(node for scope in scopes for node in _node_plans(scope, dtype, colors))
     casts = tuple(cast for plan in plans for cast in plan.casts)
@@ -267,18 +265,16 @@ def _plan_scope(scope: PaintedScope, dtype: str) -> ScopePlan:
         Retype(index.node_of(slot).name, index.slots[slot].attr, index.slots[slot].index)
         for slot in sorted(low)
     )
-    crossing: dict[tuple[int, int], list[Edge]] = {}
-    for edge in index.edges:
-        if (edge.source in low) != (edge.target in low):
-            producer = index.slots[edge.source].node
-            crossing.setdefault((producer, edge.port), []).append(edge)
+    crossing = crossing_tensors(index, low)
     taken = {node.name for node in index.nodes}
     casts = []
     # All edges of a tensor that need a Cast need the same one: the producer has one dtype.
     for (producer, port), edges in sorted(crossing.items()):
         down = edges[0].source not in low
         cast = _cast_site(index, producer, port, edges, dtype if down else FLOAT32, dtype)
-        casts.append(_with_free_name(cast, taken))
+        name = free_name(cast.name, taken)
+        taken.add(name)
+        casts.append(dataclasses.replace(cast, name=name))
     return ScopePlan(index.scope, retypes, tuple(casts))
 
 
@@ -299,15 +295,6 @@ def _cast_site(
         device=node.device,
         consumers=tuple((index.node_of(edge.target).name, edge.input) for edge in edges),
     )
-
-
-def _with_free_name(cast: CastSite, taken: set[str]) -> CastSite:
-    name, number = cast.name, 0
-    while name in taken:
-        number += 1
-        name = f"{cast.name}_{number}"
-    taken.add(name)
-    return dataclasses.replace(cast, name=name)
 
 
 def _node_plans(scope: PaintedScope, dtype: str, colors: Mapping[str, str]) -> Iterable[NodePlan]:
@@ -375,5 +362,5 @@ def _why_float32(scope: PaintedScope, slot: int, colors: Mapping[str, str]) -> R
     if not scope.index.slots[slot].can_be_low:
         return Reason("no kernel", f"{node.op} has no kernel for it on this device")
     if color == "clear":
-        return Reason("clear", "no node next to it is lowered")
-    return Reason("infer", "it is neither between nor behind lowered nodes")
+        return Reason("clear", "no node next to it is converted")
+    return Reason("infer", "it is neither between nor behind converted nodes")

@@ -41,8 +41,8 @@ T = TypeVar("T")
 ROUNDS = 32
 
 _ADDING = frozenset({"AccumulateNV2", "Add", "AddN", "AddV2", "Sub"})
-_ADDS_UP = Reason("loop", "it adds up over the rounds of a loop")
-_INVARIANT = Reason("loop", "it is the same in every round, and its gradient adds up over them")
+_ADDS_UP = Reason("loop", "it adds up over the iterations of a loop")
+_INVARIANT = Reason("loop", "it is the same in every iteration, and its gradient adds up over them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def join(
         clear: Op types that may change their dtypes with their neighbours: only loops among them
             are joined with what they run.
         weights: Arguments of loops' functions as (function, argument) by which nobody will need
-            gradients: they may be low though they are the same in every round.
+            gradients: they may be low though they are the same in every iteration.
 
     Returns:
         All scopes as one. A scope that nothing is linked with is in it by itself.

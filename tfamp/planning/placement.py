@@ -18,8 +18,8 @@ from tfamp.planning.structures import FLOAT32, GraphIndex, Painting, Reason, Reg
 _LOW, _FLOAT32 = 0, 1  # source and sink
 
 _LEFT = Reason("cut", "cheaper in float32: its Casts cost more than it gains")
-_LOWERED = Reason("cut", "it is behind lowered nodes, and cheaper lowered")
-_CAST = Reason("cast", "every tensor it takes or gives here is lowered")
+_LOWERED = Reason("cut", "it is behind converted nodes, and cheaper converted")
+_CAST = Reason("cast", "every tensor it takes or gives here is converted")
 
 
 def place(

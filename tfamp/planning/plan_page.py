@@ -34,13 +34,7 @@ _SCRIPTS = (
 
 
 def render_page(plan: Mapping[str, Any]) -> str:
-    """Returns a self-contained page that shows a plan.
-
-    Args:
-        plan: What `RewritePlan.to_json` writes, before it is text.
-
-    Returns:
-        An HTML document that loads nothing: no file, no font, no network.
+    """Returns a self-contained page that shows a plan, given as JSON has it; it loads nothing.
 
     Example:
         >>> summary = {"nodes": 0, "low_nodes": 0, "casts": 0}
@@ -156,29 +150,13 @@ def plan_json(plan: RewritePlan) -> dict[str, Any]:
 
 
 def _node_json(node: NodePlan) -> dict[str, Any]:
-    return {
-        "scope": node.scope,
-        "name": node.name,
-        "op": node.op,
-        "dtype": node.dtype,
-        "rule": node.reason.rule,
-        "reason": node.reason.text,
-        "cost": node.cost,
-        "inputs": list(node.inputs),
-    }
+    fields = {name: getattr(node, name) for name in node.__slots__}
+    return {**fields, "rule": node.reason.rule, "reason": node.reason.text}
 
 
 def _cast_json(cast: CastSite) -> dict[str, Any]:
-    return {
-        "scope": cast.scope,
-        "tensor": cast.tensor,
-        "from": cast.source,
-        "to": cast.target,
-        "bytes": cast.bytes,
-        "name": cast.name,
-        "producer": cast.producer,
-        "consumers": [list(consumer) for consumer in cast.consumers],
-    }
+    fields = {name: getattr(cast, name) for name in cast.__slots__ if name != "device"}
+    return {"from": fields.pop("source"), "to": fields.pop("target"), **fields}
 
 
 def _known(count: int | None) -> str:
