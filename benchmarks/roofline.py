@@ -1,6 +1,6 @@
 """How long an op would take at the machine's peaks: its arithmetic or its memory, the longer one.
 
-The counts and the peaks are those that `tfamp.rewrite` places Casts by, `tfamp.planning.flops` and
+The counts and the peaks are those that `tfamp.rewrite` places Casts by, `tfamp.planning.cost` and
 the machine profile; the shapes are those of the step that ran.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from benchmarks.step_graph import Node, Tensor
 from benchmarks.widths import WIDTHS, is_float
 from tfamp.core.profile import DTYPES, MachineProfile
-from tfamp.planning.flops import FLOP_RULES, FREE_OPS, MOVING_OPS, SPECIAL_OPS
+from tfamp.planning.cost import FLOP_RULES, FREE_OPS, MOVING_OPS, SPECIAL_OPS
 
 # Ops that update a variable in place: how many tensors of the update's size they read and write.
 _UPDATES = {

@@ -110,3 +110,39 @@ def test_batch_normalization_keeps_its_statistics_in_float32(dtype):
     for node in found:
         assert tf.as_dtype(node.attr["T"].type).name == dtype
         assert tf.as_dtype(node.attr["U"].type) == tf.float32
+
+
+PRODUCTS = {
+    "Einsum": lambda a, b: tf.cast(
+        tf.einsum("ab,bc->ac", tf.cast(a, tf.float32), tf.cast(b, tf.float32)), tf.int32
+    ),
+    # The float32 values are scaled as they are, in another shape.
+    "MatMul": lambda a, b: tf.reshape(
+        tf.matmul(tf.cast(tf.identity(a), tf.float32), tf.cast(b, tf.float32)), [4, 8]
+    ),
+    "BatchMatMulV3": lambda a, b: tf.matmul(a, b, output_type=tf.int32),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("placement", ["lists", "min_cut"])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_sums_of_products_of_integers_stay_float32(product, placement, dtype):
+    # As in a layer that Keras has quantized to int8, between two that are not: the sums reach
+    # 127 * 127 * 32, beyond float16's range and bfloat16's digits.
+    kernel = tf.constant(127, tf.int8, (32, 8))
+    weights = tf.ones((32, 32)) / 32, tf.ones((8, 8)) / 8
+
+    def quantized(x):
+        x = x @ weights[0]
+        scale = 127.0 / tf.reduce_max(tf.abs(x))
+        sums = PRODUCTS[product](tf.cast(tf.round(x * scale), tf.int8), kernel)
+        return (tf.cast(sums, tf.float32) / (scale * 127.0)) @ weights[1]
+
+    x = tf.ones((4, 32))
+    fast = tfamp.rewrite(quantized, dtype=dtype, placement=placement, force_low=["^matmul$"])
+    reasons = {node.op: node.reason for node in fast.plan(x).nodes if node.dtype == "float32"}
+    assert reasons["RealDiv"].rule == "behind deny"
+    if product != "BatchMatMulV3":  # It holds no float.
+        assert reasons[product].rule == "integers"
+    assert_close(fast(x), quantized(x), dtype, depth=DEPTH)

@@ -4,8 +4,8 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tfamp.graph import functions
 from tfamp.graph.rewrite import rewrite_graph_def
-from tfamp.graph.transforms import inline
 
 FLOAT = tf.float32.as_datatype_enum
 
@@ -93,7 +93,7 @@ def test_functions_that_call_one_another_too_deep():
 
 @pytest.mark.filterwarnings("ignore::tfamp.NothingConvertedWarning")
 def test_functions_that_double_at_every_level_stay_small(monkeypatch):
-    monkeypatch.setattr(inline, "MOST_NEW_NODES", 100)
+    monkeypatch.setattr(functions, "MOST_NEW_NODES", 100)
     graph = rewrite(chain(60, times=2))
     nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
     assert len(nodes) < 500

@@ -14,7 +14,9 @@ from helpers.tolerances import assert_close
 from tfamp.core.errors import TfampWarning
 from tfamp.graph import Calibration
 from tfamp.graph.calibration import measure
-from tfamp.graph.rewrite import rewrite_graph_def
+from tfamp.graph.functions import inline_calls
+from tfamp.graph.rewrite import convert, make_request
+from tfamp.planning.choices import NodeChoices
 
 
 def names(tensors):
@@ -31,16 +33,10 @@ def measured(function, *batches):
     )
 
 
-def calibrated(function, ranges, dtype="float16", **choices):
-    return rewrite_graph_def(
-        function.graph.as_graph_def(),
-        names(function.outputs),
-        feeds=names(function.inputs),
-        dtype=dtype,
-        device="cpu",
-        ranges=ranges,
-        **choices,
-    )
+def calibrated(function, ranges, dtype="float16", force_low=(), **options):
+    choices = NodeChoices(names(function.outputs), names(function.inputs), (), force_low)
+    request = make_request(choices, dtype=dtype, device="cpu", ranges=ranges, **options)
+    return convert(inline_calls(function.graph.as_graph_def(), choices.used_names), request)
 
 
 def traced(function, *shapes):
@@ -250,17 +246,6 @@ def test_bfloat16_is_not_limited_unless_asked_for():
         "big": "float32",
         "last": "bfloat16",
     }
-
-
-def test_wrong_ranges_and_limits_are_refused():
-    function = overflowing()
-    limits = Calibration([1.0]).limits("float16")
-    with pytest.raises(TypeError, match="ranges must be a Ranges .* got dict"):
-        calibrated(function, {})
-    with pytest.raises(TypeError, match="limits must be a Limits .* got float"):
-        calibrated(function, measured(function, (tf.ones((4, 4)),)), limits=512.0)
-    with pytest.raises(ValueError, match="limits need ranges"):
-        calibrated(function, None, limits=limits)
 
 
 def test_force_low_is_stronger_than_calibration():

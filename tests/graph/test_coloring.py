@@ -37,14 +37,14 @@ def reasons(text, **choices):
 def test_every_rule_names_its_cause():
     found = reasons("x>A1>I1>A2>C>d>i x>n x>i3 x>A2>I2>C4 x>c5>n1")
     assert found["a1"] == "MatMul is on the allow list"
-    assert found["i1"] == "it is between lowered nodes"
-    assert found["i2"] == "it is computed from a2, which is lowered"
-    assert found["c"] == "it is next to a2, which is lowered"
+    assert found["i1"] == "it is between converted nodes"
+    assert found["i2"] == "it is computed from a2, which is converted"
+    assert found["c"] == "it is next to a2, which is converted"
     assert found["d"] == "Exp is on the deny list"
     assert found["i"] == "it is computed from d, which needs float32"
     assert found["n"] == "Sin is on no list"
-    assert found["i3"] == "it is neither between nor behind lowered nodes"
-    assert found["c5"] == "no node next to it is lowered"
+    assert found["i3"] == "it is neither between nor behind converted nodes"
+    assert found["c5"] == "no node next to it is converted"
     assert found["x"] == "it has no inputs: its value is given"
     assert found["out_i"] == "its result is fetched"
 
@@ -52,13 +52,13 @@ def test_every_rule_names_its_cause():
 def test_a_kept_node_stays_and_does_not_deny_what_follows():
     found = reasons("x>A1>I1>A2>I2", keep_float32=["^a1$"])
     assert found["a1"] == "its name matches keep_float32 '^a1$'"
-    assert found["i2"] == "it is computed from a2, which is lowered"
+    assert found["i2"] == "it is computed from a2, which is converted"
 
 
 def test_a_forced_node_is_lowered_whatever_its_list_and_stops_deny():
     found = reasons("x>A1>d>i>A2", force_low=["^d$"])
     assert found["d"] == "its name matches force_low"
-    assert found["i"] == "it is between lowered nodes"
+    assert found["i"] == "it is between converted nodes"
 
 
 def test_a_node_both_kept_and_forced_is_kept():

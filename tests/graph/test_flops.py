@@ -4,7 +4,7 @@ import pytest
 
 from tfamp.graph.op_lists import OpLists
 from tfamp.planning import grappler_lists
-from tfamp.planning.flops import FLOP_RULES, FREE_OPS, MOVING_OPS, SPECIAL_OPS
+from tfamp.planning.cost import FLOP_RULES, FREE_OPS, MOVING_OPS, SPECIAL_OPS
 
 IMAGE, FILTER, MADE = (2, 8, 8, 3), (3, 3, 3, 16), (2, 4, 4, 16)
 CONVOLUTION = 2 * 2 * 4 * 4 * 16 * 3 * 3 * 3

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfamp.planning.maxflow import minimum_cut
+from tfamp.planning.placement import minimum_cut
 
 VERTICES = 7
 CAPACITIES = st.one_of(st.integers(0, 9).map(float), st.just(math.inf))

@@ -19,10 +19,9 @@ from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.rewrite import colors_of, rewrite_graph_def
 from tfamp.planning.choices import NodeChoices
-from tfamp.planning.coloring import paint, safe_slots
+from tfamp.planning.coloring import find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, estimate, scope_seconds
 from tfamp.planning.placement import place
-from tfamp.planning.regions import find_regions
 from tfamp.planning.structures import (
     Edge,
     GraphIndex,

@@ -18,9 +18,9 @@ import tfamp
 from helpers import graph_models, random_programs
 from helpers.graph_asserts import graph_op_dtypes
 from helpers.tolerances import tolerance
+from tfamp.graph.functions import inline_calls
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.rewrite import rewrite_graph_def
-from tfamp.graph.transforms.inline import inline_calls
 
 DTYPES = st.sampled_from(["float16", "bfloat16"])
 # Each value is a sum of few products and goes through few steps; see `random_programs`.

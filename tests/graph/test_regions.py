@@ -4,7 +4,7 @@ import tensorflow as tf
 
 from helpers import graph_models, loops
 from tfamp.graph.index import build_indexes
-from tfamp.planning.regions import find_regions
+from tfamp.planning.coloring import find_regions
 from tfamp.planning.structures import Reason
 
 

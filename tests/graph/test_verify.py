@@ -8,14 +8,13 @@ import tensorflow as tf
 import tfamp
 from helpers import graph_dsl
 from tfamp.graph import rewrite
+from tfamp.graph.apply import control_inputs, verify_rewrite
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.rewrite import colors_of
-from tfamp.graph.verify import control_inputs, verify_rewrite
 from tfamp.planning.choices import NodeChoices
-from tfamp.planning.coloring import paint
-from tfamp.planning.plan import PaintedScope, make_plan
-from tfamp.planning.regions import find_regions
+from tfamp.planning.coloring import find_regions, paint
+from tfamp.planning.decision import PaintedScope, make_plan
 
 # These tests are about what the lists decide.
 rewrite_graph_def = functools.partial(rewrite.rewrite_graph_def, placement="lists")

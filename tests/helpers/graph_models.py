@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from tfamp.graph.function_names import new_suffix, rename_functions
+from tfamp.graph.functions import new_suffix, rename_functions
 
 BATCH = 4
 

@@ -22,8 +22,7 @@ from tfamp.graph.rewrite import Converted, convert, make_request
 from tfamp.machine import hardware
 from tfamp.machine.profile_choice import FoundProfile, check_profile, find_profile
 from tfamp.planning.choices import NodeChoices
-from tfamp.planning.cost import ScopeCosts, scope_seconds
-from tfamp.planning.flops import FLOP_RULES
+from tfamp.planning.cost import FLOP_RULES, ScopeCosts, scope_seconds
 from tfamp.planning.structures import GraphIndex, NodePlan, RewritePlan
 from tfamp.policy import low_dtype
 from tfamp.rewriting.fused_tracing import fused_batch_normalization

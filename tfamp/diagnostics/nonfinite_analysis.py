@@ -43,7 +43,7 @@ from tfamp.graph.observe import (
     drop_unused_nodes,
     observed_scopes,
 )
-from tfamp.graph.transforms.retype import low_dtypes, retyped
+from tfamp.graph.retype import low_dtypes, retyped
 from tfamp.planning.ranges import TensorKey
 from tfamp.planning.structures import (
     ARGUMENT,
@@ -51,10 +51,10 @@ from tfamp.planning.structures import (
     RESULT,
     GraphIndex,
     IndexedNode,
+    node_name,
     producers_first,
     reach,
 )
-from tfamp.planning.tensor_names import node_name
 
 # What was seen of each tensor in a run.
 Run: TypeAlias = Mapping[TensorKey, Seen]

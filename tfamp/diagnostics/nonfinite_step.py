@@ -18,10 +18,9 @@ import tensorflow as tf
 import tfamp
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.diagnostics.model_runs import all_layers, computing_in, float_tensors, observing_layers
-from tfamp.graph.function_names import unshare_branches
+from tfamp.graph.functions import inline_calls, unshare_branches
 from tfamp.graph.observe import observed_scopes
-from tfamp.graph.transforms.inline import inline_calls
-from tfamp.graph.transforms.retype import UNROUNDED, low_dtypes, seeded
+from tfamp.graph.retype import UNROUNDED, low_dtypes, seeded
 from tfamp.interop import keras_hooks, tf_functions
 from tfamp.interop.patching import rewrap_methods, wrapped_methods
 from tfamp.layers.model_calls import add_losses_in_float32

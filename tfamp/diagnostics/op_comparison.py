@@ -19,13 +19,11 @@ import tensorflow as tf
 from tfamp.autocasting.context import autocast
 from tfamp.core.errors import TfampWarning
 from tfamp.diagnostics.comparison import ComparisonRow, largest_error, range_shares
-from tfamp.graph.function_names import unshare_branches
+from tfamp.graph.functions import inline_calls, unshare_branches
 from tfamp.graph.observe import Observer, observed_scopes
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.transforms.inline import inline_calls
 from tfamp.planning.ranges import TensorKey
-from tfamp.planning.structures import MAIN_GRAPH, GraphIndex, producers_first
-from tfamp.planning.tensor_names import node_name
+from tfamp.planning.structures import MAIN_GRAPH, GraphIndex, node_name, producers_first
 from tfamp.rewriting.function import RewrittenFunction
 from tfamp.rewriting.traced_function import FlatCall, TracedFunction
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.core.text_table import table_lines
-from tfamp.graph.function_names import called_functions
+from tfamp.graph.functions import called_functions
 from tfamp.graph.op_signatures import (
     Argument,
     OpSignature,

@@ -15,9 +15,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.errors import TfampWarning
+from tfamp.graph.functions import bodies
 from tfamp.graph.observe import Observer, drop_unused_nodes, input_specs, observed_scopes
+from tfamp.planning.cost import reduction_depth
 from tfamp.planning.ranges import Limits, Ranges, TensorKey, TensorRange
-from tfamp.planning.reductions import reduction_depth
 from tfamp.planning.structures import GraphIndex
 
 _ENDLESS = -1  # tf.data.INFINITE_CARDINALITY
@@ -293,14 +294,13 @@ def _range_after(before: TensorRange | None, value: Any) -> TensorRange:
 
 def _constants(graph_def: Any, indexes: Sequence[GraphIndex]) -> dict[TensorKey, TensorRange]:
     """The ranges of constants, which need no run: that of their branch may not be among them."""
-    functions = {function.signature.name: function for function in graph_def.library.function}
+    scopes = {index.scope for index in indexes}
     found = {}
-    for index in indexes:
-        function = functions.get(index.scope)
-        for node in graph_def.node if function is None else function.node_def:
+    for scope, nodes, _ in bodies(graph_def):
+        for node in nodes if scope in scopes else ():
             if node.op == "Const" and node.attr["dtype"].type == tf.float32.as_datatype_enum:
                 value = tf.make_ndarray(node.attr["value"].tensor)
-                found[index.scope, node.name, 0] = _range_after(None, value)
+                found[scope, node.name, 0] = _range_after(None, value)
     return found
 
 

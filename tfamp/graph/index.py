@@ -3,22 +3,22 @@
 Every type attribute of a node is a slot, and so is every dtype the op fixes. Reads of a variable
 with nothing between them count as one tensor, so that one Cast serves them all. The dtypes of both
 ends of every edge are compared on the way, so that the index of a graph that is not valid cannot be
-built: `tfamp.graph.verify` relies on it.
+built: `tfamp.graph.apply` relies on it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from tfamp.core.errors import RewriteError
-from tfamp.graph.function_names import (
-    called_functions,
+from tfamp.graph.functions import (
+    calls_in,
     function_attributes,
+    library_of,
     reached_functions,
 )
 from tfamp.graph.op_signatures import (
@@ -27,11 +27,12 @@ from tfamp.graph.op_signatures import (
     OpSignature,
     argument,
     attribute_value,
+    first_ports,
     has_kernel,
+    refused_options,
     registered_signature,
     signature,
 )
-from tfamp.planning.kernel_limits import kernel_refuses
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,
@@ -41,6 +42,7 @@ from tfamp.planning.structures import (
     GraphIndex,
     IndexedNode,
     TypeSlot,
+    reach,
 )
 
 # Attribute, position in it if it is a list, dtype.
@@ -71,16 +73,30 @@ def build_indexes(
     Raises:
         RewriteError: The graph is not valid, or has an op TensorFlow does not know.
     """
-    library = {function.signature.name: function for function in graph_def.library.function}
+    library = library_of(graph_def)
     signatures = {name: signature(function.signature) for name, function in library.items()}
-    called = (name for node in graph_def.node for name in called_functions(node))
-    reached = reached_functions(library, called)
+    reached = reached_functions(library, calls_in(graph_def.node)) if library else set()
     indexes = [_Indexer(MAIN_GRAPH, signatures, dtype, device).index_graph(graph_def)]
     for name, function in library.items():
         if name in reached and not signatures[name].allowed:
             indexer = _Indexer(name, signatures, dtype, device)
             indexes.append(indexer.index_function(function))
     return tuple(indexes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What nodes with the same op, device and attributes have in common.
+
+    Attributes:
+        places: What holds their dtypes, and whether it may hold the low one.
+        ins: For each input its position among these.
+        outs: The same for outputs.
+    """
+
+    places: tuple[tuple[_Place, bool], ...]
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -102,6 +118,7 @@ class _Indexer:
     # Reads of a variable at the same time, by what they wait for: the position of the first.
     reads: dict[tuple[str, ...], int] = field(default_factory=dict)
     first_reads: dict[int, int] = field(default_factory=dict)
+    kinds: dict[Hashable, _Kind] = field(default_factory=dict)
 
     def index_graph(self, graph_def: Any) -> GraphIndex:
         for node in graph_def.node:
@@ -112,23 +129,24 @@ class _Indexer:
         arguments = [_boundary(arg) for arg in function.signature.input_arg]
         results = [_boundary(arg) for arg in function.signature.output_arg]
         for position, (name, place) in enumerate(arguments):
-            self._add_boundary(name, ARGUMENT, [], [place])
+            self._add_boundary(name, ARGUMENT, place)
             if position in function.arg_attr:
                 self._add_shapes(position, ARGUMENT, function.arg_attr[position].attr)
         for node in function.node_def:
             self._add_node(node)
         for name, place in results:
             # A result may have the name of a node.
-            self._add_boundary(f"{RESULT}{name}", RESULT, [place], [])
+            self._add_boundary(f"{RESULT}{name}", RESULT, place)
         tensors: list[list[str]] = [[] for _ in arguments]
         tensors += [_data_inputs(node) for node in function.node_def]
         tensors += [[function.ret[name]] for name, _ in results]
         return self._finish(tensors)
 
-    def _add_boundary(self, name: str, op: str, ins: list[_Place], outs: list[_Place]) -> None:
-        position = len(self.nodes)
-        slots = {place: self._new_slot(position, place, False) for place in (*ins, *outs)}
-        self._register(name, op, "", (), False, slots, ins, outs)
+    def _add_boundary(self, name: str, op: str, place: _Place) -> None:
+        kind = _Kind(
+            ((place, False),), (0,) if op == RESULT else (), (0,) if op == ARGUMENT else ()
+        )
+        self._register(name, op, "", (), False, kind)
         self.first_ports.append({name: 0})
 
     def _add_node(self, node: Any) -> None:
@@ -141,36 +159,42 @@ class _Indexer:
                 "TensorFlow does not know this op; load its library before the rewrite",
             )
         types = self._types(node, own)
-        counts = {a: self._count(node, own, a) for a in _number_attrs(own)}
-        ins = _places(own.inputs, types, counts)
-        outs = _places(own.outputs, types, counts)
-        position = len(self.nodes)
-        slots: dict[_Place, int] = {}
-        low = {attr: self._can_be_low(node, own, types, attr) for attr in types}
-        for place in (*ins, *outs, *_single_places(own, types)):
-            if place not in slots:
-                attr, _, dtype = place
-                slots[place] = self._new_slot(
-                    position, place, dtype == FLOAT32 and low.get(attr, False)
-                )
+        counts = {attr: self._count(node, own, attr) for attr in own.numbers}
+        refused = self.dtype is not None and refused_options(node)
+        key = node.op, node.device, refused, tuple(types.values()), tuple(counts.values())
+        kind = self.kinds.get(key)
+        if kind is None:
+            kind = self.kinds[key] = self._kind(node, own, types, counts)
         calls = tuple(function_attributes(node))
         if op in self.functions:
             calls = (("", op), *calls)
-        self._register(
-            node.name, node.op, node.device, calls, own.uses_references, slots, ins, outs
-        )
-        if node.op == "Einsum":
-            equation = node.attr["equation"].s.decode()
-            self.nodes[position] = dataclasses.replace(self.nodes[position], equation=equation)
+        position = len(self.nodes)
+        equation = node.attr["equation"].s.decode() if node.op == "Einsum" else ""
+        self._register(node.name, node.op, node.device, calls, own.uses_references, kind, equation)
         if node.op == "ReadVariableOp":
             time = (node.device, *sorted(node.input))
             self.first_reads[position] = self.reads.setdefault(time, position)
-        self.first_ports.append(_first_ports(own.outputs, types, counts) if self.scope else {})
+        self.first_ports.append(first_ports(own, node) if self.scope else {})
         self._add_shapes(position, node.op, node.attr)
 
-    def _new_slot(self, node: int, place: _Place, can_be_low: bool) -> int:
-        self.slots.append(TypeSlot(node, *place, can_be_low))
-        return len(self.slots) - 1
+    def _kind(
+        self,
+        node: Any,
+        own: OpSignature,
+        types: Mapping[str, tuple[str, ...]],
+        counts: Mapping[str, int],
+    ) -> _Kind:
+        ins = _places(own.inputs, types, counts)
+        outs = _places(own.outputs, types, counts)
+        low = {attr: self._can_be_low(node, own, types, attr) for attr in types}
+        # Single dtypes that no tensor uses too, as a TensorList's element dtype.
+        single = ((attr, None, types[attr][0]) for attr in types if attr not in own.lists)
+        places = list(dict.fromkeys((*ins, *outs, *single)))
+        return _Kind(
+            tuple((each, each[2] == FLOAT32 and low.get(each[0], False)) for each in places),
+            tuple(map(places.index, ins)),
+            tuple(map(places.index, outs)),
+        )
 
     def _register(
         self,
@@ -179,16 +203,18 @@ class _Indexer:
         device: str,
         calls: tuple[tuple[str, str], ...],
         references: bool,
-        slots: dict[_Place, int],
-        ins: list[_Place],
-        outs: list[_Place],
+        kind: _Kind,
+        equation: str = "",
     ) -> None:
         if name in self.positions:
             raise self.error(name, op, "another node has the same name")
-        self.positions[name] = len(self.nodes)
-        self.nodes.append(IndexedNode(name, op, device, calls, references, tuple(slots.values())))
-        self.inputs.append([slots[place] for place in ins])
-        self.outputs.append([slots[place] for place in outs])
+        position, first = len(self.nodes), len(self.slots)
+        self.positions[name] = position
+        self.slots += [TypeSlot(position, *place, low) for place, low in kind.places]
+        own = tuple(range(first, len(self.slots)))
+        self.nodes.append(IndexedNode(name, op, device, calls, references, own, equation))
+        self.inputs.append([own[place] for place in kind.ins])
+        self.outputs.append([own[place] for place in kind.outs])
 
     def _types(self, node: Any, own: OpSignature) -> dict[str, tuple[str, ...]]:
         types = {}
@@ -228,11 +254,8 @@ class _Indexer:
         pinned = _DEVICE_KIND.search(node.device)
         device = pinned[1].lower() if pinned else self.device
         op = SUCCESSORS.get(node.op, node.op)
-        if not has_kernel(op, device, tuple(kinds.items())):
-            return False
-        data_format = node.attr["data_format"].s.decode() if "data_format" in node.attr else ""
-        dilations = node.attr["dilations"].list.i if "dilations" in node.attr else ()
-        return not kernel_refuses(op, self.dtype, device, data_format, dilations)
+        refuses = (self.dtype, device) == ("float16", "cpu") and any(refused_options(node))
+        return has_kernel(op, device, tuple(kinds.items())) and not refuses
 
     def _add_shapes(self, position: int, op: str, attrs: Any) -> None:
         shapes: list[Any] = []
@@ -249,19 +272,17 @@ class _Indexer:
 
     def _pass_on_shapes(self, edges: Iterable[Edge]) -> None:
         """Gives a Cast the shape of its input: the Casts of a rewrite tell none."""
-        casts = {
+        made = {
             self.slots[edge.target].node: (self.slots[edge.source].node, edge.port)
             for edge in edges
             if self.nodes[self.slots[edge.target].node].op == "Cast"
         }
-        for position in casts:
-            chain, tensor = [position], casts[position]
-            while tensor not in self.shapes and tensor[0] in casts and tensor[0] not in chain:
-                chain.append(tensor[0])
-                tensor = casts[tensor[0]]
-            for cast in chain:
-                if tensor in self.shapes:
-                    self.shapes.setdefault((cast, 0), self.shapes[tensor])
+        for cast, given in made.items():
+            chain = reach([given], lambda tensor: [made[tensor[0]]] if tensor[0] in made else [])
+            known = (self.shapes[tensor] for tensor in chain if tensor in self.shapes)
+            shape = next(known, None)
+            if shape is not None:
+                self.shapes.setdefault((cast, 0), shape)
 
     def _finish(self, tensors: list[list[str]]) -> GraphIndex:
         edges: list[Edge] = []
@@ -350,24 +371,3 @@ def _places(
         dtype = types[attr][0] if attr else arg.dtype
         places += [(attr, None, dtype)] * (counts[arg.number_attr] if arg.number_attr else 1)
     return places
-
-
-def _single_places(own: OpSignature, types: Mapping[str, tuple[str, ...]]) -> Iterator[_Place]:
-    """The places of single dtypes: of those no tensor uses too, as a TensorList's element dtype."""
-    for attr, dtypes in types.items():
-        if attr not in own.lists:
-            yield attr, None, dtypes[0]
-
-
-def _number_attrs(own: OpSignature) -> set[str]:
-    return {arg.number_attr for arg in (*own.inputs, *own.outputs) if arg.number_attr}
-
-
-def _first_ports(
-    args: tuple[Argument, ...], types: Mapping[str, tuple[str, ...]], counts: Mapping[str, int]
-) -> dict[str, int]:
-    ports, first = {}, 0
-    for arg in args:
-        ports[arg.name] = first
-        first += len(_places((arg,), types, counts))
-    return ports

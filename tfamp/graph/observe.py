@@ -20,12 +20,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, float_format
-from tfamp.graph.function_names import new_suffix, rename_functions
+from tfamp.graph.functions import bodies, copied, library_of, new_suffix, rename_functions
 from tfamp.graph.index import build_indexes
 from tfamp.interop import tf_functions
 from tfamp.planning.ranges import TensorKey
-from tfamp.planning.structures import MAIN_GRAPH, RESULT, GraphIndex, reach
-from tfamp.planning.tensor_names import node_name
+from tfamp.planning.structures import MAIN_GRAPH, RESULT, GraphIndex, node_name, reach
 
 T = TypeVar("T")
 
@@ -79,13 +78,13 @@ def drop_unused_nodes(graph_def: Any, inputs: Sequence[str], outputs: Sequence[s
         for node in graph_def.node:
             for tensor in () if node.name in fed else node.input:
                 consumers[node_name(tensor)].append(node.name)
-        missing = reach(unfed, consumers.__getitem__)
-        needed = set(nodes).difference(missing)
-    result = tf.compat.v1.GraphDef()
-    result.CopyFrom(graph_def)
-    del result.node[:]
+        unreachable = reach(unfed, consumers.__getitem__)
+        needed = set(nodes).difference(unreachable)
+    result = copied(graph_def)
     needed |= fed
-    result.node.extend(node for node in graph_def.node if node.name in needed)
+    left = [node for node in result.node if node.name in needed]
+    del result.node[:]
+    result.node.extend(left)
     return result
 
 
@@ -135,8 +134,7 @@ class Observer(Generic[T]):
         fetches: Sequence[str],
         look: Callable[[T | None, Any], T],
     ) -> None:
-        graph = tf.compat.v1.GraphDef()
-        graph.CopyFrom(graph_def)
+        graph = copied(graph_def)
         self._look = look
         self._seen: dict[TensorKey, T] = {}
         self._lock = threading.Lock()
@@ -237,11 +235,13 @@ def _add_recorders(
     graph_def: Any, indexes: Sequence[GraphIndex], fetches: Sequence[str], record: Any
 ) -> list[str]:
     """Adds recording ops to scopes; returns the operations of the graph itself to fetch."""
-    functions = {function.signature.name: function for function in graph_def.library.function}
+    functions = library_of(graph_def)
+    by_scope = {index.scope: index for index in indexes}
     fetched: list[str] = []
-    for index in indexes:
-        function = functions.get(index.scope)
-        nodes = graph_def.node if function is None else function.node_def
+    for scope, nodes, function in bodies(graph_def):
+        if scope not in by_scope:
+            continue
+        index = by_scope[scope]
         calls = [node.name for node in nodes if node.op in _CALLS or node.op in functions]
         for node in nodes:
             _allow_effects(node)

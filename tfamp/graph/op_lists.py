@@ -17,7 +17,8 @@ from typing import Literal
 import tfamp.planning.autocast_lists as _autocast
 import tfamp.planning.grappler_lists as _grappler
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.planning.control_flow import LOOPS
+from tfamp.planning.choices import check_choice
+from tfamp.planning.structures import LOOPS
 
 Color = Literal["allow", "infer", "deny", "clear"]
 
@@ -137,8 +138,8 @@ class OpLists:
             >>> OpLists.default("bfloat16").color("Exp")
             'deny'
         """
-        _check_choice("dtype", dtype, LOW_PRECISION)
-        _check_choice("device", device, DEVICES)
+        check_choice("dtype", dtype, LOW_PRECISION)
+        check_choice("device", device, DEVICES)
         return _default_lists(dtype, device)
 
     @staticmethod
@@ -161,7 +162,7 @@ class OpLists:
             >>> OpLists.grappler("float16").color("FusedBatchNormV3")
             'infer'
         """
-        _check_choice("dtype", dtype, LOW_PRECISION)
+        check_choice("dtype", dtype, LOW_PRECISION)
         return _grappler_lists(dtype)
 
     @property
@@ -327,12 +328,6 @@ def _default_lists(dtype: str, device: str) -> OpLists:
     # Grappler infers _grappler.FLOAT16_CPU_INFER on CPUs; the square of 256 is inf in float16.
     on_gpu = _FLOAT16_ALLOW_ADDED_ON_GPU if device == "gpu" else frozenset()
     return dataclasses.replace(lists, allow=allow | on_gpu, clear=lists.clear | _CLEAR_ADDED)
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    # Not "in choices" alone: tf.float16 equals "float16" without being a string.
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}.")
 
 
 def _op_set(name: str, ops: object) -> frozenset[str]:

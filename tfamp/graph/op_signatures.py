@@ -60,6 +60,7 @@ class OpSignature:
             stands for any.
         lists: The type attributes that are lists.
         defaults: Default values of attributes a node may leave out: a dtype, a tuple or a number.
+        numbers: Attributes that say how many tensors an argument is.
         uses_references: Whether an argument is a reference to a variable's memory.
     """
 
@@ -68,6 +69,7 @@ class OpSignature:
     allowed: Mapping[str, frozenset[str] | None]
     lists: frozenset[str]
     defaults: Mapping[str, Any]
+    numbers: frozenset[str]
     uses_references: bool
 
 
@@ -84,6 +86,11 @@ def signature(definition: Any) -> OpSignature:
             for attr in definition.attr
             if attr.HasField("default_value")
         },
+        numbers=frozenset(
+            arg.number_attr
+            for arg in (*definition.input_arg, *definition.output_arg)
+            if arg.number_attr
+        ),
         uses_references=any(arg.is_ref for arg in (*definition.input_arg, *definition.output_arg)),
     )
 
@@ -136,10 +143,9 @@ def first_ports(own: OpSignature, node: Any) -> dict[str, int]:
     ports, first = {}, 0
     for arg in own.outputs:
         ports[arg.name] = first
-        if arg.type_list_attr:
-            first += len(node.attr[arg.type_list_attr].list.type)
-        else:
-            first += node.attr[arg.number_attr].i if arg.number_attr else 1
+        attr = arg.type_list_attr or arg.number_attr
+        value = attribute_value(node.attr[attr]) if attr in node.attr else own.defaults.get(attr, 1)
+        first += len(value) if isinstance(value, tuple) else value
     return ports
 
 
@@ -158,3 +164,37 @@ def _allowed(attr: Any) -> frozenset[str] | None:
     if not attr.HasField("allowed_values"):
         return None
     return frozenset(tf_private.dtype_name(each) for each in attr.allowed_values.list.type)
+
+
+# What kernels refuse although they are registered for a dtype, which TensorFlow tells only when one
+# runs. A CPU's float16 kernels of these ops are the plain ones, while those of float32 and bfloat16
+# are oneDNN's, which take all of it. These do not spread a filter out. Conv2D's kernel does, but
+# its gradients, which TensorFlow adds in the dtype of the op, cannot.
+_NOT_DILATED = frozenset(
+    {
+        "Conv2D",
+        "Conv2DBackpropFilter",
+        "Conv2DBackpropInput",
+        "Conv3D",
+        "Conv3DBackpropFilterV2",
+        "Conv3DBackpropInputV2",
+        "DepthwiseConv2dNative",
+    }
+)
+# These take images with channels last only.
+_CHANNELS_LAST = _NOT_DILATED | {
+    "AvgPool",
+    "AvgPoolGrad",
+    "DepthwiseConv2dNativeBackpropFilter",
+    "DepthwiseConv2dNativeBackpropInput",
+    "MaxPool",
+    "MaxPoolGrad",
+}
+
+
+def refused_options(node: Any) -> tuple[bool, bool]:
+    """Whether a node has its channels first, and whether it spreads a filter out."""
+    attr = node.attr if node.op in _CHANNELS_LAST else {}
+    first = "data_format" in attr and attr["data_format"].s.startswith(b"NC")
+    dilated = node.op in _NOT_DILATED and "dilations" in attr
+    return first, dilated and any(each > 1 for each in attr["dilations"].list.i)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,19 +14,16 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.profile import MachineProfile
-from tfamp.graph.apply import apply_plan
+from tfamp.graph.apply import apply_plan, control_inputs, verify_rewrite
+from tfamp.graph.functions import copied, inline_calls
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
-from tfamp.graph.transforms.bias_gradients import as_sums, sums_are_better, without_idle_sums
-from tfamp.graph.transforms.inline import inline_calls
-from tfamp.graph.transforms.loop_reads import read_before_loops
-from tfamp.graph.verify import control_inputs, verify_rewrite
+from tfamp.graph.transforms import as_sums, read_before_loops, sums_are_better, without_idle_sums
 from tfamp.machine import hardware
 from tfamp.planning.choices import NodeChoices, check_choice
 from tfamp.planning.coloring import Updates
-from tfamp.planning.decision import Request, decide
-from tfamp.planning.plan import PaintedScope
+from tfamp.planning.decision import PaintedScope, Request, decide
 from tfamp.planning.ranges import RULE as CALIBRATION
 from tfamp.planning.ranges import Limits, Ranges
 from tfamp.planning.structures import RewritePlan, RewriteResult
@@ -59,11 +58,6 @@ def rewrite_graph_def(
     placement: str = "min_cut",
     device: str = "auto",
     profile: MachineProfile | None = None,
-    inline: bool = True,
-    ranges: Ranges | None = None,
-    limits: Limits | None = None,
-    cached: Collection[str] = (),
-    may_miss: Iterable[str] = (),
 ) -> RewriteResult:
     """Returns a graph that computes in low precision where that is safe and worth it.
 
@@ -83,15 +77,6 @@ def rewrite_graph_def(
             nothing, the lists decide, as with "lists".
         device: Kind of device of the nodes that are pinned to none: "cpu", "gpu", "tpu", or "auto"
             for this machine's. A node without a kernel there stays float32.
-        inline: Whether the nodes of called functions take the place of the calls first. A function
-            that is left is rewritten by itself, with float32 arguments and results.
-        ranges: What `calibration.measure` found when it ran the graph on data; nodes that
-            exceed the limits stay float32, unless `force_low` matches them.
-        limits: From where on measured values need float32; `Limits.default(dtype)` if None.
-        cached: Names of handles of variables of which somebody keeps low-precision copies: Casts
-            of what is read from them take no time.
-        may_miss: Those of the patterns that need not matter. Of the others one that matches no node
-            is an error, and one that changes none a warning.
         profile: How fast the machine is in each dtype; None for built-in figures, which depend on
             the kind of device and on what it multiplies natively. Nothing is measured or read here,
             whatever TFAMP_PROFILE says: `tfamp.rewrite` does that.
@@ -120,20 +105,14 @@ def rewrite_graph_def(
             "That of a concrete function is `function.graph.as_graph_def()`."
         )
     request = make_request(
-        NodeChoices(fetches, feeds, keep_float32, force_low, may_miss),
+        NodeChoices(fetches, feeds, keep_float32, force_low),
         dtype=dtype,
         op_lists=op_lists,
         placement=placement,
         device=device,
         profile=profile,
-        ranges=ranges,
-        limits=limits,
-        cached=cached,
     )
-    owned = tf.compat.v1.GraphDef()
-    owned.CopyFrom(graph_def)
-    if inline:
-        inline_calls(owned, request.choices.used_names)
+    owned = inline_calls(copied(graph_def), request.choices.used_names)
     converted = convert(owned, request)
     return RewriteResult(converted.graph_def, converted.plan)
 
@@ -142,15 +121,19 @@ def make_request(
     choices: NodeChoices,
     *,
     dtype: str,
-    op_lists: OpLists | None,
-    placement: str,
+    op_lists: OpLists | None = None,
+    placement: str = "min_cut",
     device: str = "auto",
     profile: MachineProfile | None = None,
     ranges: Ranges | None = None,
     limits: Limits | None = None,
     cached: Collection[str] = (),
 ) -> Request:
-    """Checks arguments of `rewrite_graph_def` and fills in what they leave to this machine."""
+    """Checks arguments of `rewrite_graph_def` and fills in what they leave to this machine.
+
+    Nodes whose values in `ranges` exceed the limits stay float32, unless `force_low` matches them;
+    Casts of variables whose handles are `cached`, by name, take no time.
+    """
     check_lists(op_lists)
     if profile is not None and not isinstance(profile, MachineProfile):
         raise TypeError(
@@ -159,7 +142,6 @@ def make_request(
     check_choice("dtype", dtype, LOW_PRECISION)
     check_choice("placement", placement, PLACEMENTS)
     check_choice("device", device, DEVICES)
-    _check_measured(ranges, limits)
     lists = op_lists or OpLists.default(dtype, device)
     kind = hardware.device_kind(device)
     return Request(
@@ -171,12 +153,25 @@ def make_request(
         device=kind,
         placement=placement,
         profile=profile or hardware.profile_of(kind),
-        ranges=ranges or Ranges(),
-        limits=limits or Limits.default(dtype),
+        ranges=ranges,
+        limits=limits if limits or not ranges else Limits.default(dtype),
         cached=frozenset(cached),
     )
 
 
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A rewrite makes millions of objects and no cycles: looking for these takes half its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_collector_paused()
 def convert(graph_def: Any, request: Request) -> Converted:
     """Converts a graph of the caller's own, in place.
 
@@ -184,8 +179,8 @@ def convert(graph_def: Any, request: Request) -> Converted:
         ValueError: The graph has no node of a name, or that matches a pattern, of the request's.
         RewriteError: The graph is not valid or has an unknown op.
     """
-    as_sum = sums_are_better(request.colors, request.dtype, request.device)
-    sums = as_sums(graph_def) if as_sum else {}
+    convert_sums = sums_are_better(request.colors, request.dtype, request.device)
+    sums = as_sums(graph_def) if convert_sums else {}
     indexes = build_indexes(graph_def, dtype=request.dtype, device=request.device)
     # Behind the index, which refuses graphs that are not valid.
     weights = read_before_loops(graph_def, request.choices.used_names)
@@ -197,9 +192,9 @@ def convert(graph_def: Any, request: Request) -> Converted:
     verify_rewrite(before, graph_def, decision.scopes, decision.plan)
     plan = without_idle_sums(graph_def, decision.plan, sums)
     for text in decision.idle:
-        warnings.warn(text, TfampWarning, stacklevel=3)
+        warnings.warn(text, TfampWarning, stacklevel=4)
     if not plan.summary.low_nodes:
-        warnings.warn(_nothing_lowered(plan), NothingConvertedWarning, stacklevel=3)
+        warnings.warn(_nothing_lowered(plan), NothingConvertedWarning, stacklevel=4)
     return Converted(graph_def, plan, decision.scopes)
 
 
@@ -229,17 +224,6 @@ def _updates_of(lists: OpLists, dtype: str) -> Updates:
     if lists == OpLists.grappler(dtype):
         return "low"
     return "reduced" if dtype == "bfloat16" else "float32"
-
-
-def _check_measured(ranges: Any, limits: Any) -> None:
-    for name, value, kind in (("ranges", ranges, Ranges), ("limits", limits, Limits)):
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(
-                f"{name} must be a {kind.__name__} of tfamp.planning.ranges or None; got "
-                f"{type(value).__name__}."
-            )
-    if limits is not None and ranges is None:
-        raise ValueError("limits need ranges: measure them with tfamp.graph.calibration.measure.")
 
 
 def _nothing_lowered(plan: RewritePlan) -> str:

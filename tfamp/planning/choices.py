@@ -11,20 +11,30 @@ import functools
 import heapq
 import itertools
 import re
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, Reason
-from tfamp.planning.tensor_names import node_name
+from tfamp.planning.structures import (
+    ARGUMENT,
+    MAIN_GRAPH,
+    RESULT,
+    GraphIndex,
+    Reason,
+    node_name,
+    reach,
+)
 
+# A function, the name of what runs it, and the functions around it.
+_Place: TypeAlias = tuple[str, str, frozenset[str]]
 # Functions that call one another twice have a number of callers that doubles at every level.
 MOST_CALLERS = 1000
 
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
     """Raises a ValueError that names the allowed values unless `value` is one."""
-    if value not in allowed:
+    # Not "in allowed" alone: tf.float16 equals "float16" without being a string.
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
 
 
@@ -282,16 +292,18 @@ def caller_names(
         {'then': ('gate/cond',), 'else': ('gate/cond',), 'body': ('gate/cond/while',)}
     """
     found: dict[str, dict[str, None]] = {}
-    pending = deque([(main, "", frozenset([main]))])
-    while pending:
-        function, caller, around = pending.popleft()
+
+    def called_by(place: _Place) -> Iterator[_Place]:
+        function, caller, around = place
         for node, called in calls.get(function, ()):
             name = full_name(caller, node)
             for each in called:
                 names = found.setdefault(each, {})
                 if each not in around and name not in names and len(names) < MOST_CALLERS:
                     names[name] = None
-                    pending.append((each, name, around | {each}))
+                    yield each, name, around | {each}
+
+    reach([(main, "", frozenset([main]))], called_by)
     return {function: tuple(names) for function, names in found.items()}
 
 

@@ -8,14 +8,31 @@ an allow, infer, deny and clear node, lower case for one that is not lowered.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from tfamp.planning.control_flow import LOOPS
-from tfamp.planning.structures import FLOAT32, GraphIndex, Painting, Reason, Regions
+from tfamp.planning.cost import FLOP_RULES
+from tfamp.planning.structures import (
+    ARGUMENT,
+    FLOAT32,
+    LINK,
+    LOOPS,
+    RESULT,
+    GraphIndex,
+    IndexedNode,
+    Painting,
+    Reason,
+    Regions,
+    reach,
+)
 
 Updates = Literal["low", "reduced", "float32"]
+_Table: TypeAlias = Sequence[Sequence[int]]
+
+_INTEGERS = Reason("integers", "it holds sums of products of integers, exact in float32 only")
 
 # What makes the gradients of biases, scales and embeddings out of larger tensors.
 _REDUCTIONS = frozenset({"BiasAddGrad", "Mean", "SegmentSum", "Sum", "UnsortedSegmentSum"})
@@ -28,9 +45,10 @@ class Rules:
     Attributes:
         index: The scope.
         regions: What its structure demands.
-        colors: Colour of each node: "allow", "infer", "deny", "clear" or None.
-        forced: Positions of nodes to lower whatever their colour.
+        colors: Colour of each slot, that of its node: "allow", "infer", "deny", "clear" or None.
+        forced: Positions of nodes to convert whatever their colour.
         updates: How far what is written to variables may be computed in low precision.
+        integers: Slots of sums of integers.
         fanin: For each slot the slots its values come from, through TensorLists also.
         fanout: For each slot the slots its values go to, through TensorLists also.
     """
@@ -40,16 +58,22 @@ class Rules:
     colors: Sequence[str | None]
     forced: frozenset[int]
     updates: Updates
-    fanin: Sequence[Sequence[int]]
-    fanout: Sequence[Sequence[int]]
-
-    def color(self, slot: int) -> str | None:
-        """Returns the colour of a slot: that of its node."""
-        return self.colors[self.index.slots[slot].node]
+    integers: Sequence[int]
+    fanin: _Table
+    fanout: _Table
 
     def is_free(self, slot: int) -> bool:
-        """Whether a slot can be lowered as far as its op and the structure go."""
+        """Whether a slot can be low as far as its op and the structure go."""
         return self.index.slots[slot].can_be_low and slot not in self.regions.fixed
+
+    def may_join(self, slot: int, painting: Painting, *colors: str) -> bool:
+        """Whether a slot of one of these colours may follow its neighbours."""
+        return self.colors[slot] in colors and self.is_free(slot) and slot not in painting.denied
+
+    def is_clear(self, slot: int, painting: Painting) -> bool:
+        """Whether a slot may follow its neighbours on either side."""
+        reads = self.regions.variable_reads
+        return self.may_join(slot, painting, "clear") and slot not in reads
 
 
 def paint(
@@ -105,30 +129,21 @@ def safe_slots(
     rules = _make_rules(index, regions, colors, frozenset(), "float32")
     updates = _ways_to_variables(rules)
 
-    def is_clear(slot: int) -> bool:
-        return (
-            rules.color(slot) == "clear"
-            and rules.is_free(slot)
-            and slot not in painting.denied
-            and slot not in regions.variable_reads
-        )
-
     def follows(slot: int) -> bool:
-        return is_clear(slot) or (
-            rules.color(slot) == "infer"
-            and rules.is_free(slot)
-            and slot not in painting.denied
+        return rules.is_clear(slot, painting) or (
+            rules.may_join(slot, painting, "infer")
             and slot not in updates
             and not any(source in painting.denied for source in rules.fanin[slot])
         )
 
-    safe = {slot for slot in painting.low if index.node_of(slot).op != "Cast"}
-    _spread(sorted(safe), (rules.fanout,), safe, follows)
-    _spread(sorted(safe), (rules.fanin, rules.fanout), safe, is_clear)
+    low = (slot for slot in painting.low if index.node_of(slot).op != "Cast")
+    behind = reach(low, _along(follows, rules.fanout))
+    is_clear = functools.partial(rules.is_clear, painting=painting)
+    safe = reach(behind, _along(is_clear, rules.fanin, rules.fanout))
     return frozenset(_whole_groups(rules, painting, safe))
 
 
-def _whole_groups(rules: Rules, painting: Painting, safe: set[int]) -> set[int]:
+def _whole_groups(rules: Rules, painting: Painting, safe: Iterable[int]) -> set[int]:
     """Adds the rest of each TensorList and loop of which a part is safe, or drops the part."""
     whole = set(safe)
     for slots in rules.regions.lists:
@@ -154,12 +169,48 @@ def _make_rules(
         fanin[target] = (*fanin[target], source)
         fanout[source] = (*fanout[source], target)
     by_node = [colors.get(node.op) for node in index.nodes]
-    return Rules(index, regions, by_node, forced, updates, fanin, fanout)
+    by_slot = [by_node[slot.node] for slot in index.slots]
+    # Grappler's own lists give Grappler's result.
+    integers = [] if updates == "low" else _integer_sums(index, by_slot)
+    for slot in integers:
+        by_slot[slot] = "deny"
+    return Rules(index, regions, by_slot, forced, updates, integers, fanin, fanout)
 
 
-def deny_unsafe_lists(rules: Rules, painting: Painting) -> Painting:
-    """Pass 0: a TensorList that leaves the scope, or cannot be low, stays float32."""
-    denied = dict(painting.denied)
+def _integer_sums(index: GraphIndex, colors: Sequence[str | None]) -> list[int]:
+    """Slots of products of integers, whose sums low precision cannot hold, up to where they scale.
+
+    Quantized layers multiply integers as they are, or as float32, and cast the sums back.
+    """
+
+    def is_integer(slot: int) -> bool:
+        casts = index.node_of(slot).op == "Cast" and index.slots[slot].attr == "DstT"
+        own = index.node_of(slot).slots if casts else (slot,)
+        return any("int" in index.slots[each].dtype for each in own)
+
+    def sources(slot: int) -> Iterable[int]:
+        return index.fanin[slot] if colors[slot] == "clear" else ()
+
+    def consumers(slot: int) -> Iterable[int]:
+        node = index.node_of(slot)
+        nearby = (*index.fanout[slot], *(node.slots if node.op == "Cast" else ()))
+        return [n for n in nearby if colors[n] == "clear" or index.node_of(n).op == "Cast"]
+
+    products: list[int] = []
+    for node in index.nodes:
+        given = {source for slot in node.slots for source in index.fanin[slot]}
+        if given and node.op in FLOP_RULES:
+            origins = [slot for slot in reach(given, sources) if not sources(slot)]
+            if origins and all(map(is_integer, origins)):
+                products += node.slots
+    return [slot for slot in reach(products, consumers) if index.slots[slot].dtype == FLOAT32]
+
+
+def deny_by_structure(rules: Rules, painting: Painting) -> Painting:
+    """Pass 0: sums of integers, and TensorLists that leave the scope or cannot be low."""
+    slots_of = rules.index.slots
+    unforced = (slot for slot in rules.integers if slots_of[slot].node not in rules.forced)
+    denied = {**painting.denied, **dict.fromkeys(unforced, _INTEGERS)}
     for slots, reason in zip(rules.regions.lists, rules.regions.unsafe_lists, strict=True):
         if reason is not None:
             denied.update(dict.fromkeys(slots, reason))
@@ -174,7 +225,7 @@ def lower_allow_nodes(rules: Rules, painting: Painting) -> Painting:
             continue
         if found.node in rules.forced:
             low[slot] = Reason("force_low", "its name matches force_low")
-        elif rules.color(slot) == "allow":
+        elif rules.colors[slot] == "allow":
             op = rules.index.nodes[found.node].op
             low[slot] = Reason("allow", f"{op} is on the allow list")
     return Painting(low, painting.denied)
@@ -187,18 +238,22 @@ def spread_deny_forward(rules: Rules, painting: Painting) -> Painting:
     node behind it.
     """
     slots = range(len(rules.index.slots))
-    ends = [slot for slot in slots if rules.color(slot) in ("deny", "infer")]
-    leads_there = set(ends)
-    _spread(ends, (rules.fanin,), leads_there, lambda slot: rules.color(slot) == "clear")
+    ends = [slot for slot in slots if rules.colors[slot] in ("deny", "infer")]
+    leads_there = reach(ends, _along(lambda slot: rules.colors[slot] == "clear", rules.fanin))
     denied = dict(painting.denied)
-    roots = [s for s in slots if rules.color(s) == "deny" and s not in painting.low]
+    roots = [s for s in slots if rules.colors[s] == "deny" and s not in painting.low]
     for slot in roots:
         op = rules.index.node_of(slot).op
         denied.setdefault(slot, Reason("deny", f"{op} is on the deny list"))
-    seen = set(denied) | {slot for slot in slots if _is_forced(rules, slot)}
-    for slot, cause in _spread(roots, (rules.fanout,), seen, leads_there.__contains__):
+
+    def follows(slot: int) -> bool:
+        is_forced = rules.index.slots[slot].node in rules.forced
+        return slot in leads_there and slot not in painting.denied and not is_forced
+
+    for slot, cause in reach(roots, _along(follows, rules.fanout)).items():
         name = rules.index.node_of(cause).name
-        denied[slot] = Reason("behind deny", f"it is computed from {name}, which needs float32")
+        text = f"it is computed from {name}, which needs float32"
+        denied.setdefault(slot, Reason("behind deny", text))
     return Painting(painting.low, denied)
 
 
@@ -212,7 +267,7 @@ def match_lists(rules: Rules, painting: Painting) -> Painting:
                 denied.setdefault(slot, Reason("TensorList", "its TensorList stays float32"))
         elif any(slot in low for slot in slots):
             for slot in slots:
-                low.setdefault(slot, Reason("TensorList", "its TensorList is lowered"))
+                low.setdefault(slot, Reason("TensorList", "its TensorList is converted"))
     return Painting(low, denied)
 
 
@@ -223,18 +278,12 @@ def lower_between_allow(rules: Rules, painting: Painting) -> Painting:
     """
 
     def joins(slot: int) -> bool:
-        return (
-            rules.color(slot) in ("infer", "clear")
-            and rules.is_free(slot)
-            and slot not in painting.denied
-        )
+        return rules.may_join(slot, painting, "infer", "clear")
 
-    roots = list(painting.low)
-    behind = set(roots)
-    _spread(roots, (rules.fanout,), behind, joins)
+    behind = reach(painting.low, _along(joins, rules.fanout))
     low = dict(painting.low)
-    for slot, _ in _spread(roots, (rules.fanin,), set(roots), behind.__contains__):
-        low[slot] = Reason("between", "it is between lowered nodes")
+    for slot in reach(painting.low, _along(behind.__contains__, rules.fanin)):
+        low.setdefault(slot, Reason("between", "it is between converted nodes"))
     return Painting(low, painting.denied)
 
 
@@ -249,7 +298,7 @@ def lower_infer_behind_lowered(rules: Rules, painting: Painting) -> Painting:
     if rules.updates != "low":
         skipped |= _ways_to_variables(rules)
     for slot in range(len(rules.index.slots)):
-        if rules.color(slot) != "infer" or slot in low or slot in skipped:
+        if rules.colors[slot] != "infer" or slot in low or slot in skipped:
             continue
         sources = rules.fanin[slot]
         if (
@@ -259,7 +308,7 @@ def lower_infer_behind_lowered(rules: Rules, painting: Painting) -> Painting:
         ):
             cause = next(source for source in sources if source in low)
             name = rules.index.node_of(cause).name
-            low[slot] = Reason("behind low", f"it is computed from {name}, which is lowered")
+            low[slot] = Reason("behind low", f"it is computed from {name}, which is converted")
     return Painting(low, painting.denied)
 
 
@@ -268,20 +317,11 @@ def lower_clear_beside_lowered(rules: Rules, painting: Painting) -> Painting:
 
     c -> c -> A -> c becomes C -> C -> A -> C.
     """
-
-    def joins(slot: int) -> bool:
-        return (
-            rules.color(slot) == "clear"
-            and rules.is_free(slot)
-            and slot not in painting.denied
-            and slot not in rules.regions.variable_reads
-        )
-
+    is_clear = functools.partial(rules.is_clear, painting=painting)
     low = dict(painting.low)
-    roots = list(low)
-    for slot, cause in _spread(roots, (rules.fanin, rules.fanout), set(roots), joins):
+    for slot, cause in reach(low, _along(is_clear, rules.fanin, rules.fanout)).items():
         name = rules.index.node_of(cause).name
-        low[slot] = Reason("beside low", f"it is next to {name}, which is lowered")
+        low.setdefault(slot, Reason("beside low", f"it is next to {name}, which is converted"))
     return Painting(low, painting.denied)
 
 
@@ -290,7 +330,7 @@ def match_loops(rules: Rules, painting: Painting) -> Painting:
     low = dict(painting.low)
     for following, merges in rules.regions.loops:
         if all(merge in low for merge in merges) and rules.is_free(following) and merges:
-            low.setdefault(following, Reason("loop", "the loop variable is lowered"))
+            low.setdefault(following, Reason("loop", "the loop variable is converted"))
         else:
             for slot in (following, *merges):
                 low.pop(slot, None)
@@ -304,21 +344,22 @@ def repaint_casts(rules: Rules, painting: Painting) -> Painting:
     is lowered takes the low dtype, so that no second Cast is put behind or before it.
     """
     low = dict(painting.low)
+    kept = {*rules.regions.fixed, *painting.denied}
     for node in rules.index.nodes:
         if node.op != "Cast":
             continue
         for slot in node.slots:
             found = rules.index.slots[slot]
-            if found.dtype != FLOAT32 or slot in rules.regions.fixed:
+            if found.dtype != FLOAT32 or slot in kept:
                 continue
             ends = rules.fanout[slot] if found.attr == "DstT" else rules.fanin[slot]
             if ends and all(end in painting.low for end in ends):
-                low[slot] = Reason("cast", "every tensor it takes or gives here is lowered")
+                low[slot] = Reason("cast", "every tensor it takes or gives here is converted")
     return Painting(low, painting.denied)
 
 
 PASSES: tuple[Callable[[Rules, Painting], Painting], ...] = (
-    deny_unsafe_lists,
+    deny_by_structure,
     lower_allow_nodes,
     spread_deny_forward,
     match_lists,
@@ -336,48 +377,225 @@ def _ways_to_variables(rules: Rules) -> set[int]:
 
     Nor a reduction, where updates may be low up to the last one.
     """
-    nodes, slots = rules.index.nodes, rules.index.slots
+    index = rules.index
     # What a loop writes is found in its body, where that is joined with its caller.
-    writers = [
-        node
-        for node in nodes
+    roots = [
+        slot
+        for node in index.nodes
         if (node.op not in LOOPS or node.calls_function)
-        and any(slots[i].dtype == "resource" for i in node.slots)
+        and any(index.slots[slot].dtype == "resource" for slot in node.slots)
+        for slot in node.slots
     ]
-    roots = [slot for node in writers for slot in node.slots]
-    ways = set(roots)
 
     def leads_on(slot: int) -> bool:
-        reduces = rules.updates == "reduced" and rules.index.node_of(slot).op in _REDUCTIONS
-        return rules.color(slot) not in ("allow", "deny") and not reduces
+        reduces = rules.updates == "reduced" and index.node_of(slot).op in _REDUCTIONS
+        return rules.colors[slot] not in ("allow", "deny") and not reduces
 
-    _spread(roots, (rules.fanin,), ways, leads_on)
-    return ways
-
-
-def _is_forced(rules: Rules, slot: int) -> bool:
-    return rules.index.slots[slot].node in rules.forced
+    return set(reach(roots, _along(leads_on, rules.fanin)))
 
 
-def _spread(
-    roots: Iterable[int],
-    neighbours: tuple[Sequence[Sequence[int]], ...],
-    seen: set[int],
-    enters: Callable[[int], bool],
-) -> list[tuple[int, int]]:
-    """Goes from slot to slot; `seen` holds where not to go and gets every slot it reaches.
+def _along(enters: Callable[[int], bool], *tables: _Table) -> Callable[[int], Iterable[int]]:
+    """The neighbours of a slot, by some tables, that may be entered."""
+    return lambda slot: [each for table in tables for each in table[slot] if enters(each)]
+
+
+# ---- What the structure of a scope demands -------------------------------------------------------
+
+# Ops that take elements out of a TensorList, and that put them in.
+_READERS = frozenset(
+    f"TensorList{what}" for what in ("Concat", "ConcatV2", "Gather", "GetItem", "PopBack", "Stack")
+)
+_WRITERS = frozenset(
+    f"TensorList{what}"
+    for what in (
+        *("FromTensor", "PushBack", "PushBackBatch", "SetItem", "Split"),
+        *("Scatter", "ScatterIntoExistingList", "ScatterV2"),
+    )
+)
+# Ops that pass a TensorList on without looking at the dtype of its elements.
+_CARRIERS = frozenset(
+    {
+        "AddN",
+        "Enter",
+        "Exit",
+        "Identity",
+        "IdentityN",
+        "Merge",
+        "NextIteration",
+        "Snapshot",
+        "StopGradient",
+        "Switch",
+        "ZerosLike",
+    }
+)
+# What puts tensors into a variant and takes them out, whose dtypes no edge tells.
+_OPTIONALS = frozenset({"OptionalFromValue", "OptionalGetValue"})
+_VARIABLES = frozenset({"Variable", "VariableV2"})
+
+_ARGUMENT_REASON = Reason("boundary", "an argument of the function keeps its dtype")
+_RESULT_REASON = Reason("boundary", "a result of the function keeps its dtype")
+_CALL_REASON = Reason("boundary", "it calls a function, whose arguments and results keep theirs")
+_REFERENCE_REASON = Reason("variable", "it refers to the memory of a variable")
+_RESOURCE_REASON = Reason("variable", "it uses a resource, whose values keep their dtype")
+_OPTIONAL_REASON = Reason("optional", "what a branch keeps for its gradient keeps its dtype")
+_SOURCE_REASON = Reason("source", "it has no inputs: its value is given")
+
+
+def find_regions(
+    index: GraphIndex, chosen: Mapping[int, Reason], kept: Mapping[int, Reason] | None = None
+) -> Regions:
+    """Finds what the structure of a scope demands of its slots.
+
+    Args:
+        index: The scope.
+        chosen: Positions of nodes that must not change, with the reason, such as a fetched one.
+        kept: Slots that must not change, with the reason.
 
     Returns:
-        The slots reached, each with the one it was reached from.
+        The regions.
     """
-    reached = []
-    pending = list(roots)
-    while pending:
-        slot = pending.pop()
-        for table in neighbours:
-            for other in table[slot]:
-                if other not in seen and enters(other):
-                    seen.add(other)
-                    reached.append((other, slot))
-                    pending.append(other)
-    return reached
+    fixed = {**_fixed_slots(index, chosen), **(kept or {})}
+    clusters = _list_clusters(index)
+    members = [_list_members(index, cluster) for cluster in clusters]
+    used = [i for i, slots in enumerate(members) if slots]
+    return Regions(
+        fixed=fixed,
+        lists=tuple(tuple(members[i]) for i in used),
+        unsafe_lists=tuple(_why_unsafe(index, clusters[i], members[i], fixed) for i in used),
+        implied=tuple(pair for i in used for pair in _implied_edges(index, members[i])),
+        loops=_loop_edges(index),
+        variable_reads=_variable_reads(index),
+    )
+
+
+def _fixed_slots(index: GraphIndex, chosen: Mapping[int, Reason]) -> dict[int, Reason]:
+    fed = {index.slots[edge.target].node for edge in index.edges}
+    fixed = {}
+    for position, node in enumerate(index.nodes):
+        reason = chosen.get(position) or _structural_reason(index, node, position in fed)
+        if reason is not None:
+            fixed.update(dict.fromkeys(node.slots, reason))
+    return fixed
+
+
+def _structural_reason(index: GraphIndex, node: IndexedNode, has_inputs: bool) -> Reason | None:
+    if node.op == ARGUMENT:
+        return _ARGUMENT_REASON
+    if node.op == RESULT:
+        return _RESULT_REASON
+    if node.calls_function:
+        return _CALL_REASON
+    if node.op in LOOPS or node.op == LINK:  # Its dtypes are also those of what it runs.
+        return None
+    if node.op in _OPTIONALS:
+        return _OPTIONAL_REASON
+    if node.uses_references:
+        return _REFERENCE_REASON
+    if any(index.slots[slot].dtype == "resource" for slot in node.slots):
+        return _RESOURCE_REASON
+    return None if has_inputs else _SOURCE_REASON
+
+
+# TensorLists: the handle is a variant tensor, so that no edge tells the dtype of the elements
+
+
+def _list_clusters(index: GraphIndex) -> list[list[int]]:
+    """Groups the variant slots that handles connect."""
+    seen: set[int] = set()
+    clusters = []
+    for root, slot in enumerate(index.slots):
+        if slot.dtype == "variant" and root not in seen:
+            cluster = reach([root], _linked_handles(index, index.fanin, index.fanout))
+            clusters.append(sorted(cluster))
+            seen.update(cluster)
+    return clusters
+
+
+def _linked_handles(index: GraphIndex, *tables: _Table) -> Callable[[int], Iterable[int]]:
+    def neighbours(slot: int) -> Iterable[int]:
+        # The gradient of a loop in a loop has lists of lists: what one holds is part of it.
+        within = _handles(index, slot) if "TensorList" in index.node_of(slot).op else ()
+        return itertools.chain(*(table[slot] for table in tables), within)
+
+    return neighbours
+
+
+def _handles(index: GraphIndex, slot: int) -> list[int]:
+    """The variant slots of the node of a slot."""
+    return [each for each in index.node_of(slot).slots if index.slots[each].dtype == "variant"]
+
+
+def _list_members(index: GraphIndex, cluster: Sequence[int]) -> list[int]:
+    slots = (_element_slot(index, index.node_of(slot)) for slot in cluster)
+    return [slot for slot in slots if slot is not None]
+
+
+def _element_slot(index: GraphIndex, node: IndexedNode) -> int | None:
+    if "TensorList" not in node.op:
+        return None
+    for slot in node.slots:
+        found = index.slots[slot]
+        if found.attr and found.index is None and found.dtype == FLOAT32:
+            return slot
+    return None
+
+
+def _why_unsafe(
+    index: GraphIndex, cluster: Sequence[int], members: Sequence[int], fixed: Mapping[int, Reason]
+) -> Reason | None:
+    for slot in cluster:
+        node = index.node_of(slot)
+        linked = node.op in LOOPS and not node.calls_function
+        if "TensorList" not in node.op and node.op not in _CARRIERS and not linked:
+            return Reason("TensorList", f"its TensorList goes through {node.name} ({node.op})")
+    for slot in members:
+        node = index.node_of(slot)
+        if slot in fixed:
+            return Reason("TensorList", f"its TensorList is used by {node.name}, which is fixed")
+        if not index.slots[slot].can_be_low:
+            return Reason("TensorList", f"{node.name} ({node.op}) has no kernel for it")
+    return None
+
+
+def _implied_edges(index: GraphIndex, members: Sequence[int]) -> list[tuple[int, int]]:
+    edges = []
+    for reader in members:
+        node = index.node_of(reader)
+        if node.op not in _READERS:
+            continue
+        for slot in sorted(reach(_handles(index, reader), _linked_handles(index, index.fanin))):
+            writer = index.node_of(slot)
+            element = _element_slot(index, writer) if writer.op in _WRITERS else None
+            if element is not None:
+                edges.append((element, reader))
+    return edges
+
+
+# Loops of TensorFlow 1
+
+
+def _loop_edges(index: GraphIndex) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    return tuple(
+        (slot, tuple(s for s in index.fanout[slot] if index.node_of(s).op == "Merge"))
+        for node in index.nodes
+        if node.op == "NextIteration"
+        for slot in node.slots
+        if index.slots[slot].dtype == FLOAT32
+    )
+
+
+def _variable_reads(index: GraphIndex) -> frozenset[int]:
+    """Slots of nodes that pass on a variable of TensorFlow 1, through an Enter also."""
+
+    def follows(slot: int, op: str, ops: frozenset[str]) -> bool:
+        sources = (index.node_of(source) for source in index.fanin[slot])
+        return index.node_of(slot).op == op and any(node.op in ops for node in sources)
+
+    slots = range(len(index.slots))
+    reads = {slot for slot in slots if follows(slot, "Identity", _VARIABLES)}
+    enters = {
+        slot
+        for slot in slots
+        if index.node_of(slot).op == "Enter" and reads.intersection(index.fanin[slot])
+    }
+    return frozenset(reads | enters)

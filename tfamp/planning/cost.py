@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tfamp.core.profile import MachineProfile
-from tfamp.planning.flops import FLOP_RULES, FREE_OPS, MOVING_OPS, SPECIAL_OPS, Shape
-from tfamp.planning.structures import ARGUMENT, FLOAT32, RESULT, GraphIndex
+from tfamp.planning.structures import ARGUMENT, FLOAT32, RESULT, Edge, GraphIndex
 
 # Dimensions that are not known, batches mostly, count as this many. A tensor of unknown rank counts
 # nothing: where it may be low the lists decide, see `planning.placement`; others, such as what
@@ -54,16 +54,7 @@ class ScopeCosts:
 
 
 def estimate(index: GraphIndex, profile: MachineProfile, dtype: str) -> ScopeCosts:
-    """Estimates what everything in a scope takes.
-
-    Args:
-        index: The scope.
-        profile: The machine.
-        dtype: The low dtype.
-
-    Returns:
-        The times.
-    """
+    """Estimates what everything in a scope takes on a machine."""
     return _Estimate(index, profile, dtype).costs()
 
 
@@ -85,19 +76,21 @@ def with_free_casts(costs: ScopeCosts, index: GraphIndex, handles: Collection[st
     return dataclasses.replace(costs, casts=casts)
 
 
-def crossing_tensors(index: GraphIndex, low: Collection[int]) -> dict[Tensor, None]:
-    """Returns the tensors that need a Cast if the slots in `low` are lowered, in edge order."""
-    return {
-        (index.slots[edge.source].node, edge.port): None
-        for edge in index.edges
-        if (edge.source in low) != (edge.target in low)
-    }
+def crossing_tensors(index: GraphIndex, low: Collection[int]) -> dict[Tensor, list[Edge]]:
+    """Returns the tensors that need a Cast if these slots are low, with the edges that do."""
+    crossing: dict[Tensor, list[Edge]] = {}
+    for edge in index.edges:
+        if (edge.source in low) != (edge.target in low):
+            tensor = index.slots[edge.source].node, edge.port
+            crossing.setdefault(tensor, []).append(edge)
+    return crossing
 
 
 def scope_seconds(index: GraphIndex, costs: ScopeCosts, low: Collection[int]) -> float:
     """Returns what a scope takes, Casts included, if the slots in `low` are lowered."""
-    nodes = sum(costs.node(index, position, low) for position in range(len(index.nodes)))
-    return nodes + sum(costs.casts[tensor] for tensor in crossing_tensors(index, low))
+    slots = sum(times[slot in low] for slot, times in enumerate(costs.slots))
+    casts = sum(costs.casts[tensor] for tensor in crossing_tensors(index, low))
+    return sum(costs.overheads) + slots + casts
 
 
 class _Estimate:
@@ -105,7 +98,10 @@ class _Estimate:
 
     def __init__(self, index: GraphIndex, profile: MachineProfile, dtype: str) -> None:
         self._index, self._profile, self._dtype = index, profile, dtype
-        self._sizes: dict[Tensor, float] = {}
+        self._sizes = {
+            tensor: float(math.prod(UNKNOWN_DIMENSION if dim is None else dim for dim in shape))
+            for tensor, shape in index.shapes.items()
+        }
         self._inputs: list[dict[int, Tensor]] = [{} for _ in index.nodes]
         self._outputs: list[dict[int, Tensor]] = [{} for _ in index.nodes]
         # For each slot the tensors that have its dtype.
@@ -127,11 +123,8 @@ class _Estimate:
             runs = node.op not in (ARGUMENT, RESULT, "Cast")
             overheads.append(self._profile.op_overhead if runs else 0.0)
             known.append(self._is_known(position))
-            if node.op == "Cast":
-                times_of_node = self._cast_times(position)
-            else:
-                times_of_node = self._op_times(position)
-            for slot, seconds in zip(node.slots, times_of_node, strict=True):
+            of_node = self._cast_times if node.op == "Cast" else self._op_times
+            for slot, seconds in zip(node.slots, of_node(position), strict=True):
                 times[slot] = seconds
         casts = {
             tensor: self._cast_seconds(tensor, FLOAT32, self._dtype)
@@ -146,21 +139,11 @@ class _Estimate:
         )
         return ScopeCosts(tuple(times), casts, tuple(overheads), tuple(known), frozenset(unshaped))
 
-    # Sizes
-
     def _shape(self, tensor: Tensor) -> Shape | None:
         shape = self._index.shapes.get(tensor)
         if shape is None:
             return None
         return tuple(UNKNOWN_DIMENSION if dim is None else dim for dim in shape)
-
-    def _elements(self, tensor: Tensor) -> float:
-        known = self._sizes.get(tensor)
-        if known is None:
-            shape = self._shape(tensor)
-            known = float(0 if shape is None else math.prod(shape))
-            self._sizes[tensor] = known
-        return known
 
     def _is_known(self, position: int) -> bool:
         tensors = (*self._inputs[position].values(), *self._outputs[position].values())
@@ -168,22 +151,24 @@ class _Estimate:
             tensor in self._index.shapes for tensor in tensors
         )
 
-    # Ops
-
     def _op_times(self, position: int) -> list[tuple[float, float]]:
         index = self._index
         node = index.nodes[position]
         if node.op in (*FREE_OPS, ARGUMENT, RESULT) or node.calls_function:
             return [(0.0, 0.0)] * len(node.slots)
-        kind, flops = self._arithmetic(position)
-        floats = [slot for slot in node.slots if index.slots[slot].dtype in _FLOATS]
+        kind, work = self._arithmetic(position)
+        peaks = self._profile.peaks_of(node.op, kind)
         times = []
         for slot in node.slots:
             own = index.slots[slot].dtype
-            low = self._dtype if own == FLOAT32 else own
-            work = flops if floats[:1] == [slot] else 0.0
-            as_it_is, lowered = (self._seconds(slot, kind, work, dtype) for dtype in (own, low))
+            moved = self._elements(slot, node.op) / self._profile.bandwidth
+            done = work if own in _FLOATS else 0.0
+            as_it_is, lowered = (
+                max(done / peaks.get(dtype, peaks[FLOAT32]), moved * _BYTES.get(dtype, 4))
+                for dtype in (own, self._dtype if own == FLOAT32 else own)
+            )
             times.append((as_it_is, lowered))
+            work -= done  # It is counted with the first float slot.
         return times
 
     def _arithmetic(self, position: int) -> tuple[str, float]:
@@ -194,9 +179,9 @@ class _Estimate:
         if rule is None:
             if node.op in MOVING_OPS:
                 return "elementwise", 0.0
-            sizes = [self._elements(tensor) for tensor in (*inputs.values(), *outputs.values())]
+            tensors = (*inputs.values(), *outputs.values())
             kind = "special" if node.op in SPECIAL_OPS else "elementwise"
-            return kind, max(sizes, default=0.0)
+            return kind, max((self._sizes.get(tensor, 0.0) for tensor in tensors), default=0.0)
         flops = rule.flops(
             {number: self._shape(tensor) for number, tensor in inputs.items()},
             {port: self._shape((position, port)) for port in rule.outputs},
@@ -204,24 +189,18 @@ class _Estimate:
         )
         return rule.kind, 0.0 if flops is None else flops
 
-    def _seconds(self, slot: int, kind: str, work: float, dtype: str) -> float:
-        node = self._index.node_of(slot)
-        peaks = self._profile.peaks_of(node.op, kind)
-        written = sum(self._elements(tensor) for tensor in self._written[slot])
+    def _elements(self, slot: int, op: str) -> float:
+        """How many elements an op reads and writes in the dtype of a slot."""
+        written = sum(self._sizes.get(tensor, 0.0) for tensor in self._written[slot])
         # What only moves values reads as much as it writes: a Gather does not read its table.
-        if node.op in MOVING_OPS and written:
-            read = written
-        else:
-            read = sum(self._elements(tensor) for tensor in self._read[slot])
-        size = (read + written) * _BYTES.get(dtype, 4)
-        return max(work / peaks.get(dtype, peaks[FLOAT32]), size / self._profile.bandwidth)
-
-    # Casts
+        if op in MOVING_OPS and written:
+            return 2 * written
+        return written + sum(self._sizes.get(tensor, 0.0) for tensor in self._read[slot])
 
     def _cast_seconds(self, tensor: Tensor, source: str, target: str) -> float:
         if source == target:
             return 0.0
-        size = self._elements(tensor) * (_BYTES.get(source, 4) + _BYTES.get(target, 4))
+        size = self._sizes.get(tensor, 0.0) * (_BYTES.get(source, 4) + _BYTES.get(target, 4))
         return size / self._profile.cast_bandwidth + self._profile.op_overhead
 
     def _cast_times(self, position: int) -> list[tuple[float, float]]:
@@ -243,3 +222,264 @@ class _Estimate:
                 self._cast_seconds(tensor, lowered, other),
             )
         return times
+
+
+Shape: TypeAlias = tuple[int, ...]
+_Count: TypeAlias = Callable[[Sequence[Shape], str], float]
+
+# Ops that hand on the memory they are given, or look at a shape only.
+FREE_OPS = frozenset(
+    {
+        "Const",
+        "EnsureShape",
+        "Enter",
+        "Exit",
+        "ExpandDims",
+        "Identity",
+        "IdentityN",
+        "Merge",
+        "NextIteration",
+        "NoOp",
+        "Placeholder",
+        "PreventGradient",
+        "Rank",
+        "ReadVariableOp",
+        "RefEnter",
+        "Reshape",
+        "Shape",
+        "ShapeN",
+        "Size",
+        "Snapshot",
+        "Squeeze",
+        "StopGradient",
+        "Switch",
+        "TensorListGetItem",
+        "TensorListPopBack",
+        "TensorListPushBack",
+        "TensorListReserve",
+        "TensorListSetItem",
+    }
+)
+# Ops that move values and compute nothing.
+MOVING_OPS = frozenset(
+    {
+        "BatchToSpace",
+        "BatchToSpaceND",
+        "BroadcastTo",
+        "Concat",
+        "ConcatV2",
+        "DepthToSpace",
+        "DynamicPartition",
+        "DynamicStitch",
+        "Fill",
+        "Gather",
+        "GatherNd",
+        "GatherV2",
+        "MirrorPad",
+        "OneHot",
+        "OnesLike",
+        "Pack",
+        "Pad",
+        "PadV2",
+        "ResizeNearestNeighbor",
+        "ResourceGather",
+        "Reverse",
+        "ReverseSequence",
+        "ReverseV2",
+        "Slice",
+        "SpaceToBatch",
+        "SpaceToBatchND",
+        "SpaceToDepth",
+        "Split",
+        "SplitV",
+        "StridedSlice",
+        "StridedSliceGrad",
+        "TensorListConcat",
+        "TensorListConcatV2",
+        "TensorListFromTensor",
+        "TensorListGather",
+        "TensorListStack",
+        "Tile",
+        "Transpose",
+        "Unpack",
+        "ZerosLike",
+    }
+)
+# Ops that take longer per element than a sum or a product.
+SPECIAL_OPS = frozenset(
+    {
+        "AvgPool",
+        "AvgPool3D",
+        "AvgPool3DGrad",
+        "AvgPoolGrad",
+        "Elu",
+        "Erfc",
+        "FusedBatchNormGradV2",
+        "FusedBatchNormGradV3",
+        "FusedBatchNormV2",
+        "FusedBatchNormV3",
+        "Log",
+        "Log1p",
+        "LogSoftmax",
+        "MaxPool",
+        "MaxPool3D",
+        "MaxPool3DGrad",
+        "MaxPoolGrad",
+        "Selu",
+        "Sigmoid",
+        "Softmax",
+        "Softplus",
+        "_FusedBatchNormEx",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FlopRule:
+    """How the arithmetic of an op is counted.
+
+    Attributes:
+        kind: The peak it is held against: "matmul", "conv", "conv_input" or "conv_filter".
+        inputs: Positions of the inputs whose shapes tell it, None for all.
+        outputs: The same for outputs.
+        count: Counts from these shapes, those of inputs first, and the equation.
+    """
+
+    kind: str
+    inputs: tuple[int, ...] | None
+    outputs: tuple[int, ...]
+    count: _Count
+
+    def flops(
+        self,
+        inputs: Mapping[int, Shape | None],
+        outputs: Mapping[int, Shape | None],
+        equation: str = "",
+    ) -> float | None:
+        """Counts the operations of one node.
+
+        Args:
+            inputs: Shapes by position, control inputs left out.
+            outputs: Shapes by port.
+            equation: An Einsum's equation.
+
+        Returns:
+            The number, or None where a shape that tells it is missing or None.
+        """
+        operands = range(equation.count(",") + 1)
+        positions = operands if self.inputs is None else self.inputs
+        shapes = [inputs.get(position) for position in positions]
+        shapes += [outputs.get(port) for port in self.outputs]
+        known = [shape for shape in shapes if shape is not None]
+        return self.count(known, equation) if len(known) == len(shapes) else None
+
+
+def _matmul(shapes: Sequence[Shape], _: str) -> float:
+    """Of matrices m x k, k x n and m x n, transposed or not: the root of mk * kn * mn is mkn."""
+    sizes = [math.prod(shape[-2:]) for shape in shapes]
+    return 2 * math.prod(shapes[-1][:-2]) * math.sqrt(math.prod(sizes))
+
+
+def _einsum(shapes: Sequence[Shape], equation: str) -> float:
+    """Every combination of indices is multiplied once, for each operand after the first."""
+    sizes: dict[str, int] = {}
+    for labels, shape in zip(equation.partition("->")[0].split(","), shapes, strict=True):
+        before, dots, after = labels.replace(" ", "").partition("...")
+        hidden = len(shape) - len(before) - len(after) if dots else 0
+        # An ellipsis is aligned at its end, as in broadcasting.
+        names = [*before, *(f"...{i}" for i in range(hidden, 0, -1)), *after]
+        for name, size in zip(names, shape, strict=True):
+            sizes[name] = max(size, sizes.get(name, 0))
+    return 2 * max(len(shapes) - 1, 0.5) * math.prod(tuple(sizes.values()))
+
+
+def _convolution(shapes: Sequence[Shape], _: str) -> float:
+    """Of what a filter makes, and the filter; its last dimension is the channels made."""
+    made, weights = shapes
+    return 2 * math.prod(made) * math.prod(weights[:-1])
+
+
+def _depthwise(shapes: Sequence[Shape], _: str) -> float:
+    made, weights = shapes
+    return 2 * math.prod(made) * math.prod(weights[:2])
+
+
+def _filter_first(count: _Count) -> _Count:
+    return lambda shapes, equation: count(shapes[::-1], equation)
+
+
+def _cell(shapes: Sequence[Shape], _: str) -> float:
+    """Of a recurrent cell: every row of the first input meets every weight."""
+    rows, *weights = shapes
+    return 2 * math.prod(rows[:-1]) * sum(map(math.prod, weights))
+
+
+def _cell_gradient(shapes: Sequence[Shape], _: str) -> float:
+    return 2 * _cell(shapes, _)
+
+
+def _rules() -> dict[str, FlopRule]:
+    matmul = FlopRule("matmul", (0, 1), (0,), _matmul)
+    rules = dict.fromkeys(
+        ("MatMul", "_FusedMatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), matmul
+    )
+    rules["Einsum"] = FlopRule("matmul", None, (), _einsum)
+    weights_at = {"Conv": 1, "Conv2D": 1, "Conv3D": 1, "_FusedConv2D": 1}
+    weights_at |= {"FusedConv2DBiasActivation": 1, "FusedPadConv2D": 2}
+    weights_at |= {"FusedResizeAndPadConv2D": 3}
+    for op, position in weights_at.items():
+        rules[op] = FlopRule("conv", (position,), (0,), _filter_first(_convolution))
+    for op in ("Conv2DBackpropInput", "Conv3DBackpropInput"):
+        rules[op] = rules[f"{op}V2"] = FlopRule("conv_input", (2, 1), (), _convolution)
+    for op in ("Conv2DBackpropFilter", "Conv3DBackpropFilter"):
+        rules[op] = rules[f"{op}V2"] = FlopRule("conv_filter", (2,), (0,), _convolution)
+    name = "DepthwiseConv2dNative"
+    rules[name] = FlopRule("conv", (1,), (0,), _filter_first(_depthwise))
+    rules[f"{name}BackpropInput"] = FlopRule("conv_input", (2, 1), (), _depthwise)
+    rules[f"{name}BackpropFilter"] = FlopRule("conv_filter", (2,), (0,), _depthwise)
+    # The gradient of an LSTMBlockCell leaves the matmuls to other ops.
+    rules["LSTMBlockCell"] = FlopRule("matmul", (0, 3), (), _cell)
+    rules["GRUBlockCell"] = FlopRule("matmul", (0, 2, 3), (), _cell)
+    rules["GRUBlockCellGrad"] = FlopRule("matmul", (0, 2, 3), (), _cell_gradient)
+    for op in ("BlockLSTM", "BlockLSTMV2"):
+        rules[op] = FlopRule("matmul", (1, 4), (), _cell)
+    for op in ("BlockLSTMGrad", "BlockLSTMGradV2"):
+        rules[op] = FlopRule("matmul", (1, 4), (), _cell_gradient)
+    for op in ("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3"):
+        rules[op] = FlopRule("matmul", (0, 3), (), _cell)
+    for op in ("CudnnRNNBackprop", "CudnnRNNBackpropV2", "CudnnRNNBackpropV3"):
+        rules[op] = FlopRule("matmul", (0, 3), (), _cell_gradient)
+    return rules
+
+
+# Op type -> how its arithmetic is counted; all other ops count elements.
+FLOP_RULES = _rules()
+
+
+# Sums, whose kernels add up in the dtype of their tensors. Those of FLOP_RULES do so in float32.
+SUMS = frozenset({"BiasAddGrad", "EuclideanNorm", "L2Loss", "Mean", "Prod", "Sum"})
+
+
+def reduction_depth(
+    op: str, inputs: Mapping[int, Shape], output: Shape | None, equation: str = ""
+) -> int | None:
+    """Returns how many values an op adds up for each element of its result.
+
+    None for an op that reduces nothing, or if a shape that is needed is not known. Of a strided
+    transposed convolution it is an upper bound.
+
+    Example:
+        >>> reduction_depth("MatMul", {0: (4, 512), 1: (512, 8)}, (4, 8))
+        512
+    """
+    rule = FLOP_RULES.get(op)
+    if any(0 in shape for shape in (*inputs.values(), output or ())):
+        return None
+    if op in SUMS and 0 in inputs and output is not None:
+        return math.prod(inputs[0]) // math.prod(output)
+    if rule is None or not (rule.outputs or op == "Einsum" or rule.kind == "conv_input"):
+        return None
+    if rule.kind == "conv_input":  # A filter ends with the channels in and out.
+        return math.prod(inputs[1]) // inputs[1][-2] if 1 in inputs else None
+    flops = rule.flops(inputs, {0: output}, equation)
+    return None if flops is None or output is None else round(flops / 2 / math.prod(output))

@@ -16,13 +16,14 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from tfamp.planning.control_flow import LINK, LOOPS
 from tfamp.planning.cost import ScopeCosts
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,
+    LINK,
+    LOOPS,
     MAIN_GRAPH,
     RESULT,
     Edge,
@@ -31,6 +32,7 @@ from tfamp.planning.structures import (
     Painting,
     Reason,
     Regions,
+    reach,
 )
 
 T = TypeVar("T")
@@ -39,8 +41,8 @@ T = TypeVar("T")
 ROUNDS = 32
 
 _ADDING = frozenset({"AccumulateNV2", "Add", "AddN", "AddV2", "Sub"})
-_ADDS_UP = Reason("loop", "it adds up over the rounds of a loop")
-_INVARIANT = Reason("loop", "it is the same in every round, and its gradient adds up over them")
+_ADDS_UP = Reason("loop", "it adds up over the iterations of a loop")
+_INVARIANT = Reason("loop", "it is the same in every iteration, and its gradient adds up over them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ def join(
         clear: Op types that may change their dtypes with their neighbours: only loops among them
             are joined with what they run.
         weights: Arguments of loops' functions as (function, argument) by which nobody will need
-            gradients: they may be low though they are the same in every round.
+            gradients: they may be low though they are the same in every iteration.
 
     Returns:
         All scopes as one. A scope that nothing is linked with is in it by itself.
@@ -269,12 +271,12 @@ def _join_indexes(
     for number, scope in enumerate(scopes):
         for position, node in enumerate(scope.nodes):
             own = tuple(dict.fromkeys(places[number][slot] for slot in node.slots))
-            changes: dict[str, object] = {"slots": own}
+            changes: dict[str, Any] = {"slots": own}
             if (number, position) in linked_nodes:
                 changes["calls"] = ()
             elif number in linked_functions and node.op in (ARGUMENT, RESULT):
                 changes["op"] = LINK
-            nodes.append(dataclasses.replace(node, **changes))  # type: ignore[arg-type]
+            nodes.append(node._replace(**changes))
         offset = node_offsets[number]
         slots += [dataclasses.replace(slot, node=slot.node + offset) for slot in scope.slots]
     bare = GraphIndex(MAIN_GRAPH, tuple(nodes), tuple(slots), (), (), (), {})
@@ -340,11 +342,8 @@ def _kept(
 
 def _origins(body: GraphIndex, slot: int) -> list[int]:
     """The slots that a slot's values come from, past Identity nodes."""
-    found = []
-    for source in body.fanin[slot]:
-        passed: set[int] = set()  # In a broken function a node may feed itself.
-        while body.node_of(source).op == "Identity" and source not in passed:
-            passed.add(source)
-            (source,) = body.fanin[source]
-        found.append(source)
-    return found
+
+    def made(source: int) -> Iterable[int]:
+        return body.fanin[source] if body.node_of(source).op == "Identity" else ()
+
+    return [list(reach([source], made))[-1] for source in body.fanin[slot]]

@@ -12,7 +12,11 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfamp.planning.structures import CastSite, NodePlan, RewritePlan
+
 
 # In the order in which they build on one another.
 _SCRIPTS = (
@@ -30,13 +34,7 @@ _SCRIPTS = (
 
 
 def render_page(plan: Mapping[str, Any]) -> str:
-    """Returns a self-contained page that shows a plan.
-
-    Args:
-        plan: What `RewritePlan.to_json` writes, before it is text.
-
-    Returns:
-        An HTML document that loads nothing: no file, no font, no network.
+    """Returns a self-contained page that shows a plan, given as JSON has it; it loads nothing.
 
     Example:
         >>> summary = {"nodes": 0, "low_nodes": 0, "casts": 0}
@@ -117,3 +115,61 @@ def _script() -> str:
 def _hash(text: str) -> str:
     digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def plan_text(plan: RewritePlan) -> str:
+    """Returns the plan as a table for people: nodes, Casts, totals."""
+    rows = [("node", "op", "dtype", "reason")]
+    rows += [(_place(n.scope, n.name), n.op, n.dtype, n.reason.text) for n in plan.nodes]
+    lines = _aligned(rows)
+    if plan.casts:
+        casts = [("cast of", "from", "to", "bytes")]
+        casts += [
+            (_place(c.scope, c.tensor), c.source, c.target, _known(c.bytes)) for c in plan.casts
+        ]
+        lines += ["", *_aligned(casts)]
+    totals = plan.summary
+    lines += [
+        "",
+        f"{totals.low_nodes} of {totals.nodes} float nodes in {plan.dtype}; "
+        f"{totals.casts} Casts inserted, {totals.cast_bytes} bytes"
+        f" and {totals.casts_of_unknown_size} of unknown size",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def plan_json(plan: RewritePlan) -> dict[str, Any]:
+    """Returns a plan as an object of JSON: dtype, nodes, casts and summary."""
+    summary = plan.summary
+    return {
+        "dtype": plan.dtype,
+        "nodes": [_node_json(node) for node in plan.nodes],
+        "casts": [_cast_json(cast) for cast in plan.casts],
+        "summary": {name: getattr(summary, name) for name in summary.__slots__},
+    }
+
+
+def _node_json(node: NodePlan) -> dict[str, Any]:
+    fields = {name: getattr(node, name) for name in node.__slots__}
+    return {**fields, "rule": node.reason.rule, "reason": node.reason.text}
+
+
+def _cast_json(cast: CastSite) -> dict[str, Any]:
+    fields = {name: getattr(cast, name) for name in cast.__slots__ if name != "device"}
+    return {"from": fields.pop("source"), "to": fields.pop("target"), **fields}
+
+
+def _known(count: int | None) -> str:
+    return "unknown" if count is None else str(count)
+
+
+def _place(scope: str, name: str) -> str:
+    return f"{scope}: {name}" if scope else name
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

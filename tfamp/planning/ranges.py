@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tfamp.core.dtypes import float_format
-from tfamp.planning.reductions import IN_FLOAT32
-from tfamp.planning.structures import FLOAT32, GraphIndex, IndexedNode, Reason
+from tfamp.planning.cost import FLOP_RULES
+from tfamp.planning.structures import FLOAT32, GraphIndex, IndexedNode, Reason, reach
 
 RULE = "calibration"
 # Scope, node, output port.
@@ -190,20 +190,13 @@ def _fixed_nodes(index: GraphIndex) -> frozenset[int]:
 
 def _stored_nodes(index: GraphIndex) -> frozenset[int]:
     """Nodes that give a constant or a variable, as it is or in another shape."""
-    first = {
-        index.slots[edge.target].node: index.slots[edge.source].node
-        for edge in index.edges
-        if edge.input == 0
-    }
-    stored = {i for i, node in enumerate(index.nodes) if node.op in _STORED}
-    passing = [i for i, node in enumerate(index.nodes) if node.op in _PASSING_ON and i in first]
-    growing = True
-    # A graph need not be sorted; chains of such nodes are short.
-    while growing:
-        found = {i for i in passing if first[i] in stored} - stored
-        stored |= found
-        growing = bool(found)
-    return frozenset(stored)
+    passing: dict[int, list[int]] = {}
+    for edge in index.edges:
+        source, target = index.slots[edge.source].node, index.slots[edge.target].node
+        if edge.input == 0 and index.nodes[target].op in _PASSING_ON:
+            passing.setdefault(source, []).append(target)
+    roots = (i for i, node in enumerate(index.nodes) if node.op in _STORED)
+    return frozenset(reach(roots, lambda node: passing.get(node, ())))
 
 
 def _judge(
@@ -222,7 +215,7 @@ def _judge(
 
 
 def _judge_depth(node: IndexedNode, depth: int, limits: Limits) -> Reason | None:
-    limit = limits.matmul_depth if node.op in IN_FLOAT32 else limits.sum_depth
+    limit = limits.matmul_depth if node.op in FLOP_RULES else limits.sum_depth
     if depth <= limit:
         return None
     text = f"it adds up {depth} values for each result, more than reduction_depth {limit:.6g}"

@@ -7,24 +7,65 @@ integers: positions in the tuples of its `GraphIndex`. Dtypes are names, such as
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from tfamp.planning.plan_page import render_page
-from tfamp.planning.plan_text import plan_json, plan_text
-from tfamp.planning.reason import Reason as Reason
+from tfamp.planning.plan_page import plan_json, plan_text, render_page
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
 FLOAT32 = "float32"
 MAIN_GRAPH = ""
-# Nodes that stand for a function's arguments and results; no node can have such an op.
+# Ops that run functions of the library as parts of a graph.
+LOOPS = frozenset({"StatelessWhile", "While"})
+CONDITIONALS = frozenset({"Case", "If", "StatelessCase", "StatelessIf"})
+BRANCHING = LOOPS | CONDITIONALS
+# Ops that no node can have, of nodes that stand for a function's arguments and results, and for
+# what a loop's function takes and gives where `planning.linking` has joined it with its caller.
 ARGUMENT = "<argument>"
 RESULT = "<result>"
+LINK = "<link>"
+
+
+class Reason(str):
+    """Why a slot has its dtype: a text for people, with the names involved, and a rule.
+
+    Args:
+        rule: Short name of the rule that decided, such as "allow" or "no kernel".
+        text: The text.
+
+    Example:
+        >>> reason = Reason("allow", "MatMul is on the allow list")
+        >>> reason.rule, "MatMul" in reason
+        ('allow', True)
+    """
+
+    __slots__ = ("_rule",)
+    _rule: str
+
+    def __new__(cls, rule: str, text: str) -> Reason:
+        """Makes a text that knows its rule."""
+        reason = super().__new__(cls, text)
+        reason._rule = rule
+        return reason
+
+    def __reduce__(self) -> tuple[type[Reason], tuple[str, str]]:
+        return Reason, (self._rule, str(self))
+
+    @property
+    def rule(self) -> str:
+        """Short name of the rule that decided."""
+        return self._rule
+
+    @property
+    def text(self) -> str:
+        """The text as a plain string."""
+        return str(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +87,7 @@ class TypeSlot:
     can_be_low: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+class Edge(NamedTuple):
     """A tensor on its way from a node to one input of another.
 
     Attributes:
@@ -65,8 +105,7 @@ class Edge:
     tensor: str
 
 
-@dataclass(frozen=True, slots=True)
-class IndexedNode:
+class IndexedNode(NamedTuple):
     """A node of a scope.
 
     Attributes:
@@ -356,15 +395,30 @@ class RewriteResult:
     plan: RewritePlan
 
 
-def reach(roots: Iterable[K], neighbours: Callable[[K], Iterable[K]]) -> list[K]:
-    """Returns what can be reached from roots, these included, the nearest first, each once."""
-    found = dict.fromkeys(roots)
+def node_name(tensor: str) -> str:
+    """Returns the name of the node of a tensor ("x:0") or of a control input ("^x")."""
+    return tensor.removeprefix("^").partition(":")[0]
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """Returns a name, with a number behind it if it is taken."""
+    numbered = (f"{name}_{number}" for number in itertools.count(1))
+    return next(each for each in itertools.chain([name], numbered) if each not in taken)
+
+
+def reach(roots: Iterable[K], neighbours: Callable[[K], Iterable[K]]) -> dict[K, K]:
+    """Returns what can be reached from roots, the nearest first, with what it was reached from.
+
+    A root, reached from itself, comes first.
+    """
+    found = {root: root for root in roots}
     pending = list(found)
-    while pending:
-        new = dict.fromkeys(each for near in pending for each in neighbours(near))
-        pending = [each for each in new if each not in found]
-        found.update(dict.fromkeys(pending))
-    return list(found)
+    for near in pending:  # It grows meanwhile.
+        for each in neighbours(near):
+            if each not in found:
+                found[each] = near
+                pending.append(each)
+    return found
 
 
 def producers_first(index: GraphIndex) -> list[int]:

@@ -26,8 +26,12 @@ import tensorflow as tf
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration, measure
-from tfamp.graph.function_names import (
+from tfamp.graph.functions import (
+    GRADIENT,
+    INLINED_INTO,
+    argument_name,
     called_functions,
+    inline_calls,
     new_suffix,
     reached_functions,
     rename_functions,
@@ -35,15 +39,12 @@ from tfamp.graph.function_names import (
 )
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.rewrite import PLACEMENTS, check_lists, convert, make_request
-from tfamp.graph.transforms.inline import GRADIENT, INLINED_INTO, argument_name, inline_calls
 from tfamp.interop import tf_functions
 from tfamp.interop.tracing import as_written
 from tfamp.machine.profile_choice import check_profile, resolve_profile
 from tfamp.planning.choices import NodeChoices, check_choice, patterns, tensor_names
-from tfamp.planning.control_flow import LOOPS
 from tfamp.planning.ranges import Ranges
-from tfamp.planning.structures import RewritePlan
-from tfamp.planning.tensor_names import node_name
+from tfamp.planning.structures import LOOPS, RewritePlan, node_name
 from tfamp.rewriting.weight_cache import WeightCache, cacheable_variables, cached_casts
 
 _ON_ERROR = ("raise", "keep")

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfamp.core.errors import SavedModelError
 from tfamp.interop import tf_private
 from tfamp.machine.file_replacing import restore_directory
-from tfamp.planning.tensor_names import node_name
+from tfamp.planning.structures import node_name
 from tfamp.rewriting.pipeline import all_nodes
 from tfamp.rewriting.saved_graph import tensors_of
 

@@ -15,14 +15,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.errors import SavedModelError
-from tfamp.graph.function_names import rename_functions
+from tfamp.graph.functions import inline_calls, rename_functions
 from tfamp.graph.index import build_indexes
-from tfamp.graph.transforms.fold import fold_casts
-from tfamp.graph.transforms.inline import inline_calls
-from tfamp.graph.transforms.loop_constants import cast_before_loops
-from tfamp.planning.control_flow import BRANCHING
-from tfamp.planning.structures import CastSite, RewritePlan
-from tfamp.planning.tensor_names import node_name
+from tfamp.graph.transforms import cast_before_loops, fold_casts
+from tfamp.planning.structures import BRANCHING, CastSite, RewritePlan, node_name
 from tfamp.rewriting.pipeline import CALLS, all_nodes
 from tfamp.rewriting.saved_files import VARIABLES_PREFIX, first_line
 from tfamp.rewriting.saved_graph import (

@@ -17,12 +17,10 @@ import tensorflow as tf
 
 from tfamp.core.errors import SavedModelError
 from tfamp.graph.calibration import Calibration, measure
-from tfamp.graph.function_names import called_functions, reached_functions
-from tfamp.graph.transforms.inline import GRADIENT, inline_calls
+from tfamp.graph.functions import GRADIENT, called_functions, inline_calls, reached_functions
 from tfamp.interop import tf_private
 from tfamp.planning.ranges import Ranges
-from tfamp.planning.structures import RewritePlan, reach
-from tfamp.planning.tensor_names import node_name
+from tfamp.planning.structures import RewritePlan, node_name, reach
 from tfamp.rewriting.pipeline import CALLS, RewriteSettings
 
 VARIABLES = ("VarHandleOp", "Variable", "VariableV2")

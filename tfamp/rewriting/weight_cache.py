@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfamp.graph.op_signatures import PYTHON
 from tfamp.interop import tf_private
-from tfamp.planning.tensor_names import node_name
+from tfamp.planning.structures import node_name
 
 # Casting fewer elements is faster than looking whether it is needed.
 LEAST_ELEMENTS = 2**14

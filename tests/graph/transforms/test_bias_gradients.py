@@ -12,7 +12,7 @@ from helpers.tolerances import tolerance
 from tfamp import OpLists
 from tfamp.core.profile import DTYPES, builtin_profile
 from tfamp.graph import rewrite_graph_def
-from tfamp.graph.function_names import rename_functions
+from tfamp.graph.functions import rename_functions
 
 ROWS, WIDTH = 4096, 4
 CPU = {"device": "cpu", "placement": "lists"}

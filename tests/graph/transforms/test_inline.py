@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from helpers.graph_models import runnable
-from tfamp.graph.transforms.inline import inline_calls
+from tfamp.graph.functions import inline_calls
 from tfamp.rewriting.pipeline import in_topological_order
 
 X = tf.TensorSpec((), tf.float32)

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfamp.graph.observe import Observer, Seen, observed_scopes
-from tfamp.graph.transforms.retype import UNROUNDED, low_dtypes, retyped, seeded
+from tfamp.graph.retype import UNROUNDED, low_dtypes, retyped, seeded
 from tfamp.interop import tf_functions
 
 

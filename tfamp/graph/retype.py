@@ -15,8 +15,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.graph.apply import cast_node
+from tfamp.graph.functions import bodies, copied
 from tfamp.graph.op_signatures import PYTHON
-from tfamp.planning.structures import MAIN_GRAPH, RESULT, Edge, GraphIndex
+from tfamp.planning.structures import RESULT, GraphIndex, free_name
 
 # The attribute with the value of a constant before it was rounded; see `unrounded_constants`.
 UNROUNDED = "_tfamp_unrounded"
@@ -33,10 +35,9 @@ def low_dtypes(indexes: Sequence[GraphIndex]) -> list[str]:
 
 def seeded(graph_def: Any) -> Any:
     """Returns a copy of a graph whose random ops give the same numbers in every run."""
-    result = tf.compat.v1.GraphDef()
-    result.CopyFrom(graph_def)
-    bodies = [result.node, *(function.node_def for function in result.library.function)]
-    for number, node in enumerate(itertools.chain.from_iterable(bodies)):
+    result = copied(graph_def)
+    nodes = itertools.chain.from_iterable(body for _, body, _ in bodies(result))
+    for number, node in enumerate(nodes):
         if all(seed in node.attr for seed in _SEEDS) and not any(node.attr[s].i for s in _SEEDS):
             node.attr["seed"].i = 1
             node.attr["seed2"].i = number + 1
@@ -46,74 +47,43 @@ def seeded(graph_def: Any) -> Any:
 def retyped(graph_def: Any, indexes: Sequence[GraphIndex], dtype: str) -> Any:
     """Returns a copy of a graph that computes in another dtype where it computes in a low one.
 
-    Args:
-        graph_def: A `tf.compat.v1.GraphDef`; it is not modified.
-        indexes: Indexes of the graph and the functions to change.
-        dtype: The dtype to compute in, such as "float32".
-
-    Returns:
-        The copy; names are the same, Casts come in addition.
+    Changed are the scopes that have an index. Names are the same, Casts come in addition.
     """
-    result = tf.compat.v1.GraphDef()
-    result.CopyFrom(graph_def)
-    functions = {function.signature.name: function for function in result.library.function}
-    number = tf.as_dtype(dtype).as_datatype_enum
-    for index in indexes:
-        function = None if index.scope == MAIN_GRAPH else functions[index.scope]
-        _Scope(index, result.node if function is None else function.node_def, function).change(
-            number
-        )
+    result = copied(graph_def)
+    by_scope = {index.scope: index for index in indexes}
+    for scope, nodes, function in bodies(result):
+        if scope in by_scope:
+            _change(by_scope[scope], nodes, function, tf.as_dtype(dtype).as_datatype_enum)
     return result
 
 
-class _Scope:
-    """One scope to change."""
-
-    def __init__(self, index: GraphIndex, nodes: Any, function: Any) -> None:
-        self._index = index
-        self._nodes = nodes
-        self._function = function
-        self._by_name = {node.name: node for node in nodes}
-        self._keeping = set(_keeping(index))
-
-    def change(self, dtype: int) -> None:
-        for node in list(self._nodes):
-            if node.name not in self._keeping:
-                _retype_node(node, dtype)
-        if self._function is not None:
-            signature = self._function.signature
-            for arg in (*signature.input_arg, *signature.output_arg):
-                arg.type = dtype if arg.type in _LOW else arg.type
-        casts: dict[tuple[str, int], str] = {}
-        for edge in self._index.edges:
-            self._cast(edge, dtype, casts)
-
-    def _cast(self, edge: Edge, dtype: int, casts: dict[tuple[str, int], str]) -> None:
-        own = tf.as_dtype(self._index.slots[edge.source].dtype).as_datatype_enum
-        source, target = self._index.node_of(edge.source), self._index.node_of(edge.target)
-        made = own if source.name in self._keeping else dtype
-        wanted = own if target.name in self._keeping else dtype
+def _change(index: GraphIndex, nodes: Any, function: Any, dtype: int) -> None:
+    """Changes one scope."""
+    by_name = {node.name: node for node in nodes}
+    keeping = set(_keeping(index))
+    for name, node in by_name.items():
+        if name not in keeping:
+            _retype_node(node, dtype)
+    if function is not None:
+        for arg in (*function.signature.input_arg, *function.signature.output_arg):
+            arg.type = dtype if arg.type in _LOW else arg.type
+    casts: dict[tuple[str, int], str] = {}
+    for edge in index.edges:
+        own = tf.as_dtype(index.slots[edge.source].dtype).as_datatype_enum
+        target = index.node_of(edge.target)
+        made = own if index.node_of(edge.source).name in keeping else dtype
+        wanted = own if target.name in keeping else dtype
         if own not in _LOW or made == wanted:
-            return
-        name = casts.get((edge.tensor, wanted))
-        if name is None:
-            name = self._new_cast(edge.tensor, made, wanted, len(casts))
-            casts[edge.tensor, wanted] = name
+            continue
+        if (edge.tensor, wanted) not in casts:
+            name = free_name(f"tfamp_retyped/cast_{len(casts)}", by_name)
+            nodes.append(cast_node(name, edge.tensor, made, wanted))
+            casts[edge.tensor, wanted] = name if function is None else f"{name}:y:0"
+        output = casts[edge.tensor, wanted]
         if target.op == RESULT:
-            self._function.ret[target.name.removeprefix(RESULT)] = f"{name}:y:0"
+            function.ret[target.name.removeprefix(RESULT)] = output
         else:
-            inputs = self._by_name[target.name].input
-            inputs[edge.input] = name if self._function is None else f"{name}:y:0"
-
-    def _new_cast(self, tensor: str, made: int, wanted: int, number: int) -> str:
-        name = f"tfamp_retyped/cast_{number}"
-        while name in self._by_name:
-            name += "_"
-        node = self._nodes.add(name=name, op="Cast", input=[tensor])
-        node.attr["SrcT"].type = made
-        node.attr["DstT"].type = wanted
-        self._by_name[name] = node
-        return name
+            by_name[target.name].input[edge.input] = output
 
 
 def _keeping(index: GraphIndex) -> Iterator[str]:

@@ -1,11 +1,9 @@
-"""Calls of functions -> the functions' nodes, so that decisions cross the boundary of a call.
-
-TensorFlow has an inliner too, but it also turns While and If into the control flow of TensorFlow 1,
-whose gradient cannot be taken once the graph is imported again.
-"""
+"""The functions of a graph: which are called, by which names, and calls that are inlined."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +12,160 @@ import tensorflow as tf
 from tfamp.core.errors import RewriteError
 from tfamp.graph.op_signatures import OpSignature, first_ports, registered_signature, signature
 from tfamp.interop import tf_private
+from tfamp.planning.structures import BRANCHING, MAIN_GRAPH, free_name, node_name, reach
+
+_FUNCTION_TYPES = ("func", "list(func)")
+_NUMBERS = itertools.count(1)
+
+
+def copied(graph_def: Any) -> Any:
+    """Returns a copy of a `tf.compat.v1.GraphDef`."""
+    copy = tf.compat.v1.GraphDef()
+    copy.CopyFrom(graph_def)
+    return copy
+
+
+def library_of(graph_def: Any) -> dict[str, Any]:
+    """Returns the functions of a graph by name."""
+    return {function.signature.name: function for function in graph_def.library.function}
+
+
+def bodies(graph_def: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yields name, nodes and function of the graph itself, which is no function, and of each."""
+    yield MAIN_GRAPH, graph_def.node, None
+    for function in graph_def.library.function:
+        yield function.signature.name, function.node_def, function
+
+
+def respell(function: Any, spelled: Mapping[str, str]) -> None:
+    """Gives tensors of a function other names wherever they are used."""
+    for node in function.node_def if spelled else ():
+        node.input[:] = [spelled.get(name, name) for name in node.input]
+    for name, tensor in list(function.ret.items()):
+        function.ret[name] = spelled.get(tensor, tensor)
+
+
+def new_suffix() -> str:
+    """Returns an ending that no function's name has had in this process."""
+    return f"_tfamp_{next(_NUMBERS)}"
+
+
+def rename_functions(graph_def: Any, suffix: str) -> Any:
+    """Returns a copy in which the name of every function that is reached has another ending.
+
+    Functions that no node calls are left out. A process knows one function by each name: needed
+    before a graph whose functions were changed is imported in the process that they come from. A
+    suffix of `new_suffix()` makes the names unique.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> loop = tf.function(lambda n: tf.while_loop(lambda i: i < n, lambda i: [i + 1], [0]))
+        >>> graph = loop.get_concrete_function(tf.TensorSpec((), tf.int32)).graph.as_graph_def()
+        >>> names = {function.signature.name for function in graph.library.function}
+        >>> renamed = rename_functions(graph, "_2").library.function
+        >>> names == {function.signature.name.removesuffix("_2") for function in renamed}
+        True
+    """
+    result = copied(graph_def)
+    reached = reached_functions(library_of(result), calls_in(result.node))
+    functions = [each for each in result.library.function if each.signature.name in reached]
+    for node in itertools.chain(result.node, *(function.node_def for function in functions)):
+        node.op += suffix if node.op in reached else ""
+        for value in node.attr.values():
+            # Writing to `func` of a value of another kind would make it one of this kind.
+            names = [value.func] if value.HasField("func") else value.list.func
+            for each in names:
+                each.name += suffix if each.name in reached else ""
+    for function in functions:
+        function.signature.name += suffix
+    kept = tf.compat.v1.GraphDef(node=result.node, versions=result.versions)
+    kept.library.function.extend(functions)
+    for gradient in result.library.gradient:
+        if gradient.function_name in reached and gradient.gradient_func in reached:
+            gradient.function_name += suffix
+            gradient.gradient_func += suffix
+            kept.library.gradient.append(gradient)
+    return kept
+
+
+def unshare_branches(graph_def: Any) -> Any:
+    """Gives every loop and conditional functions of its own, in place; returns the graph.
+
+    Inlining a function twice makes two nodes of each loop in it. TensorFlow names what it makes of
+    a loop's body, to take its gradient, after the body: there would be two functions of one name.
+    """
+    library = library_of(graph_def)
+    taken: set[str] = set()
+
+    def own_branches(scope: str) -> Iterator[str]:
+        for node in graph_def.node if scope == MAIN_GRAPH else library[scope].node_def:
+            for called in _branches(node):
+                if called.name in taken:
+                    copy = graph_def.library.function.add()
+                    copy.CopyFrom(library[called.name])
+                    called.name = copy.signature.name = free_name(called.name, library)
+                    library[called.name] = copy
+                if called.name in library:
+                    taken.add(called.name)
+                    yield called.name
+
+    reach([MAIN_GRAPH], own_branches)
+    return graph_def
+
+
+def _branches(node: Any) -> Iterator[Any]:
+    """What a loop or a conditional runs: messages with the names of functions."""
+    if node.op in BRANCHING:
+        for _, value in sorted(node.attr.items()):
+            yield from [value.func] if value.HasField("func") else value.list.func
+
+
+def called_functions(node: Any) -> Iterator[str]:
+    """The names by which a node may call functions: its op and its attributes that hold names."""
+    yield node.op
+    for _, name in function_attributes(node):
+        yield name
+
+
+def function_attributes(node: Any) -> Iterator[tuple[str, str]]:
+    """The attributes that hold names of functions, with each name, in the order of attributes."""
+    if not _may_name_functions(node.op):
+        return
+    for attr, value in sorted(node.attr.items()):
+        if value.HasField("func"):
+            yield attr, value.func.name
+        for called in value.list.func:
+            yield attr, called.name
+
+
+@functools.cache
+def _may_name_functions(op: str) -> bool:
+    """Whether nodes of an op type may have attributes that hold names of functions.
+
+    A NoOp may: with it a SavedModel's graph holds the functions that only its objects refer to.
+    """
+    definition = tf_private.op_definition(op)
+    if definition is None or op == "NoOp":
+        return True
+    return any(each.type in _FUNCTION_TYPES for each in definition.attr)
+
+
+def reached_functions(library: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+    """Returns the functions of a library that these call, directly or not, with their own names."""
+
+    def called(name: str) -> Iterator[str]:
+        return filter(library.__contains__, calls_in(library[name].node_def))
+
+    return set(reach(filter(library.__contains__, names), called))
+
+
+def calls_in(nodes: Iterable[Any]) -> Iterator[str]:
+    """The names by which nodes may call functions."""
+    return itertools.chain.from_iterable(map(called_functions, nodes))
+
+
+# ---- Inlining ------------------------------------------------------------------------------------
+
 
 # Name of the attribute that a node with a custom gradient gets when it is inlined: what its name
 # and those of its function's other nodes now start with.
@@ -37,18 +189,11 @@ def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
     The nodes of function `f` called by node "c" are named "c/...". What must wait for the call
     waits for "c", a NoOp then. A call stays where inlining would change what it means: it is
     recursive, compiled by XLA, marked `_noinline`, between loops of TensorFlow 1, or one of so many
-    that the graph would grow by more than 100,000 nodes.
+    that the graph would grow by more than 100,000 nodes. The names of the tensors ("c:0") or nodes
+    ("c") to keep remain. Functions no longer called are still in the library.
 
-    Args:
-        graph_def: A `tf.compat.v1.GraphDef`.
-        keep: Tensors ("c:0") or nodes ("c") that are used from outside: their names remain.
-
-    Returns:
-        The graph. Functions no longer called are still in its library.
-
-    Raises:
-        RewriteError: A call does not fit its function, or functions call one another without end or
-            hundreds deep.
+    Raises RewriteError if a call does not fit its function, or functions call one another without
+    end or hundreds deep.
 
     Example:
         >>> import tensorflow as tf
@@ -58,21 +203,18 @@ def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
         >>> [node.name for node in inline_calls(graph).node]
         ['x', 'PartitionedCall/add', 'PartitionedCall/Identity', 'mul/y', 'mul', 'Identity']
     """
-    bodies = _Bodies(graph_def.library)
-    bodies.expand_all()
-    names = {name.removeprefix("^").partition(":")[0] for name in keep}
-    scope = _Scope(bodies, graph_def.node, names, flat=True)
-    scope.expand()
-    del graph_def.node[:]
-    graph_def.node.extend(scope.nodes)
+    expanded = _Bodies(graph_def)
+    expanded.expand_all()
+    scope = _Scope(expanded, graph_def.node, set(map(node_name, keep)), flat=True)
+    scope.expand_in_place()
     return graph_def
 
 
 class _Bodies:
     """The functions of a library, each expanded once, those it calls before it."""
 
-    def __init__(self, library: Any) -> None:
-        self._functions = {function.signature.name: function for function in library.function}
+    def __init__(self, graph_def: Any) -> None:
+        self._functions = library_of(graph_def)
         self._expanded: set[str] = set()
         self._active: set[str] = set()
         self._room = MOST_NEW_NODES
@@ -129,9 +271,7 @@ class _Bodies:
         function = self._functions[name]
         keep = set(function.control_ret.values())
         scope = _Scope(self, function.node_def, keep, flat=False)
-        scope.expand()
-        del function.node_def[:]
-        function.node_def.extend(scope.nodes)
+        scope.expand_in_place()
         for output, tensor in list(function.ret.items()):
             function.ret[output] = scope.resolve(tensor)
         self._active.discard(name)
@@ -141,15 +281,13 @@ class _Bodies:
 class _Scope:
     """The nodes of a graph or a function while calls among them are expanded.
 
-    Args:
-        bodies: The functions.
-        nodes: The nodes; they are not modified.
-        keep: Names of nodes that are used from outside.
-        flat: Whether outputs are spelled "node:1" as in a graph, not "node:output:0".
+    `keep` has the names of nodes that are used from outside; `flat` tells whether outputs are
+    spelled "node:1" as in a graph, not "node:output:0".
     """
 
-    def __init__(self, bodies: _Bodies, nodes: Iterable[Any], keep: set[str], flat: bool) -> None:
-        self._bodies = bodies
+    def __init__(self, expanded: _Bodies, nodes: Any, keep: set[str], flat: bool) -> None:
+        self._bodies = expanded
+        self._nodes = nodes
         self._given = list(nodes)
         self._keep = keep
         self._flat = flat
@@ -158,8 +296,13 @@ class _Scope:
         self._stand_ins: set[str] = set()
         self.nodes: list[Any] = []
 
-    def expand(self) -> None:
-        """Fills `nodes`."""
+    def expand_in_place(self) -> None:
+        """Puts the nodes of called functions in the place of the calls."""
+        self._expand()
+        del self._nodes[:]
+        self._nodes.extend(self.nodes)
+
+    def _expand(self) -> None:
         if any(node.op in _OLD_CONTROL_FLOW for node in self._given):
             self.nodes = self._given
             return
@@ -179,12 +322,12 @@ class _Scope:
 
     def resolve(self, tensor: str) -> str:
         """The tensor that has the value of an output of a call that is no longer there."""
-        start, steps = tensor, 0
-        while (moved := self._moved.get(tensor)) is not None:
-            tensor, steps = moved, steps + 1
-            if steps > len(self._moved):
-                raise RewriteError(f"The value of {start!r} is computed from nothing but itself.")
-        return tensor
+        if tensor not in self._moved:
+            return tensor
+        *_, end = reach([tensor], lambda name: filter(None, [self._moved.get(name)]))
+        if end in self._moved:
+            raise RewriteError(f"The value of {tensor!r} is computed from nothing but itself.")
+        return end
 
     def _inlined(self, call: Any, function: Any) -> Iterator[Any]:
         inner = _Inner(call, function, self._prefix(call, function), self._flat, self._bodies)
@@ -226,11 +369,9 @@ class _Scope:
 
     def _prefix(self, call: Any, function: Any) -> str:
         names = [node.name for node in function.node_def]
-        prefix, number = f"{call.name}/", 0
-        while any(f"{prefix}{name}" in self._taken for name in names):
-            number += 1
-            prefix = f"{call.name}_{number}/"
-        return prefix
+        numbers = itertools.chain([call.name], (f"{call.name}_{n}" for n in itertools.count(1)))
+        free = (p for p in numbers if not any(f"{p}/{name}" in self._taken for name in names))
+        return f"{next(free)}/"
 
 
 class _Inner:
@@ -299,7 +440,7 @@ class _Inner:
         """A control input of the function, spelled as in the caller."""
         name = name.removeprefix("^")
         if name in self._given:
-            return f"^{self._given[name].partition(':')[0]}"
+            return f"^{node_name(self._given[name])}"
         return f"^{self._prefix}{name}"
 
     def _first_ports(self, name: str) -> Mapping[str, int]:

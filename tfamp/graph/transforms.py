@@ -1,0 +1,638 @@
+"""Graph -> graph that computes the same and is better to convert, or cheaper once it is converted.
+
+Gradients of biases become sums, weights that a loop reads are read before it, and, in a graph whose
+weights are constants, what a loop casts is cast before it and a constant that is cast is stored so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.graph.apply import cast_node
+from tfamp.graph.functions import (
+    bodies,
+    called_functions,
+    calls_in,
+    copied,
+    function_attributes,
+    library_of,
+    reached_functions,
+    respell,
+)
+from tfamp.graph.op_signatures import PYTHON, writes_variable
+from tfamp.interop import tf_private
+from tfamp.planning.structures import (
+    FLOAT32,
+    LOOPS,
+    MAIN_GRAPH,
+    NodePlan,
+    Reason,
+    RewritePlan,
+    free_name,
+    node_name,
+    reach,
+)
+
+_SHAPES = "_output_shapes"
+_FLOAT32 = tf.float32.as_datatype_enum
+
+
+# ---- Gradients of biases -------------------------------------------------------------------------
+#
+# On CPUs the bfloat16 kernel of BiasAddGrad loses small terms: over 8192 rows it is off by half, so
+# the op is on no list, and a Cast of the whole upstream gradient comes before it. Sum of the same
+# rows adds up in float32 and rounds once.
+
+_GRADIENT, _SUM = "BiasAddGrad", "Sum"
+# Where the channels are, by data_format.
+_CHANNELS = {b"NHWC": -1, b"NCHW": 1}
+_LEAST_RANK = 2
+
+# (scope, name) of each node that became a Sum -> the node as it was.
+Sums = Mapping[tuple[str, str], Any]
+
+
+def sums_are_better(colors: Mapping[str, str], dtype: str, device: str) -> bool:
+    """Returns whether gradients of biases are to be lowered as sums.
+
+    Not where they are on a list, as on Grappler's: then that list decides.
+    """
+    safe = _GRADIENT not in colors and colors.get(_SUM) in ("allow", "infer")
+    return dtype == "bfloat16" and device == "cpu" and safe
+
+
+def as_sums(graph_def: Any) -> Sums:
+    """Makes every float32 BiasAddGrad of known rank a Sum, in place; returns which nodes these are.
+
+    Each gets a constant for its axes.
+    """
+    sums: dict[tuple[str, str], Any] = {}
+    for scope, nodes, function in bodies(graph_def):
+        gradients = [node for node in nodes if _is_gradient(node)]
+        makers = {node.name: node for node in nodes} if gradients else {}
+        for node in gradients:
+            rank = _rank(node.input[0], makers, function)
+            given = node.attr["data_format"].s if "data_format" in node.attr else b"NHWC"
+            channels = _CHANNELS.get(given)
+            if rank < _LEAST_RANK or channels is None or _axes_name(node) in makers:
+                continue
+            before = sums[scope, node.name] = type(node)()
+            before.CopyFrom(node)
+            axes = [axis for axis in range(rank) if axis != channels % rank]
+            constant = nodes.add(name=_axes_name(node), op="Const", device=node.device)
+            constant.attr["dtype"].type = tf.int32.as_datatype_enum
+            constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(axes, tf.int32))
+            _become_sum(node, "" if scope == MAIN_GRAPH else ":output:0")
+    return sums
+
+
+def without_idle_sums(graph_def: Any, plan: RewritePlan, sums: Sums) -> RewritePlan:
+    """Takes back, in place, Sums that stayed float32; the plan tells of nodes as they were."""
+    if not sums:
+        return plan
+    idle = set()
+    for scope, nodes, _ in bodies(graph_def):
+        unused = set()
+        for node in nodes:
+            was = sums.get((scope, node.name))
+            if was is not None and node.attr["T"].type == _FLOAT32:
+                idle.add((scope, node.name))
+                unused.add(_axes_name(node))
+                given = node.input[0]
+                node.CopyFrom(was)
+                node.input[0] = given  # Perhaps a Cast now.
+        _remove(nodes, unused)
+    nodes = tuple(
+        _described(each, idle) if (each.scope, each.name) in sums else each for each in plan.nodes
+    )
+    return dataclasses.replace(plan, nodes=nodes)
+
+
+def _remove(nodes: Any, names: Collection[str]) -> None:
+    left = [node for node in nodes if node.name not in names]
+    if len(left) < len(nodes):
+        del nodes[:]
+        nodes.extend(left)
+
+
+def _described(plan: NodePlan, idle: Set[tuple[str, str]]) -> NodePlan:
+    """What a plan says of a Sum, said of what it was."""
+    inputs = tuple(name for name in plan.inputs if name != _axes_name(plan))
+    reason = plan.reason
+    if (plan.scope, plan.name) not in idle:
+        reason = Reason(reason.rule, f"{reason}; as a Sum, which adds up in float32")
+    return dataclasses.replace(plan, op=_GRADIENT, inputs=inputs, reason=reason)
+
+
+def _is_gradient(node: Any) -> bool:
+    """Whether a node is a float32 BiasAddGrad that runs on the CPU."""
+    if node.op != _GRADIENT or "T" not in node.attr or not node.input:
+        return False
+    return node.attr["T"].type == _FLOAT32 and "GPU" not in node.device.upper()
+
+
+def _rank(tensor: str, makers: Mapping[str, Any], function: Any) -> int:
+    """The rank of a tensor, as far as the graph tells; else 0."""
+    name, _, place = tensor.partition(":")
+    attrs = makers[name].attr if name in makers else _argument_attrs(function, name)
+    shapes = attrs[_SHAPES].list.shape if _SHAPES in attrs else ()
+    # In functions "name:output:0", where only an op with one output has no other "0".
+    port = int(place) if place.isdigit() else 0
+    if port >= len(shapes) or (":" in place and len(shapes) > 1) or shapes[port].unknown_rank:
+        return 0
+    return len(shapes[port].dim)
+
+
+def _argument_attrs(function: Any, name: str) -> Mapping[str, Any]:
+    arguments = [] if function is None else [each.name for each in function.signature.input_arg]
+    known = name in arguments and arguments.index(name) in function.arg_attr
+    return function.arg_attr[arguments.index(name)].attr if known else {}
+
+
+def _axes_name(node: Any) -> str:
+    return f"{node.name}/axes"
+
+
+def _become_sum(node: Any, output: str) -> None:
+    node.op = _SUM
+    node.input.insert(1, f"{_axes_name(node)}{output}")
+    node.attr.pop("data_format", None)
+    node.attr["Tidx"].type = tf.int32.as_datatype_enum
+    node.attr["keep_dims"].b = False
+
+
+# ---- Weights that a loop of a training step reads in every iteration -----------------------------
+#
+# w -> While(body: w -> ReadVariableOp -> Cast -> MatMul) becomes w -> ReadVariableOp ->
+# While(body: MatMul), where the Cast then goes before the loop too: an LSTM casts its weights once
+# a step and not once a token.
+
+# How many of a loop's first results TensorFlow differentiates: those behind them are what the loop
+# keeps for a gradient that is in the graph already.
+_ORIGINAL = "_num_original_outputs"
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A read of a variable in the body of a loop.
+
+    Attributes:
+        node: The node in the body.
+        handle: Position of the variable's handle among the loop's inputs.
+    """
+
+    node: Any
+    handle: int
+
+
+def read_before_loops(graph_def: Any, keep: Collection[str] = ()) -> frozenset[tuple[str, str]]:
+    """Takes reads of float32 variables out of the loops of a training step, in place.
+
+    Only reads of variables that the graph writes behind the loop, with what the loop led to: such a
+    graph is the last to need gradients by them. In others, one that clips its weights before it
+    uses them included, a loop's constants stay float32, as their gradients, which would get the
+    same dtype, add up over the iterations. Loops in functions stay, and those of which a tensor
+    ("x:0") or the node ("x") is to keep.
+
+    Returns:
+        The new arguments of loops' functions as (function, argument): what was read. The reads in
+        the bodies are Identities of these now.
+    """
+    kept = set(map(node_name, keep))
+    loops = [node for node in graph_def.node if node.op in LOOPS and node.name not in kept]
+    if not loops:
+        return frozenset()
+    library = library_of(graph_def)
+    used = _uses(graph_def.node, library)
+    found = []
+    for loop in loops:
+        functions = dict(function_attributes(loop))
+        names = [functions.get(part, "") for part in ("body", "cond")]
+        if all(name in library and used[name] == 1 for name in names):
+            reads = _invariant_reads(loop, library)
+            handles = {loop.input[each.handle] for each in reads}
+            written = _written_behind(loop, graph_def.node, library, handles)
+            reads = [each for each in reads if loop.input[each.handle] in written]
+            found += [(loop, reads)] if reads else []
+    added = (_hoist(graph_def, loop, reads, library) for loop, reads in found)
+    return frozenset().union(*added)
+
+
+def _uses(nodes: Any, library: Mapping[str, Any]) -> Counter[str]:
+    """How often functions are called, by functions that are called themselves."""
+    reached = reached_functions(library, calls_in(nodes))
+    return Counter(calls_in(itertools.chain(nodes, *(library[name].node_def for name in reached))))
+
+
+def _invariant_reads(loop: Any, library: Mapping[str, Any]) -> list[_Read]:
+    """The reads of float32 variables in the body of a loop in which nothing can be written."""
+    if _writes(loop, library):
+        return []
+    body = library[loop.attr["body"].func.name]
+    arguments, results = body.signature.input_arg, body.signature.output_arg
+    if not len(arguments) == len(results) == len(loop.attr["T"].list.type):
+        return []  # No valid loop.
+    # A loop may carry handles, and exchange them.
+    same = {
+        argument.name: i
+        for i, (argument, result) in enumerate(zip(arguments, results, strict=True))
+        if _origin(body, body.ret[result.name]) == argument.name
+    }
+    return [
+        _Read(node, same[node.input[0]])
+        for node in body.node_def
+        if node.op == "ReadVariableOp"
+        and node.input[0] in same
+        and tf_private.dtype_name(node.attr["dtype"].type) == FLOAT32
+    ]
+
+
+def _origin(body: Any, tensor: str) -> str:
+    """Where a tensor of a body comes from, past Identity nodes."""
+    made = {f"{n.name}:output:0": [n.input[0]] for n in body.node_def if n.op == "Identity"}
+    return list(reach([tensor], lambda name: made.get(name, ())))[-1]
+
+
+def _writes(node: Any, library: Mapping[str, Any]) -> bool:
+    """Whether a node, or a function that it runs, may write variables."""
+    inside = reached_functions(library, called_functions(node))
+    return _may_write(node) or any(_may_write(n) for name in inside for n in library[name].node_def)
+
+
+def _may_write(node: Any) -> bool:
+    return writes_variable(node.op) or node.op in PYTHON
+
+
+def _written_behind(
+    loop: Any, nodes: Sequence[Any], library: Mapping[str, Any], handles: Set[str]
+) -> set[str]:
+    """Those of some handles that are written with values that depend on a loop."""
+    consumers = [
+        node
+        for node in nodes
+        if node.op not in LOOPS and handles & set(node.input) and _writes(node, library)
+    ]
+    if not consumers:
+        return set()
+    behind = _behind(loop.name, nodes)
+    return {name for node in consumers if node.name in behind for name in handles & set(node.input)}
+
+
+def _behind(start: str, nodes: Sequence[Any]) -> Collection[str]:
+    """The nodes that a node's results lead to, also through variables that are written and read."""
+    loops = {node.name for node in nodes if node.op in LOOPS}
+    users = defaultdict[str, list[str]](list)
+    for node in nodes:
+        for name in node.input:
+            # A read waits for a write. What only waits for a loop does not depend on its results.
+            if not (name.startswith("^") and node_name(name) in loops):
+                users[node_name(name)].append(node.name)
+    return reach([start], users.__getitem__)
+
+
+def _hoist(
+    graph: Any, loop: Any, reads: Sequence[_Read], library: Mapping[str, Any]
+) -> set[tuple[str, str]]:
+    """Reads before a loop, and gives the loop what was read."""
+    body, condition = (library[loop.attr[name].func.name] for name in ("body", "cond"))
+    place = _place(loop)
+    before = _reads_before(graph, loop, reads)
+    _extend_loop(loop, place, before)
+    _renumber(graph.node, loop.name, place, len(reads))
+    names = _free_names([each.node.name for each in reads], (body, condition))
+    for function in (body, condition):
+        for table in (function.arg_attr, function.resource_arg_unique_id):
+            _shift(table, place, len(names))
+        for position, (name, node) in enumerate(zip(names, before, strict=True), place):
+            _insert_argument(function.signature.input_arg, position, name)
+            if _SHAPES in node.attr:
+                attrs = function.arg_attr[position].attr
+                attrs[_SHAPES].CopyFrom(node.attr[_SHAPES])
+    for position, (name, read) in enumerate(zip(names, reads, strict=True), place):
+        _insert_argument(body.signature.output_arg, position, name)
+        body.ret[name] = name
+        _pass_on(body, read.node, name)
+    return {(body.signature.name, name) for name in names}
+
+
+def _insert_argument(arguments: Any, position: int, name: str) -> None:
+    arguments.insert(position, type(arguments[0])(name=name, type=_FLOAT32))
+
+
+def _place(loop: Any) -> int:
+    """Where new variables of a loop go: TensorFlow differentiates those before it only."""
+    if _ORIGINAL in loop.attr:
+        return int(loop.attr[_ORIGINAL].i)
+    return len(loop.attr["T"].list.type)
+
+
+def _reads_before(graph: Any, loop: Any, reads: Sequence[_Read]) -> list[Any]:
+    control = [name for name in loop.input if name.startswith("^")]
+    taken = {node.name for node in graph.node}
+    nodes = []
+    for read in reads:
+        name = free_name(f"{loop.name}/{read.node.name}", taken)
+        taken.add(name)
+        inputs = [loop.input[read.handle], *control]
+        node = graph.node.add(name=name, op="ReadVariableOp", input=inputs, device=loop.device)
+        for attr in ("dtype", _SHAPES):
+            if attr in read.node.attr:
+                node.attr[attr].CopyFrom(read.node.attr[attr])
+        nodes.append(node)
+    return nodes
+
+
+def _extend_loop(loop: Any, place: int, before: Sequence[Any]) -> None:
+    for position, node in enumerate(before, place):
+        loop.input.insert(position, node.name)
+        loop.attr["T"].list.type.insert(position, node.attr["dtype"].type)
+        for name in ("output_shapes", _SHAPES):
+            if name in loop.attr and len(loop.attr[name].list.shape):
+                loop.attr[name].list.shape.insert(position, _shape(node))
+    if _ORIGINAL in loop.attr:
+        loop.attr[_ORIGINAL].i += len(before)
+
+
+def _shape(read: Any) -> Any:
+    if _SHAPES in read.attr and len(read.attr[_SHAPES].list.shape):
+        return read.attr[_SHAPES].list.shape[0]
+    return tf.TensorShape(None).as_proto()
+
+
+def _renumber(nodes: Iterable[Any], loop: str, place: int, count: int) -> None:
+    """Follows the results of a loop that new ones came before."""
+    for node in nodes:
+        for i, name in enumerate(node.input):
+            made, _, port = name.partition(":")
+            if made == loop and port and int(port) >= place:
+                node.input[i] = f"{loop}:{int(port) + count}"
+
+
+def _shift(table: Any, place: int, count: int) -> None:
+    """Moves what a map of protobuf says of arguments from a place on."""
+    for position in sorted((each for each in table if each >= place), reverse=True):
+        value = table.pop(position)
+        if hasattr(value, "SerializeToString"):
+            table[position + count].CopyFrom(value)
+        else:
+            table[position + count] = value
+
+
+def _pass_on(body: Any, node: Any, argument: str) -> None:
+    """Makes a read in a body an Identity of an argument."""
+    control = [name for name in node.input if name.startswith("^")]
+    node.op = "Identity"
+    node.input[:] = [argument, *control]
+    node.attr["T"].type = node.attr["dtype"].type
+    node.attr.pop("dtype")
+    respell(body, {f"{node.name}:value:0": f"{node.name}:output:0"})
+
+
+def _free_names(names: Iterable[str], functions: Iterable[Any]) -> list[str]:
+    """Names that functions have for no argument, result or node, for new arguments."""
+    taken = set()
+    for function in functions:
+        own = function.signature
+        for group in (own.input_arg, own.output_arg, function.node_def):
+            taken |= {each.name for each in group}
+    free = []
+    for name in names:
+        free.append(free_name(f"{name.replace('/', '_').lower()}_before", taken))
+        taken.add(free[-1])
+    return free
+
+
+# ---- Constants that a loop carries unchanged and casts in every iteration ------------------------
+#
+# w -> While(body: w -> Cast -> MatMul) becomes w -> Cast -> While(body: w -> MatMul).
+
+
+def cast_before_loops(graph_def: Any) -> tuple[Any, frozenset[tuple[str, str]]]:
+    """Takes Casts of loop-invariant float32 arguments out of the loops of a graph.
+
+    Only where the loop does nothing else with the argument, and nothing uses what it becomes. Loops
+    in functions stay.
+
+    Returns:
+        A new `tf.compat.v1.GraphDef`, and the Casts that loops no longer have as (function, name).
+    """
+    result = copied(graph_def)
+    library = library_of(result)
+    calls = Counter(
+        value.func.name
+        for _, nodes, _ in bodies(result)
+        for node in nodes
+        for value in node.attr.values()
+        if value.HasField("func")
+    )
+    used = {name.removeprefix("^") for node in result.node for name in node.input}
+    gone: set[tuple[str, str]] = set()
+    for (body_name, condition_name), loops in _groups(result.node).items():
+        names = (body_name, condition_name)
+        if any(name not in library or calls[name] != len(loops) for name in names):
+            continue
+        body, condition = library[body_name], library[condition_name]
+        for i, number in enumerate(list(loops[0].attr["T"].list.type)):
+            outputs = {loop.name if i == 0 else f"{loop.name}:{i}" for loop in loops}
+            if tf_private.dtype_name(number) != FLOAT32 or outputs & used:
+                continue
+            casts = _casts_of_invariant(body, condition, i)
+            if casts:
+                gone |= {(body_name, node.name) for node in casts}
+                low = int(casts[0].attr["DstT"].type)
+                _convert_body(body, condition, i, low)
+                for loop in loops:
+                    _cast_before(result, loop, i, low)
+    return result, frozenset(gone)
+
+
+def _casts_of_invariant(body: Any, condition: Any, i: int) -> list[Any]:
+    """The Casts of a body's argument to one low dtype, if it is not changed nor used otherwise."""
+    tested = condition.signature.input_arg[i].name
+    if any(tested in node.input for node in condition.node_def):
+        return []
+    if tested in condition.ret.values():
+        return []
+    same, users = _users(body, i)
+    casts = [node for node in users if node.op == "Cast"]
+    plain = all(node.op in ("Cast", "Identity") and len(node.input) == 1 for node in users)
+    results = [arg.name for arg in body.signature.output_arg]
+    returned = [name for name in results if body.ret[name] in same]
+    dtypes = {tf_private.dtype_name(node.attr["DstT"].type) for node in casts}
+    known = len(dtypes) == 1 and dtypes <= set(LOW_PRECISION)
+    return casts if plain and known and returned == [results[i]] else []
+
+
+def _users(body: Any, i: int) -> tuple[Collection[str], list[Any]]:
+    """An argument and what Identities make of it, and the nodes that take one of these."""
+
+    def made_of(name: str) -> Iterator[str]:
+        for node in body.node_def:
+            if node.op == "Identity" and name in node.input:
+                yield f"{node.name}:output:0"
+
+    same = reach([body.signature.input_arg[i].name], made_of)
+    return same, [node for node in body.node_def if not same.keys().isdisjoint(node.input)]
+
+
+def _groups(nodes: Iterable[Any]) -> dict[tuple[str, str], list[Any]]:
+    """The loops of a graph by body and condition: signatures share those of one model."""
+    groups: dict[tuple[str, str], list[Any]] = {}
+    for node in nodes:
+        if node.op in LOOPS:
+            key = node.attr["body"].func.name, node.attr["cond"].func.name
+            groups.setdefault(key, []).append(node)
+    return groups
+
+
+def _convert_body(body: Any, condition: Any, i: int, low: int) -> None:
+    """Makes an argument of a loop's functions low."""
+    casts = []
+    for node in _users(body, i)[1]:
+        if node.op == "Cast":
+            casts.append(node.name)
+            node.op = "Identity"
+            for name in ("SrcT", "DstT", "Truncate"):
+                node.attr.pop(name, None)
+        node.attr["T"].type = low
+    respell(body, {f"{name}:y:0": f"{name}:output:0" for name in casts})
+    for function in (body, condition):
+        function.signature.input_arg[i].type = low
+    body.signature.output_arg[i].type = low
+
+
+def _cast_before(graph: Any, loop: Any, i: int, low: int) -> None:
+    name, types = f"{loop.name}/{i}-CastBefore", loop.attr["T"].list.type
+    graph.node.append(cast_node(name, loop.input[i], types[i], low, loop.device))
+    types[i] = low
+    loop.input[i] = name
+
+
+# ---- Constants that are cast ---------------------------------------------------------------------
+#
+# w (Const) -> read (Identity) -> Cast -> MatMul becomes Const -> MatMul: the value is cast when the
+# graph is written, not each time it runs, and the constant takes half the bytes.
+
+
+def fold_casts(graph_def: Any, keep: Iterable[str] = ()) -> tuple[Any, frozenset[tuple[str, str]]]:
+    """Folds Casts of float32 constants to a low dtype, in functions also.
+
+    A constant that is used in float32 as well keeps its Casts: two copies of it would take more
+    bytes than one. So does one that is used from outside, among the tensors or nodes to keep. A
+    value beyond the range of the dtype becomes infinite, as it does in a Cast.
+
+    Returns:
+        A new `tf.compat.v1.GraphDef`, and the Casts it no longer has as (function, name); the
+        function is "" for the graph itself.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> half = tf.function(lambda: tf.cast(tf.constant([1.0, 2.0]), tf.float16))
+        >>> graph = half.get_concrete_function().graph.as_graph_def()
+        >>> folded, casts = fold_casts(graph, keep=["Identity:0"])
+        >>> [node.op for node in folded.node], sorted(casts)
+        (['Const', 'Identity'], [('', 'Cast')])
+    """
+    result = copied(graph_def)
+    gone: set[tuple[str, str]] = set()
+    for scope, nodes, function in bodies(result):
+        if function is not None:
+            keep = [*function.ret.values(), *function.control_ret.values()]
+        casts = _fold_scope(nodes, set(map(node_name, keep)))
+        if function is not None:
+            # A Cast's output is "y", that of what it became "output".
+            respell(function, {f"{name}:y:0": f"{name}:output:0" for name in casts})
+        gone |= {(scope, name) for name in casts}
+    return result, frozenset(gone)
+
+
+def _fold_scope(nodes: Any, kept: Set[str]) -> list[str]:
+    """Folds in place; returns the names of the Casts that are gone."""
+    by_name = {node.name: node for node in nodes}
+    consumers = defaultdict[str, list[Any]](list)
+    for node in nodes:
+        for name in node.input:
+            consumers[node_name(name)].append(node)
+
+    def identities(name: str) -> Iterator[str]:
+        return (node.name for node in consumers[name] if node.op == "Identity")
+
+    gone: list[str] = []
+    removed: set[str] = set()
+    for name, constant in by_name.items():
+        if constant.op != "Const" or constant.attr["dtype"].type != _FLOAT32:
+            continue
+        passing = reach([name], identities)
+        users = [node for each in passing for node in consumers[each]]
+        casts = sorted(node.name for node in users if node.op == "Cast")
+        if casts and kept.isdisjoint(passing) and all(map(_only_casts, users)):
+            _fold(constant, [by_name[each] for each in casts])
+            removed.update(passing)
+            gone += casts
+    for node in nodes if removed else ():
+        _forget_places(node, removed)
+    _remove(nodes, removed)
+    return gone
+
+
+def _only_casts(node: Any) -> bool:
+    """Whether a node does nothing but pass a constant on or cast it to a low dtype."""
+    casts = node.op == "Cast" and _low_target(node) is not None
+    alone = len(node.input) == 1 and not node.input[0].startswith("^")
+    return alone and (casts or node.op == "Identity")
+
+
+def _fold(constant: Any, casts: Iterable[Any]) -> None:
+    """Makes the first Cast to a dtype the constant, and the others its copies."""
+    values: dict[str, str] = {}
+    value = tf.make_ndarray(constant.attr["value"].tensor)
+    for node in casts:
+        low = tf_private.dtype_name(node.attr["DstT"].type)
+        for name in [name for name in node.attr if not name.startswith("_")]:
+            del node.attr[name]
+        if low in values:
+            suffix = ":output:0" if ":" in node.input[0] else ""
+            node.op = "Identity"
+            node.input[:] = [f"{values[low]}{suffix}"]
+            node.attr["T"].type = tf_private.dtype_number(low)
+            continue
+        values[low] = node.name
+        node.op, node.device = "Const", constant.device
+        del node.input[:]
+        node.attr["dtype"].type = tf_private.dtype_number(low)
+        with np.errstate(over="ignore"):
+            content = value.astype(tf.as_dtype(low).as_numpy_dtype)
+        tensor = node.attr["value"].tensor
+        tensor.dtype = tf_private.dtype_number(low)
+        tensor.tensor_shape.CopyFrom(constant.attr["value"].tensor.tensor_shape)
+        # Not make_tensor_proto's half_val, which takes up to four bytes for a number of two.
+        tensor.tensor_content = content.tobytes()
+
+
+def _low_target(node: Any) -> str | None:
+    target = tf_private.dtype_name(node.attr["DstT"].type)
+    return target if target in LOW_PRECISION else None
+
+
+def _forget_places(node: Any, removed: set[str]) -> None:
+    """Takes out the wish to be on the device of a node that is no longer there."""
+    if "_class" not in node.attr:
+        return
+    places = [
+        each
+        for each in node.attr["_class"].list.s
+        if each.decode().removeprefix("loc:@") not in removed
+    ]
+    if places:
+        node.attr["_class"].list.s[:] = places
+    else:
+        del node.attr["_class"]
