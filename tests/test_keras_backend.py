@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import tfamp
-from tfamp.interop.keras_backend import described, require_tensorflow
+from tfamp.interop.keras_hooks import described, require_tensorflow
 
 # One fresh process per backend, as Keras picks its backend when it is imported.
 _PROGRAM = """

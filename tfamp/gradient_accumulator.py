@@ -9,8 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.options import checked_count
-from tfamp.interop.keras_backend import described
-from tfamp.interop.tracing import as_written
+from tfamp.interop.keras_hooks import described
+from tfamp.interop.tf_functions import as_written
 from tfamp.optimizer import LossScaleOptimizer
 from tfamp.training.apply import OnEach, once_for_all_replicas
 from tfamp.training.gradients import (

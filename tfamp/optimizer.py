@@ -22,8 +22,8 @@ from tfamp.core.options import (
     resolve_grad_clip,
     resolve_loss_scale,
 )
-from tfamp.interop.keras_backend import as_tensor, runs_tensorflow
-from tfamp.interop.tracing import as_written
+from tfamp.interop.keras_hooks import as_tensor, runs_tensorflow
+from tfamp.interop.tf_functions import as_written
 from tfamp.training.apply import Weights, apply_if_finite
 from tfamp.training.gradients import (
     GradientPipeline,

@@ -14,7 +14,7 @@ from tfamp.autocasting.state import Block, Mode, current_modes
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.graph.op_lists import OpLists
-from tfamp.interop.keras_backend import require_tensorflow
+from tfamp.interop.keras_hooks import require_tensorflow
 from tfamp.policy import Policy
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])

@@ -121,7 +121,7 @@ def device_report() -> DeviceReport:
     import keras
     import tensorflow as tf
 
-    from tfamp.interop.keras_backend import how_to_change, runs_tensorflow
+    from tfamp.interop.keras_hooks import how_to_change, runs_tensorflow
     from tfamp.machine import profile_measure
     from tfamp.machine.profile_choice import find_profile
 

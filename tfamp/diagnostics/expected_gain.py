@@ -20,13 +20,19 @@ from tfamp.diagnostics.model_files import Traced, traced_model
 from tfamp.graph.observe import drop_unused_nodes
 from tfamp.graph.rewrite import Converted, convert, make_request
 from tfamp.machine import hardware
-from tfamp.machine.profile_choice import FoundProfile, check_profile, find_profile
+from tfamp.machine.profile_choice import (
+    FoundProfile,
+    check_profile,
+    device_kind,
+    find_profile,
+    profile_of,
+)
 from tfamp.planning.choices import NodeChoices
 from tfamp.planning.cost import FLOP_RULES, ScopeCosts, scope_seconds
 from tfamp.planning.structures import GraphIndex, NodePlan, RewritePlan
 from tfamp.policy import low_dtype
-from tfamp.rewriting.fused_tracing import fused_batch_normalization
 from tfamp.rewriting.pipeline import FlatGraph
+from tfamp.rewriting.traced_function import fused_batch_normalization
 
 # Tensor Cores multiply tiles, and load 16 bytes at a time: sizes that are multiples of 8 elements
 # of 16 bits keep both full. CPUs pad inside their kernels and lose less. NVIDIA's rule and its
@@ -216,7 +222,7 @@ def _profile(profile: MachineProfile | str | None) -> FoundProfile:
         return FoundProfile(profile, f"given: {profile.name}")
     if profile is None:
         return find_profile()
-    return FoundProfile(hardware.profile_of(hardware.device_kind("auto")), "the built-in table")
+    return FoundProfile(profile_of(device_kind("auto")), "the built-in table")
 
 
 def _name(source: Any) -> str:

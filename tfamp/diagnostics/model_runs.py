@@ -16,9 +16,9 @@ import keras
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.interop import keras_hooks
-from tfamp.interop.keras_backend import described
+from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import patched_here, wrap_method
-from tfamp.interop.tracing import as_written
+from tfamp.interop.tf_functions import as_written
 from tfamp.layers import output_dtypes
 from tfamp.layers.float_policies import is_built_in, policy_with
 from tfamp.layers.model_calls import casts_unprepared

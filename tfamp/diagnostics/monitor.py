@@ -22,7 +22,7 @@ from tfamp.diagnostics.exponents import FLOAT16_MAX, SHARES
 from tfamp.diagnostics.model_runs import chosen_layers, watch_layers
 from tfamp.diagnostics.optimizer_watch import Scaling, is_watched_by, scaling_of, watch_optimizer
 from tfamp.diagnostics.step_statistics import SampledCounts, StepStatistics, count_values, only_if
-from tfamp.interop.tracing import as_written
+from tfamp.interop.tf_functions import as_written
 from tfamp.training import gradients as gradient_lib
 from tfamp.training.replicas import outside_the_graph
 

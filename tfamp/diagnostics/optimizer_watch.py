@@ -10,9 +10,9 @@ import keras
 import tensorflow as tf
 
 from tfamp.gradient_accumulator import GradientAccumulator
-from tfamp.interop.keras_backend import described
+from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import unwrap_methods, wrap_method, wrapped_methods
-from tfamp.interop.tracing import as_written
+from tfamp.interop.tf_functions import as_written
 from tfamp.optimizer import LossScaleOptimizer
 from tfamp.training.grad_scaler import GradScaler
 from tfamp.training.gradients import Gradients

@@ -16,8 +16,7 @@ from tfamp.graph.functions import bodies
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_signatures import STATISTICS_ATTR, SUCCESSORS
 from tfamp.interop import tf_private
-from tfamp.planning.decision import PaintedScope
-from tfamp.planning.linking import boundaries_agree
+from tfamp.planning.decision import PaintedScope, boundaries_agree
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,

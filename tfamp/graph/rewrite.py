@@ -20,7 +20,7 @@ from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
 from tfamp.graph.transforms import as_sums, read_before_loops, sums_are_better, without_idle_sums
-from tfamp.machine import hardware
+from tfamp.machine import profile_choice
 from tfamp.planning.choices import NodeChoices, check_choice
 from tfamp.planning.coloring import Updates
 from tfamp.planning.decision import PaintedScope, Request, decide
@@ -143,7 +143,7 @@ def make_request(
     check_choice("placement", placement, PLACEMENTS)
     check_choice("device", device, DEVICES)
     lists = op_lists or OpLists.default(dtype, device)
-    kind = hardware.device_kind(device)
+    kind = profile_choice.device_kind(device)
     return Request(
         dtype=dtype,
         choices=choices,
@@ -152,7 +152,7 @@ def make_request(
         updates=_updates_of(lists, dtype),
         device=kind,
         placement=placement,
-        profile=profile or hardware.profile_of(kind),
+        profile=profile or profile_choice.profile_of(kind),
         ranges=ranges,
         limits=limits if limits or not ranges else Limits.default(dtype),
         cached=frozenset(cached),

@@ -6,12 +6,14 @@ import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
 from tfamp.interop.patching import patched_here
 from tfamp.interop.tf_private import private, private_symbol
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def capture_into_graph(tensor: Any) -> Any:
@@ -243,3 +245,9 @@ def ops_marked(name: str, text: str) -> contextlib.AbstractContextManager[None]:
     scope = private_symbol(tf.compat.v1.get_default_graph(), "_attr_scope")
     context: contextlib.AbstractContextManager[None] = scope({name: attribute})
     return context
+
+
+def as_written(method: _Method) -> _Method:
+    """Keeps AutoGraph, which rewrites all that a `tf.function` calls, from rewriting a method."""
+    kept: _Method = tf.autograph.experimental.do_not_convert(method)
+    return kept

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.interop import tf_private
-from tfamp.interop.keras_backend import runs_tensorflow
+from tfamp.interop.keras_hooks import runs_tensorflow
 from tfamp.interop.patching import wrap_method
 from tfamp.layers.float_policies import managed_layers
 

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 
 from tfamp.interop import keras_hooks
-from tfamp.interop.keras_backend import described
+from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import Patch
 from tfamp.layers import model_calls
 from tfamp.policy import POLICY_NAMES, Policy

@@ -15,7 +15,7 @@ import keras
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
-from tfamp.interop.keras_backend import described
+from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import rewrap_methods, unwrap_methods, wrap_method, wrapped_methods
 from tfamp.layers import output_dtypes
 from tfamp.layers.float_policies import (

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.interop import keras_hooks
-from tfamp.interop.keras_backend import advice, described
+from tfamp.interop.keras_hooks import advice, described
 from tfamp.layers.model_calls import computing_specs_of
 from tfamp.layers.output_dtypes import respecify
 from tfamp.levels.precision_config import nearest

@@ -19,7 +19,7 @@ import keras
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.options import GradClip, LossScale
-from tfamp.interop.keras_backend import advice, described
+from tfamp.interop.keras_hooks import advice, described
 from tfamp.layers import fused_norms
 from tfamp.layers.float_policies import (
     ManagedLayer,

@@ -17,7 +17,7 @@ import keras
 from tfamp.core.errors import TfampWarning
 from tfamp.core.options import DynamicLossScale, LossScale
 from tfamp.interop import keras_hooks
-from tfamp.interop.keras_backend import described
+from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import wrap_method
 from tfamp.layers.float_policies import WeakMap
 from tfamp.levels.model_structure import drop_traced_functions

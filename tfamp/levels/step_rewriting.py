@@ -23,7 +23,7 @@ from tfamp.interop.patching import wrap_method
 from tfamp.layers.float_policies import in_float32
 from tfamp.levels.model_structure import layers_of
 from tfamp.rewriting.function import rewrite_step
-from tfamp.rewriting.fused_tracing import traces_for_a_rewrite
+from tfamp.rewriting.traced_function import traces_for_a_rewrite
 
 # Nodes of kept layers, and of their gradients, are under this scope. The scopes that Keras gives
 # layers would not do: the second trace of a layer called dense is under dense_1.

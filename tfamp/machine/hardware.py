@@ -12,8 +12,6 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfamp.core.profile import MachineProfile, builtin_profile
-
 BFLOAT16_CAPABILITY = (8, 0)
 FLOAT16_CAPABILITY = (7, 0)
 
@@ -77,30 +75,6 @@ def detect() -> Hardware:
         gpus=tuple(_gpu(device) for device in tf.config.list_physical_devices("GPU")),
         tpu=bool(tf.config.list_physical_devices("TPU")),
     )
-
-
-def device_kind(device: str) -> str:
-    """Returns the kind of device of nodes that are pinned to none; "auto" is this machine's."""
-    import tensorflow as tf
-
-    if device != "auto":
-        return device
-    return "gpu" if tf.config.list_physical_devices("GPU") else "cpu"
-
-
-def profile_of(kind: str) -> MachineProfile:
-    """Returns the built-in profile of a kind of device, as far as this machine has one."""
-    found = detect()
-    if kind == "cpu":
-        return builtin_profile(kind, bfloat16=found.cpu_bfloat16, float16=found.cpu_float16)
-    if kind == "gpu" and found.gpus:
-        weakest = min(gpu.capability or (0, 0) for gpu in found.gpus)
-        return builtin_profile(
-            kind,
-            bfloat16=weakest >= BFLOAT16_CAPABILITY,
-            float16=weakest >= FLOAT16_CAPABILITY,
-        )
-    return builtin_profile(kind)
 
 
 def automatic_policy(hardware: Hardware) -> tuple[str, str]:

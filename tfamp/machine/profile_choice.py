@@ -23,7 +23,7 @@ from typing import Any
 import platformdirs
 
 from tfamp.core.errors import TfampWarning
-from tfamp.core.profile import MachineProfile
+from tfamp.core.profile import MachineProfile, builtin_profile
 from tfamp.machine import hardware
 from tfamp.machine.file_replacing import replace_text
 
@@ -62,6 +62,30 @@ class FoundProfile:
 
     profile: MachineProfile
     source: str
+
+
+def device_kind(device: str) -> str:
+    """Returns the kind of device of nodes that are pinned to none; "auto" is this machine's."""
+    import tensorflow as tf
+
+    if device != "auto":
+        return device
+    return "gpu" if tf.config.list_physical_devices("GPU") else "cpu"
+
+
+def profile_of(kind: str) -> MachineProfile:
+    """Returns the built-in profile of a kind of device, as far as this machine has one."""
+    found = hardware.detect()
+    if kind == "cpu":
+        return builtin_profile(kind, bfloat16=found.cpu_bfloat16, float16=found.cpu_float16)
+    if kind == "gpu" and found.gpus:
+        weakest = min(gpu.capability or (0, 0) for gpu in found.gpus)
+        return builtin_profile(
+            kind,
+            bfloat16=weakest >= hardware.BFLOAT16_CAPABILITY,
+            float16=weakest >= hardware.FLOAT16_CAPABILITY,
+        )
+    return builtin_profile(kind)
 
 
 def check_profile(profile: Any) -> None:
@@ -130,7 +154,7 @@ def _read(path: str) -> MachineProfile:
 
 
 def _built_in(source: str) -> FoundProfile:
-    return FoundProfile(hardware.profile_of(hardware.device_kind("auto")), source)
+    return FoundProfile(profile_of(device_kind("auto")), source)
 
 
 @functools.cache

@@ -26,7 +26,7 @@ LOOPS = frozenset({"StatelessWhile", "While"})
 CONDITIONALS = frozenset({"Case", "If", "StatelessCase", "StatelessIf"})
 BRANCHING = LOOPS | CONDITIONALS
 # Ops that no node can have, of nodes that stand for a function's arguments and results, and for
-# what a loop's function takes and gives where `planning.linking` has joined it with its caller.
+# what a loop's function takes and gives where `planning.decision` has joined it with its caller.
 ARGUMENT = "<argument>"
 RESULT = "<result>"
 LINK = "<link>"

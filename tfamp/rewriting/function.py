@@ -17,14 +17,13 @@ from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarnin
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.op_lists import OpLists
-from tfamp.interop.keras_backend import require_tensorflow
+from tfamp.interop.keras_hooks import require_tensorflow
 from tfamp.interop.tf_functions import SaveableFunction
 from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import RewritePlan
 from tfamp.policy import low_dtype
-from tfamp.rewriting.fused_tracing import fused_batch_normalization
 from tfamp.rewriting.pipeline import FlatGraph, RewriteSettings, into_current_graph
-from tfamp.rewriting.traced_function import FlatCall, TracedFunction
+from tfamp.rewriting.traced_function import FlatCall, TracedFunction, fused_batch_normalization
 from tfamp.rewriting.weight_cache import WeightCache
 
 _EAGER = (

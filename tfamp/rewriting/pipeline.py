@@ -40,7 +40,7 @@ from tfamp.graph.functions import (
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.rewrite import PLACEMENTS, check_lists, convert, make_request
 from tfamp.interop import tf_functions
-from tfamp.interop.tracing import as_written
+from tfamp.interop.tf_functions import as_written
 from tfamp.machine.profile_choice import check_profile, resolve_profile
 from tfamp.planning.choices import NodeChoices, check_choice, patterns, tensor_names
 from tfamp.planning.ranges import Ranges

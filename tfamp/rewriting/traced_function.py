@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import itertools
+import sys
+import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +18,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.interop import tf_functions
-from tfamp.interop.tracing import as_written
+from tfamp.interop.patching import patched_here
+from tfamp.interop.tf_functions import as_written
+from tfamp.layers.fused_norms import can_fuse, fits, normalize
 
 _NUMBERS = itertools.count(1)
 
@@ -199,3 +204,44 @@ def _as_value(leaf: Any) -> Any:
     if is_composite and not isinstance(leaf, tf.Variable):
         return leaf
     return leaf if _is_tensor(leaf) else tf.convert_to_tensor(leaf)
+
+
+# ---- BatchNormalization --------------------------------------------------------------------------
+
+# Keras spells a float32 BatchNormalization out in a dozen ops, most of which need float32. As one
+# op with float32 statistics it takes and gives low-precision tensors once the graph is rewritten.
+_thread = threading.local()
+
+
+def traces_for_a_rewrite() -> bool:
+    """Whether this thread is tracing a function whose graph will be rewritten."""
+    return getattr(_thread, "traces", False)
+
+
+@contextlib.contextmanager
+def fused_batch_normalization() -> Iterator[None]:
+    """A context in which this thread traces BatchNormalization layers as the fused op.
+
+    Layers that Keras computes differently, by mask, axis or synchronization, stay as they are, as
+    do all layers where Keras was not imported.
+    """
+    if "keras" not in sys.modules:
+        yield
+        return
+    outer, _thread.traces = traces_for_a_rewrite(), True
+    try:
+        with patched_here(batch_normalization=_call):
+            yield
+    finally:
+        _thread.traces = outer
+
+
+def _call(original: Any, layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+    if (
+        mask is None
+        and getattr(inputs, "dtype", None) == layer.compute_dtype == "float32"
+        and can_fuse(type(layer))
+        and fits(layer, inputs, "float32")
+    ):
+        return normalize(layer, inputs, training)
+    return original(layer, inputs, training=training, mask=mask)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import UnsupportedVersionError
-from tfamp.interop.keras_backend import native, runs_tensorflow
+from tfamp.interop.keras_hooks import native, runs_tensorflow
 from tfamp.interop.tf_private import strategy_needs_merge_call
 from tfamp.training.fused_update import fused_update, has_fused_update
 from tfamp.training.gradients import Checked, Gradients, dtype_name, is_next_value, variable_name

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.interop.keras_backend import native, runs_tensorflow
+from tfamp.interop.keras_hooks import native, runs_tensorflow
 from tfamp.training.gradients import Gradients, is_next_value
 
 _logger = logging.getLogger(__name__)

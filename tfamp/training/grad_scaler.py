@@ -28,8 +28,8 @@ from tfamp.core.options import (
     checked_number,
     checked_scale,
 )
-from tfamp.interop.keras_backend import as_tensor, require_tensorflow
-from tfamp.interop.tracing import PerTrace, as_written
+from tfamp.interop.keras_hooks import as_tensor, require_tensorflow
+from tfamp.interop.tf_functions import as_written
 from tfamp.training.apply import Weights, apply_if_finite
 from tfamp.training.gradients import (
     GradientPipeline,
@@ -40,6 +40,7 @@ from tfamp.training.gradients import (
 )
 from tfamp.training.replicas import check_in_replica, on_every_replica, outside_the_graph
 from tfamp.training.scaling import (
+    PerTrace,
     ScaleVariables,
     check_scales_no_loss,
     divisor_of,

@@ -16,7 +16,7 @@ from keras import ops
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.options import GradClip
-from tfamp.interop.keras_backend import runs_tensorflow
+from tfamp.interop.keras_hooks import runs_tensorflow
 from tfamp.training.replicas import all_reduce_sum, on_every_replica, several_replicas
 
 

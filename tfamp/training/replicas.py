@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from keras import ops
 
-from tfamp.interop.keras_backend import runs_tensorflow
+from tfamp.interop.keras_hooks import runs_tensorflow
 
 
 def check_in_replica() -> None:

@@ -5,9 +5,10 @@ The owner makes the variables, so that its checkpoints name them; these parts re
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import keras
 import tensorflow as tf
@@ -15,9 +16,10 @@ from keras import ops
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.loss_scale import LossScaleState, next_state
-from tfamp.interop.keras_backend import as_tensor, described
-from tfamp.interop.tracing import PerTrace
+from tfamp.interop.keras_hooks import as_tensor, described
 from tfamp.training.gradients import Gradients, dtype_name
+
+_State = TypeVar("_State")
 
 
 def check_scales_no_loss(optimizer: Any, user: str) -> None:
@@ -210,3 +212,31 @@ class _Window:
 def _tensors(gradients: Iterable[Any]) -> list[tuple[int, Any]]:
     values = (g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients)
     return [(id(value), value) for value in values if tf.is_tensor(value)]
+
+
+class PerTrace(threading.local, Generic[_State]):
+    """One state for each graph that is traced and one for eager mode, in each thread.
+
+    Whether a method has been called is a fact of the program text, not of a step: it belongs to
+    the graph that is being traced. Keeping it per graph makes it hold under retracing and in
+    several functions; per thread, because each replica of a `MirroredStrategy` traces in a thread
+    of its own.
+
+    Args:
+        make: Returns a new state. A state must not keep tensors alive, they keep their graph alive.
+    """
+
+    def __init__(self, make: Callable[[], _State]) -> None:
+        super().__init__()
+        self._make = make
+        self._eager = make()
+        self._by_graph: weakref.WeakKeyDictionary[tf.Graph, _State] = weakref.WeakKeyDictionary()
+
+    def current(self) -> _State:
+        """The state of the graph being traced, or of eager mode."""
+        if tf.executing_eagerly():
+            return self._eager
+        return self._by_graph.setdefault(tf.compat.v1.get_default_graph(), self._make())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PerTrace[_State]:
+        return PerTrace(self._make)  # What was called on one object says nothing of its copy.
