@@ -11,9 +11,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tfamp.diagnostics.monitoring.layer_watch import watch_layers
 
 import tfamp
+from tfamp.diagnostics.model_runs import watch_layers
 from tfamp.interop import patching
 from tfamp.interop.patching import (
     SYMBOLS,
