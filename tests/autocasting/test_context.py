@@ -503,19 +503,19 @@ def test_a_second_function_and_a_second_graph_get_casts_of_their_own(a):
 
 def test_cached_casts_die_with_their_tensors_and_with_the_context(a):
     with tfamp.autocast("bfloat16"):
-        casts = current_modes.casts.eager
+        casts = current_modes.casts
         for _ in range(5):
             x = a + 1.0
             tf.matmul(x, x)
-        assert len(casts) == 1
+        assert len(casts.eager) == 1
         del x
-        assert len(casts) == 0
+        assert len(casts.eager) == 0
         tf.matmul(a, a)
-        assert len(casts) == 1
+        assert len(casts.eager) == 1
         with tfamp.autocast("float16"):
             assert matmul_dtype(a) == "float16"
-        assert len(casts) == 2
-    assert len(casts) == 0
+        assert len(casts.eager) == 2
+    assert len(casts.eager) == 0
 
 
 def test_cache_casts_changes_no_result(a):

@@ -57,6 +57,12 @@ def refused(graph, message):
     assert graph.SerializeToString(deterministic=True) == before
 
 
+def test_a_function_without_a_name():
+    graph = chain(1)
+    add_function(graph, "")
+    refused(graph, "a function without a name")
+
+
 def test_a_call_with_too_many_arguments():
     graph = chain(1)
     graph.node[1].input.append("x")

@@ -74,6 +74,8 @@ def build_indexes(
         RewriteError: The graph is not valid, or has an op TensorFlow does not know.
     """
     library = library_of(graph_def)
+    if MAIN_GRAPH in library:
+        raise RewriteError("The graph has a function without a name.")
     signatures = {name: signature(function.signature) for name, function in library.items()}
     reached = reached_functions(library, calls_in(graph_def.node)) if library else set()
     indexes = [_Indexer(MAIN_GRAPH, signatures, dtype, device).index_graph(graph_def)]
