@@ -16,6 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "assets" / "layers.svg"
+# The sources: the installed wheel where there is one, else the checkout.
+SOURCES = Path(importlib.util.find_spec("tfamp").submodule_search_locations[0])
 WIDTH, HEIGHT, GAP, SIDE, TOP = 900, 46, 9, 12, 40
 NAME, PURPOSE = 26, 190
 
@@ -31,8 +33,8 @@ def _architecture() -> Any:
 
 def _purpose(name: str) -> str:
     """The first line of the package's or the module's docstring."""
-    package = ROOT / "tfamp" / name / "__init__.py"
-    path = package if package.is_file() else ROOT / "tfamp" / f"{name}.py"
+    package = SOURCES / name / "__init__.py"
+    path = package if package.is_file() else SOURCES / f"{name}.py"
     return ast.get_docstring(ast.parse(path.read_text("utf-8"))).partition("\n")[0].replace("`", "")
 
 
