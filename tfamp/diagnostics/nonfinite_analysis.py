@@ -47,6 +47,7 @@ from tfamp.planning.structures import (
     GraphIndex,
     IndexedNode,
     node_name,
+    op_types,
     reach,
 )
 
@@ -58,19 +59,14 @@ _CONSTANTS = frozenset({"Const", "HostConst"})
 _READS = frozenset({"ReadVariableOp", "ResourceGather"})
 _INPUTS = frozenset({"Placeholder", "PlaceholderV2"})
 # Ops that make an infinity of finite values only if these are large.
-_GROWING = frozenset(
-    {
-        *("AddV2", "BatchMatMulV2", "Conv2D", "Cumsum", "Einsum", "MatMul", "Mean", "Mul"),
-        *("Prod", "Square", "SquaredDifference", "Sub", "Sum"),
-    }
-)
+_GROWING = op_types("""
+    AddV2 BatchMatMulV2 Conv2D Cumsum Einsum MatMul Mean Mul Prod Square SquaredDifference Sub
+    Sum
+""")
 # What gives values on as they are.
-_PASSING_ON = frozenset(
-    {
-        *("Cast", "EnsureShape", "ExpandDims", "Identity", "IdentityN", "Reshape", "Squeeze"),
-        *("StopGradient", "Transpose"),
-    }
-)
+_PASSING_ON = op_types("""
+    Cast EnsureShape ExpandDims Identity IdentityN Reshape Squeeze StopGradient Transpose
+""")
 _BACKWARD = re.compile(r"(^|/)(gradient_tape|gradients)/")
 _LOSS = re.compile(r"loss|cross_?entropy", re.IGNORECASE)
 

@@ -13,15 +13,13 @@ from tfamp.core.text_table import table_lines
 from tfamp.graph.functions import called_functions
 from tfamp.graph.op_signatures import OpSignature, registered_signature
 from tfamp.interop import tf_private
+from tfamp.planning.structures import op_types
 
 # Ops that compute nothing: they hold or pass on a value, or call what is counted itself.
-_NOT_COUNTED = frozenset(
-    {
-        *("Case", "Const", "Identity", "IdentityN", "If", "NoOp", "PartitionedCall", "Placeholder"),
-        *("StatefulPartitionedCall", "StatelessCase", "StatelessIf", "StatelessWhile"),
-        *("SymbolicGradient", "While"),
-    }
-)
+_NOT_COUNTED = op_types("""
+    Case Const Identity IdentityN If NoOp PartitionedCall Placeholder StatefulPartitionedCall
+    StatelessCase StatelessIf StatelessWhile SymbolicGradient While
+""")
 # What Paddle's table shows, then all the rest.
 _COLUMNS = ("float16", "bfloat16", "float32")
 _STEP_ARGUMENTS = (2, 3)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tfamp.interop import tf_private
-from tfamp.planning.structures import FLOAT32
+from tfamp.planning.structures import FLOAT32, op_types
 
 # Ops that accept float32 only, with the successors that do the same and also take low precision.
 # The successors keep the statistics in float32.
@@ -125,17 +125,10 @@ def _allowed(attr: Any) -> frozenset[str] | None:
 # runs. A CPU's float16 kernels of these ops are the plain ones, while those of float32 and bfloat16
 # are oneDNN's, which take all of it. These do not spread a filter out. Conv2D's kernel does, but
 # its gradients, which TensorFlow adds in the dtype of the op, cannot.
-_NOT_DILATED = frozenset(
-    {
-        "Conv2D",
-        "Conv2DBackpropFilter",
-        "Conv2DBackpropInput",
-        "Conv3D",
-        "Conv3DBackpropFilterV2",
-        "Conv3DBackpropInputV2",
-        "DepthwiseConv2dNative",
-    }
-)
+_NOT_DILATED = op_types("""
+    Conv2D Conv2DBackpropFilter Conv2DBackpropInput Conv3D Conv3DBackpropFilterV2
+    Conv3DBackpropInputV2 DepthwiseConv2dNative
+""")
 # These take images with channels last only.
 _CHANNELS_LAST = _NOT_DILATED | {
     "AvgPool",

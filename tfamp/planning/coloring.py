@@ -26,6 +26,7 @@ from tfamp.planning.structures import (
     Painting,
     Reason,
     Regions,
+    op_types,
     reach,
 )
 
@@ -352,21 +353,10 @@ def _along(enters: Callable[[int], bool], *tables: _Table) -> Callable[[int], It
 # ---- What the structure of a scope demands -------------------------------------------------------
 
 # Ops that pass a TensorList on without looking at the dtype of its elements.
-_CARRIERS = frozenset(
-    {
-        "AddN",
-        "Enter",
-        "Exit",
-        "Identity",
-        "IdentityN",
-        "Merge",
-        "NextIteration",
-        "Snapshot",
-        "StopGradient",
-        "Switch",
-        "ZerosLike",
-    }
-)
+_CARRIERS = op_types("""
+    AddN Enter Exit Identity IdentityN Merge NextIteration Snapshot StopGradient Switch
+    ZerosLike
+""")
 _VARIABLES = frozenset({"Variable", "VariableV2"})
 
 _FIXED_OPS = {

@@ -22,6 +22,7 @@ from tfamp.planning.structures import (
     GraphIndex,
     IndexedNode,
     Tensor,
+    op_types,
 )
 
 # Dimensions that are not known, batches mostly, count as this many. A tensor of unknown rank counts
@@ -219,110 +220,27 @@ _Count: TypeAlias = Callable[[Sequence[Shape], str], float]
 # times of their own.
 _NEVER_RUN = frozenset({ARGUMENT, RESULT, "Cast", "Const", "ReadVariableOp"})
 # Ops that hand on the memory they are given, or look at a shape only.
-FREE_OPS = frozenset(
-    {
-        "Const",
-        "EnsureShape",
-        "Enter",
-        "Exit",
-        "ExpandDims",
-        "Identity",
-        "IdentityN",
-        "Merge",
-        "NextIteration",
-        "NoOp",
-        "Placeholder",
-        "PreventGradient",
-        "Rank",
-        "ReadVariableOp",
-        "RefEnter",
-        "Reshape",
-        "Shape",
-        "ShapeN",
-        "Size",
-        "Snapshot",
-        "Squeeze",
-        "StopGradient",
-        "Switch",
-        "TensorListGetItem",
-        "TensorListPopBack",
-        "TensorListPushBack",
-        "TensorListReserve",
-        "TensorListSetItem",
-    }
-)
+FREE_OPS = op_types("""
+    Const EnsureShape Enter Exit ExpandDims Identity IdentityN Merge NextIteration NoOp
+    Placeholder PreventGradient Rank ReadVariableOp RefEnter Reshape Shape ShapeN Size Snapshot
+    Squeeze StopGradient Switch TensorListGetItem TensorListPopBack TensorListPushBack
+    TensorListReserve TensorListSetItem
+""")
 # Ops that move values and compute nothing.
-MOVING_OPS = frozenset(
-    {
-        "BatchToSpace",
-        "BatchToSpaceND",
-        "BroadcastTo",
-        "Concat",
-        "ConcatV2",
-        "DepthToSpace",
-        "DynamicPartition",
-        "DynamicStitch",
-        "Fill",
-        "Gather",
-        "GatherNd",
-        "GatherV2",
-        "MirrorPad",
-        "OneHot",
-        "OnesLike",
-        "Pack",
-        "Pad",
-        "PadV2",
-        "ResizeNearestNeighbor",
-        "ResourceGather",
-        "Reverse",
-        "ReverseSequence",
-        "ReverseV2",
-        "Slice",
-        "SpaceToBatch",
-        "SpaceToBatchND",
-        "SpaceToDepth",
-        "Split",
-        "SplitV",
-        "StridedSlice",
-        "StridedSliceGrad",
-        "TensorListConcat",
-        "TensorListConcatV2",
-        "TensorListFromTensor",
-        "TensorListGather",
-        "TensorListStack",
-        "Tile",
-        "Transpose",
-        "Unpack",
-        "ZerosLike",
-    }
-)
+MOVING_OPS = op_types("""
+    BatchToSpace BatchToSpaceND BroadcastTo Concat ConcatV2 DepthToSpace DynamicPartition
+    DynamicStitch Fill Gather GatherNd GatherV2 MirrorPad OneHot OnesLike Pack Pad PadV2
+    ResizeNearestNeighbor ResourceGather Reverse ReverseSequence ReverseV2 Slice SpaceToBatch
+    SpaceToBatchND SpaceToDepth Split SplitV StridedSlice StridedSliceGrad TensorListConcat
+    TensorListConcatV2 TensorListFromTensor TensorListGather TensorListStack Tile Transpose
+    Unpack ZerosLike
+""")
 # Ops that take longer per element than a sum or a product.
-SPECIAL_OPS = frozenset(
-    {
-        "AvgPool",
-        "AvgPool3D",
-        "AvgPool3DGrad",
-        "AvgPoolGrad",
-        "Elu",
-        "Erfc",
-        "FusedBatchNormGradV2",
-        "FusedBatchNormGradV3",
-        "FusedBatchNormV2",
-        "FusedBatchNormV3",
-        "Log",
-        "Log1p",
-        "LogSoftmax",
-        "MaxPool",
-        "MaxPool3D",
-        "MaxPool3DGrad",
-        "MaxPoolGrad",
-        "Selu",
-        "Sigmoid",
-        "Softmax",
-        "Softplus",
-        "_FusedBatchNormEx",
-    }
-)
+SPECIAL_OPS = op_types("""
+    AvgPool AvgPool3D AvgPool3DGrad AvgPoolGrad Elu Erfc FusedBatchNormGradV2
+    FusedBatchNormGradV3 FusedBatchNormV2 FusedBatchNormV3 Log Log1p LogSoftmax MaxPool
+    MaxPool3D MaxPool3DGrad MaxPoolGrad Selu Sigmoid Softmax Softplus _FusedBatchNormEx
+""")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,21 +8,13 @@ TensorFlow that is installed, so these names follow TensorFlow; tfamp's own choi
 
 from __future__ import annotations
 
+from tfamp.planning.structures import op_types
+
 # Ops of other libraries: Grappler names them, TensorFlow does not register them.
-EXTERNAL = frozenset(
-    {
-        "FastUnsortedSegmentMax",
-        "FusedConv2DBiasActivation",
-        "FusedSparseConvGpuV2",
-        "Mha",
-        "MhaV2",
-        "Pmlp",
-        "Tmlp",
-        "TmlpV2",
-        "TmlpV3",
-        "VoxelMax",
-    }
-)
+EXTERNAL = op_types("""
+    FastUnsortedSegmentMax FusedConv2DBiasActivation FusedSparseConvGpuV2 Mha MhaV2 Pmlp Tmlp
+    TmlpV2 TmlpV3 VoxelMax
+""")
 
 # Ops that take elements out of a TensorList, and that put them in.
 LIST_READERS = frozenset(
@@ -40,197 +32,48 @@ CUDNN_RNN = frozenset(
 )
 
 # Both dtypes.
-_ALLOW = frozenset(
-    {
-        "BatchMatMul",
-        "BatchMatMulV2",
-        "Conv2D",
-        "Conv2DBackpropFilter",
-        "Conv2DBackpropInput",
-        "Conv3D",
-        "Conv3DBackpropFilterV2",
-        "Conv3DBackpropInputV2",
-        "DepthwiseConv2dNative",
-        "DepthwiseConv2dNativeBackpropFilter",
-        "DepthwiseConv2dNativeBackpropInput",
-        "Einsum",
-        "MatMul",
-    }
-)
-_INFER = frozenset(
-    {
-        "Add",
-        "AddN",
-        "AddV2",
-        "AvgPool",
-        "AvgPool3D",
-        "AvgPool3DGrad",
-        "AvgPoolGrad",
-        "BiasAdd",
-        "BiasAddGrad",
-        "BiasAddV1",
-        "Elu",
-        "EluGrad",
-        "Erf",
-        "Erfc",
-        "FloorDiv",
-        "FusedBatchNormGradV2",
-        "FusedBatchNormGradV3",
-        "FusedBatchNormV2",
-        "FusedBatchNormV3",
-        "Inv",
-        "LeakyRelu",
-        "LeakyReluGrad",
-        "Log",
-        "Log1p",
-        "LogSoftmax",
-        "Mul",
-        "Prod",
-        "RealDiv",
-        "Reciprocal",
-        "Selu",
-        "SeluGrad",
-        "Sigmoid",
-        "SigmoidGrad",
-        "Softmax",
-        "Softplus",
-        "SoftplusGrad",
-        "Softsign",
-        "SoftsignGrad",
-        "Sqrt",
-        "Sub",
-        "Tanh",
-        "TanhGrad",
-        "_FusedBatchNormEx",
-    }
-)
-_DENY = frozenset(
-    {
-        "Exp",
-        "Expm1",
-        "L2Loss",
-        "Pow",
-        "SaveV2",
-        "SoftmaxCrossEntropyWithLogits",
-        "SparseSoftmaxCrossEntropyWithLogits",
-    }
-)
+_ALLOW = op_types("""
+    BatchMatMul BatchMatMulV2 Conv2D Conv2DBackpropFilter Conv2DBackpropInput Conv3D
+    Conv3DBackpropFilterV2 Conv3DBackpropInputV2 DepthwiseConv2dNative
+    DepthwiseConv2dNativeBackpropFilter DepthwiseConv2dNativeBackpropInput Einsum MatMul
+""")
+_INFER = op_types("""
+    Add AddN AddV2 AvgPool AvgPool3D AvgPool3DGrad AvgPoolGrad BiasAdd BiasAddGrad BiasAddV1 Elu
+    EluGrad Erf Erfc FloorDiv FusedBatchNormGradV2 FusedBatchNormGradV3 FusedBatchNormV2
+    FusedBatchNormV3 Inv LeakyRelu LeakyReluGrad Log Log1p LogSoftmax Mul Prod RealDiv
+    Reciprocal Selu SeluGrad Sigmoid SigmoidGrad Softmax Softplus SoftplusGrad Softsign
+    SoftsignGrad Sqrt Sub Tanh TanhGrad _FusedBatchNormEx
+""")
+_DENY = op_types("""
+    Exp Expm1 L2Loss Pow SaveV2 SoftmaxCrossEntropyWithLogits
+    SparseSoftmaxCrossEntropyWithLogits
+""")
 _CLEAR = (
     LIST_READERS
     | LIST_WRITERS
-    | {
-        "Abs",
-        "ArgMax",
-        "ArgMin",
-        "BatchToSpace",
-        "BatchToSpaceND",
-        "BroadcastTo",
-        "Ceil",
-        "CheckNumerics",
-        "ClipByValue",
-        "Concat",
-        "ConcatV2",
-        "DepthToSpace",
-        "DynamicPartition",
-        "DynamicStitch",
-        "EnsureShape",
-        "Enter",
-        "Equal",
-        "Exit",
-        "ExpandDims",
-        "Fill",
-        "Floor",
-        "Gather",
-        "GatherNd",
-        "GatherV2",
-        "Greater",
-        "GreaterEqual",
-        "Identity",
-        "IdentityN",
-        "IsFinite",
-        "IsInf",
-        "IsNan",
-        "Less",
-        "LessEqual",
-        "Max",
-        "MaxPool",
-        "MaxPool3D",
-        "MaxPool3DGrad",
-        "MaxPoolGrad",
-        "MaxPoolGradGrad",
-        "MaxPoolGradGradV2",
-        "MaxPoolGradV2",
-        "MaxPoolV2",
-        "Maximum",
-        "Merge",
-        "Min",
-        "Minimum",
-        "MirrorPad",
-        "MirrorPadGrad",
-        "Neg",
-        "NextIteration",
-        "NotEqual",
-        "OnesLike",
-        "Pack",
-        "Pad",
-        "PadV2",
-        "PreventGradient",
-        "Rank",
-        "Relu",
-        "Relu6",
-        "Relu6Grad",
-        "ReluGrad",
-        "Reshape",
-        "ResizeNearestNeighbor",
-        "ResizeNearestNeighborGrad",
-        "Reverse",
-        "ReverseSequence",
-        "ReverseV2",
-        "Round",
-        "Select",
-        "SelectV2",
-        "Shape",
-        "ShapeN",
-        "Sign",
-        "Slice",
-        "Snapshot",
-        "SpaceToBatch",
-        "SpaceToBatchND",
-        "SpaceToDepth",
-        "Split",
-        "SplitV",
-        "Squeeze",
-        "StopGradient",
-        "StridedSlice",
-        "StridedSliceGrad",
-        "Switch",
-        "TensorListConcatLists",
-        "Tile",
-        "TopK",
-        "TopKV2",
-        "Transpose",
-        "Unpack",
-        "Where",
-        "ZerosLike",
-    }
+    | op_types("""
+    Abs ArgMax ArgMin BatchToSpace BatchToSpaceND BroadcastTo Ceil CheckNumerics ClipByValue
+    Concat ConcatV2 DepthToSpace DynamicPartition DynamicStitch EnsureShape Enter Equal Exit
+    ExpandDims Fill Floor Gather GatherNd GatherV2 Greater GreaterEqual Identity IdentityN
+    IsFinite IsInf IsNan Less LessEqual Max MaxPool MaxPool3D MaxPool3DGrad MaxPoolGrad
+    MaxPoolGradGrad MaxPoolGradGradV2 MaxPoolGradV2 MaxPoolV2 Maximum Merge Min Minimum
+    MirrorPad MirrorPadGrad Neg NextIteration NotEqual OnesLike Pack Pad PadV2 PreventGradient
+    Rank Relu Relu6 Relu6Grad ReluGrad Reshape ResizeNearestNeighbor ResizeNearestNeighborGrad
+    Reverse ReverseSequence ReverseV2 Round Select SelectV2 Shape ShapeN Sign Slice Snapshot
+    SpaceToBatch SpaceToBatchND SpaceToDepth Split SplitV Squeeze StopGradient StridedSlice
+    StridedSliceGrad Switch TensorListConcatLists Tile TopK TopKV2 Transpose Unpack Where
+    ZerosLike
+""")
 )
 
 FLOAT16_ALLOW = (
     _ALLOW
     | CUDNN_RNN
     | EXTERNAL
-    | {
-        "BlockLSTM",
-        "BlockLSTMGrad",
-        "BlockLSTMGradV2",
-        "BlockLSTMV2",
-        "Conv3DBackpropFilter",
-        "Conv3DBackpropInput",
-        "GRUBlockCell",
-        "GRUBlockCellGrad",
-        "LSTMBlockCell",
-        "LSTMBlockCellGrad",
-    }
+    | op_types("""
+    BlockLSTM BlockLSTMGrad BlockLSTMGradV2 BlockLSTMV2 Conv3DBackpropFilter Conv3DBackpropInput
+    GRUBlockCell GRUBlockCellGrad LSTMBlockCell LSTMBlockCellGrad
+""")
 )
 FLOAT16_INFER = _INFER
 # In float16 a sum overflows long before its terms do.

@@ -22,6 +22,13 @@ Tensor: TypeAlias = tuple[int, int]
 
 FLOAT32 = "float32"
 MAIN_GRAPH = ""
+
+
+def op_types(names: str) -> frozenset[str]:
+    """A set of op types, from a text with their names."""
+    return frozenset(names.split())
+
+
 # Ops that run functions of the library as parts of a graph.
 LOOPS = frozenset({"StatelessWhile", "While"})
 BRANCHING = LOOPS | {"Case", "If", "StatelessCase", "StatelessIf"}
