@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test run always, and which in the slow step of CI."""
+"""Which cases of a parametrised test run always, which in CI's slow step, and which at night."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def first_of(values: Iterable[Any]) -> list[Any]:
 
 
 def one_of_each(*axes: Iterable[Any]) -> list[Any]:
-    """Every combination, most of them slow: for axes that are independent.
+    """Every combination, most of them nightly: for axes that are independent.
 
     Each value of the first axis is always met, and each combination of the others.
     """
@@ -27,7 +27,7 @@ def one_of_each(*axes: Iterable[Any]) -> list[Any]:
         for number in range(max(len(first), len(rest)))
     ]
     return [
-        pytest.param(*values, marks=[] if values in always else pytest.mark.slow)
+        pytest.param(*values, marks=[] if values in always else pytest.mark.nightly)
         for values in itertools.product(first, *others)
     ]
 

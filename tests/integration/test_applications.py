@@ -21,13 +21,10 @@ REPRESENTATIVE = (
     "ConvNeXtTiny",
     "DenseNet121",
     "EfficientNetB0",
-    "EfficientNetV2B0",
     "MobileNetV2",
     "MobileNetV3Small",
     "ResNet50",
-    "ResNet50V2",
     "VGG16",
-    "Xception",
 )
 # Those that refuse so small an input, or (Inception) end in one value per channel at it.
 _SIDES = {"InceptionResNetV2": 139, "InceptionV3": 139, "Xception": 71}

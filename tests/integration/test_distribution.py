@@ -86,7 +86,7 @@ def check(result, steps, replicas):
 CASES = [
     ("xla2", ("clipped", "fit"), 6),
     pytest.param("xla2", (*WAYS, "fit"), 12, marks=pytest.mark.slow),
-    pytest.param("mirrored2", (*WAYS, "fit"), 12, marks=pytest.mark.slow),
+    pytest.param("mirrored2", (*WAYS, "fit"), 12, marks=pytest.mark.nightly),
     pytest.param("mirrored4", ("policy", "scaler", "fit"), 12, marks=pytest.mark.slow),
     pytest.param("central1+one", ("policy", "scaler"), 25, marks=pytest.mark.slow),
     pytest.param("one", (*WAYS, "fit"), 500, marks=pytest.mark.nightly),
