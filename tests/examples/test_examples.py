@@ -45,19 +45,12 @@ def percent(pattern, text):
 
 
 @pytest.mark.slow
-def test_the_main_job_prints_plain_text_where_there_is_no_terminal():
-    paths = [str(Path(tfamp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    result = subprocess.run(
-        [sys.executable, str(EXAMPLES / "digits_fit.py"), "--small"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        check=True,
-        encoding="utf-8",
-        timeout=300,
-    )
-    assert not re.search(r"[\x00-\x08\x0b-\x1f]", result.stdout)
-    assert re.search(r"│ float32 .*%.*│ +- │ +- │ +0 of 8 \(0%\)", result.stdout)
-    assert re.search(r"│ mixed_float16 .*%.*│ +32768 │ +0 │ +4 of 8 \(50%\)", result.stdout)
+def test_the_main_job_prints_plain_text_where_there_is_no_terminal(run):
+    code, printed = run("digits_fit", "--small")
+    assert code == 0
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", printed)
+    assert re.search(r"│ float32 .*%.*│ +- │ +- │ +0 of 8 \(0%\)", printed)
+    assert re.search(r"│ mixed_float16 .*%.*│ +32768 │ +0 │ +4 of 8 \(50%\)", printed)
 
 
 @pytest.mark.nightly

@@ -180,7 +180,7 @@ def keras_case(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", one_in(3, KERAS_MODELS))
+@pytest.mark.parametrize("name", one_in(6, KERAS_MODELS))
 def test_train_steps_of_keras_models_for_gpus(name):
     case = keras_case(name)
     assert_painted_alike(case, "float16")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 
-def first_of(values: Iterable[Any]) -> list[Any]:
+def first_of(values: Iterable[Any], others_are: Any = pytest.mark.slow) -> list[Any]:
     """The first value always, the others slow: for an axis that the test hardly depends on."""
     first, *others = values
-    return [first, *(pytest.param(value, marks=pytest.mark.slow) for value in others)]
+    return [first, *(pytest.param(value, marks=others_are) for value in others)]
 
 
 def one_of_each(*axes: Iterable[Any]) -> list[Any]:

@@ -25,7 +25,7 @@ X = np.linspace(-1, 1, 24, dtype="float32").reshape(3, 8)
 SEQUENCE = np.linspace(-1, 1, 48, dtype="float32").reshape(2, 4, 6)
 
 
-@pytest.fixture(params=first_of(MIXED), autouse=True)
+@pytest.fixture(params=first_of(MIXED, pytest.mark.nightly), autouse=True)
 def low(request):
     """The low dtype of the mixed policy in force."""
     tfamp.set_global_policy(request.param)
