@@ -44,6 +44,13 @@ def words(batch: int, tokens: int, vocabulary: int, number: int) -> Batch:
     return windows[:, :-1], windows[:, 1:]
 
 
+def hidden_words(batch: int, tokens: int, vocabulary: int, number: int) -> Batch:
+    """Sequences of words by number, of which every seventh or so is 0, and all of them."""
+    found = _windows(_words(vocabulary), batch, tokens, number)
+    hidden = np.random.default_rng((2, number)).random(found.shape) < 0.15
+    return np.where(hidden, 0, found).astype("int32"), found
+
+
 def digit_images(batch: int, pixels: int, number: int) -> Batch:
     """Pictures of digits with three channels, and which digit each is."""
     clean, digits, random = _digits(batch, pixels, number)

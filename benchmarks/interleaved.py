@@ -61,6 +61,8 @@ class WorkerProcess:
 
     def __init__(self, system: str, options: Options) -> None:
         python = options.torch_python if _is_torch(system) else sys.executable
+        xla = SYSTEMS.get(system, CONTROL).xla_flags
+        flags = {"TF_XLA_FLAGS": xla} if xla else {}
         paths = (str(_ROOT), os.environ.get("PYTHONPATH", ""))
         # Open as long as the process is; `close` closes it.
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
@@ -70,7 +72,7 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | flags,
         )
 
     def send(self, do: str, **arguments: Any) -> None:
@@ -133,6 +135,11 @@ class Group:
         """Ends all."""
         for worker in self.workers.values():
             worker.close()
+
+    def dismiss(self, systems: Iterable[str]) -> None:
+        """Ends some: nothing more is asked of them."""
+        for name in systems:
+            self.workers.pop(name).close()
 
     def in_turn(self, do: str, *, first: int = 0, **arguments: Any) -> Iterator[tuple[str, Any]]:
         """Asks one after the other, beginning with the one at `first`; names and answers."""
@@ -205,6 +212,7 @@ def measure(
         for name, found in group.together("casts"):
             run.systems[name].casts, run.systems[name].cast_bytes = found["casts"], found["bytes"]
         if options.loss_steps:
+            group.dismiss([name for name in group.workers if not SYSTEMS[name].losses])
             progress(f"losses of {options.loss_steps} steps")
             for name, found in _losses(group, run, options.loss_steps).items():
                 run.systems[name].losses = found

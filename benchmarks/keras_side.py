@@ -19,7 +19,7 @@ from benchmarks import models
 from benchmarks.casts import CastTotals, count_casts
 from benchmarks.data import Batch
 from benchmarks.step_graph import trace
-from benchmarks.systems import BASE, CONTROL, grappler_options
+from benchmarks.systems import BASE, CONTROL, SYSTEMS, grappler_options
 from benchmarks.workloads import Sizes, Workload
 from tfamp.machine.profile_choice import find_profile
 
@@ -38,15 +38,17 @@ class Trainer:
     def __init__(self, system: str, dtype: str) -> None:
         self._system, self._dtype = system, dtype
         self._step: Step | None = None
+        self._about = SYSTEMS.get(system, CONTROL)
+        self._compiled = self._about.xla and not self._about.xla_flags
         self.rewrite_seconds = 0.0
         tf.ones(1).numpy()  # Starts TensorFlow, whose memory is no part of a model's.
-        if system == "keras_policy":
+        if system.startswith("keras_policy"):
             keras.config.set_dtype_policy(f"mixed_{dtype}")
         elif system == "tensorflow_amp":
             tf.config.optimizer.set_experimental_options(grappler_options(system, dtype))
         elif system == "tfamp_policy":
             tfamp.set_global_policy(f"mixed_{dtype}")
-        elif system.startswith("rewrite"):
+        elif self._about.placement:
             find_profile()  # Measured once per machine, not once per function.
 
     def build(self, workload: Workload, size: Sizes) -> None:
@@ -57,15 +59,16 @@ class Trainer:
         if self._system == CONTROL.name:
             for each in model.trainable_variables:
                 each.assign(tf.cast(tf.cast(each.value, self._dtype), each.dtype))
-        step = models.train_step(model, self._with_loss_scale(optimizer))
-        placement = {"rewrite": "min_cut", "rewrite_lists": "lists"}.get(self._system)
-        if placement is not None:
-            step = tfamp.rewrite(step, dtype=self._dtype, placement=placement)
+        step = models.train_step(model, self._with_loss_scale(optimizer), xla=self._compiled)
+        if self._about.placement:
+            step = tfamp.rewrite(step, dtype=self._dtype, placement=self._about.placement)
         self._step = step
 
     def first_step(self, batch: Any) -> float:
-        """Takes the first step, which traces; sets `rewrite_seconds`."""
+        """Takes the first step, which traces, and tunes; sets `rewrite_seconds`."""
         with _timed_rewrite() as seconds:
+            if self._system == "tune":
+                self._step = tfamp.tune(self._step, *batch, dtype=self._dtype).best
             loss = self.step(batch)
         self.rewrite_seconds = sum(seconds)
         return loss
@@ -86,15 +89,17 @@ class Trainer:
         get = step.concrete if hasattr(step, "concrete") else step.get_concrete_function
         return get(*batch)
 
-    def casts(self, batch: Any) -> CastTotals:
-        """Counts the Casts between float dtypes that run in a step."""
+    def casts(self, batch: Any) -> CastTotals | None:
+        """Counts the Casts between float dtypes that run in a step; None for what XLA makes."""
+        if self._about.xla:
+            return None
         options = grappler_options(self._system, self._dtype)
         return count_casts(trace(self.concrete(batch), batch, rewriter_options=options).nodes)
 
     def _with_loss_scale(self, optimizer: Any) -> Any:
-        if self._system in (BASE, CONTROL.name):
+        if self._system in (BASE, "float32_xla", CONTROL.name):
             return optimizer
-        if self._system in ("keras_policy", "tensorflow_amp"):
+        if self._system in ("keras_policy", "keras_policy_xla", "tensorflow_amp"):
             if self._dtype == "float16":
                 return keras.optimizers.LossScaleOptimizer(optimizer)
             return optimizer

@@ -101,6 +101,57 @@ def lstm(size: Sizes) -> keras.Model:
     return keras.Model(inputs, layers.Dense(data.CHARACTERS)(x))
 
 
+def bert(size: Sizes) -> keras.Model:
+    """KerasHub's BERT, which tells the word at every place."""
+    import keras_hub
+
+    backbone = keras_hub.models.BertBackbone(
+        vocabulary_size=size["vocabulary"],
+        num_layers=size["layers"],
+        num_heads=size["heads"],
+        hidden_dim=size["width"],
+        intermediate_dim=4 * size["width"],
+        max_sequence_length=size["tokens"],
+        dropout=0.0,
+    )
+    tokens = keras.Input((size["tokens"],), dtype="int32")
+    ones = keras.ops.ones_like(tokens)
+    inputs = {"token_ids": tokens, "padding_mask": ones, "segment_ids": ones - 1}
+    found = backbone(inputs)["sequence_output"]
+    return keras.Model(tokens, layers.Dense(size["vocabulary"])(found))
+
+
+def vit(size: Sizes) -> keras.Model:
+    """KerasHub's Vision Transformer, with a classifier on its first token."""
+    import keras_hub
+
+    backbone = keras_hub.models.ViTBackbone(
+        image_shape=(size["pixels"], size["pixels"], 3),
+        patch_size=size["patch"],
+        num_layers=size["layers"],
+        num_heads=size["heads"],
+        hidden_dim=size["width"],
+        mlp_dim=4 * size["width"],
+    )
+    images = keras.Input((size["pixels"], size["pixels"], 3))
+    return keras.Model(images, layers.Dense(IMAGE_CLASSES)(backbone(images)[:, 0]))
+
+
+def efficientnet_b0(size: Sizes) -> keras.Model:
+    """That of keras.applications: depthwise convolutions, squeeze and excitation, swish."""
+    return _application(keras.applications.EfficientNetB0, size)
+
+
+def conv1d(size: Sizes) -> keras.Model:
+    """A language model of characters: causal convolutions in residual blocks."""
+    inputs = keras.Input((size["tokens"],), dtype="int32")
+    x = layers.Embedding(data.CHARACTERS, size["channels"])(inputs)
+    for _ in range(size["layers"]):
+        hidden = layers.Conv1D(size["channels"], 5, padding="causal")(x)
+        x = x + layers.ReLU()(layers.BatchNormalization()(hidden))
+    return keras.Model(inputs, layers.Dense(data.CHARACTERS)(x))
+
+
 MODELS = {
     "mlp": mlp,
     "transformer": transformer,
@@ -109,11 +160,15 @@ MODELS = {
     "convnext": convnext,
     "unet": unet,
     "lstm": lstm,
+    "bert": bert,
+    "vit": vit,
+    "efficientnet_b0": efficientnet_b0,
+    "conv1d": conv1d,
 }
 
 
 def train_step(
-    model: keras.Model, optimizer: keras.optimizers.Optimizer
+    model: keras.Model, optimizer: keras.optimizers.Optimizer, *, xla: bool = False
 ) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
     """One traced step: forward, backward, update; returns the loss.
 
@@ -122,7 +177,7 @@ def train_step(
     loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     variables = [v.value for v in model.trainable_variables]
 
-    @tf.function
+    @tf.function(jit_compile=xla or None)
     def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             loss = loss_fn(y, model(x, training=True))

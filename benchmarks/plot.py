@@ -10,11 +10,16 @@ from benchmarks.results import Run
 from benchmarks.systems import BASE, SYSTEMS
 
 _COLORS = {
+    "float32_xla": "#d9dfe5",
     "keras_policy": "#9aa5b1",
+    "keras_policy_xla": "#7b8794",
     "tensorflow_amp": "#52606d",
     "tfamp_policy": "#f9a26c",
     "rewrite_lists": "#e8590c",
     "rewrite": "#a33b00",
+    "rewrite_fused": "#c2255c",
+    "rewrite_measured": "#7a1f5c",
+    "tune": "#3d0b45",
     "torch_float32": "#b7d3f2",
     "torch_autocast": "#3b7dd8",
 }

@@ -29,7 +29,7 @@ from tfamp.core.profile import MachineProfile
 
 # Below this a ratio to the roofline tells only what starting an op takes.
 _NOTICEABLE = 1e-5
-_SYSTEMS = tuple(name for name, each in SYSTEMS.items() if not each.torch)
+_SYSTEMS = tuple(name for name, each in SYSTEMS.items() if not each.torch and not each.xla)
 HEADERS = ("op", "dtype", "count", "ms", "share", "roofline ms", "times roofline")
 KINDS = {
     "matmul": "matrix products",
@@ -163,6 +163,7 @@ def main() -> None:
     trainer = Trainer(args.system, args.dtype)
     batch = trainer.put(workload.batch(size, 0))
     trainer.build(workload, size)
+    trainer.first_step(batch)
     options = grappler_options(args.system, args.dtype)
     found = trace(trainer.concrete(batch), batch, runs=args.runs, rewriter_options=options)
     machine = find_profile().profile

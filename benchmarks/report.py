@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import geometric_mean
 
 from benchmarks import results, tables
 from benchmarks.results import Cell, Run, ScalingRun, Spread, WorkloadRun
@@ -34,6 +35,32 @@ def overview(run: Run) -> Table:
     ]
     headers = ("times as fast as float32", *(each.workload for each in run.workloads))
     return Table(f"Training step, {run.dtype}", headers, tuple(rows))
+
+
+def summary(run: Run) -> Table:
+    """The chosen step beside the best peer and the best of tfamp's placements."""
+    rows, over_peers, over_own = [], [], []
+    for each in run.workloads:
+        own, peer, placement = (
+            results.chosen(each),
+            results.lead_over_peers(each),
+            results.lead_over_own(each),
+        )
+        if own is None or peer is None:
+            continue
+        over_peers.append(peer.speed.median)
+        row = [each.workload, SYSTEMS[own].title, _speed(each, own)]
+        row += [SYSTEMS[peer.other].title, f"{peer.speed.median:.2f}"]
+        row += [_quartiles(peer.speed, 1, ".2f"), "-", "-"]
+        if placement is not None:
+            over_own.append(placement.speed.median)
+            row[-2:] = [SYSTEMS[placement.other].title, f"{placement.speed.median:.2f}"]
+        rows.append(tuple(row))
+    means = [f"{geometric_mean(each):.2f}" if each else "-" for each in (over_peers, over_own)]
+    rows.append(("geometric mean", "", "", "", means[0], "", "", means[1]))
+    headers = ("workload", "chosen", "x float32", "best peer", "over it", "quartiles")
+    headers += ("best placement", "over it")
+    return Table(f"The chosen step, {run.dtype}", headers, tuple(rows))
 
 
 def _speed(run: WorkloadRun, system: str) -> str:
@@ -141,7 +168,10 @@ def all_tables(run: Run) -> list[Table]:
     """Every table of a run, the ratios first."""
     found = []
     if run.workloads:
-        found += [overview(run), *(steps(each, run.dtype) for each in run.workloads)]
+        found.append(overview(run))
+        if any(results.chosen(each) for each in run.workloads):
+            found.append(summary(run))
+        found += [steps(each, run.dtype) for each in run.workloads]
     if any(each.systems[BASE].losses for each in run.workloads):
         found.append(losses(run))
     found += [scaling(each, run.dtype) for each in run.scaling]

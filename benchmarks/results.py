@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.systems import BASE, SYSTEMS
+from benchmarks.systems import BASE, CHOSEN, OWN, PEERS, SYSTEMS
 
 SCHEMA = 1
 
@@ -150,6 +150,44 @@ def control_difference(run: WorkloadRun) -> float | None:
 def speed(run: WorkloadRun, system: str) -> Spread:
     """How many times as fast as float32 a system is."""
     return ratio(run.systems[BASE].seconds, run.systems[system].seconds)
+
+
+@dataclass(frozen=True)
+class Lead:
+    """How a workload's chosen system stands beside the fastest of some others.
+
+    Attributes:
+        other: The fastest of them, by the median step.
+        speed: How many times as fast as that one.
+    """
+
+    other: str
+    speed: Spread
+
+
+def chosen(run: WorkloadRun) -> str | None:
+    """The system that a user is advised to take, of those that were measured."""
+    return next((name for name in CHOSEN if name in run.systems), None)
+
+
+def lead(run: WorkloadRun, others: Sequence[str]) -> Lead | None:
+    """How the chosen system stands beside the fastest of others; None without either."""
+    own = chosen(run)
+    measured = [name for name in others if name in run.systems and name != own]
+    if own is None or not measured:
+        return None
+    best = min(measured, key=lambda name: spread(run.systems[name].seconds).median)
+    return Lead(best, ratio(run.systems[best].seconds, run.systems[own].seconds))
+
+
+def lead_over_peers(run: WorkloadRun) -> Lead | None:
+    """How the chosen system stands beside the best peer."""
+    return lead(run, PEERS)
+
+
+def lead_over_own(run: WorkloadRun) -> Lead | None:
+    """How the chosen system stands beside the best of tfamp's placements."""
+    return lead(run, OWN)
 
 
 def to_json(run: Run) -> dict[str, Any]:

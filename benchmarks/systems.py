@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 BASE = "float32"
 TORCH_WORKLOADS = ("mlp", "transformer", "resnet50")
+KERAS_HUB_WORKLOADS = ("bert", "vit")
 
 
 @dataclass(frozen=True)
@@ -25,25 +26,52 @@ class System:
         title: What it is called in tables.
         base: The system in float32 that its loss is compared with.
         torch: Whether it is PyTorch's.
+        xla: Whether XLA compiles its step, or parts of it.
+        placement: Which of tfamp's placements a rewrite is made with; None for no rewrite.
+        xla_flags: What TF_XLA_FLAGS is in its process. Such systems are measured where asked for.
+        losses: Whether its losses are looked at too, which takes long where XLA compiles again.
     """
 
     name: str
     title: str
     base: str = BASE
     torch: bool = False
+    xla: bool = False
+    placement: str | None = None
+    xla_flags: str = ""
+    losses: bool = True
 
 
 _ALL = (
     System("float32", "float32"),
+    System("float32_xla", "float32, XLA", xla=True, losses=False),
     System("keras_policy", "Keras's policy"),
+    System("keras_policy_xla", "Keras's policy, XLA", xla=True, losses=False),
     System("tensorflow_amp", "TensorFlow's auto_mixed_precision"),
     System("tfamp_policy", "tfamp policy"),
-    System("rewrite_lists", "tfamp.rewrite, lists"),
-    System("rewrite", "tfamp.rewrite, min_cut"),
+    System("rewrite_lists", "tfamp.rewrite, lists", placement="lists"),
+    System("rewrite", "tfamp.rewrite, min_cut", placement="min_cut"),
+    System("rewrite_measured", "tfamp.rewrite, measured", placement="measured"),
+    System(
+        "rewrite_fused",
+        "tfamp.rewrite, min_cut, XLA between the products",
+        xla=True,
+        placement="min_cut",
+        xla_flags="--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit --tf_xla_ops_to_cluster=FUSIBLE",
+        losses=False,
+    ),
+    # Whichever of these and float32 is fastest by its own measurement: its losses are theirs.
+    System("tune", "tfamp.tune", losses=False),
     System("torch_float32", "PyTorch, float32", "torch_float32", torch=True),
     System("torch_autocast", "PyTorch, autocast", "torch_float32", torch=True),
 )
 SYSTEMS = {each.name: each for each in _ALL}
+DEFAULT_SYSTEMS = tuple(name for name, each in SYSTEMS.items() if not each.xla_flags)
+# What a user would have without tfamp, and tfamp's own candidates beside the one that it chooses.
+PEERS = ("float32", "float32_xla", "keras_policy", "keras_policy_xla", "tensorflow_amp")
+OWN = tuple(name for name, each in SYSTEMS.items() if each.placement and not each.xla)
+# What a user is advised to take: the first of these that was measured.
+CHOSEN = ("tune", "rewrite_measured")
 # float32 again, from initial weights rounded to the low dtype: how far that alone takes the loss.
 CONTROL = System("float32_rounded", "float32, initial weights rounded")
 # TensorFlow's own optimizer of graphs, by dtype.
@@ -60,6 +88,8 @@ def grappler_options(system: str, dtype: str) -> dict[str, bool]:
 
 def why_not(system: str, workload: str, torch_python: str) -> str | None:
     """Why a system cannot train a workload here; None if it can."""
+    if workload in KERAS_HUB_WORKLOADS and importlib.util.find_spec("keras_hub") is None:
+        return "KerasHub is not installed: pip install keras-hub"
     if not SYSTEMS[system].torch:
         return None
     if workload not in TORCH_WORKLOADS:

@@ -124,6 +124,48 @@ def _lstm() -> Workload:
     )
 
 
+def _bert() -> Workload:
+    full = {"layers": 4, "width": 256, "heads": 4, "tokens": 128, "vocabulary": 4000, "batch": 16}
+    reduced = {"layers": 2, "width": 128, "heads": 2, "tokens": 64, "vocabulary": 1000, "batch": 8}
+    small = {"layers": 1, "width": 32, "heads": 2, "tokens": 16, "vocabulary": 200, "batch": 2}
+    return Workload(
+        "bert",
+        "KerasHub's BERT; the data: words of Python's library, some of them hidden",
+        {"full": full, "reduced": reduced, "small": small},
+        lambda size, number: data.hidden_words(
+            size["batch"], size["tokens"], size["vocabulary"], number
+        ),
+        0.03,
+    )
+
+
+def _vit() -> Workload:
+    full = {"layers": 12, "width": 192, "heads": 3, "patch": 16, "pixels": 128, "batch": 16}
+    reduced = {"layers": 4, "width": 96, "heads": 3, "patch": 8, "pixels": 40, "batch": 16}
+    small = {"layers": 1, "width": 32, "heads": 2, "patch": 8, "pixels": 16, "batch": 2}
+    return Workload(
+        "vit",
+        "KerasHub's Vision Transformer; the data: as resnet50",
+        {"full": full, "reduced": reduced, "small": small},
+        lambda size, number: data.digit_images(size["batch"], size["pixels"], number),
+        0.01,
+    )
+
+
+def _conv1d() -> Workload:
+    return Workload(
+        "conv1d",
+        "causal 1-D convolutions with BatchNormalization; the data: as lstm",
+        {
+            "full": {"layers": 6, "channels": 256, "tokens": 256, "batch": 16},
+            "reduced": {"layers": 4, "channels": 64, "tokens": 64, "batch": 16},
+            "small": {"layers": 1, "channels": 16, "tokens": 16, "batch": 2},
+        },
+        lambda size, number: data.characters(size["batch"], size["tokens"], number),
+        0.03,
+    )
+
+
 _ALL = (
     _mlp(),
     _transformer(),
@@ -133,6 +175,10 @@ _ALL = (
     _convnext(),
     _unet(),
     _lstm(),
+    _bert(),
+    _vit(),
+    _images("efficientnet_b0", "that of keras.applications; the data: as resnet50", 64, 1e-4),
+    _conv1d(),
     _images("mobilenet_v2", "that of keras.applications, on the same data", 64, 1e-4),
 )
 WORKLOADS = {each.name: each for each in _ALL}

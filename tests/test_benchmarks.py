@@ -28,7 +28,15 @@ from benchmarks.profile import profile_step, rows
 from benchmarks.results import Cell, Measured, Run, ScalingRun, WorkloadRun
 from benchmarks.roofline import compute_dtype, work
 from benchmarks.step_graph import Node, Tensor, plain_op, trace
-from benchmarks.systems import SYSTEMS, grappler_options, why_not
+from benchmarks.systems import (
+    CHOSEN,
+    DEFAULT_SYSTEMS,
+    OWN,
+    PEERS,
+    SYSTEMS,
+    grappler_options,
+    why_not,
+)
 from benchmarks.workloads import SIZES, WORKLOADS
 from tfamp.core.profile import builtin_profile
 from tfamp.machine import hardware
@@ -152,6 +160,24 @@ def test_tables_have_the_ratios_first():
     assert ("CPU", "a CPU") in machine.rows
 
 
+def test_the_chosen_step_stands_beside_the_best_peer_and_placement():
+    run = a_run()
+    slower, faster = Measured([2.0, 4.0, 2.0]), Measured([1.0, 2.0, 1.0])
+    (mlp,) = run.workloads
+    mlp.systems |= {"float32_xla": slower, "rewrite_measured": slower, "tune": faster}
+    lstm = dataclasses.replace(mlp, workload="lstm", systems=mlp.systems | {"tune": slower})
+    run.workloads += [lstm, dataclasses.replace(mlp, systems={"float32": slower}, control=[])]
+    found = report.all_tables(run)[1]
+    by_header = [dict(zip(found.headers[:5], row, strict=False)) for row in found.rows]
+    assert by_header[0]["best peer"] == "float32, XLA"
+    assert [row[:3] for row in found.rows[:2]] == [
+        ("mlp", "tfamp.tune", "4.00"),
+        ("lstm", "tfamp.tune", "2.00"),
+    ]
+    assert [(row[4], row[7]) for row in found.rows] == [("2.00",) * 2, ("1.00",) * 2, ("1.41",) * 2]
+    assert found.rows[0][5] == "2.00 to 2.00"
+
+
 def test_tables_are_aligned_text_and_valid_markdown():
     table = tables.Table("numbers", ("what", "how many"), (("a", "1"), ("bc", "20")), notes=("x.",))
     assert (
@@ -239,6 +265,9 @@ def test_data_is_in_the_range_of_the_classes():
     x, y = data.words(8, 16, 100, 0)
     assert 0 <= min(x.min(), y.min()) <= max(x.max(), y.max()) < 100
     np.testing.assert_array_equal(x[:, 1:], y[:, :-1])
+    hidden, x = data.hidden_words(8, 64, 100, 0)
+    assert ((hidden == x) | (hidden == 0)).all()
+    assert 0.05 < np.mean(hidden != x) < 0.25
     _, ink = data.digit_masks(4, 32, 0)
     assert set(np.unique(ink)) <= set(range(data.INK_LEVELS))
     assert len(np.unique(ink)) > 1
@@ -253,6 +282,12 @@ def test_scaling_ends_at_the_size_that_is_timed():
         assert all(size["width"] % size.get("heads", 1) == 0 for size in grid)
     with pytest.raises(ValueError, match="no width to scale"):
         scaling.sizes(WORKLOADS["resnet50"], small=False)
+
+
+def test_what_is_compared_is_measured():
+    assert {*PEERS, *OWN, *CHOSEN} <= set(DEFAULT_SYSTEMS) <= set(SYSTEMS)
+    assert not SYSTEMS["rewrite_fused"].losses
+    assert "rewrite_fused" not in DEFAULT_SYSTEMS
 
 
 def test_pytorch_is_left_out_with_a_reason():

@@ -129,3 +129,14 @@ def test_shapes_inside_functions_are_known():
     costs = estimate(index, ARITHMETIC, "bfloat16")
     (name,) = [node.name for node in index.nodes if node.op == "MatMul"]
     assert times(index, costs, name) == pytest.approx((2 * 6**3, 6**3))
+
+
+def test_what_a_reshape_leaves_open_follows_from_what_it_is_given():
+    def build():
+        x = tf.compat.v1.placeholder(tf.float32, (None, 100, 8), name="x")
+        rows = tf.raw_ops.Reshape(tensor=x, shape=[-1, 8], name="r")
+        tf.identity(tf.raw_ops.MatMul(a=rows, b=rows, transpose_a=True, name="y"))
+
+    (index,) = indexes_of(build)
+    costs = estimate(index, ARITHMETIC, "bfloat16")
+    assert times(index, costs, "y")[0] == pytest.approx(2 * UNKNOWN_DIMENSION * 100 * 8 * 8)

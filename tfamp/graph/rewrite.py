@@ -20,7 +20,14 @@ from tfamp.graph.functions import copied, inline_calls
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
-from tfamp.graph.transforms import as_sums, read_before_loops, sums_are_better, without_idle_sums
+from tfamp.graph.transforms import (
+    as_sums,
+    as_zeros,
+    join_products,
+    read_before_loops,
+    sums_are_better,
+    without_idle_sums,
+)
 from tfamp.interop import tf_private
 from tfamp.machine import profile_choice
 from tfamp.planning.choices import NodeChoices, check_choice
@@ -159,6 +166,9 @@ def convert(graph_def: Any, request: Request) -> Decision:
         ValueError: The graph has no node of a name, or that matches a pattern, of the request's.
         RewriteError: The graph is not valid or has an unknown op.
     """
+    if request.updates != "low":  # Grappler's own lists give Grappler's result, node by node.
+        join_products(graph_def, request.choices.used_names)
+        as_zeros(graph_def)
     convert_sums = sums_are_better(request.colors, request.dtype, request.device)
     sums = as_sums(graph_def, request.device) if convert_sums else {}
     indexes = build_indexes(graph_def, dtype=request.dtype, device=request.device)

@@ -1,13 +1,15 @@
 """Graph -> graph that computes the same and is better to convert, or cheaper once it is converted.
 
-Gradients of biases become sums, weights that a loop reads are read before it, and, in a graph whose
-weights are constants, what a loop casts is cast before it and a constant that is cast is stored so.
+Products that are added up become one, gradients of biases become sums or zeros, weights that a loop
+reads are read before it, and, in a graph whose weights are constants, what a loop casts is cast
+before it and a constant that is cast is stored so.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -142,13 +144,18 @@ def _attributes(nodes: Iterable[Any], function: Any) -> dict[str, Any]:
 
 def _rank(tensor: str, attrs: Mapping[str, Any]) -> int:
     """The rank of a tensor, as far as the graph tells; else 0."""
+    return len(_dims(tensor, attrs))
+
+
+def _dims(tensor: str, attrs: Mapping[str, Any]) -> list[int]:
+    """The dimensions of a tensor, -1 for one that the graph does not tell; [] for no known rank."""
     name, _, place = tensor.partition(":")
     shapes = attrs[name][_SHAPES].list.shape if _SHAPES in attrs.get(name, ()) else ()
     # In functions "name:output:0", where only an op with one output has no other "0".
     port = int(place) if place.isdigit() else 0
     if port >= len(shapes) or (":" in place and len(shapes) > 1) or shapes[port].unknown_rank:
-        return 0
-    return len(shapes[port].dim)
+        return []
+    return [int(dim.size) for dim in shapes[port].dim]
 
 
 def _axes_name(node: Any) -> str:
@@ -161,6 +168,176 @@ def _become_sum(node: Any, output: str) -> None:
     node.attr.pop("data_format", None)
     node.attr["Tidx"].type = tf.int32.as_datatype_enum
     node.attr["keep_dims"].b = False
+
+
+# ---- Gradients of weights that multiply a batch of matrices --------------------------------------
+#
+# For [b, n, d] x [d, k] TensorFlow multiplies b times [d, n] x [n, k] and then adds up the b
+# products, as in every projection of Keras's attention. One product of [b * n, d] and [b * n, k] is
+# the same; it adds up in float32 in every dtype, and b - 1 matrices less are written and read.
+
+_FLOATS = _LOW | {_FLOAT32}
+_BATCHED, _GRADIENT_AXES = "BatchMatMulV2", "BroadcastGradientArgs"
+
+
+def join_products(graph_def: Any, keep: Collection[str] = ()) -> None:
+    """Makes each batch of products that is summed over its batch only one product, in place.
+
+    Where ranks, widths and axes are known, and nothing else uses the batch of products, of which no
+    tensor ("x:0") or node ("x") is to keep. The Sums become Identities.
+    """
+    for scope, nodes, function in bodies(graph_def):
+        batched = {node.name: node for node in nodes if _is_batch_of_gradients(node)}
+        if not batched:
+            continue
+        uses = Counter(node_name(name) for node in nodes for name in node.input)
+        uses.update(map(node_name, function.ret.values() if function else keep))
+        attrs = _attributes(nodes, function)
+        made = {node.name: node for node in nodes}
+        for total in [node for node in nodes if node.op == _SUM and len(node.input) > 1]:
+            product = batched.get(node_name(total.input[0]))
+            if product is not None and uses[product.name] == 1:
+                widths = _joined_widths(product, total, attrs, made)
+                if widths:
+                    _join(nodes, product, total, widths, attrs, scope == MAIN_GRAPH)
+
+
+def _join(
+    nodes: Any, product: Any, total: Any, widths: list[int], attrs: dict[str, Any], main: bool
+) -> None:
+    dtype = product.attr["T"].type
+    for i, width in enumerate(widths):
+        product.input[i] = _as_rows(nodes, product, i, width, attrs, "" if main else ":output:0")
+    grads = {
+        f"grad_{'ab'[i]}": product.attr[name].b
+        for i, name in enumerate(("grad_x", "grad_y"))
+        if name in product.attr
+    }
+    _become(product, "MatMul")
+    product.attr["T"].type = dtype
+    for name, value in {"transpose_a": True, "transpose_b": False, **grads}.items():
+        product.attr[name].b = value
+    _set_shape(product, widths)
+    total.input[:] = [f"{product.name}{'' if main else ':product:0'}", *_control(total)]
+    _become_identity(total, dtype)
+
+
+def _is_batch_of_gradients(node: Any) -> bool:
+    """Whether a node multiplies transposed matrices, as gradients by weights do."""
+    data = len(node.input) - len(_control(node))
+    transposed = "adj_x" in node.attr and node.attr["adj_x"].b
+    plain = transposed and not ("adj_y" in node.attr and node.attr["adj_y"].b)
+    known = "T" in node.attr and node.attr["T"].type in _FLOATS
+    return bool(node.op == _BATCHED and plain and known and data == 2)
+
+
+def _joined_widths(
+    product: Any, total: Any, attrs: Mapping[str, Any], made: Mapping[str, Any]
+) -> list[int]:
+    """The widths of the matrices, if a sum over all of their batch, and no more, follows; or []."""
+    left, right = (_dims(name, attrs) for name in product.input[:2])
+    axes = made.get(node_name(total.input[1]))
+    if axes is None or not len(left) == len(right) > 2 or min(left[-1], right[-1]) < 1:
+        return []
+    if "keep_dims" in total.attr and total.attr["keep_dims"].b:
+        return []
+    batches = list(zip(left[:-2], right[:-2], strict=True))
+    if axes.op == "Const":
+        same = all(a == b >= 0 for a, b in batches)
+        summed = sorted(int(axis) % len(left) for axis in _value(axes).flat)
+        fit = same and summed == [*range(len(batches))]
+    else:
+        fit = _are_batch_axes(axes, total.input[1], len(batches), attrs)
+        fit = fit and not any(a != b and min(a, b) >= 0 for a, b in batches)
+    return [left[-1], right[-1]] if fit else []
+
+
+def _value(constant: Any) -> Any:
+    return tf.make_ndarray(constant.attr["value"].tensor)
+
+
+def _are_batch_axes(axes: Any, tensor: str, count: int, attrs: Mapping[str, Any]) -> bool:
+    """Whether axes are the first ones, where a batch meets a weight that has none.
+
+    The weight's batch is a shape of no numbers. Only the gradient of a product sums products by
+    such axes, and there both operands have one batch, known or not.
+    """
+    if axes.op != _GRADIENT_AXES or len(axes.input) < 2:
+        return False
+    second = tensor.endswith((":1", ":r1:0"))
+    batch, weight = (_dims(name, attrs) for name in axes.input[:2][:: 1 if second else -1])
+    return weight == [0] and batch == [count]
+
+
+def _as_rows(
+    nodes: Any, product: Any, i: int, width: int, attrs: dict[str, Any], suffix: str
+) -> str:
+    """Adds nodes that put the rows of a batch of matrices below each other; returns the tensor."""
+    shape_name, name = (
+        free_name(f"{product.name}/{'xy'[i]}{what}", attrs) for what in ("_shape", "_rows")
+    )
+    shape = nodes.add(name=shape_name, op="Const", device=product.device)
+    shape.attr["dtype"].type = tf.int32.as_datatype_enum
+    shape.attr["value"].tensor.CopyFrom(tf.make_tensor_proto([-1, width], tf.int32))
+    rows = nodes.add(name=name, op="Reshape", device=product.device)
+    rows.input[:] = [product.input[i], f"{shape_name}{suffix}"]
+    rows.attr["T"].type = product.attr["T"].type
+    rows.attr["Tshape"].type = tf.int32.as_datatype_enum
+    _set_shape(shape, [2])
+    above = _dims(product.input[i], attrs)[:-1]
+    _set_shape(rows, [None if -1 in above else math.prod(above), width])
+    attrs |= {shape_name: shape.attr, name: rows.attr}
+    return f"{name}{suffix}"
+
+
+def _set_shape(node: Any, dims: Iterable[int | None]) -> None:
+    del node.attr[_SHAPES].list.shape[:]
+    node.attr[_SHAPES].list.shape.append(tf.TensorShape(dims).as_proto())
+
+
+# ---- Gradients of biases in front of BatchNormalization ------------------------------------------
+#
+# BatchNormalization takes the mean of its batch off, and with it any bias before it: in training
+# its gradient adds up to 0 for every channel. What the sum gives is what rounding left.
+
+_NORMALIZATIONS = tuple(f"FusedBatchNormGrad{version}" for version in ("", "V2", "V3"))
+
+
+def as_zeros(graph_def: Any) -> None:
+    """Makes each float32 gradient of a bias that BatchNormalization takes off zeros, in place."""
+    for scope, nodes, function in bodies(graph_def):
+        gradients = [node for node in nodes if node.op == _GRADIENT and node.input]
+        made = {node.name: node for node in nodes if node.op in _NORMALIZATIONS}
+        spelled = {}
+        for node in gradients if made else ():
+            name, _, port = node.input[0].partition(":")
+            behind = made.get(name)
+            if behind is not None and port in _FIRST and _sums_to_zero(node, behind):
+                scale = behind.input[2]
+                _become(node, "ZerosLike")
+                node.attr["T"].type = _FLOAT32
+                node.input[0] = scale
+                spelled[f"{node.name}:output:0"] = f"{node.name}:y:0"
+        if scope != MAIN_GRAPH:
+            respell(function, spelled)
+
+
+# How the first output of a normalization's gradient is written, in graphs and in functions.
+_FIRST = ("", "x_backprop:0")
+
+
+def _sums_to_zero(gradient: Any, normalization: Any) -> bool:
+    """Whether both have their channels in one place, and the statistics are those of the batch."""
+    attrs = normalization.attr
+    formats = (
+        node.attr["data_format"].s if "data_format" in node.attr else b"NHWC"
+        for node in (gradient, normalization)
+    )
+    training = "is_training" not in attrs or attrs["is_training"].b
+    plain = all(
+        "T" in node.attr and node.attr["T"].type == _FLOAT32 for node in (gradient, normalization)
+    )
+    return bool(training and plain and len(set(formats)) == 1 and len(normalization.input) > 2)
 
 
 # ---- Weights that a loop of a training step reads in every iteration -----------------------------

@@ -107,6 +107,17 @@ class _Estimate:
             self._inputs[index.slots[edge.target].node][edge.input] = tensor
             self._read[edge.target].append(tensor)
             self._written[edge.source][tensor] = None
+        for position, node in enumerate(index.nodes):
+            if node.op == "Reshape":
+                self._complete_reshape(position)
+
+    def _complete_reshape(self, position: int) -> None:
+        """Fills in the dimension that a Reshape leaves open: it follows from what it is given."""
+        given, shape = self._inputs[position].get(0), self._index.shapes.get((position, 0), ())
+        if given in self._shapes and shape.count(None) == 1:
+            known = math.prod(dim for dim in shape if dim is not None)
+            open_one = max(1, math.prod(self._shapes[given]) // max(1, known))
+            self._shapes[position, 0] = tuple(open_one if d is None else d for d in shape)
 
     def costs(self, cached: Collection[str]) -> ScopeCosts:
         index = self._index
