@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import functools
+import io
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -270,15 +272,33 @@ def plot_compare(comparison: Any) -> Figure:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Returns an empty figure on white, of inches, that belongs to no window."""
+    """Returns an empty figure on white, of inches, that belongs to no window.
+
+    A notebook shows it: IPython does so with figures of pyplot's only, once that is imported.
+    """
+    # White and dark ink whatever style is set: pictures are put on pages of any colour.
+    look = {"dpi": 120, "layout": "constrained", "facecolor": "white"}
+    return _figure_class()(figsize=(width, height), **look)
+
+
+@functools.cache
+def _figure_class() -> type:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             'Pictures need matplotlib: pip install "tfamp[plot]".', name="matplotlib"
         ) from error
-    # White and dark ink whatever style is set: pictures are put on pages of any colour.
-    return Figure(figsize=(width, height), dpi=120, layout="constrained", facecolor="white")
+
+    class NotebookFigure(Figure):
+        """A figure that a notebook shows by itself."""
+
+        def _repr_png_(self) -> bytes:
+            data = io.BytesIO()
+            self.savefig(data, format="png")
+            return data.getvalue()
+
+    return NotebookFigure
 
 
 def dress(axes: Any, *, title: str | None = None) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import importlib.metadata
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -212,4 +213,7 @@ def _nothing_converted(plan: RewritePlan) -> str:
     because = ""
     if (node := rules.get(CALIBRATION)) is not None:
         because = f" with this calibration data ({node.name}: {node.reason.text})"
+    others = Counter(node.dtype for node in plan.nodes if node.dtype in LOW_PRECISION)
+    for dtype, count in sorted(others.items()):
+        because += f"; {count} compute in {dtype} already, as under a mixed policy of Keras"
     return f"The graph has no op that {able} to {plan.dtype}{because}: it stays as it is."
