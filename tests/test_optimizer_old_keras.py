@@ -48,12 +48,12 @@ def test_the_configuration_of_every_release_is_taken(release):
     assert again.get_config() == ours.get_config()
 
 
+@pytest.mark.filterwarnings("ignore::tfamp.NothingConvertedWarning")
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_model_of_every_release_goes_on_under_a_level(release):
     path, _ = written(release)
     theirs = keras.models.load_model(path)
     assert int(theirs.optimizer.inner_optimizer.iterations) == 4, "one of five steps was skipped"
-    assert float(theirs.optimizer.dynamic_scale) == 2048.0
     slots = [v.numpy() for v in theirs.optimizer.inner_optimizer.variables]
     model, optimizer = tfamp.prepare(theirs, level="O2", dtype="float16")
     assert type(optimizer) is tfamp.LossScaleOptimizer
@@ -64,13 +64,14 @@ def test_a_model_of_every_release_goes_on_under_a_level(release):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("clipnorm", 1.0), ("use_ema", True), ("weight_decay", 0.1)]
+    ("name", "value"), [("clipnorm", 5.0), ("use_ema", True), ("weight_decay", 0.1)]
 )
 def test_settings_that_had_no_effect_are_said(name, value):
     _, config = written("3.3")
     with pytest.warns(tfamp.TfampWarning, match=f"has {name}={value}. Keras's LossScale.*inner"):
         ours = tfamp.LossScaleOptimizer.from_config(config | {name: value})
-    assert getattr(ours, name) == getattr(ours.inner_optimizer, name) != value or name != "clipnorm"
+    clean = tfamp.LossScaleOptimizer.from_config(config)
+    assert ours.get_config() == clean.get_config()
 
 
 def test_an_unknown_setting_and_a_missing_inner_optimizer_are_errors():
@@ -116,7 +117,7 @@ class TestBehaviourOfKeras:
         _, optimizer = stepped([[1.0, 2.0]] * 6, initial_scale=4.0, dynamic_growth_steps=2)
         assert float(optimizer.scale_loss(1.0)) == 32.0
 
-    def test_a_variable_to_overwrite_gets_its_gradient_unscaled(self):
+    def test_a_variable_to_overwrite_becomes_its_gradient_as_given(self):
         weight = keras.Variable(np.float32([2.0, -1.0]))
         weight.overwrite_with_gradient = True
         other = keras.Variable(1.0)

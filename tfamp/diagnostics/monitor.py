@@ -30,6 +30,7 @@ from tfamp.diagnostics.optimizer_watch import (
     watch_optimizer,
 )
 from tfamp.diagnostics.step_statistics import SampledCounts, StepStatistics, count_values, only_if
+from tfamp.interop.keras_hooks import add_to_epoch_logs
 from tfamp.interop.tf_functions import as_written
 from tfamp.training import gradients as gradient_lib
 from tfamp.training.replicas import outside_the_graph
@@ -68,7 +69,7 @@ class NumericsMonitor(keras.callbacks.Callback):
     In `model.fit` each epoch's logs get "loss_scale" and "skipped_steps" as they are at its end,
     and of the last record "suggested_scale" and the shares "gradients_under_2**-14" and
     "gradients_over_65504", NaN before there is one: `History`, `CSVLogger`, `TensorBoard` and
-    others record them. Those that are in the list of callbacks stand behind the monitor for that.
+    others record them. A metric of one of these names stays what it is.
 
     Source: the exponents of gradients are Figure 3 of Micikevicius et al., "Mixed Precision
     Training", ICLR 2018.
@@ -146,6 +147,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         if layers:
             see = as_written(lambda i, tensor: self._see_output(names[i], tensor))
             self._take_off.append(watch_layers(model, layers, see))
+        self._take_off.append(add_to_epoch_logs(model, self._figures))
         self._take_off.append(lambda: model.make_train_function(force=True))
         model.make_train_function(force=True)
 
@@ -157,11 +159,10 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Looks at what the last steps of the epoch left, if it is time; adds figures to logs."""
-        self.advance(self._pending)
-        self._pending = 0
-        if logs is not None and self._statistics is not None:
-            for name, value in self._figures(self._statistics).items():
-                logs.setdefault(name, value)  # A metric of this name is the user's.
+        # Keras's own loop has told them before; this is for a loop with a CallbackList.
+        for name, value in self._figures().items():
+            if logs is not None:
+                logs.setdefault(name, value)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Stops watching."""
@@ -356,14 +357,22 @@ class NumericsMonitor(keras.callbacks.Callback):
             raise SkippedStepsError(self._why_stopped(consecutive))
         self._plan_next_look(consecutive)
 
-    def _figures(self, statistics: StepStatistics) -> dict[str, float]:
-        """What logs are told, always of the same names: loggers take those of the first epoch."""
+    def _figures(self) -> dict[str, float]:
+        """What logs are told after an epoch, of the same names always: loggers keep to the first.
+
+        Looks at what the last steps of the epoch left, if it is time.
+        """
+        self.advance(self._pending)
+        self._pending = 0
+        if self._statistics is None:
+            return {}
+        skips = self._scaling.skips or self._statistics.skips
         last = self.history[-1] if self.history else None
         suggested = last["suggested_scale"] if last else None
         shares = last["gradients"] if last else dict.fromkeys(SHARES, math.nan)
         return {
             "loss_scale": float(self._scaling.scale()),
-            "skipped_steps": int((self._scaling.skips or statistics.skips)()[0]),
+            "skipped_steps": int(skips()[0]),
             "suggested_scale": math.nan if suggested is None else float(suggested),
             **{f"gradients_{name}": float(shares[name]) for name in _LOGGED_SHARES},
         }
