@@ -22,6 +22,7 @@ _STYLE = """
 border-bottom:1px solid rgba(128,128,128,.35);background:none;color:inherit;font-size:13px}
 .tfamp th{font-weight:600;border-bottom-width:2px}
 .tfamp .number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.tfamp .name{font-weight:600;white-space:nowrap}
 .tfamp .low{background:rgba(0,158,115,.22)}
 .tfamp .title{font-weight:600;font-size:15px}
 .tfamp summary{cursor:pointer}
@@ -37,7 +38,10 @@ def fragment(title: str, *parts: str) -> str:
 
 def facts(rows: Iterable[tuple[str, str]]) -> str:
     """Returns a table of names and what is to be said of each."""
-    lines = (f"<tr><th>{html.escape(name)}</th>{_cell(text, False)}</tr>" for name, text in rows)
+    lines = (
+        f'<tr><td class="name">{html.escape(name)}</td><td>{html.escape(text)}</td></tr>'
+        for name, text in rows
+    )
     return f"<table>{''.join(lines)}</table>"
 
 

@@ -117,8 +117,8 @@ class Comparison:
     def _repr_html_(self) -> str:
         rows = notebook_html.table(_HEAD, self._ordered_cells(), left=3, rest=": to_json() has all")
         verdict = notebook_html.lines_of(self._verdict())
-        title = f"{self.model} in {self.dtype} against float32"
-        return notebook_html.fragment(title, verdict, self.to_html_fragment(), rows)
+        title = f"Comparison of {self.model}"
+        return notebook_html.fragment(title, self.to_html_fragment(), verdict, rows)
 
     def _verdict(self) -> Iterator[str]:
         yield f"output error of {self.model} in {self.dtype}: {_number(self.output_error)}"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
-import io
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -272,33 +270,17 @@ def plot_compare(comparison: Any) -> Figure:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Returns an empty figure on white, of inches, that belongs to no window.
-
-    A notebook shows it: IPython does so with figures of pyplot's only, once that is imported.
-    """
-    # White and dark ink whatever style is set: pictures are put on pages of any colour.
-    look = {"dpi": 120, "layout": "constrained", "facecolor": "white"}
-    return _figure_class()(figsize=(width, height), **look)
-
-
-@functools.cache
-def _figure_class() -> type:
+    """Returns an empty figure on white, of inches, that belongs to no window; notebooks show it."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401 - it is this that may be missing
+
+        from tfamp.diagnostics.notebook_figure import NotebookFigure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             'Pictures need matplotlib: pip install "tfamp[plot]".', name="matplotlib"
         ) from error
-
-    class NotebookFigure(Figure):
-        """A figure that a notebook shows by itself."""
-
-        def _repr_png_(self) -> bytes:
-            data = io.BytesIO()
-            self.savefig(data, format="png")
-            return data.getvalue()
-
-    return NotebookFigure
+    # White and dark ink whatever style is set: pictures are put on pages of any colour.
+    return NotebookFigure(figsize=(width, height), dpi=120, layout="constrained", facecolor="white")
 
 
 def dress(axes: Any, *, title: str | None = None) -> None:
