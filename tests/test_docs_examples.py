@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import runpy
 import textwrap
@@ -13,8 +14,11 @@ import pytest
 from helpers.cases import first_of
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
 PAGES = [
-    path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()
+    path
+    for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")), *sorted(DOCS.rglob("*.ipynb")))
+    if path.exists()
 ]
 # A fence may be indented (in a list or a content tab); it ends with the same indentation.
 _BLOCK = re.compile(
@@ -43,10 +47,20 @@ def python_blocks(text: str) -> list[Block]:
     return blocks
 
 
+def page_text(path: Path) -> str:
+    """A page as Markdown; of a notebook each cell of code is a block."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb":
+        return text
+    cells = [("".join(cell["source"]), cell["cell_type"]) for cell in json.loads(text)["cells"]]
+    blocks = [f"```python\n{cell}\n```" if kind == "code" else cell for cell, kind in cells]
+    return "\n\n".join(blocks) + "\n"
+
+
 def run_page(path: Path) -> int:
     """Runs a page's blocks in order, in one namespace; returns how many it ran or compiled."""
     namespace = {"__name__": "__main__"}
-    blocks = python_blocks(path.read_text(encoding="utf-8"))
+    blocks = python_blocks(page_text(path))
     for block in blocks:
         # Leading newlines make tracebacks and SyntaxErrors show the page's own line numbers.
         code = compile("\n" * (block.line - 1) + block.code, str(path), "exec")
@@ -63,7 +77,15 @@ def test_python_blocks_of_the_page_run(path, tmp_path, monkeypatch):
 
 
 def test_there_are_python_blocks():
-    assert sum(len(python_blocks(path.read_text(encoding="utf-8"))) for path in PAGES) > 0
+    assert sum(len(python_blocks(page_text(path))) for path in PAGES) > 0
+
+
+def test_a_notebook_is_kept_without_what_its_cells_printed():
+    # That would be of one machine, and a difference at every change.
+    for path in sorted(DOCS.rglob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        assert cells
+        assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
 
 
 def test_blocks_share_a_namespace_and_keep_their_line_numbers(tmp_path):

@@ -225,6 +225,29 @@ def test_private_copy_mask():
     assert y._keras_mask is not None
 
 
+def test_private_logs_of_epochs_but_not_of_evaluations():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, seen = np.ones((4, 2), "float32"), []
+
+    class Evaluates(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            seen.append(model.evaluate(x, x[:, :1], verbose=0, return_dict=True))
+
+    before = set(vars(model))
+    end = keras_hooks.add_to_epoch_logs(model, lambda: {"figure": 7.0, "loss": -1.0})
+    fitted = model.fit(
+        x, x[:, :1], validation_data=(x, x[:, :1]), verbose=0, callbacks=[Evaluates()]
+    )
+    assert fitted.history["figure"] == [7.0]
+    assert fitted.history["loss"] != [-1.0], "what Keras has stays"
+    assert set(fitted.history) == {"figure", "loss", "val_loss"}
+    assert [set(each) for each in seen] == [{"loss"}]
+    end()
+    assert set(vars(model)) >= before
+    assert not {"evaluate", "_get_metrics_result_or_logs"} & set(vars(model))
+
+
 def test_private_compile_arguments_and_optimizer():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     first, second = keras.optimizers.SGD(), keras.optimizers.Adam()

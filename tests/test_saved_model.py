@@ -398,6 +398,25 @@ def break_graph(model):
     (model / "saved_model.pb").write_bytes((model / "saved_model.pb").read_bytes()[:-100])
 
 
+def break_name(model):
+    data = (model / "saved_model.pb").read_bytes()
+    assert b"matmul" in data
+    (model / "saved_model.pb").write_bytes(data.replace(b"matmul", b"mat\xfful"))
+
+
+def cut_off_in_a_node(model):
+    data = (model / "saved_model.pb").read_bytes()
+    (model / "saved_model.pb").write_bytes(data[: data.rindex(b"MatMul") + 3])
+
+
+def break_gradient(model):
+    graph = tf_private.saved_model_message()
+    graph.ParseFromString((model / "saved_model.pb").read_bytes())
+    node = graph.meta_graphs[0].graph_def.node[0]
+    node.attr["_gradient_op_type"].s = b"\xff"
+    (model / "saved_model.pb").write_bytes(graph.SerializeToString())
+
+
 def empty_graph(model):
     (model / "saved_model.pb").write_bytes(b"")
 
@@ -436,6 +455,9 @@ def break_index(model):
     ("change", "message"),
     [
         (break_graph, "saved_model.pb is broken"),
+        (break_name, r"saved_model.pb is broken .*: its node \d+, named '.*xff.*', cannot be read"),
+        (cut_off_in_a_node, r"saved_model.pb is broken .*: its node \d+, named '.*', cannot be"),
+        (break_gradient, r"Node '.*' \(.*\): the attribute _gradient_op_type .* no UTF-8 text"),
         (empty_graph, "saved_model.pb is broken: it holds no graph"),
         (lose_graph, "is no SavedModel: it has no saved_model.pb"),
         (lose_variables, "The variables of the SavedModel .* cannot be read"),
@@ -448,7 +470,8 @@ def break_index(model):
 @pytest.mark.parametrize("freeze", [False, True])
 def test_a_broken_or_missing_input_is_named_and_nothing_is_written(model, change, message, freeze):
     change(model)
-    refused(model, model.parent / "low", message, freeze=freeze)
+    errors = (tfamp.SavedModelError, tfamp.RewriteError)
+    refused(model, model.parent / "low", message, errors, freeze=freeze)
 
 
 def test_a_file_and_another_format_are_no_input(model):

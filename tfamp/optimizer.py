@@ -26,6 +26,20 @@ from tfamp.training.replicas import check_in_replica, outside_the_graph
 _Loss = TypeVar("_Loss")
 # Fields of DynamicLossScale that are arguments of the optimizer under another name.
 _RENAMED = {"growth_steps": "dynamic_growth_steps"}
+# What Keras before 3.12 wrote of every optimizer, of its own LossScaleOptimizer too, where it does
+# nothing: the inner optimizer's settings hold. With the values that it has where nobody gave any.
+_WITHOUT_EFFECT: dict[str, Any] = {
+    "learning_rate": 0.0,
+    "weight_decay": None,
+    "clipnorm": None,
+    "global_clipnorm": None,
+    "clipvalue": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "loss_scale_factor": None,
+    "gradient_accumulation_steps": None,
+}
 
 
 class _OfInner:
@@ -593,20 +607,62 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Makes an optimizer from `get_config`'s result, which is not modified.
 
         Args:
-            config: The configuration; that of a `keras.optimizers.LossScaleOptimizer` will do.
+            config: The configuration; that of a `keras.optimizers.LossScaleOptimizer` will do, of
+                any release of Keras 3. The inner optimizer may be a name, such as "adam", as
+                `keras.optimizers.get` takes it.
             custom_objects: Names of user-defined classes of the inner optimizer.
 
         Returns:
             The optimizer, without its state.
+
+        Raises:
+            ValueError: There is no inner optimizer in it.
+
+        Warns:
+            TfampWarning: Keras's own had a setting that does nothing there, nor here.
+
+        Example:
+            >>> import keras, tfamp
+            >>> theirs = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+            >>> old = {**theirs.get_config(), "clipnorm": None, "use_ema": False}
+            >>> tfamp.LossScaleOptimizer.from_config(old).initial_scale
+            32768.0
         """
-        arguments = dict(config)
-        inner = keras.saving.deserialize_keras_object(
-            arguments.pop("inner_optimizer"), custom_objects=custom_objects
-        )
+        arguments = _with_effect(config)
+        inner = _inner_of(arguments.pop("inner_optimizer", None), custom_objects)
         if saved := arguments.pop("loss_scale", None):
             kind = FixedLossScale if "scale" in saved else DynamicLossScale
             arguments["loss_scale"] = kind(**saved)
         return cls(inner, **arguments)
+
+
+def _inner_of(saved: Any, custom_objects: dict[str, Any] | None) -> Any:
+    """The optimizer that a configuration says is to be wrapped."""
+    if saved is None:
+        raise ValueError(
+            "The configuration of a LossScaleOptimizer has no 'inner_optimizer', and there is no "
+            "default. Give one, such as {'inner_optimizer': 'adam'}."
+        )
+    if isinstance(saved, Mapping) and "module" in saved:
+        return keras.saving.deserialize_keras_object(saved, custom_objects=custom_objects)
+    with keras.saving.CustomObjectScope(custom_objects or {}):
+        return keras.optimizers.get(saved)
+
+
+def _with_effect(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without the settings that do nothing; warns of those that somebody gave."""
+    given = {name: value for name, value in config.items() if name in _WITHOUT_EFFECT}
+    chosen = [name for name, value in given.items() if value != _WITHOUT_EFFECT[name]]
+    if chosen:
+        named = ", ".join(f"{name}={given[name]!r}" for name in chosen)
+        warnings.warn(
+            f"The configuration of {config.get('name', 'a LossScaleOptimizer')!r} has {named}. "
+            "Keras's LossScaleOptimizer takes no notice of that, and neither does tfamp's: set it "
+            "on the inner optimizer.",
+            TfampWarning,
+            stacklevel=3,
+        )
+    return {name: value for name, value in config.items() if name not in given}
 
 
 def _check_features(inner: Any, clip: GradClip | None, in_float16: Any, masters: Any) -> None:

@@ -84,6 +84,45 @@ def test_every_keras_optimizer_gives_the_same_gradients_without_its_scale():
     assert all(each == found["tfamp"] for each in found.values()), found
 
 
+def test_the_figures_are_in_the_logs_of_every_epoch(tmp_path):
+    monitor = NumericsMonitor(every=4)
+    model, (x, y) = small_model(), data(2)
+    x = np.concatenate([poisoned(1, 1), x[BATCH:]])
+    model.compile(optimizer(initial_scale=64.0, dynamic_growth_steps=3), "mse", jit_compile=False)
+    seen = []
+    callbacks = [
+        keras.callbacks.CSVLogger(tmp_path / "log.csv"),
+        monitor,
+        keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(dict(logs))),
+    ]
+    options = {"batch_size": BATCH, "epochs": 3, "shuffle": False, "verbose": 0}
+    logged = model.fit(x, y, callbacks=callbacks, validation_data=(x[BATCH:], y[BATCH:]), **options)
+    # One step of two is skipped each epoch.
+    assert logged.history["loss_scale"] == [32.0, 16.0, 8.0]
+    assert logged.history["skipped_steps"] == [1, 2, 3]
+    suggested = logged.history["suggested_scale"]
+    assert np.isnan(suggested[0])
+    assert suggested[1:] == [monitor.history[0]["suggested_scale"]] * 2
+    assert [each["gradients_under_2**-14"] for each in seen[1:]] == [
+        monitor.history[0]["gradients"]["under_2**-14"]
+    ] * 2
+    assert {type(each) for each in seen[0].values()} <= {int, float}
+    head, *rows = (tmp_path / "log.csv").read_text().splitlines()
+    columns = [dict(zip(head.split(","), row.split(","), strict=True)) for row in rows]
+    assert [float(each["loss_scale"]) for each in columns] == [32.0, 16.0, 8.0]
+    assert "val_loss_scale" not in head
+
+
+def test_a_metric_of_the_same_name_stays():
+    model, (x, y) = small_model(), data(1)
+    model.compile(optimizer(), "mse", metrics=[keras.metrics.MeanMetricWrapper(
+        lambda y_true, y_pred: 3.0 + 0.0 * y_pred, name="loss_scale"
+    )])  # fmt: skip
+    logged = model.fit(x, y, verbose=0, callbacks=[NumericsMonitor()])
+    assert logged.history["loss_scale"] == [3.0]
+    assert logged.history["skipped_steps"] == [0]
+
+
 def test_training_is_the_same_with_a_monitor():
     bare, watched = small_model(), small_model()
     fit(keras.callbacks.Callback(), bare)

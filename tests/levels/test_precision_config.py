@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 
 import pytest
 
@@ -192,7 +193,6 @@ def test_variables_win_over_the_file_that_the_environment_names(tmp_path):
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"TFAMP_LEVL": "O1"}, "did you mean 'TFAMP_LEVEL'"),
         ({"TFAMP_LEVEL": "O9"}, "TFAMP_LEVEL: level must be one of"),
         ({"TFAMP_LOSS_SCALE": '{"init_scale": 1'}, "TFAMP_LOSS_SCALE begins like JSON"),
         ({"TFAMP_MASTER_WEIGHTS": "maybe"}, "TFAMP_MASTER_WEIGHTS"),
@@ -202,6 +202,20 @@ def test_variables_win_over_the_file_that_the_environment_names(tmp_path):
 def test_a_bad_variable_is_named(environ, message):
     with pytest.raises(ValueError, match=message):
         PrecisionConfig.from_env(environ)
+
+
+def test_a_variable_that_is_none_of_tfamps_warns_and_is_ignored():
+    environ = {"TFAMP_LEVL": "O1", "TFAMP_HUB_CHECK": "1", "TFAMP_DTYPE": "float16"}
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")  # Python's own filter for the user's warnings.
+            assert PrecisionConfig.from_env(environ) == PrecisionConfig(dtype="float16")
+            PrecisionConfig.from_env(environ)
+        assert [each.category for each in caught] == [tfamp.TfampWarning] * 2
+        misspelt, foreign = (str(each.message) for each in caught)
+        assert "Did you mean 'TFAMP_LEVEL'?" in misspelt
+        assert "'TFAMP_HUB_CHECK' is none of tfamp's" in foreign
+        assert "Did you mean" not in foreign
 
 
 def test_what_no_file_can_hold_is_said():

@@ -471,9 +471,9 @@ def test_settings_print_as_a_table():
     assert str(tfamp.precision_settings(model)) == text
 
 
-def test_settings_of_a_model_that_was_not_prepared_are_an_error():
-    with pytest.raises(ValueError, match="was not prepared"):
-        tfamp.precision_settings(KINDS["sequential"]())
+def test_settings_need_a_keras_model():
+    with pytest.raises(TypeError, match="precision_settings takes a keras.Model"):
+        tfamp.precision_settings(lambda x: x)
 
 
 def test_a_configuration_is_taken_as_object_dict_or_file(tmp_path):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tfamp.core import notebook_html
 from tfamp.core.dtypes import float_format
 from tfamp.core.text_table import table_lines
 
@@ -106,10 +107,18 @@ class Comparison:
 
     def to_text(self) -> str:
         """Returns a table with the largest errors first, and what to keep in float32."""
-        heads = ("layer", "kind", "dtype", "error", "own", "largest", "too large", "too small")
-        ordered = sorted(self.rows, key=lambda row: (-(row.own_error or 0.0), -row.relative_error))
-        lines = table_lines([heads, *map(_cells, ordered)], left=3)
+        lines = table_lines([_HEAD, *self._ordered_cells()], left=3)
         return "\n".join([*lines, "", *self._verdict()])
+
+    def _ordered_cells(self) -> list[tuple[str, ...]]:
+        ordered = sorted(self.rows, key=lambda row: (-(row.own_error or 0.0), -row.relative_error))
+        return [_cells(row) for row in ordered]
+
+    def _repr_html_(self) -> str:
+        rows = notebook_html.table(_HEAD, self._ordered_cells(), left=3, rest=": to_json() has all")
+        verdict = notebook_html.lines_of(self._verdict())
+        title = f"Comparison of {self.model}"
+        return notebook_html.fragment(title, self.to_html_fragment(), verdict, rows)
 
     def _verdict(self) -> Iterator[str]:
         yield f"output error of {self.model} in {self.dtype}: {_number(self.output_error)}"
@@ -149,6 +158,9 @@ class Comparison:
         The HTML needs no style sheet, no script and no network, so that a page can embed it.
         """
         return "\n".join(_strip_lines(self))
+
+
+_HEAD = ("layer", "kind", "dtype", "error", "own", "largest", "too large", "too small")
 
 
 def _cells(row: ComparisonRow) -> tuple[str, ...]:

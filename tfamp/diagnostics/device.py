@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tfamp
+from tfamp.core import notebook_html
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.profile import KINDS, MachineProfile
 from tfamp.core.text_table import table_lines
@@ -77,6 +78,13 @@ class DeviceReport:
 
     def to_text(self) -> str:
         """Returns the report as a table of two columns."""
+        return "\n".join(table_lines(self._rows()))
+
+    def _repr_html_(self) -> str:
+        title = f"This machine: auto is {self.policy}"
+        return notebook_html.fragment(title, notebook_html.facts(self._rows()))
+
+    def _rows(self) -> list[tuple[str, str]]:
         machine = self.hardware
         native = {"bfloat16": machine.cpu_bfloat16, "float16": machine.cpu_float16}
         rows = [*self.versions.items(), ("CPU", machine.cpu_model or "unknown model")]
@@ -93,7 +101,7 @@ class DeviceReport:
         for issue in self.known_issues:
             rows += [("known issue", f"{issue.name}: {issue.text}")]
             rows += [("", issue.advice), ("", f"source: {issue.source}")]
-        return "\n".join(table_lines(rows))
+        return rows
 
 
 def device_report() -> DeviceReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -21,11 +22,21 @@ from tfamp.core.options import checked_count
 from tfamp.diagnostics import records
 from tfamp.diagnostics.exponents import FLOAT16_MAX, SHARES
 from tfamp.diagnostics.model_runs import chosen_layers, watch_layers
-from tfamp.diagnostics.optimizer_watch import Scaling, is_watched_by, scaling_of, watch_optimizer
+from tfamp.diagnostics.optimizer_watch import (
+    Observer,
+    Scaling,
+    is_watched_by,
+    scaling_of,
+    watch_optimizer,
+)
 from tfamp.diagnostics.step_statistics import SampledCounts, StepStatistics, count_values, only_if
+from tfamp.interop.keras_hooks import add_to_epoch_logs
 from tfamp.interop.tf_functions import as_written
 from tfamp.training import gradients as gradient_lib
 from tfamp.training.replicas import outside_the_graph
+
+# Of `SHARES`, what tells whether a scale is too low or too high.
+_LOGGED_SHARES = ("under_2**-14", "over_65504")
 
 
 class NumericsMonitor(keras.callbacks.Callback):
@@ -54,6 +65,11 @@ class NumericsMonitor(keras.callbacks.Callback):
       zero "under_2**-24", "under_2**-14" and "over_65504", with loss scale as in the backward pass.
       "unscaled" has the same three without it. What float16 has flushed already is among the zeros.
     - "gradients": the same of all variables together. "activations": of layers' outputs.
+
+    In `model.fit` each epoch's logs get "loss_scale" and "skipped_steps" as they are at its end,
+    and of the last record "suggested_scale" and the shares "gradients_under_2**-14" and
+    "gradients_over_65504", NaN before there is one: `History`, `CSVLogger`, `TensorBoard` and
+    others record them. A metric of one of these names stays what it is.
 
     Source: the exponents of gradients are Figure 3 of Micikevicius et al., "Mixed Precision
     Training", ICLR 2018.
@@ -102,6 +118,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         self.history: list[dict[str, Any]] = []
         # A number would be written to as a file that is open already.
         self._jsonl = None if jsonl is None else os.fspath(jsonl)
+        self._tensorboard = tensorboard
         self._events = None if tensorboard is None else _event_writer(tensorboard)
         self._activations = activations
         self._verbose = verbose
@@ -113,7 +130,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._next_look = 0.0
         self._reported = 0  # The last step whose loss scale is in a record.
         self._pending = 0
-        self._observer = as_written(self._observe)
+        self._observer: Observer = as_written(self._observe)
 
     # Training with model.fit.
 
@@ -130,6 +147,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         if layers:
             see = as_written(lambda i, tensor: self._see_output(names[i], tensor))
             self._take_off.append(watch_layers(model, layers, see))
+        self._take_off.append(add_to_epoch_logs(model, self._figures))
         self._take_off.append(lambda: model.make_train_function(force=True))
         model.make_train_function(force=True)
 
@@ -140,9 +158,11 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._pending = int(self.model.steps_per_execution)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Looks at what the last steps of the epoch left, if it is time."""
-        self.advance(self._pending)
-        self._pending = 0
+        """Looks at what the last steps of the epoch left, if it is time; adds figures to logs."""
+        # Keras's own loop has told them before; this is for a loop with a CallbackList.
+        for name, value in self._figures().items():
+            if logs is not None:
+                logs.setdefault(name, value)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Stops watching."""
@@ -156,6 +176,19 @@ class NumericsMonitor(keras.callbacks.Callback):
         self.detach()
         if self._verbose:
             self.print_summary()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NumericsMonitor:
+        """A monitor of other models with the same arguments and records, as tuners make them."""
+        made = type(self)(
+            self.every,
+            jsonl=self._jsonl,
+            tensorboard=self._tensorboard,
+            max_consecutive_skips=self.max_consecutive_skips,
+            activations=self._activations,
+            verbose=self._verbose,
+        )
+        made.history = copy.deepcopy(self.history, memo)
+        return made
 
     def detach(self) -> None:
         """Stops watching; only needed if `model.fit` was interrupted and goes on without it."""
@@ -323,6 +356,26 @@ class NumericsMonitor(keras.callbacks.Callback):
             self.detach()
             raise SkippedStepsError(self._why_stopped(consecutive))
         self._plan_next_look(consecutive)
+
+    def _figures(self) -> dict[str, float]:
+        """What logs are told after an epoch, of the same names always: loggers keep to the first.
+
+        Looks at what the last steps of the epoch left, if it is time.
+        """
+        self.advance(self._pending)
+        self._pending = 0
+        if self._statistics is None:
+            return {}
+        skips = self._scaling.skips or self._statistics.skips
+        last = self.history[-1] if self.history else None
+        suggested = last["suggested_scale"] if last else None
+        shares = last["gradients"] if last else dict.fromkeys(SHARES, math.nan)
+        return {
+            "loss_scale": float(self._scaling.scale()),
+            "skipped_steps": int(skips()[0]),
+            "suggested_scale": math.nan if suggested is None else float(suggested),
+            **{f"gradients_{name}": float(shares[name]) for name in _LOGGED_SHARES},
+        }
 
     def _plan_next_look(self, consecutive: int) -> None:
         regular = self._taken - self._taken % self.every + self.every

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tfamp.core import notebook_html
 from tfamp.core.dtypes import LOW_PRECISION, float_format
 from tfamp.core.text_table import table_lines
 
@@ -131,22 +132,35 @@ class NonFiniteReport:
 
     def to_text(self) -> str:
         """Returns the report for people."""
+        lines = [self._title()]
+        lines += [f"  {name:<7}  {text}" for name, text in self._made()]
+        lines += [f"  {line}" for line in (*table_lines(self._shown_ranges()), *self.details)]
+        return "\n".join([*lines, f"  fix: {self.fix}"])
+
+    def _title(self) -> str:
         of = "gradient of" if self.stage in ("backward", "loss_scale") else "variable"
         place = {"{}": self.op, "in layer {}": self.layer, f"({of} {{}})": self.variable}
         found = " ".join(text.format(name) for text, name in place.items() if name)
-        lines = [f"{self.kind} in {self.stage}: {found}".rstrip(": ")]
-        made = {"node   ": self.node, "made in": self.where}
-        lines += [f"  {name}  {text}" for name, text in made.items() if text]
+        return f"{self.kind} in {self.stage}: {found}".rstrip(": ")
+
+    def _made(self) -> list[tuple[str, str]]:
+        made = {"node": self.node, "made in": self.where}
+        return [(name, text) for name, text in made.items() if text]
+
+    def _shown_ranges(self) -> list[tuple[str, str]]:
         shown = {"inputs": "", "float32_inputs": "float32: ", "outputs": "", "float32": "float32: "}
         alike = self.ranges.get("float32") == self.ranges.get("outputs")
-        rows = [
+        return [
             (f"{title}{each.name}", each.to_text())
             for key, title in shown.items()
             if not (title and alike)
             for each in self.ranges.get(key, ())
         ]
-        lines += [f"  {line}" for line in (*table_lines(rows), *self.details)]
-        return "\n".join([*lines, f"  fix: {self.fix}"])
+
+    def _repr_html_(self) -> str:
+        rows = [*self._made(), *self._shown_ranges(), ("fix", self.fix)]
+        parts = notebook_html.facts(rows), notebook_html.lines_of(self.details)
+        return notebook_html.fragment(self._title(), *parts)
 
     def to_json(self) -> str:
         """Returns the report as one JSON object."""

@@ -270,15 +270,17 @@ def plot_compare(comparison: Any) -> Figure:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Returns an empty figure on white, of inches, that belongs to no window."""
+    """Returns an empty figure on white, of inches, that belongs to no window; notebooks show it."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401 - it is this that may be missing
+
+        from tfamp.diagnostics.notebook_figure import NotebookFigure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             'Pictures need matplotlib: pip install "tfamp[plot]".', name="matplotlib"
         ) from error
     # White and dark ink whatever style is set: pictures are put on pages of any colour.
-    return Figure(figsize=(width, height), dpi=120, layout="constrained", facecolor="white")
+    return NotebookFigure(figsize=(width, height), dpi=120, layout="constrained", facecolor="white")
 
 
 def dress(axes: Any, *, title: str | None = None) -> None:

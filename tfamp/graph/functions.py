@@ -30,6 +30,22 @@ def library_of(graph_def: Any) -> dict[str, Any]:
     return {function.signature.name: function for function in graph_def.library.function}
 
 
+def attribute_text(node: Any, attr: str) -> str:
+    """Returns the text that an attribute of a node holds, "" if it has none."""
+    return as_text(node, attr, node.attr[attr].s) if attr in node.attr else ""
+
+
+def as_text(node: Any, attr: str, data: bytes) -> str:
+    """Returns the text of a node's attribute; a RewriteError names the node if it is none."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise RewriteError(
+            f"Node {node.name!r} ({node.op}): the attribute {attr} holds {data!r}, which is no "
+            f"UTF-8 text ({error.reason} at byte {error.start}): the graph is damaged."
+        ) from error
+
+
 def bodies(graph_def: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yields name, nodes and function of the graph itself, which is no function, and of each."""
     yield MAIN_GRAPH, graph_def.node, None
@@ -375,7 +391,7 @@ class _Inner:
         if "_class" in copy.attr:
             copy.attr["_class"].list.s[:] = list(self._colocated(node))
         if GRADIENT in node.attr:
-            before = node.attr[INLINED_INTO].s.decode() if INLINED_INTO in node.attr else ""
+            before = attribute_text(node, INLINED_INTO)
             copy.attr[INLINED_INTO].s = f"{self._prefix}{before}".encode()
         return copy
 
@@ -415,7 +431,7 @@ class _Inner:
 
     def _colocated(self, node: Any) -> Iterator[bytes]:
         for each in node.attr["_class"].list.s:
-            name = each.decode().removeprefix("loc:@")
+            name = as_text(node, "_class", each).removeprefix("loc:@")
             if name in self._nodes:
                 yield f"loc:@{self._prefix}{name}".encode()
 

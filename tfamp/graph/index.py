@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from tfamp.core.errors import RewriteError
 from tfamp.graph.functions import (
+    attribute_text,
     bodies,
     calls_in,
     function_attributes,
@@ -150,7 +151,7 @@ class _Indexer:
         if node.op in self.functions:
             calls = (("", node.op), *calls)
         position = len(self.nodes)
-        equation = node.attr["equation"].s.decode() if node.op == "Einsum" else ""
+        equation = attribute_text(node, "equation") if node.op == "Einsum" else ""
         indexed = IndexedNode(
             node.name, node.op, node.device, calls, own.uses_references, (), equation
         )

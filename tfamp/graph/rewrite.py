@@ -184,7 +184,7 @@ def convert(graph_def: Any, request: Request) -> Decision:
     for text in decision.idle:
         warnings.warn(text, TfampWarning, stacklevel=4)
     if not plan.summary.low_nodes:
-        warnings.warn(_nothing_converted(plan), NothingConvertedWarning, stacklevel=4)
+        warnings.warn(_nothing_converted(plan, decision), NothingConvertedWarning, stacklevel=4)
     return dataclasses.replace(decision, plan=plan)
 
 
@@ -216,10 +216,13 @@ def _updates_of(lists: OpLists, dtype: str) -> Updates:
     return "reduced" if dtype == "bfloat16" else "float32"
 
 
-def _nothing_converted(plan: RewritePlan) -> str:
+def _nothing_converted(plan: RewritePlan, decision: Decision) -> str:
     rules = {node.reason.rule: node for node in reversed(plan.nodes)}
     able = "is worth converting" if "cut" in rules else "can be converted"
     because = ""
     if (node := rules.get(CALIBRATION)) is not None:
         because = f" with this calibration data ({node.name}: {node.reason.text})"
+    slots = [slot for scope in decision.scopes for slot in scope.index.slots]
+    for dtype in sorted({slot.dtype for slot in slots if slot.dtype in LOW_PRECISION}):
+        because += f"; some compute in {dtype} already, as they do under a mixed policy of Keras"
     return f"The graph has no op that {able} to {plan.dtype}{because}: it stays as it is."

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.errors import UnsupportedBackendError
-from tfamp.interop.patching import Patch, foreign, foreign_symbol
+from tfamp.interop.patching import Patch, foreign, foreign_symbol, wrap_method
 
 _POLICY = "dtype_policy"
 _STATE = "keras.src.backend.common.global_state"
@@ -240,6 +240,32 @@ def set_compiled_optimizer(model: Any, optimizer: Any) -> None:
     keras_symbol(keras_symbol(model, "_compile_config"), "config")["optimizer"] = optimizer
     # Around Layer.__setattr__, as in `compile`: an optimizer is no part of the model's state.
     object.__setattr__(model, "optimizer", optimizer)
+
+
+def add_to_epoch_logs(model: Any, figures: Callable[[], dict[str, float]]) -> Callable[[], None]:
+    """Adds figures to the logs of each epoch of `fit`; returns what ends it.
+
+    Symbol: `Trainer._get_metrics_result_or_logs`. Public is `Callback.on_epoch_end` only, which is
+    too late for the callbacks that are listed before. What `evaluate` reads the same way stays.
+    """
+    evaluations: list[None] = []
+
+    def evaluate(original: Any, *args: Any, **kwargs: Any) -> Any:
+        evaluations.append(None)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            evaluations.pop()
+
+    def read_logs(original: Any, logs: Any) -> Any:
+        found = original(logs)
+        return found if evaluations else {**figures(), **found}
+
+    keras_symbol(model, "_get_metrics_result_or_logs")
+    with contextlib.ExitStack() as undo:
+        undo.callback(wrap_method(model, "evaluate", evaluate))
+        undo.callback(wrap_method(model, "_get_metrics_result_or_logs", read_logs))
+        return undo.pop_all().close
 
 
 def copy_mask(source: Any, target: Any) -> None:

@@ -1,7 +1,8 @@
-"""`PrecisionSettings`: what `prepare` made of a model, layer by layer; it prints as a table."""
+"""`PrecisionSettings`: what a model computes in, layer by layer; it prints as a table."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +10,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfamp.core import notebook_html
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.options import FixedLossScale, GradClip, LossScale
+from tfamp.core.options import DynamicLossScale, FixedLossScale, GradClip, LossScale
 from tfamp.core.text_table import table_lines
 from tfamp.layers.float_policies import managed_layers, quantization_of
 from tfamp.levels.layer_policies import layers_before, set_by_hand
 from tfamp.levels.model_structure import computing_layers_of, layers_of, path_of
 from tfamp.levels.precision_config import EffectiveLevel
+from tfamp.optimizer import LossScaleOptimizer
 from tfamp.policy import prepares_data
 
 _HOW = {
@@ -28,7 +31,7 @@ _HOW = {
 
 @dataclass(frozen=True, slots=True)
 class LayerSettings:
-    """One layer of a prepared model.
+    """One layer of a model.
 
     Attributes:
         path: Where it is in the model.
@@ -50,12 +53,14 @@ class LayerSettings:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionSettings:
-    """The settings in force for a prepared model; `str()` is a table of them.
+    """The settings in force for a model; `str()` is a table of them, and a notebook shows one.
 
     Attributes:
-        level: "O0", "O1", "O2" or "O3", never "auto".
-        dtype: The low dtype, "float32" at level O0.
-        loss_scale: The rule of the loss scale, None for none.
+        level: "O0", "O1", "O2" or "O3", never "auto"; None for a model that `prepare` did not make.
+        dtype: The low dtype, "float32" at level O0. Without a level the low dtype that most layers
+            compute in, "float32" where none does.
+        loss_scale: The rule of the loss scale, None for none. Without a level that of the model's
+            optimizer.
         grad_clip: How gradients are clipped, None for not at all.
         master_weights: Whether low weights have float32 copies in the optimizer.
         keep_float32: Paths of the layers that the user keeps in float32.
@@ -74,7 +79,7 @@ class PrecisionSettings:
         sequential/head  Dense  float32  float32    output
     """
 
-    level: str
+    level: str | None
     dtype: str
     loss_scale: LossScale | None
     grad_clip: GradClip | None
@@ -115,27 +120,51 @@ class PrecisionSettings:
         return tf.function(function)
 
     def __str__(self) -> str:
+        text = [f"{name:<15} {value}" for name, value in self._facts()]
+        return "\n".join([*text, "", *table_lines([_HEAD, *self._rows()])])
+
+    def _repr_html_(self) -> str:
+        level = "no level" if self.level is None else f"level {self.level}"
+        return notebook_html.fragment(
+            f"Precision of the model: {level}, {self.dtype}",
+            notebook_html.facts(self._facts()),
+            notebook_html.table(_HEAD, self._rows(), rest=": .layers has them all"),
+        )
+
+    def _facts(self) -> list[tuple[str, str]]:
         copies = ", float32 copies in the optimizer" if self.master_weights else ""
         is_low = self.level == "O3" or self.master_weights
-        lines = [
-            ("level", f"{self.level} ({_HOW[self.level]})"),
+        stored = sorted({layer.variable_dtype for layer in self.layers}) or ["float32"]
+        own = ", ".join(stored) + copies
+        level = "none (the layers' own policies)"
+        return [
+            ("level", level if self.level is None else f"{self.level} ({_HOW[self.level]})"),
             ("dtype", self.dtype),
-            ("weights", f"{self.dtype}{copies}" if is_low else "float32"),
+            (
+                "weights",
+                own if self.level is None else f"{self.dtype}{copies}" if is_low else "float32",
+            ),
             ("loss scale", _rule_text(self.loss_scale)),
             ("gradients", _clip_text(self.grad_clip)),
             ("kept float32", ", ".join(self.keep_float32) or "none by name"),
             *(("", reason) for reason in self.reasons),
         ]
-        text = [f"{name:<15} {value}" for name, value in lines]
-        head = ("layer", "class", "compute", "variables", "why")
-        rows = [
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
             (x.path, x.kind, x.compute_dtype, x.variable_dtype, _why_text(x)) for x in self.layers
         ]
-        return "\n".join([*text, "", *table_lines([head, *rows])])
+
+
+_HEAD = ("layer", "class", "compute", "variables", "why")
 
 
 def settings_of(
-    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], rewrite: Callable[..., Any] | None
+    model: Any,
+    level: EffectiveLevel,
+    kept: tuple[Any, ...],
+    rewrite: Callable[..., Any] | None,
+    reasons: tuple[str, ...] = (),
 ) -> PrecisionSettings:
     """The settings of a model at a level, of which a user keeps layers, rewritten or not."""
     kept_below = {id(layer) for layer in layers_of(*kept)}
@@ -147,29 +176,72 @@ def settings_of(
         grad_clip=level.config.grad_clip,
         master_weights=level.master_weights or bool(has_masters),
         keep_float32=tuple(path_of(layer) for layer in kept),
-        reasons=level.reasons,
+        reasons=(*level.reasons, *reasons),
         layers=tuple(
-            _row(layer, level, id(layer) in kept_below)
-            for layer in computing_layers_of(model)
-            if not isinstance(layer, keras.Model)
+            _row(layer, level, id(layer) in kept_below) for layer in _single_layers_of(model)
         ),
         graph_rewrite=rewrite,
     )
 
 
-def _row(layer: Any, level: EffectiveLevel, is_kept: bool) -> LayerSettings:
-    mode = quantization_of(layer)
-    left = is_kept or mode is not None or layer.compute_dtype != "float32"
-    by_lists = level.level == "O1" and not left
-    has_weights = bool(layer.weights) and mode is None
-    return LayerSettings(
-        path_of(layer),
-        type(layer).__name__,
-        f"{level.dtype} by op" if by_lists else layer.compute_dtype,
-        layer.weights[0].dtype if has_weights else layer.variable_dtype,
-        _why(layer, level, is_kept),
-        mode,
+def own_settings_of(model: Any) -> PrecisionSettings:
+    """What a model computes in that no level was put on, by the policies of its layers."""
+    layers = _single_layers_of(model)
+    low = Counter(each.compute_dtype for each in layers if each.compute_dtype in LOW_PRECISION)
+    optimizer = model.optimizer if model.compiled else None
+    return PrecisionSettings(
+        level=None,
+        dtype=max(sorted(low), key=lambda dtype: low[dtype], default="float32"),
+        loss_scale=_rule_of(optimizer),
+        grad_clip=getattr(optimizer, "grad_clip", None),
+        master_weights=bool(getattr(optimizer, "master_weights", False)),
+        keep_float32=(),
+        reasons=("prepare has not made it: each layer has the policy it was made with.",),
+        layers=tuple(_described(layer, layer.compute_dtype, _own_why(layer)) for layer in layers),
     )
+
+
+def _single_layers_of(model: Any) -> list[Any]:
+    return [each for each in computing_layers_of(model) if not isinstance(each, keras.Model)]
+
+
+def _rule_of(optimizer: Any) -> LossScale | None:
+    """How an optimizer scales the loss: tfamp's, Keras's own or any other."""
+    if isinstance(optimizer, LossScaleOptimizer):
+        return optimizer.rule
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        steps = optimizer.dynamic_growth_steps
+        return DynamicLossScale(optimizer.initial_scale, growth_steps=steps)
+    factor = getattr(optimizer, "loss_scale_factor", None)
+    return None if factor is None else FixedLossScale(factor)
+
+
+def _row(layer: Any, level: EffectiveLevel, is_kept: bool) -> LayerSettings:
+    left = is_kept or quantization_of(layer) is not None or layer.compute_dtype != "float32"
+    by_lists = level.level == "O1" and not left
+    compute = f"{level.dtype} by op" if by_lists else layer.compute_dtype
+    return _described(layer, compute, _why(layer, level, is_kept))
+
+
+def _described(layer: Any, compute: str, why: str) -> LayerSettings:
+    mode = quantization_of(layer)
+    has_weights = bool(layer.weights) and mode is None
+    stored = layer.weights[0].dtype if has_weights else layer.variable_dtype
+    return LayerSettings(path_of(layer), type(layer).__name__, compute, stored, why, mode)
+
+
+def _own_why(layer: Any) -> str:
+    """What decided over the dtype of a layer that no level was put on."""
+    record, policy = managed_layers.get(layer), layer.dtype_policy.name
+    reasons = {
+        "set by hand": set_by_hand.get(layer),
+        "statistics": record and record.follows_input and not record.raised,
+        "output": record and record.raised,
+        f"policy {policy}": policy.startswith("mixed_"),
+        "data preparation": record and prepares_data(type(layer)),
+        "float32": policy == "float32",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), f"policy {policy}")
 
 
 def _why(layer: Any, level: EffectiveLevel, is_kept: bool) -> str:

@@ -14,12 +14,14 @@ import json
 import numbers
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.errors import TfampWarning
 from tfamp.core.options import (
     DynamicLossScale,
     FixedLossScale,
@@ -183,8 +185,11 @@ class PrecisionConfig:
             The configuration; the defaults where no variable is set.
 
         Raises:
-            TypeError, ValueError: As `from_dict`, naming the variable. A variable that begins with
-                TFAMP_ and is none of these is unknown.
+            TypeError, ValueError: As `from_dict`, naming the variable.
+
+        Warns:
+            TfampWarning: Another variable begins with TFAMP_. It is left alone, as it may be the
+                program's own; the message names the variable of tfamp's that is spelled like it.
 
         Example:
             >>> env = {"TFAMP_LEVEL": "O1", "TFAMP_GRAD_CLIP": '{"max_norm": 1.0}'}
@@ -198,7 +203,9 @@ class PrecisionConfig:
             if name.startswith(PREFIX) and name not in _OTHER_VARIABLES and text.strip()
         }
         known = (*(PREFIX + name.upper() for name in _READERS), _FILE_VARIABLE)
-        _check_keys("The environment", given, known)
+        for variable in [name for name in given if name not in known]:
+            warnings.warn(_unknown_variable(variable, known), TfampWarning, stacklevel=1)
+            del given[variable]
         file = given.pop(_FILE_VARIABLE, None)
         values = dict(vars(cls.from_file(file))) if file is not None else {}
         for variable, text in given.items():
@@ -272,6 +279,17 @@ def _toml() -> Any:
     raise ImportError(
         "Python 3.10 reads no TOML by itself: install tomli, use Python 3.11 or later, or write "
         "the configuration as JSON."
+    )
+
+
+def _unknown_variable(variable: str, known: Iterable[str]) -> str:
+    """Says so; Python shows it once a process, as it always comes from the same line."""
+    names = {name.removeprefix(PREFIX): name for name in (*known, *sorted(_OTHER_VARIABLES))}
+    close = difflib.get_close_matches(variable.removeprefix(PREFIX), names, n=1)
+    meant = f" Did you mean {names[close[0]]!r}?" if close else ""
+    return (
+        f"The environment variable {variable!r} is none of tfamp's, which ignores it.{meant} "
+        f"Known: {', '.join(names.values())}."
     )
 
 

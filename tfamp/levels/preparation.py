@@ -19,7 +19,7 @@ import keras
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.options import GradClip, LossScale
-from tfamp.interop.keras_hooks import advice, described
+from tfamp.interop.keras_hooks import described
 from tfamp.layers import fused_norms
 from tfamp.layers.float_policies import (
     ManagedLayer,
@@ -30,7 +30,7 @@ from tfamp.layers.float_policies import (
 )
 from tfamp.layers.model_calls import manage, protect_values
 from tfamp.levels import layer_policies, prepared_optimizer
-from tfamp.levels.effective_settings import PrecisionSettings, settings_of
+from tfamp.levels.effective_settings import PrecisionSettings, own_settings_of, settings_of
 from tfamp.levels.model_copy import copy_model, same_layers
 from tfamp.levels.model_structure import (
     computing_layers_of,
@@ -72,6 +72,8 @@ class _Record:
 
 
 _prepared: WeakMap[_Record] = WeakMap()
+# The mixed policy that a prepared model's layers had before.
+_made_under: WeakMap[str] = WeakMap()
 
 
 class Prepared(tuple[Any, Any]):
@@ -181,7 +183,7 @@ def prepare(
         >>> [layer.compute_dtype for layer in model.layers], float(optimizer.loss_scale)
         (['float16', 'float32'], 512.0)
     """
-    _check_model(model)
+    _check_model(model, "prepare")
     chosen = _config(
         config,
         level=None if isinstance(level, _NotGiven) else level,
@@ -199,6 +201,7 @@ def prepare(
         warnings.warn(wanted.warning, TfampWarning, stacklevel=2)
     kept = tuple(select(layers_of(model)[1:], chosen.keep_float32, "keep_float32"))
     is_there = _is_stored_so(model, wanted, kept)
+    policy_before = _policy_before(model)
     if not is_there and (wanted.low_weights or _stores_low(model)):
         model, made = _level_on_copy(model, given, wanted, kept)
     else:
@@ -208,6 +211,7 @@ def prepare(
     prepared_optimizer.warn_of_slots(made, wanted, stacklevel=2)
     if model.compiled and made is not None:
         prepared_optimizer.give_optimizer(model, made)
+    _made_under.set(model, policy_before)
     return Prepared(model, made, precision_settings(model))
 
 
@@ -215,13 +219,14 @@ def precision_settings(model: Any) -> PrecisionSettings:
     """Returns the settings in force for a model, as they are now.
 
     Args:
-        model: A model that `prepare` returned, possibly with dtypes set by hand since.
+        model: Any `keras.Model`: one that `prepare` returned, possibly with dtypes set by hand
+            since, one made under a policy of tfamp's or Keras's, or one that neither has touched.
 
     Returns:
-        The settings; `print` shows them as a table, layer by layer.
+        The settings; `print` shows them as a table, layer by layer, and so does a notebook.
 
     Raises:
-        ValueError: The model was not prepared.
+        TypeError: It is no Keras model.
 
     Example:
         >>> import keras, tfamp
@@ -230,21 +235,31 @@ def precision_settings(model: Any) -> PrecisionSettings:
         >>> tfamp.precision_settings(model).layers[0].why
         'output'
     """
+    _check_model(model, "precision_settings")
     record = _prepared.get(model)
     if record is None:
-        raise ValueError(
-            f"{getattr(model, 'name', model)!r} was not prepared by tfamp.prepare.{advice(model)}"
-        )
+        return own_settings_of(model)
     kept = tuple(layer for layer in layers_of(model) if layer.name in record.kept)
-    return settings_of(model, record.level, kept, record.rewrite)
+    before = _made_under.get(model)
+    text = f"policy: the layers were made under {before}, whose place the level has taken."
+    reasons = () if before is None else (text,)
+    return settings_of(model, record.level, kept, record.rewrite, reasons)
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: Any, caller: str) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
-            f"prepare takes a keras.Model; got {described(model)} For plain functions there are "
+            f"{caller} takes a keras.Model; got {described(model)} For plain functions there are "
             "tfamp.rewrite and tfamp.autocast."
         )
+
+
+def _policy_before(model: Any) -> str | None:
+    """The mixed policy that a model's layers were made under; None if there was none."""
+    if _prepared.get(model) is not None:
+        return _made_under.get(model)
+    own = layer_policies.default_policy(model)
+    return own if own.startswith("mixed_") else None
 
 
 def _config(config: Any, **given: Any) -> PrecisionConfig:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from tfamp.core import notebook_html
 from tfamp.core.text_table import table_lines
 
 if TYPE_CHECKING:
@@ -119,23 +121,51 @@ def _hash(text: str) -> str:
 
 def plan_text(plan: RewritePlan) -> str:
     """Returns the plan as a table for people: nodes, Casts, totals."""
-    rows = [("node", "op", "dtype", "reason")]
-    rows += [(_place(n.scope, n.name), n.op, n.dtype, n.reason.text) for n in plan.nodes]
-    lines = table_lines(rows)
+    lines = table_lines([_NODE_HEAD, *_node_rows(plan)])
     if plan.casts:
-        casts = [("cast of", "from", "to", "bytes")]
-        casts += [
-            (_place(c.scope, c.tensor), c.source, c.target, _known(c.bytes)) for c in plan.casts
-        ]
-        lines += ["", *table_lines(casts)]
+        lines += ["", *table_lines([_CAST_HEAD, *_cast_rows(plan)])]
+    return "\n".join([*lines, "", _totals_text(plan)]) + "\n"
+
+
+def plan_fragment(plan: RewritePlan) -> str:
+    """Returns the plan as a notebook shows it: totals, op types, and all of it to unfold."""
+    total = Counter(node.op for node in plan.nodes)
+    low = Counter(node.op for node in plan.nodes if node.dtype == plan.dtype)
+    gain = plan.summary.estimated_speed_up
+    estimate = [] if gain is None else [f"estimated speed-up: {gain:.2f}"]
+    ordered = sorted(total, key=lambda op: (-low[op], -total[op], op))
+    counts = [(op, str(low[op]), str(total[op] - low[op])) for op in ordered]
+    rest = ": plan.to_html() is a page of all"
+    nodes = notebook_html.table(_NODE_HEAD, _node_rows(plan), rest=rest)
+    casts = notebook_html.table(_CAST_HEAD, _cast_rows(plan), left=3, rest=rest)
+    return notebook_html.fragment(
+        "Plan of a rewrite",
+        notebook_html.lines_of([_totals_text(plan), *estimate]),
+        notebook_html.table(("op", plan.dtype, "other"), counts, left=1),
+        notebook_html.folded(f"{len(plan.nodes):,} nodes, with reasons", nodes),
+        notebook_html.folded(f"{len(plan.casts):,} Casts", casts),
+    )
+
+
+_NODE_HEAD = ("node", "op", "dtype", "reason")
+_CAST_HEAD = ("cast of", "from", "to", "bytes")
+
+
+def _node_rows(plan: RewritePlan) -> list[tuple[str, ...]]:
+    return [(_place(n.scope, n.name), n.op, n.dtype, n.reason.text) for n in plan.nodes]
+
+
+def _cast_rows(plan: RewritePlan) -> list[tuple[str, ...]]:
+    return [(_place(c.scope, c.tensor), c.source, c.target, _known(c.bytes)) for c in plan.casts]
+
+
+def _totals_text(plan: RewritePlan) -> str:
     totals = plan.summary
-    lines += [
-        "",
+    return (
         f"{totals.low_nodes} of {totals.nodes} float nodes in {plan.dtype}; "
         f"{totals.casts} Casts inserted, {totals.cast_bytes} bytes"
-        f" and {totals.casts_of_unknown_size} of unknown size",
-    ]
-    return "\n".join(lines) + "\n"
+        f" and {totals.casts_of_unknown_size} of unknown size"
+    )
 
 
 def plan_json(plan: RewritePlan) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Iterator, M
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from tfamp.planning.plan_page import plan_json, plan_text, render_page
+from tfamp.planning.plan_page import plan_fragment, plan_json, plan_text, render_page
 
 K = TypeVar("K", bound=Hashable)
 # A tensor by the position of its producer and its output port.
@@ -400,6 +400,9 @@ class RewritePlan:
             True
         """
         return render_page(plan_json(self))
+
+    def _repr_html_(self) -> str:
+        return plan_fragment(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from tfamp.graph.functions import (
     GRADIENT,
     INLINED_INTO,
     argument_name,
+    attribute_text,
     bodies,
     called_functions,
     inline_calls,
@@ -239,7 +240,7 @@ class _CustomGradient:
         When a model is saved, TensorFlow traces it without an op, and only for ops of the graph.
         """
         op = self.host.counterpart(self.node.name) if op is None else op
-        closure = tf_functions.registered_gradient(self.node.attr[GRADIENT].s.decode())
+        closure = tf_functions.registered_gradient(attribute_text(self.node, GRADIENT))
         given = zip(gradients, self.node.attr[_DTYPES].list.type, strict=True)
         call = FlatCall(tuple(None if x is None else _dense(x, dtype) for x, dtype in given), {})
         function = TracedFunction.of(as_written(functools.partial(closure, op)))
@@ -271,7 +272,7 @@ class _CustomGradient:
         if graph is self.host.traced:
             return self.host.counterpart(tensor.name)
         # What the names of its function's nodes start with where it was inlined.
-        prefix = self.node.attr[INLINED_INTO].s.decode()
+        prefix = attribute_text(self.node, INLINED_INTO)
         position = next((i for i, each in enumerate(graph.inputs) if each is tensor), None)
         if position is None:
             return op.graph.get_tensor_by_name(f"{prefix}{tensor.name}")
@@ -312,7 +313,7 @@ def all_nodes(graph_def: Any) -> Iterator[Any]:
 
 def _custom_nodes(graph_def: Any) -> Iterator[Any]:
     for node in all_nodes(graph_def):
-        if GRADIENT in node.attr and node.attr[GRADIENT].s.decode().startswith(_CUSTOM):
+        if attribute_text(node, GRADIENT).startswith(_CUSTOM):
             yield node
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.errors import SavedModelError
+from tfamp.graph.functions import GRADIENT, attribute_text
 from tfamp.interop import tf_private
 from tfamp.machine.file_replacing import restore_directory
 from tfamp.planning.structures import node_name
+from tfamp.rewriting.damaged_graph import damaged_node
 from tfamp.rewriting.pipeline import all_nodes
 from tfamp.rewriting.saved_graph import tensors_of
 
@@ -73,23 +75,35 @@ def read_saved_model(src: Path) -> Any:
 
     Raises:
         SavedModelError: There is none, or it is broken.
+        RewriteError: What a node says of its gradient is no text.
     """
     path = src / GRAPH_FILE
     if not path.is_file():
         raise SavedModelError(_why_missing(src))
     model = tf_private.saved_model_message()
+    data = _bytes_of(path)
     try:
-        model.ParseFromString(path.read_bytes())
-    except (OSError, tf_private.message_error()) as error:
-        raise SavedModelError(f"{path} is broken and cannot be read: {error}") from error
+        model.ParseFromString(data)
+    except tf_private.message_error() as error:
+        where = damaged_node(data) or str(error)
+        raise SavedModelError(f"{path} is broken and cannot be read: {where}.") from error
     if not model.meta_graphs:
         raise SavedModelError(f"{path} is broken: it holds no graph.")
     for graph in model.meta_graphs:
         if wrong := _broken_reference(graph):
             raise SavedModelError(f"{path} is broken: {wrong}.")
+        for node in all_nodes(graph.graph_def):
+            attribute_text(node, GRADIENT)  # TensorFlow reads it unseen.
     if any(_has_variables(graph) for graph in model.meta_graphs):
         _check_variables(src)
     return model
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SavedModelError(f"{path} cannot be read: {error}") from error
 
 
 def _why_missing(src: Path) -> str:

@@ -204,6 +204,16 @@ def _variable_values(src: Path, meta_graph: Any, names: Sequence[str]) -> dict[s
     return {name: values[name] for name in names}
 
 
+def _where(meta_graph: Any, error: Exception) -> str:
+    """The node that an error is about, which does not say it: one whose attribute is no text."""
+    if not isinstance(error, UnicodeDecodeError):
+        return ""
+    for node in all_nodes(meta_graph.graph_def):
+        if any(error.object in (value.s, *value.list.s) for value in node.attr.values()):
+            return f"node {node.name!r} ({node.op}) has an attribute that is no text: "
+    return ""
+
+
 def _values_of_objects(src: Path, meta_graph: Any) -> dict[str, Any]:
     """TensorFlow 2: what each signature is called with in the graph, its loaded function captures.
 
@@ -215,7 +225,7 @@ def _values_of_objects(src: Path, meta_graph: Any) -> dict[str, Any]:
     except Exception as error:  # What the loader raises for broken objects is anything.
         raise SavedModelError(
             f"TensorFlow cannot load the SavedModel {src}, which freezing needs: "
-            f"{type(error).__name__}: {first_line(error)}"
+            f"{_where(meta_graph, error)}{type(error).__name__}: {first_line(error)}"
         ) from error
     signatures = getattr(loaded, "signatures", None)
     known = signatures if isinstance(signatures, Mapping) else {}

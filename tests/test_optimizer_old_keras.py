@@ -1,0 +1,176 @@
+"""Files of Keras releases since 3.3, and what Keras's own LossScaleOptimizer does, done by ours.
+
+tests/data/write_old_keras_files.py wrote the files, with the Keras of each release.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import zipfile
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import tfamp
+
+RELEASES = ("3.3", "3.6", "3.9", "3.12")
+DATA = Path(__file__).parent / "data"
+X = np.linspace(-1, 1, 12, dtype="float32").reshape(4, 3)
+
+
+def written(release):
+    """The path of a release's file, and the optimizer's configuration in it."""
+    path = DATA / f"keras-{release}.keras"
+    with zipfile.ZipFile(path) as archive:
+        saved = json.loads(archive.read("config.json"))["compile_config"]["optimizer"]
+    assert saved["class_name"] == "LossScaleOptimizer"
+    return path, saved["config"]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_configuration_of_every_release_is_taken(release):
+    _, config = written(release)
+    before = json.dumps(config)
+    ours = tfamp.LossScaleOptimizer.from_config(config)
+    assert json.dumps(config) == before
+    assert (ours.name, ours.initial_scale, ours.dynamic_growth_steps) == (
+        "loss_scale_optimizer", 4096.0, 3,
+    )  # fmt: skip
+    inner = ours.inner_optimizer
+    assert type(inner) is keras.optimizers.Adam
+    assert (inner.clipnorm, inner.use_ema, inner.ema_momentum) == (1.0, True, 0.9)
+    # Ours writes a configuration without the settings that had no effect.
+    assert "clipnorm" not in ours.get_config()
+    again = keras.optimizers.deserialize(keras.optimizers.serialize(ours))
+    assert again.get_config() == ours.get_config()
+
+
+@pytest.mark.filterwarnings("ignore::tfamp.NothingConvertedWarning")
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_model_of_every_release_goes_on_under_a_level(release):
+    path, _ = written(release)
+    theirs = keras.models.load_model(path)
+    assert int(theirs.optimizer.inner_optimizer.iterations) == 4, "one of five steps was skipped"
+    slots = [v.numpy() for v in theirs.optimizer.inner_optimizer.variables]
+    model, optimizer = tfamp.prepare(theirs, level="O2", dtype="float16")
+    assert type(optimizer) is tfamp.LossScaleOptimizer
+    for now, before in zip(optimizer.inner_optimizer.variables, slots, strict=True):
+        np.testing.assert_array_equal(now.numpy(), before)
+    model.fit(X, X[:, :2], batch_size=2, verbose=0)
+    assert int(optimizer.iterations) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("clipnorm", 5.0), ("use_ema", True), ("weight_decay", 0.1)]
+)
+def test_settings_that_had_no_effect_are_said(name, value):
+    _, config = written("3.3")
+    with pytest.warns(tfamp.TfampWarning, match=f"has {name}={value}. Keras's LossScale.*inner"):
+        ours = tfamp.LossScaleOptimizer.from_config(config | {name: value})
+    clean = tfamp.LossScaleOptimizer.from_config(config)
+    assert ours.get_config() == clean.get_config()
+
+
+def test_an_unknown_setting_and_a_missing_inner_optimizer_are_errors():
+    _, config = written("3.12")
+    with pytest.raises(TypeError, match="nonsense"):
+        tfamp.LossScaleOptimizer.from_config(config | {"nonsense": 1})
+    config.pop("inner_optimizer")
+    with pytest.raises(ValueError, match="has no 'inner_optimizer'.*'adam'"):
+        tfamp.LossScaleOptimizer.from_config(config)
+
+
+# ---- What Keras's class does ---------------------------------------------------------------------
+
+
+def stepped(gradients, **options):
+    """A weight after each of some gradients, and the optimizer."""
+    inner = keras.optimizers.SGD(0.25)
+    optimizer = tfamp.LossScaleOptimizer(inner, **options)
+    weight = keras.Variable(np.float32([2.0, -1.0]))
+    for gradient in gradients:
+        optimizer.apply([np.float32(gradient)], [weight])
+    return weight.numpy(), optimizer
+
+
+@pytest.mark.filterwarnings("ignore:.* divides the gradients:tfamp.TfampWarning")
+class TestBehaviourOfKeras:
+    """By the names of what is tested; the deliberate differences are in docs/migrating."""
+
+    def test_a_finite_step_divides_by_the_scale(self):
+        weight, _ = stepped([[4.0 * 2**15, -8.0 * 2**15]])
+        np.testing.assert_array_equal(weight, [1.0, 1.0])
+
+    def test_an_infinite_step_changes_no_weight(self):
+        weight, optimizer = stepped([[np.inf, 0.0], [np.nan, 1.0]])
+        np.testing.assert_array_equal(weight, [2.0, -1.0])
+        assert int(optimizer.iterations) == 0
+
+    def test_the_scale_halves_at_every_infinite_step(self):
+        _, optimizer = stepped([[np.inf, np.inf]] * 3, initial_scale=80.0)
+        assert float(optimizer.scale_loss(1.0)) == 10.0
+
+    def test_the_scale_doubles_after_the_growth_steps(self):
+        _, optimizer = stepped([[1.0, 2.0]] * 6, initial_scale=4.0, dynamic_growth_steps=2)
+        assert float(optimizer.scale_loss(1.0)) == 32.0
+
+    def test_a_variable_to_overwrite_becomes_its_gradient_as_given(self):
+        weight = keras.Variable(np.float32([2.0, -1.0]))
+        weight.overwrite_with_gradient = True
+        other = keras.Variable(1.0)
+        optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.25), initial_scale=8.0)
+        optimizer.apply([np.float32([5.0, 6.0]), np.float32(8.0)], [weight, other])
+        np.testing.assert_array_equal(weight.numpy(), [5.0, 6.0])
+        assert float(other) == 0.75
+
+    def test_iterations_are_the_inner_optimizers(self):
+        _, optimizer = stepped([[1.0, 2.0], [np.inf, 0.0], [3.0, 4.0]])
+        assert int(optimizer.iterations) == int(optimizer.inner_optimizer.iterations) == 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"class_name": "tfamp>LossScaleOptimizer", "config": {"inner_optimizer": "adam"}},
+        {
+            "class_name": "tfamp>LossScaleOptimizer",
+            "config": {
+                "inner_optimizer": {"class_name": "adam", "config": {"learning_rate": 0.5}},
+                "initial_scale": 64.0,
+            },
+        },
+        keras.optimizers.serialize(
+            tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.5), initial_scale=64.0)
+        ),
+    ],
+    ids=["name", "short", "serialized"],
+)
+def test_keras_optimizers_get_takes_what_describes_one(given):
+    made = keras.optimizers.get(given)
+    assert type(made) is tfamp.LossScaleOptimizer
+    assert type(made.inner_optimizer) is keras.optimizers.Adam
+    is_short = len(given["config"]) == 1
+    assert made.initial_scale == (2.0**15 if is_short else 64.0)
+    assert float(made.learning_rate) == pytest.approx(0.001 if is_short else 0.5)
+    assert keras.optimizers.get(made) is made
+
+
+@pytest.mark.filterwarnings("ignore:.* divides the gradients:tfamp.TfampWarning")
+def test_a_search_makes_new_ones_from_a_description_and_trains_them():
+    """What keras_tuner does: for each trial a new model, and copies of the callbacks."""
+
+    monitor = tfamp.diagnostics.NumericsMonitor(every=1)
+    copies = []
+    for rate in (0.1, 0.01):
+        described = keras.optimizers.serialize(
+            tfamp.LossScaleOptimizer(keras.optimizers.SGD(rate), initial_scale=16.0)
+        )
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile(described, "mse", jit_compile=False)
+        copies.append(copy.deepcopy(monitor))
+        model.fit(X, X[:, :2], batch_size=2, verbose=0, callbacks=[copies[-1]])
+        assert float(model.optimizer.learning_rate) == pytest.approx(rate)
+    assert [len(each.history) for each in (monitor, *copies)] == [0, 2, 2]
