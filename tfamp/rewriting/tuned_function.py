@@ -1,4 +1,4 @@
-"""`tfamp.tune`: which way to run a function is the fastest here, measured on the function itself."""
+"""`tfamp.tune`: which way to run a function is the fastest here, measured on itself."""
 
 from __future__ import annotations
 
