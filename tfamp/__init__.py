@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from tfamp.policy import Policy as Policy
     from tfamp.rewriting.function import rewrite as rewrite
     from tfamp.rewriting.saved_model import rewrite_saved_model as rewrite_saved_model
-    from tfamp.rewriting.tune_report import TuneReport as TuneReport
     from tfamp.rewriting.tuned_function import tune as tune
     from tfamp.training.grad_scaler import GradScaler as GradScaler
 
@@ -67,7 +66,6 @@ _NAMES = {
     ".policy": ("Policy",),
     ".rewriting.function": ("rewrite",),
     ".rewriting.saved_model": ("rewrite_saved_model",),
-    ".rewriting.tune_report": ("TuneReport",),
     ".rewriting.tuned_function": ("tune",),
     ".training.grad_scaler": ("GradScaler",),
 }  # fmt: skip
