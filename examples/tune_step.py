@@ -1,4 +1,4 @@
-"""Is low precision faster here? Measures a train step as it is, and keeps the fastest way to run it.
+"""Is low precision faster here? Measures a train step, and keeps the fastest way to run it.
 
 The same step in float32 and rewritten in each placement, by turns, on a real batch. Model,
 optimizer and random numbers are as before then; training goes on with what was chosen, which is

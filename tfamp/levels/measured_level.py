@@ -13,7 +13,7 @@ from tfamp.levels.precision_config import EffectiveLevel, PrecisionConfig, effec
 from tfamp.levels.step_rewriting import keep_in_float32, step_settings
 from tfamp.machine import hardware
 from tfamp.rewriting.function import RewrittenFunction
-from tfamp.rewriting.tune_report import FLOAT32, TuneReport
+from tfamp.rewriting.tune_report import FLOAT32, TuneReport, time_text
 from tfamp.rewriting.tuning import CANDIDATES, Candidate, candidates_of, compare_candidates
 
 _MIXED = "O2"
@@ -73,8 +73,8 @@ def _found(report: TuneReport, config: PrecisionConfig) -> EffectiveLevel:
     name = {FLOAT32: "O0", _MIXED: _MIXED}.get(chosen.candidate, "O1")
     level = effective_level(dataclasses.replace(config, level=name), hardware.detect())
     reason = (
-        f"level: auto is {name}: on the example batch a step takes {chosen.seconds * 1e3:.3g} ms "
-        f"({chosen.candidate}), and {report.rows[0].seconds * 1e3:.3g} ms in float32."
+        f"level: auto is {name}: on the example batch a step takes {time_text(chosen.seconds)} "
+        f"({chosen.candidate}), and {time_text(report.rows[0].seconds)} in float32."
     )
     placement = chosen.candidate if name == "O1" else level.placement
     # A warning would be of a guess, where this was measured.

@@ -141,14 +141,15 @@ class TuneReport:
 
 
 def _cells(report: TuneReport, row: TuneRow) -> tuple[str, ...]:
-    low, high = map(_time, row.quartiles)
+    low, high = map(time_text, row.quartiles)
     gain = f"{report.rows[0].seconds / row.seconds:.2f}"
     mark = "<- chosen" if row.chosen else ""
-    times = (_time(row.seconds), f"{low} to {high}")
+    times = (time_text(row.seconds), f"{low} to {high}")
     return (row.candidate, *times, gain, f"{row.error:.2g}", str(row.low_nodes), mark)
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """Returns a time as people read it, such as "12.3 ms"."""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if seconds * factor >= 1.0:
             return f"{seconds * factor:.3g} {unit}"
