@@ -143,7 +143,7 @@ def test_what_a_candidate_raises_changes_nothing(where):
             raise ArithmeticError("at the third")
         return value
 
-    @tf.function
+    @tf.function(autograph=False)  # It would make an error of its own of ours.
     def step(x):
         random.random()
         if where == "trace":

@@ -157,14 +157,16 @@ def _check_example_args(example_args: Any, needed: bool) -> None:
         )
 
 
-def _tuned(fn: Any, settings: RewriteSettings, example_args: Sequence[Any]) -> RewrittenFunction:
+def _tuned(
+    fn: Any, settings: RewriteSettings, example_args: Sequence[Any] | None
+) -> RewrittenFunction:
     """The fastest rewritten function; one that runs in float32 where that is the fastest."""
     from tfamp.rewriting import tuning  # Nothing else needs it.
 
     check_function(fn)
     ways = tuning.candidates_of(fn, settings, RewrittenFunction, tuning.CANDIDATES)
-    name = TracedFunction.of(fn).name
-    best = tuning.compare_candidates(ways, example_args, name=name, dtype=str(settings.dtype)).best
+    name, args = TracedFunction.of(fn).name, tuple(example_args or ())
+    best = tuning.compare_candidates(ways, args, name=name, dtype=str(settings.dtype)).best
     if isinstance(best, RewrittenFunction):
         return best
     return RewrittenFunction(fn, dataclasses.replace(settings, dtype=None))
