@@ -65,7 +65,8 @@ def tune_saved_model(
     """
     size = BATCH_SIZE if batch_size is None else checked_count("batch_size", batch_size)
     saved_files.read_saved_model(Path(src))  # It says what is missing or broken.
-    name, function = signature_of(tf.saved_model.load(os.fspath(src)), signature, src)
+    model = tf.saved_model.load(os.fspath(src))
+    name, function = signature_of(model, signature, src)
     specs = function.structured_input_signature[1]
     if inputs is None:
         given = {each: _made_up(each, spec, size) for each, spec in specs.items()}
@@ -73,7 +74,8 @@ def tune_saved_model(
         given = _read(inputs, specs)
 
     def call(*tensors: Any) -> Any:
-        return function(**dict(zip(specs, tensors, strict=True)))
+        # By way of the model, which keeps the variables for as long as this lives.
+        return model.signatures[name](**dict(zip(specs, tensors, strict=True)))
 
     call.__name__ = name
     values = [given[each] for each in specs]
