@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     x, y = tf.constant(digits.x_train[:BATCH]), tf.constant(digits.y_train[:BATCH])
     before = [np.asarray(each) for each in model.variables]
     report = tfamp.tune(step, x, y, dtype=args.dtype, max_error=args.max_error)
-    console.print(report.to_text(), highlight=False)
+    console.print(report.to_text(), highlight=False, soft_wrap=True)
     same = all(np.array_equal(a, b) for a, b in zip(before, model.variables, strict=True))
     console.print(f"the model is as before: {same}")
 

@@ -336,6 +336,25 @@ def test_models_concrete_functions_and_arrays(x, timed):
         assert report.best(given).dtype == "float32"
 
 
+def test_a_call_runs_what_was_traced_and_a_tape_around_it_records_nothing(layer, x, timed):
+    traces = []
+
+    def counted(x):
+        traces.append(x)
+        return layer(x)[0]
+
+    with tf.GradientTape() as tape:
+        report = tfamp.tune(counted, x.numpy(), **QUICK)
+    assert len(traces) == len(CANDIDATES)
+    assert tape.watched_variables() == ()
+    report.best(x.numpy())
+    assert len(traces) == len(CANDIDATES)
+    with tf.GradientTape() as tape:
+        y = report.best(x)
+    (variable,) = tape.watched_variables()
+    assert tape.gradient(y, variable) is not None
+
+
 def test_rewrite_takes_the_fastest(layer, x, timed):
     best = tfamp.rewrite(layer, dtype="bfloat16", placement="tune", example_args=(x,))
     assert best.settings.placement == "min_cut"
