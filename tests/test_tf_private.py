@@ -314,6 +314,112 @@ def test_seeds_of_eager_ops_can_be_drawn_again():
     tf.random.set_seed(1)
     seeds = tf_private.operation_seeds()
     before = seeds.getstate()
+    tf.random.uniform(())
+    after = seeds.getstate()
+    assert after != before
+    seeds.setstate(before)
+    tf.random.uniform(())
+    assert seeds.getstate() == after
+
+
+def test_op_inputs_leave_out_dtypes_without_a_kernel():
+    (given,) = tf_private.op_inputs("Erfinv")
+    assert given.floats == {"float32", "float64"}
+    (given,) = tf_private.op_inputs("Softsign")
+    assert given.floats == {"float16", "bfloat16", "float32", "float64"}
+
+
+@pytest.mark.skipif(not tf.test.is_built_with_cuda(), reason="no kernels of GPUs are registered")
+def test_op_inputs_on_a_gpu_are_those_of_its_kernels_where_it_has_any():
+    (given,) = tf_private.op_inputs("Softsign", "gpu")
+    assert given.floats == {"float16", "float32", "float64"}
+    # There is none, so that TensorFlow runs the op on the CPU.
+    (given,) = tf_private.op_inputs("Betainc", "gpu")[:1]
+    assert given.floats == tf_private.op_inputs("Betainc")[0].floats
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("", ""),
+        ("CPU:0", "cpu"),
+        ("/gpu:1", "gpu"),
+        ("/job:worker/replica:0/task:0/device:GPU:3", "gpu"),
+        ("/device:TPU_REPLICATED_CORE:0", "tpu"),
+        ("/job:cpu_worker", ""),
+    ],
+)
+def test_the_name_of_a_device_tells_its_kind(name, kind):
+    assert tf_private.device_kind_of(name) == kind
+
+
+def test_the_device_in_force_is_that_of_the_innermost_block():
+    kind = tf_private.device_kind_in_force
+    found = []
+
+    def traced():
+        found.append(kind())
+        with tf.device("CPU:0"):
+            with tf.device("/task:0"):
+                found.append(kind())
+            with tf.device(tf.DeviceSpec(device_type="GPU", device_index=0)):
+                tf.function(lambda: found.append(kind()))()
+            with tf.device(None):
+                found.append(kind())
+
+    assert kind() == ""
+    traced()
+    assert found == ["", "cpu", "gpu", ""]
+    found.clear()
+    tf.function(traced)()
+    assert found == ["", "cpu", "gpu", ""]
+    found.clear()
+    with tf.device("CPU:0"):
+        assert kind() == "cpu"
+        tf.function(traced)()
+    assert found == ["cpu", "cpu", "gpu", ""]
+    with tf.Graph().as_default(), tf.compat.v1.device(lambda op: "/gpu:0"):
+        assert kind() == ""
+
+
+@pytest.mark.parametrize(
+    ("op", "chooses"),
+    [("BatchMatMulV3", True), ("MatMul", False), ("LowerBound", False), ("MatMull", False)],
+)
+def test_chooses_its_output_dtype(op, chooses):
+    assert tf_private.chooses_its_output_dtype(op) is chooses
+
+
+def test_attr_kinds():
+    kinds = tf_private.attr_kinds("LRN")
+    assert (kinds["alpha"], kinds["depth_radius"], kinds["T"]) == ("float", "int", "type")
+    assert tf_private.attr_kinds("MatMull") == {}
+
+
+def test_a_handle_tells_the_dtype_of_its_variable():
+    variable = tf.Variable(tf.ones(2, tf.bfloat16))
+    assert tf_private.held_dtype(variable.handle) == "bfloat16"
+    seen = []
+    tf.function(lambda: seen.append(tf_private.held_dtype(variable.handle)))()
+    assert seen == ["bfloat16"]
+    assert tf_private.held_dtype(tf.raw_ops.StackV2(max_size=1, elem_type=tf.float32)) == ""
+    table = tf.lookup.experimental.DenseHashTable(tf.int64, tf.int64, 0, -1, -2)
+    assert tf_private.held_dtype(table.resource_handle) == ""
+
+
+def test_a_handle_tells_what_it_is_of():
+    assert tf_private.resource_kind(tf.Variable(1.0).handle) == "tensorflow::Var"
+    iterator = iter(tf.data.Dataset.range(2))
+    (handle,) = tf.nest.flatten(iterator, expand_composites=True)
+    assert tf_private.resource_kind(handle) == "tensorflow::data::IteratorResource"
+    table = tf.lookup.experimental.DenseHashTable(tf.int64, tf.int64, 0, -1, -2)
+    assert tf_private.resource_kind(table.resource_handle) == "tensorflow::lookup::LookupInterface"
+
+
+def test_seeds_of_eager_ops_can_be_drawn_again():
+    tf.random.set_seed(1)
+    seeds = tf_private.operation_seeds()
+    before = seeds.getstate()
     first = tf.random.uniform(())
     seeds.setstate(before)
     tf.random.uniform(())
