@@ -301,6 +301,27 @@ def test_a_handle_tells_the_dtype_of_its_variable():
     assert tf_private.held_dtype(table.resource_handle) == ""
 
 
+def test_a_handle_tells_what_it_is_of():
+    assert tf_private.resource_kind(tf.Variable(1.0).handle) == "tensorflow::Var"
+    iterator = iter(tf.data.Dataset.range(2))
+    (handle,) = tf.nest.flatten(iterator, expand_composites=True)
+    assert tf_private.resource_kind(handle) == "tensorflow::data::IteratorResource"
+    table = tf.lookup.experimental.DenseHashTable(tf.int64, tf.int64, 0, -1, -2)
+    assert tf_private.resource_kind(table.resource_handle) == "tensorflow::lookup::LookupInterface"
+
+
+def test_seeds_of_eager_ops_can_be_drawn_again():
+    tf.random.set_seed(1)
+    seeds = tf_private.operation_seeds()
+    before = seeds.getstate()
+    tf.random.uniform(())
+    after = seeds.getstate()
+    assert after != before
+    seeds.setstate(before)
+    tf.random.uniform(())
+    assert seeds.getstate() == after
+
+
 def test_op_inputs_leave_out_a_dtype_without_a_shape_function():
     assert {each.floats for each in tf_private.op_inputs("Range")} == {
         frozenset({"bfloat16", "float32", "float64"})

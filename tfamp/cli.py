@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import tfamp
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import TfampError, TfampWarning
-from tfamp.core.options import checked_count
+from tfamp.core.options import checked_count, checked_number
 
 if TYPE_CHECKING:
     from tfamp.planning.structures import RewritePlan
@@ -106,7 +107,15 @@ def build_parser() -> argparse.ArgumentParser:
         description="Prints the plan of a rewrite: the dtype of every node and why, and every "
         "Cast. Writes nothing.",
     )
+    tune = commands.add_parser(
+        "tune",
+        help="measure which placement of low precision is the fastest here",
+        description="Runs a signature of the SavedModel SRC in float32 and in low precision by "
+        "turns, on real inputs or made-up ones, and tells the times and how far the results are "
+        "from float32's. Writes nothing. Loading a SavedModel runs what initialises it.",
+    )
     _add_model_options(doctor)
+    _add_tuning(tune)
     for each in (rewrite, inspect):
         each.add_argument("src", metavar="SRC", help="directory of a SavedModel")
     rewrite.add_argument(
@@ -118,9 +127,10 @@ def build_parser() -> argparse.ArgumentParser:
     text = f"write every decision with its reason to FILE ({endings})"
     rewrite.add_argument("--report", metavar="FILE", type=_report_path, help=text)
     rewrite.add_argument("--overwrite", action="store_true", help="replace a SavedModel in DST")
-    for each in (doctor, inspect):
+    for each in (doctor, inspect, tune):
         each.add_argument("--json", action="store_true", help="print one JSON object")
-    for each, run in ((doctor, _doctor), (rewrite, _rewrite), (inspect, _inspect)):
+    runs = ((doctor, _doctor), (rewrite, _rewrite), (inspect, _inspect), (tune, _tune))
+    for each, run in runs:
         each.set_defaults(run=run)
     return parser
 
@@ -133,6 +143,22 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", metavar="N", type=int, help="size of the batch the model leaves open")
     add("--signature", metavar="NAME", help="which signature of a SavedModel")
     add("--training", action="store_true", help="of a .keras file: forward and backward pass")
+
+
+def _add_tuning(parser: argparse.ArgumentParser) -> None:
+    """Adds the model, and how it is measured; each is an argument of the library's."""
+    add = parser.add_argument
+    add("src", metavar="SRC", help="directory of a SavedModel")
+    _add_dtype(parser, "low dtype to measure")
+    add("--signature", metavar="NAME", help="which signature")
+    text = "inputs by name; without it random numbers of the shapes that the signature takes"
+    add("--inputs", metavar="FILE.npz", help=text)
+    add("--batch-size", metavar="N", type=int, help="size of the batch the model leaves open")
+    text = "a placement to measure, beside float32; may be repeated; all if not given"
+    add("--candidate", metavar="NAME", action="append", dest="candidates", help=text)
+    text = "choose nothing with a larger relative error than this"
+    add("--max-error", metavar="X", type=float, help=text)
+    add("--rounds", metavar="N", type=int, help="how often each is measured")
 
 
 def _add_dtype(parser: argparse.ArgumentParser, what: str) -> None:
@@ -237,6 +263,32 @@ def _inspect(args: argparse.Namespace) -> int:
     with _prepared() as saved_model:
         plan = saved_model.inspect_saved_model(args.src, **_choices(args, saved_model))
     print(plan.to_json() if args.json else plan.to_text().rstrip("\n"))
+    return 0
+
+
+def _tune(args: argparse.Namespace) -> int:
+    with _wrong_usage():
+        for name in ("batch_size", "rounds"):
+            if getattr(args, name) is not None:
+                checked_count(f"--{name.replace('_', '-')}", getattr(args, name))
+        if args.max_error is not None:
+            checked_number("--max-error", args.max_error, low=0.0, high=math.inf)
+    names = ("dtype", "signature", "batch_size", "candidates", "max_error", "rounds")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    with _prepared() as saved_model:
+        from tfamp.diagnostics.saved_tuning import tune_saved_model
+        from tfamp.planning.choices import check_choice
+        from tfamp.rewriting.tuning import CANDIDATES
+
+        with _wrong_usage():
+            for name in given.get("candidates", ()):
+                check_choice("--candidate", name, CANDIDATES)
+        with _wrong_usage("--inputs: "):
+            inputs = saved_model.calibration_of(args.inputs)
+        if inputs is not None:
+            (given["inputs"],) = inputs.data
+        report = tune_saved_model(args.src, **given)
+    print(report.to_json() if args.json else report.to_text())
     return 0
 
 

@@ -267,6 +267,16 @@ def test_a_wrong_number_of_epochs_is_a_usage_error(run, name):
     assert exit_.value.code == 2
 
 
+@pytest.mark.slow
+def test_a_tuned_step_leaves_the_model_as_it_was_and_trains_it(run, tmp_path):
+    code, printed = run("tune_step", "--small", "--html", "tuned.html")
+    assert code == 0
+    assert printed.count("<- chosen") == 1
+    assert "the model is as before: True" in printed
+    assert percent("", printed.splitlines()[-1]) > 15
+    assert "<table" in (tmp_path / "tuned.html").read_text(encoding="utf-8")
+
+
 def test_the_readme_lists_every_example():
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert sorted(set(re.findall(r"python examples/(\w+)\.py", readme))) == SCRIPTS

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import warnings
 
 import keras
@@ -13,33 +11,17 @@ from sklearn.datasets import load_digits
 
 import tfamp
 from helpers.cases import one_of_each
+from helpers.optimizers import WRAPPERS, optimizer_classes, plain_optimizers
 from tfamp.levels.prepared_optimizer import SLOTS
 
-WRAPPERS = ("LossScaleOptimizer", "MultiOptimizer")
 RATES = {"SGD": 0.1, "Adadelta": 1.0, "Adagrad": 0.1, "Ftrl": 0.2, "Lion": 1e-3, "RMSprop": 3e-3}
 
 
-def _classes():
-    """The optimizers that Keras exports, and those that it has and does not."""
-    source = importlib.import_module("keras.src.optimizers")
-    modules = [keras.optimizers]
-    for found in pkgutil.iter_modules(source.__path__):
-        if not found.name.endswith("_test"):
-            modules.append(importlib.import_module(f"{source.__name__}.{found.name}"))
-    kinds = {x for each in modules for x in vars(each).values() if isinstance(x, type)}
-    bases = keras.optimizers.Optimizer.__mro__
-    return {
-        kind.__name__: kind
-        for kind in kinds
-        if issubclass(kind, keras.optimizers.Optimizer) and kind not in bases
-    }
-
-
-KERAS = {name: kind for name, kind in _classes().items() if name not in WRAPPERS}
+KERAS = plain_optimizers()
 
 
 def test_every_optimizer_of_keras_is_in_the_table():
-    classes = set(_classes())
+    classes = set(optimizer_classes())
     assert classes > {"SGD", "Muon", *WRAPPERS}
     assert classes - set(SLOTS) == set(), "say in SLOTS what they keep"
 

@@ -36,7 +36,7 @@ def traced_model(
     if hasattr(model, "signatures") and not isinstance(model, keras.Model):
         if training:
             raise ValueError("training=True needs a Keras model: a SavedModel only infers.")
-        return _with_batch(_signature(model, signature, source), batch_size), {}
+        return _with_batch(signature_of(model, signature, source)[1], batch_size), {}
     if signature is not None:
         raise ValueError(
             f"A signature is of a SavedModel; got signature {signature!r} for {source!r}."
@@ -96,14 +96,15 @@ def _load(path: Path) -> Any:
         ) from error
 
 
-def _signature(model: Any, name: str | None, source: Any) -> Any:
+def signature_of(model: Any, name: str | None, source: Any) -> tuple[str, Any]:
+    """Returns a signature of a loaded SavedModel with its name; None is the default one."""
     signatures = dict(model.signatures)
     if name is None:
         name = DEFAULT_SIGNATURE if DEFAULT_SIGNATURE in signatures else next(iter(signatures), "")
     if name not in signatures:
         known = f"its signatures are {sorted(signatures)}" if signatures else "it has none"
         raise ValueError(f"{source} has no signature {name!r}: {known}.")
-    return signatures[name]
+    return name, signatures[name]
 
 
 def _with_batch(concrete: Any, batch_size: int | None) -> Any:

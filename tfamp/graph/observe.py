@@ -151,13 +151,12 @@ class Observer(Generic[T]):
         with tf.init_scope():
             try:
                 for values in calls:
-                    held = held or _held_by(values)
+                    held = held or held_variables(values)
                     # A graph that was retyped may take other dtypes.
                     given = zip(values, self._specs, strict=True)
                     self._run(args=[tf.cast(value, spec.dtype) for value, spec in given])
             finally:
-                for handle, value in held:
-                    tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+                put_back(held)
         return self._seen
 
     def _record(self, group: Sequence[_Tensor], *values: Any) -> np.int64:
@@ -168,15 +167,26 @@ class Observer(Generic[T]):
         return np.int64(0)
 
 
-def _held_by(values: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """The variables among captured values, by handle, and what they hold."""
+def held_variables(values: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Returns the variables among captured values, by handle, and copies of what they hold."""
     handles = [each for each in values if each.dtype == tf.resource]
     dtypes = map(tf_private.held_dtype, handles)
     return [
-        (handle, tf.identity(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)))
+        (handle, _own_copy(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)))
         for handle, dtype in zip(handles, dtypes, strict=True)
         if dtype and tf.raw_ops.VarIsInitializedOp(resource=handle)
     ]
+
+
+def put_back(held: Iterable[tuple[Any, Any]]) -> None:
+    """Gives variables the values that they held, as often as it is called."""
+    for handle, value in held:
+        tf.raw_ops.AssignVariableOp(resource=handle, value=_own_copy(value))
+
+
+def _own_copy(value: Any) -> Any:
+    # A variable that shares its memory with a tensor is moved by the next write, which takes time.
+    return tf.raw_ops.DeepCopy(x=value)
 
 
 def _runnable(

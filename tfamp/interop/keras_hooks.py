@@ -72,6 +72,15 @@ def set_thread_policy(policy: Any) -> None:
     foreign(f"{_STATE}:set_global_attribute")(_POLICY, policy)
 
 
+def global_seed_state() -> Any:
+    """The variable behind the random numbers that Keras draws without a seed; None before any.
+
+    Symbol: "global_seed_generator" in `keras.src.backend.common.global_state`.
+    """
+    generator = foreign(f"{_STATE}:get_global_attribute")("global_seed_generator")
+    return None if generator is None else generator.state
+
+
 def calling_layers() -> list[Any]:
     """The layers whose call, build or tracing this thread is in, the outermost first.
 

@@ -132,6 +132,24 @@ def held_dtype(handle: Any) -> str:
     return dtype_name(data.shape_and_type[0].dtype) if known else ""
 
 
+def resource_kind(handle: Any) -> str:
+    """Returns what the resource of an eager handle is, as "tensorflow::Var"; "" if unknown.
+
+    Symbol: how TensorFlow prints a `ResourceHandle`, which no public attribute gives the type of.
+    """
+    found = re.search(r'type="([^"]*)"', repr(handle))
+    return found[1] if found else ""
+
+
+def operation_seeds() -> Any:
+    """Returns the `random.Random` that eager random ops without a seed take theirs from, or None.
+
+    Symbol: `tensorflow.python.eager.context.Context._rng`, there once `tf.random.set_seed` was
+    called. No public function tells its state.
+    """
+    return getattr(_context()(), "_rng", None)
+
+
 class OpInput(NamedTuple):
     """One input of an op.
 

@@ -471,6 +471,7 @@ class EffectiveLevel:
         config: The configuration, with what the user chose or left open.
         reasons: A sentence for every choice that was left open.
         warning: What the user has to be told, if anything.
+        placement: How graphs are rewritten at level O1.
     """
 
     level: str
@@ -480,6 +481,7 @@ class EffectiveLevel:
     config: PrecisionConfig
     reasons: tuple[str, ...]
     warning: str | None
+    placement: str = "lists"
 
     @property
     def low_weights(self) -> bool:
@@ -530,6 +532,8 @@ def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLeve
         config=config,
         reasons=tuple(reasons),
         warning=warning,
+        # Or also by what pays here.
+        placement="min_cut" if config.level == "auto" else "lists",
     )
 
 

@@ -31,6 +31,7 @@ from tfamp.layers.float_policies import (
 from tfamp.layers.model_calls import manage, protect_values
 from tfamp.levels import layer_policies, prepared_optimizer
 from tfamp.levels.effective_settings import PrecisionSettings, own_settings_of, settings_of
+from tfamp.levels.measured_level import check_measurable, measured_level, train_step_of
 from tfamp.levels.model_copy import copy_model, same_layers
 from tfamp.levels.model_structure import (
     computing_layers_of,
@@ -121,6 +122,7 @@ def prepare(
     keep_float32: Any = (),
     master_weights: bool | None = None,
     config: PrecisionConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    example_batch: Any = None,
 ) -> Prepared:
     """Puts a level of mixed precision on a model and its optimizer.
 
@@ -157,6 +159,10 @@ def prepare(
             copies in the optimizer. None is False, but at O3 True for optimizers that keep averages
             of squared gradients, Adam for one: they learn nothing from low variables alone.
         config: A `PrecisionConfig`, a dict of its fields, or the path of a JSON or TOML file.
+        example_batch: With level "auto", a batch as `fit` takes it, such as (x, y): the train step
+            of the compiled model runs on it some dozen times, as by `tfamp.tune`, and the fastest
+            of O0, O1 with each placement and, where "auto" means it, O2 is taken. Weights,
+            optimizer and random states are as before.
 
     Returns:
         The pair of model and optimizer, with `.settings`, which prints as a table.
@@ -197,9 +203,11 @@ def prepare(
     wanted = prepared_optimizer.with_needed_masters(
         effective_level(chosen, hardware.detect()), given
     )
+    kept = tuple(select(layers_of(model)[1:], chosen.keep_float32, "keep_float32"))
+    if example_batch is not None:
+        wanted = _measured(model, wanted, kept, example_batch)
     if wanted.warning is not None:
         warnings.warn(wanted.warning, TfampWarning, stacklevel=2)
-    kept = tuple(select(layers_of(model)[1:], chosen.keep_float32, "keep_float32"))
     is_there = _is_stored_so(model, wanted, kept)
     policy_before = _policy_before(model)
     if not is_there and (wanted.low_weights or _stores_low(model)):
@@ -285,6 +293,37 @@ def _optimizer(model: Any, optimizer: Any) -> Any:
     return optimizer
 
 
+def _measured(
+    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], batch: Any
+) -> EffectiveLevel:
+    """The fastest level for a model, measured on a batch; the model is as before then."""
+    check_measurable(model, level.config, batch)
+    if _stores_low(model):
+        raise ValueError(
+            f"{model.name} stores its weights in low precision, so that float32 cannot be measured "
+            "on it: lead it back with prepare(model, level='O0') first."
+        )
+    with contextlib.ExitStack() as undo:
+        undo.callback(layer_policies.note_state(model))
+        chosen = layer_policies.take_off(model, keep_by_hand=True)
+        for functional, _ in functionals_of(model):
+            correct_symbolic_dtypes(functional)
+        mixed_step = functools.partial(_mixed_step, model, level, kept, chosen)
+        return measured_level(model, level, kept, batch, mixed_step)
+
+
+def _mixed_step(
+    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], chosen: Iterable[int], data: Any
+) -> Any:
+    """The train step of a float32 model, traced as at level O2; the model is as before then."""
+    with contextlib.ExitStack() as undo:
+        undo.callback(layer_policies.note_state(model))
+        _put_level_on(model, level, kept, chosen)
+        step = train_step_of(model)
+        step.get_concrete_function(data)
+    return step
+
+
 def _stores_low(model: Any) -> bool:
     """Whether weights of a model are stored in a low dtype, and not by a single layer's choice."""
     record = _prepared.get(model)
@@ -326,9 +365,7 @@ def _put_level_on(
         layer_policies.put_on(model, policy, kept=kept, chosen=chosen)
     if level.level != "O1":
         return None
-    # Or also by what pays here.
-    placement = "min_cut" if level.config.level == "auto" else "lists"
-    return rewrite_steps_of(model, level.dtype, placement, kept)
+    return rewrite_steps_of(model, level.dtype, level.placement, kept)
 
 
 def _finish(

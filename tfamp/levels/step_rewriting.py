@@ -8,6 +8,7 @@ run the model silently computes in float32.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable
@@ -41,11 +42,8 @@ def rewrite_steps_of(
 
     Its graphs are placed as by `tfamp.rewrite`. Returns what makes the same of another function.
     """
-    # A step need not run every layer of its model: the pattern may match no node.
-    settings = RewriteSettings(dtype=dtype, placement=placement).keeping((_KEPT_NODES,))
-    rewrite = functools.partial(RewrittenFunction, settings=settings)
-    for layer in computing_layers_of(*kept):
-        wrap_method(layer, "call", _in_float32)
+    rewrite = functools.partial(RewrittenFunction, settings=step_settings(dtype, placement))
+    keep_in_float32(kept)
     for layer in layers_of(model):
         # In place of `call` once Keras has quantized the layer; autocast leaves it alone itself.
         wrap_method(layer, "quantized_call", _under_kept_scope)
@@ -53,6 +51,19 @@ def rewrite_steps_of(
     for name in STEPS:
         _rewrite_step_of(model, name, dtype, rewrite)
     return rewrite
+
+
+def step_settings(dtype: str, placement: str) -> RewriteSettings:
+    """Returns how steps are rewritten; a step need not run every layer that is kept in float32."""
+    return RewriteSettings(dtype=dtype, placement=placement).keeping((_KEPT_NODES,))
+
+
+def keep_in_float32(kept: Iterable[Any]) -> contextlib.ExitStack:
+    """Makes layers compute in float32 at level O1; closing what it returns ends this."""
+    undo = contextlib.ExitStack()
+    for layer in computing_layers_of(*kept):
+        undo.callback(wrap_method(layer, "call", _in_float32))
+    return undo
 
 
 def _rewrite_step_of(model: Any, name: str, dtype: str, rewrite: Callable[..., Any]) -> None:

@@ -169,7 +169,7 @@ def _measure(device: str, seconds: float, sizes: Sizes) -> MachineProfile:
     gpu_sharing.let_memory_grow()
     asynchronous = device == "gpu" or not tf.config.experimental.get_synchronous_execution()
     with tf.device(f"{device.upper()}:0"), _nothing_placed_elsewhere():
-        timers = _timed(works(sizes), _together if asynchronous else _one_by_one, seconds)
+        timers = _timed(works(sizes), together if asynchronous else _one_by_one, seconds)
     return _profile(device, timers)
 
 
@@ -285,7 +285,7 @@ def _one_by_one(run: Run, repeats: int) -> float:
     return best
 
 
-def _together(run: Run, repeats: int) -> float:
+def together(run: Run, repeats: int) -> float:
     """Seconds of a run, of many that are started before the first one is waited for."""
     tf.test.experimental.sync_devices()
     start = time.perf_counter()

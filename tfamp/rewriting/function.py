@@ -17,8 +17,10 @@ from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarnin
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration, measure
 from tfamp.graph.op_lists import OpLists
+from tfamp.graph.rewrite import PLACEMENTS
 from tfamp.interop.keras_hooks import require_tensorflow
 from tfamp.interop.tf_functions import SaveableFunction
+from tfamp.planning.choices import check_choice
 from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import RewritePlan
 from tfamp.policy import low_dtype
@@ -31,6 +33,8 @@ _EAGER = (
     "traced, so there is no graph to rewrite. In eager mode `tfamp.autocast` casts op by op."
 )
 
+# A placement that is none: the best of all of them.
+_TUNE = "tune"
 _NO_RESULT = {
     "an async generator": inspect.isasyncgenfunction,
     "a coroutine function (async def)": inspect.iscoroutinefunction,
@@ -75,7 +79,8 @@ def rewrite(
             `tfamp.graph.Calibration`. Nodes with values too large for the dtype stay float32.
             Variables are as before afterwards.
         placement: "min_cut": the lists decide what may be low, a minimum cut what is worth it on
-            this machine. "lists": the lists decide alone.
+            this machine. "lists": the lists decide alone. "tune": what is the fastest of these and
+            float32 on `example_args`, which are run some dozen times; see `tfamp.tune`.
         profile: What min_cut goes by: a `tfamp.graph.MachineProfile`, "builtin" for fixed figures,
             or None for this machine's, measured in 3 s once and cached; see `TFAMP_PROFILE`.
         on_error: "raise", or "keep": warn and run the float32 function where a graph cannot be
@@ -106,20 +111,24 @@ def rewrite(
         [('MatMul', 'bfloat16'), ('Relu', 'bfloat16'), ('Identity', 'float32')]
     """
     require_tensorflow("tfamp.rewrite")
+    tuned = placement == _TUNE
+    check_choice("placement", placement, (*PLACEMENTS, _TUNE))
     settings = RewriteSettings(
-        dtype=_low_dtype(dtype),
+        dtype=(low_dtype(dtype) or "bfloat16") if tuned else _low_dtype(dtype),
         op_lists=op_lists,
         keep_float32=keep_float32,
         force_low=force_low,
         calibration=None if calibration is None else Calibration.of(calibration),
-        placement=placement,
+        placement=PLACEMENTS[0] if tuned else placement,
         profile=profile,
         on_error=on_error,
         cache_weights=cache_weights,
     )
-    if fn is None:
-        return functools.partial(_make, settings=settings, example_args=example_args)
-    return _make(fn, settings, example_args)
+    _check_example_args(example_args, tuned)
+    make = functools.partial(
+        _tuned if tuned else _make, settings=settings, example_args=example_args
+    )
+    return make if fn is None else make(fn)
 
 
 def _low_dtype(dtype: str | None) -> str | None:
@@ -135,14 +144,37 @@ def _low_dtype(dtype: str | None) -> str | None:
     return name
 
 
-def _make(
-    fn: Any, settings: RewriteSettings, example_args: Sequence[Any] | None
-) -> RewrittenFunction:
+def _check_example_args(example_args: Any, needed: bool) -> None:
+    if needed and example_args is None:
+        raise ValueError(
+            'placement="tune" runs the function to find the fastest way: give the arguments of a '
+            "call as example_args, e.g. example_args=(x, y), or use tfamp.tune(fn, x, y)."
+        )
     if example_args is not None and not isinstance(example_args, list | tuple):
         raise TypeError(
             "example_args must be a list or tuple of the arguments of a call, e.g. (x,); got "
             f"{type(example_args).__name__}."
         )
+
+
+def _tuned(
+    fn: Any, settings: RewriteSettings, example_args: Sequence[Any] | None
+) -> RewrittenFunction:
+    """The fastest rewritten function; one that runs in float32 where that is the fastest."""
+    from tfamp.rewriting import tuning  # Nothing else needs it.
+
+    check_function(fn)
+    ways = tuning.candidates_of(fn, settings, RewrittenFunction, tuning.CANDIDATES)
+    name, args = TracedFunction.of(fn).name, tuple(example_args or ())
+    best = tuning.compare_candidates(ways, args, name=name, dtype=str(settings.dtype)).best
+    if isinstance(best, RewrittenFunction):
+        return best
+    return RewrittenFunction(fn, dataclasses.replace(settings, dtype=None))
+
+
+def _make(
+    fn: Any, settings: RewriteSettings, example_args: Sequence[Any] | None
+) -> RewrittenFunction:
     rewritten = RewrittenFunction(fn, settings)
     if example_args is not None:
         rewritten.concrete(*example_args)
@@ -164,7 +196,7 @@ class RewrittenFunction(SaveableFunction):
     def __init__(
         self, fn: Any, settings: RewriteSettings, traced: TracedFunction | None = None
     ) -> None:
-        _check_function(fn)
+        check_function(fn)
         self._fn = fn
         self._settings = settings
         self._instance: Any = None
@@ -254,6 +286,16 @@ class RewrittenFunction(SaveableFunction):
         return RewrittenFunction(self._fn, settings)
 
     @property
+    def written(self) -> Any:
+        """What it was made from: the function in float32."""
+        return self._fn
+
+    @property
+    def settings(self) -> RewriteSettings:
+        """How it is rewritten."""
+        return self._settings
+
+    @property
     def tf_function(self) -> Any:
         """The function itself, which is a `tf.function`."""
         return self
@@ -307,7 +349,7 @@ class RewrittenFunction(SaveableFunction):
         return measure(graph.graph_def, graph.inputs, batches, captured, graph.outputs)
 
 
-def _check_function(fn: Any) -> None:
+def check_function(fn: Any) -> None:
     """Raises a TypeError for what cannot be called, or gives no result when it is."""
     expected = (
         "rewrite takes a tf.function, a concrete function, a Keras model or a Python function"

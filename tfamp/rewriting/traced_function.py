@@ -85,6 +85,11 @@ class TracedFunction:
                 arguments[name] = getattr(self.options, name)
         return arguments
 
+    def unchanged(self) -> Any:
+        """Returns a `tf.function` that runs it as it is, with traces of its own."""
+        own = self.options
+        return tf.function(self.python_function, **({} if own is None else own._asdict()))
+
     def call(self, *args: Any, **kwargs: Any) -> FlatCall:
         """Returns a call with its arguments, defaults included, in the places they are taken in."""
         bound = self.signature.bind(*args, **kwargs)

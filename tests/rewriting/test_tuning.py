@@ -1,0 +1,431 @@
+"""`tfamp.tune`: what is chosen, what is said, and that nothing is left changed."""
+
+import json
+import math
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.cases import first_of
+from helpers.graph_asserts import assert_computes_in
+from helpers.optimizers import plain_optimizers
+from helpers.tolerances import assert_close
+from tfamp.rewriting import tuning
+from tfamp.rewriting.tune_report import TuneReport, TuneRow
+
+CANDIDATES = ("float32", "lists", "min_cut")
+WIDTH = 16
+# What is timed does not matter where it is only tested that it was run.
+QUICK = {"dtype": "bfloat16", "candidates": CANDIDATES, "rounds": 1}
+
+
+def batch(size=8):
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((size, WIDTH)).astype("float32")
+    return x, generator.integers(0, 4, size)
+
+
+def make_model():
+    layers = keras.layers
+    keras.utils.set_random_seed(1)
+    return keras.Sequential(
+        [
+            keras.Input((WIDTH,)),
+            layers.Dense(WIDTH, activation="relu"),
+            layers.Dropout(0.5),
+            layers.BatchNormalization(),
+            layers.Dense(4),
+        ]
+    )
+
+
+def make_step(model, optimizer):
+    loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_fn(y, model(x, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    return step
+
+
+def bits(*owners):
+    """The very bytes of all variables, those of Dropout's seeds included."""
+    return [np.asarray(each).tobytes() for owner in owners for each in owner.variables]
+
+
+def next_draws():
+    """The next random number of every generator; draws them."""
+    return (
+        random.random(),
+        np.random.random(),
+        float(keras.random.uniform(())),
+        float(tf.random.uniform(())),
+    )
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Makes candidates take given times: they run, and the clock is made up."""
+    seconds = {"float32": 2.0, "lists": 1.0, "min_cut": 0.5}
+
+    def together(call, count):
+        del count
+        call()
+        settings = getattr(call.func, "settings", None)
+        return seconds.get("float32" if settings is None else settings.placement, 9.0)
+
+    monkeypatch.setattr(tuning, "together", together)
+    return seconds
+
+
+# ---- Nothing is left changed ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", first_of(plain_optimizers()))
+def test_a_train_step_is_tuned_and_nothing_has_changed(name, timed):
+    model, optimizer = make_model(), plain_optimizers()[name](learning_rate=0.1)
+    step = make_step(model, optimizer)
+    step(*batch())  # So that slots and counters are not just zeros.
+    before = bits(model, optimizer)
+    keras.utils.set_random_seed(5)
+    report = tfamp.tune(step, *batch(), **QUICK)
+    drawn = next_draws()
+    assert bits(model, optimizer) == before
+    keras.utils.set_random_seed(5)
+    assert next_draws() == drawn
+    assert [row.low_nodes > 0 for row in report.rows] == [False, True, True]
+    # Dropout drops the same values in each of them.
+    assert [0 < row.error < 0.05 for row in report.rows] == [False, True, True]
+    assert report.chosen.candidate == "min_cut"
+    report.best(*batch())
+    assert bits(model, optimizer) != before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_what_is_raised_between_two_runs_changes_nothing(error, timed, monkeypatch):
+    model, optimizer = make_model(), keras.optimizers.Adam(0.1)
+    step = make_step(model, optimizer)
+    step(*batch())
+    before, runs, together = bits(model, optimizer), [], tuning.together
+
+    def stopped(call, count):
+        seconds = together(call, count)
+        assert bits(model, optimizer) != before, "the step has run"
+        runs.append(call)
+        if len(runs) == 5:
+            raise error
+        return seconds
+
+    monkeypatch.setattr(tuning, "together", stopped)
+    state = random.getstate()
+    with pytest.raises(error):
+        tfamp.tune(step, *batch(), **QUICK)
+    assert bits(model, optimizer) == before
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize("where", ["run", "trace"])
+def test_what_a_candidate_raises_changes_nothing(where):
+    variable, calls = tf.Variable([1.0, 2.0]), []
+
+    def fail_at_third(value):
+        calls.append(value)
+        if len(calls) == 3:
+            raise ArithmeticError("at the third")
+        return value
+
+    @tf.function(autograph=False)  # It would make an error of its own of ours.
+    def step(x):
+        random.random()
+        if where == "trace":
+            fail_at_third(x)
+        written = variable.assign_add(tf.reduce_sum(x @ tf.ones((2, 2)), 0))
+        return (
+            written if where == "trace" else tf.numpy_function(fail_at_third, [written], "float32")
+        )
+
+    state = random.getstate()
+    with pytest.raises((ArithmeticError, tf.errors.OpError), match="at the third"):
+        tfamp.tune(step, tf.ones((2, 2)), **QUICK)
+    assert variable.numpy().tolist() == [1.0, 2.0]
+    assert random.getstate() == state
+
+
+def test_what_the_first_call_makes_is_as_it_is_made():
+    tuned, untouched = [(make_model(), keras.optimizers.Adam(0.1)) for _ in range(2)]
+    step = make_step(*tuned)
+    tfamp.tune(step, *batch(), **QUICK)
+    assert step.experimental_get_tracing_count() == 0
+    assert not any(np.any(np.asarray(slot)) for slot in tuned[1].variables[2:])
+    step(*batch())
+    make_step(*untouched)(*batch())
+    assert bits(*tuned) == bits(*untouched)
+
+
+def test_ops_that_hold_a_random_state_go_on_where_they_were(timed):
+    def make():
+        tf.random.set_seed(3)
+        return tf.function(lambda x: tf.nn.dropout(x @ tf.ones((WIDTH, WIDTH)), 0.5))
+
+    x = tf.constant(batch()[0])
+    step = make()
+    expected = [step(x).numpy(), step(x).numpy()]
+    step = make()
+    first = step(x).numpy()
+    report = tfamp.tune(step, x, **QUICK)
+    assert (np.array([first, step(x).numpy()]) == np.array(expected)).all()
+    # The seeds are those of the graph, so that all dropped the same.
+    assert max(row.error for row in report.rows) < 0.05
+    assert report.notes == ()
+    dropped = report.best(x).numpy() == 0
+    assert (dropped == (expected[0] == 0)).all(), "the best one has drawn nothing yet"
+
+
+def test_random_numbers_that_cannot_be_repeated_are_said(timed):
+    tf.random.set_seed(None)
+    x = tf.constant(batch()[0])
+    report = tfamp.tune(lambda x: x @ tf.random.normal((WIDTH, WIDTH)), x, **QUICK)
+    assert report.rows[1].error > 0.5
+    assert "others in each trace (RandomStandardNormal)" in report.to_text()
+
+
+def test_iterators_are_where_they_were():
+    weights = tf.ones((WIDTH, WIDTH))
+    dataset = tf.data.Dataset.from_tensor_slices(batch(12)[0]).batch(4)
+    dataset = dataset.shuffle(3, seed=1, reshuffle_each_iteration=False)
+    given, captured, twin = iter(dataset), iter(dataset), iter(dataset)
+    first = next(twin)
+    report = tfamp.tune(
+        lambda it: (next(it) @ weights, next(captured)), given, **QUICK | {"rounds": 4}
+    )
+    assert report.rows[1].low_nodes > 0
+    for iterator in (given, captured):
+        assert (next(iterator).numpy() == first.numpy()).all()
+
+
+def test_what_cannot_be_put_back_is_refused():
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+    table.insert(tf.constant([1], tf.int64), [2.0])
+    keys = tf.constant([1], tf.int64)
+
+    def reads(x):
+        return x @ tf.ones((2, 2)) * table.lookup(keys)
+
+    def writes(x):
+        table.insert(keys, tf.reduce_sum(x, keepdims=True)[0])
+        return reads(x)
+
+    assert tfamp.tune(reads, tf.ones((2, 2)), **QUICK).rows[1].error == 0
+    with pytest.raises(ValueError, match="a lookup table .*LookupTableInsertV2.*put back"):
+        tfamp.tune(writes, tf.ones((2, 2)), **QUICK)
+    assert table.lookup(keys).numpy().tolist() == [2.0]
+    generated = tf.data.Dataset.from_generator(
+        lambda: iter([[1.0, 2.0]] * 9), output_signature=tf.TensorSpec((2,))
+    )
+    with pytest.raises(ValueError, match="iterator .*stateful.*next"):
+        tfamp.tune(lambda it: next(it), iter(generated), **QUICK)
+
+
+# ---- What is chosen ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def layer():
+    """A function that is less exact in low precision."""
+    weights = tf.Variable(np.random.default_rng(1).standard_normal((64, 64)).astype("float32"))
+
+    @tf.function
+    def layer(x):
+        return tf.nn.relu(x @ weights), x
+
+    return layer
+
+
+@pytest.fixture
+def x():
+    return tf.constant(np.random.default_rng(2).standard_normal((8, 64)).astype("float32"))
+
+
+def test_the_fastest_is_chosen_and_the_report_tells_why(layer, x, timed):
+    report = tfamp.tune(layer, x, **QUICK | {"rounds": 3})
+    assert [row.candidate for row in report.rows] == [*CANDIDATES]
+    assert [row.chosen for row in report.rows] == [False, False, True]
+    assert [row.seconds for row in report.rows] == [2.0, 1.0, 0.5]
+    assert report.rows[0].quartiles == (2.0, 2.0)
+    assert report.rows[0].error == 0
+    assert 1e-4 < report.rows[1].error < 1e-2
+    assert (report.speed_up, report.rounds, report.dtype) == (4.0, 3, "bfloat16")
+    assert_computes_in("bfloat16", report.best.concrete(x))
+    assert_close(report.best(x)[0], layer(x)[0], "bfloat16", depth=64)
+    text = report.to_text()
+    assert "chosen: min_cut, 4.00 times as fast as float32" in text
+    facts = json.loads(report.to_json())
+    assert [row["chosen"] for row in facts["rows"]] == [False, False, True]
+
+
+def test_what_is_less_exact_than_the_bound_is_not_chosen(layer, x, timed):
+    report = tfamp.tune(layer, x, max_error=0, **QUICK)
+    assert report.chosen.candidate == "float32"
+    assert report.best is layer
+    assert "low precision does not pay here: min_cut is 4.00 times as fast, but" in report.to_text()
+    loose = tfamp.tune(layer, x, max_error=0.1, **QUICK)
+    assert loose.chosen.candidate == "min_cut"
+
+
+def test_float32_is_always_a_candidate_and_never_made_slower(layer, x, timed):
+    timed["lists"] = 2.5
+    report = tfamp.tune(layer, x, dtype="bfloat16", candidates=["lists", "lists"], rounds=1)
+    assert [row.candidate for row in report.rows] == ["float32", "lists"]
+    assert report.best is layer
+    assert "low precision does not pay here: no candidate" in report.to_text()
+    plain = tfamp.tune(lambda x: layer(x), x, dtype="bfloat16", candidates=(), rounds=1)
+    assert plain.chosen.candidate == "float32"
+    assert_computes_in("float32", plain.best, x)
+
+
+def test_results_that_overflow_are_not_chosen(timed):
+    def large(x):
+        return (x * 1e5) @ tf.ones((4, 4)) * 1e-5
+
+    given = {**QUICK, "dtype": "float16"}
+    report = tfamp.tune(large, tf.ones((2, 4)), **given)
+    assert report.rows[1].error == math.inf
+    assert report.chosen.error == 0
+    # Where float32 is not finite either, the others' values say nothing.
+    same = tfamp.tune(
+        lambda x: (x @ tf.ones((4, 4))) / [1.0, 0.0, 1.0, 1.0], tf.ones((2, 4)), **given
+    )
+    assert [row.error for row in same.rows] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("result", [lambda y: None, lambda y: y / 0.0])
+def test_without_results_to_compare_no_error_is_told(result, timed):
+    report = tfamp.tune(lambda x: result(x @ tf.ones((4, 4))), tf.ones((2, 4)), **QUICK)
+    assert all(math.isnan(row.error) for row in report.rows)
+    assert report.chosen.candidate == "min_cut"
+    assert "no error could be told" in report.to_text()
+    assert "nan" in report.to_json()
+    bound = tfamp.tune(lambda x: result(x @ tf.ones((4, 4))), tf.ones((2, 4)), max_error=1, **QUICK)
+    assert bound.chosen.candidate == "float32"
+    assert "its error cannot be told" in bound.to_text()
+
+
+def test_the_arguments_of_a_rewritten_function_hold_for_all_candidates(layer, x, timed):
+    fast = tfamp.rewrite(layer, dtype="bfloat16", keep_float32=["matmul", "Relu"])
+    report = tfamp.tune(fast, x, candidates=CANDIDATES, rounds=1)
+    assert (report.dtype, [row.low_nodes for row in report.rows]) == ("bfloat16", [0, 0, 0])
+    assert "it computes in float32" in report.to_text()
+
+
+def test_models_concrete_functions_and_arrays(x, timed):
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64), keras.layers.Dense(4)])
+    concrete = tf.function(lambda x: model(x)).get_concrete_function(x)
+    for fn, given in ((model, x.numpy()), (concrete, x)):
+        report = tfamp.tune(fn, given, **QUICK)
+        assert report.rows[1].low_nodes > 0
+        assert 0 < report.rows[1].error < 0.03
+        assert report.best(given).dtype == "float32"
+
+
+def test_a_call_runs_what_was_traced_also_where_a_tape_is_around_it(layer, x, timed):
+    traces = []
+
+    def counted(x):
+        traces.append(x)
+        return layer(x)[0]
+
+    with tf.GradientTape():
+        report = tfamp.tune(counted, x.numpy(), **QUICK)
+    assert len(traces) == len(CANDIDATES)
+    report.best(x.numpy())
+    assert len(traces) == len(CANDIDATES)
+    with tf.GradientTape() as tape:
+        y = report.best(x)
+    (variable,) = tape.watched_variables()
+    assert tape.gradient(y, variable) is not None
+
+
+def test_rewrite_takes_the_fastest(layer, x, timed):
+    best = tfamp.rewrite(layer, dtype="bfloat16", placement="tune", example_args=(x,))
+    assert best.settings.placement == "min_cut"
+    timed["float32"] = 0.1
+    decorate = tfamp.rewrite(dtype="bfloat16", placement="tune", example_args=(x,))
+    slow = decorate(layer)
+    assert slow.dtype is None
+    assert_computes_in("float32", slow.concrete(x))
+    with pytest.raises(tfamp.RewriteError, match="runs in float32"):
+        slow.plan(x)
+    with pytest.raises(ValueError, match=r"placement=\"tune\" .*example_args=\(x, y\)"):
+        tfamp.rewrite(layer, placement="tune")
+
+
+def test_wrong_arguments_say_what_is_expected(layer, x):
+    with pytest.raises(ValueError, match="candidates must be one of float32, .*; got 'fast'"):
+        tfamp.tune(layer, x, candidates=["fast"])
+    with pytest.raises(TypeError, match="a collection of names; got the string 'lists'"):
+        tfamp.tune(layer, x, candidates="lists")
+    with pytest.raises(ValueError, match="rounds must be at least 1; got 0"):
+        tfamp.tune(layer, x, rounds=0)
+    with pytest.raises(ValueError, match="max_error must be a number in"):
+        tfamp.tune(layer, x, max_error=-1)
+    with pytest.raises(TypeError, match="got the class"):
+        tfamp.tune(keras.Model, x)
+    with pytest.raises(tfamp.RewriteError, match="no function is being traced"):
+        tf.function(lambda x: tfamp.tune(layer, x))(x)
+    tf.config.run_functions_eagerly(True)
+    try:
+        with pytest.raises(tfamp.RewriteError, match="run_functions_eagerly"):
+            tfamp.tune(layer, x)
+    finally:
+        tf.config.run_functions_eagerly(False)
+
+
+# ---- The report ----------------------------------------------------------------------------------
+
+
+def report_of(*seconds, **facts):
+    rows = tuple(
+        TuneRow(name, time, (time / 2, time * 2), 0.01 * i, time == min(seconds), low_nodes=i)
+        for i, (name, time) in enumerate(zip(CANDIDATES, seconds, strict=False))
+    )
+    return TuneReport("step", "bfloat16", rows, max_error=None, rounds=5, **facts)
+
+
+def test_the_text_is_a_table_with_a_verdict():
+    lines = report_of(3e-3, 2.5, 9e-6, notes=("a note",)).to_text().splitlines()
+    assert [line.split()[:3] for line in lines[1:4]] == [
+        ["float32", "3", "ms"],
+        ["lists", "2.5", "s"],
+        ["min_cut", "9", "us"],
+    ]
+    assert lines[3].endswith("<- chosen")
+    assert lines[-1] == "a note"
+    assert "may be noise" in report_of(3e-3, 2.9e-3).to_text()
+
+
+def test_the_html_is_self_contained_and_escapes_names():
+    report = report_of(3e-3, 2e-3, 1e-3)
+    page = report._repr_html_()
+    assert page.startswith("<div")
+    assert page.endswith("</div>")
+    assert all(each not in page for each in ("http", "<script", "<link", "src="))
+    assert page.count("<tr>") == 4
+    risky = TuneReport("<lambda>", "bfloat16", report.rows, max_error=None, rounds=1)
+    assert "&lt;lambda&gt;" in risky._repr_html_()
+
+
+def test_a_terminal_shows_progress(layer, x, timed, monkeypatch, capsys):
+    tfamp.tune(layer, x, **QUICK)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    tfamp.tune(layer, x, **QUICK)
+    assert "6/6" in capsys.readouterr().out

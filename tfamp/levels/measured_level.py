@@ -1,0 +1,100 @@
+"""Level "auto" by measurement: the train step of a model at each level that may pay, by turns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfamp.levels.precision_config import EffectiveLevel, PrecisionConfig, effective_level
+from tfamp.levels.step_rewriting import keep_in_float32, step_settings
+from tfamp.machine import hardware
+from tfamp.rewriting.function import RewrittenFunction
+from tfamp.rewriting.tune_report import FLOAT32, TuneReport, time_text
+from tfamp.rewriting.tuning import CANDIDATES, Candidate, candidates_of, compare_candidates
+
+_MIXED = "O2"
+
+
+def check_measurable(model: Any, config: PrecisionConfig, batch: Any) -> None:
+    """Raises a ValueError or TypeError where there is no train step to measure on a batch."""
+    if config.level != "auto":
+        raise ValueError(
+            f"example_batch is what level='auto' is measured on; level is {config.level!r}. Leave "
+            "example_batch out, or give level='auto'."
+        )
+    if not isinstance(batch, tuple | list) or not 1 <= len(batch) <= 3:
+        raise TypeError(
+            "example_batch must be a tuple as fit takes it, (x,), (x, y) or (x, y, sample_weight); "
+            f"got {type(batch).__name__}."
+        )
+    if config.master_weights:
+        raise ValueError(
+            "master_weights=True stores the weights in a low dtype, which is not measured: leave "
+            "example_batch out, or give level='O2'."
+        )
+    if not model.compiled:
+        raise ValueError(
+            f"{model.name} is not compiled, so that it has no train step to measure: call "
+            "model.compile(optimizer, loss) before prepare(level='auto', example_batch=...)."
+        )
+
+
+def measured_level(
+    model: Any,
+    level: EffectiveLevel,
+    kept: tuple[Any, ...],
+    batch: Any,
+    mixed_step: Callable[[Any], Any],
+) -> EffectiveLevel:
+    """Returns the fastest level for the train step of a float32 model, which stays as it is.
+
+    `level` is what the device suggests; `mixed_step` traces the step at level O2 on some data.
+    """
+    config = level.config
+    if config.dtype == FLOAT32:
+        return level
+    low = effective_level(dataclasses.replace(config, level="O1"), hardware.detect())
+    data = keras.tree.map_structure(_as_fit_gives, tuple(batch))
+    settings = step_settings(low.dtype, low.placement)
+    ways = candidates_of(train_step_of(model), settings, RewrittenFunction, CANDIDATES)
+    if level.level == _MIXED:
+        ways.append(Candidate(_MIXED, mixed_step(data), fresh=lambda: None, is_copy=True))
+    with keep_in_float32(kept):
+        report = compare_candidates(ways, (data,), name=model.name, dtype=low.dtype)
+    return _found(report, config)
+
+
+def _found(report: TuneReport, config: PrecisionConfig) -> EffectiveLevel:
+    chosen = report.chosen
+    name = {FLOAT32: "O0", _MIXED: _MIXED}.get(chosen.candidate, "O1")
+    level = effective_level(dataclasses.replace(config, level=name), hardware.detect())
+    times = time_text(chosen.seconds)
+    if name != "O0":
+        times += f" ({chosen.candidate}), and {time_text(report.rows[0].seconds)} in float32"
+    reason = f"level: auto is {name}, the fastest on the example batch: a step takes {times}."
+    placement = chosen.candidate if name == "O1" else level.placement
+    # A warning would be of a guess, where this was measured.
+    return dataclasses.replace(
+        level,
+        config=config,
+        reasons=(reason, *level.reasons),
+        warning=None,
+        placement=placement,
+    )
+
+
+def train_step_of(model: Any) -> Any:
+    """Returns the train step of a compiled model as `fit` traces it."""
+    return tf.function(model.train_step, autograph=False, jit_compile=model.jit_compile or None)
+
+
+def _as_fit_gives(value: Any) -> Any:
+    """An array as a tensor; numbers of any other float dtype become Keras's default one."""
+    if value is None:
+        return None
+    tensor = tf.convert_to_tensor(value)
+    return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor

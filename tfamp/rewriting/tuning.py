@@ -1,0 +1,298 @@
+"""Candidates for a function, run by turns on real arguments: what each takes, and how exact it is.
+
+Every run starts from the same state, and when all is done, or something was raised, that is the
+state again. No trace that the caller has is run: what ops keep in a trace is as it was, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import statistics
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import keras
+import tensorflow as tf
+
+from tfamp.autocasting.state import current_modes
+from tfamp.core.errors import NothingConvertedWarning, RewriteError
+from tfamp.core.options import checked_count, checked_number
+from tfamp.graph.rewrite import PLACEMENTS
+from tfamp.machine.profile_measure import together
+from tfamp.planning.choices import check_choice
+from tfamp.rewriting.function_state import FunctionState, RandomStates, random_ops
+from tfamp.rewriting.pipeline import RewriteSettings
+from tfamp.rewriting.traced_function import TracedFunction
+from tfamp.rewriting.tune_report import FLOAT32, TuneReport, TuneRow
+
+ROUNDS = 10
+# Short calls are repeated for this long at each turn.
+_LEAST_SECONDS = 3e-3
+_MOST_REPEATS = 30
+# Makes the function of a candidate for another function, with settings of a rewrite.
+Maker: TypeAlias = Callable[[Any, RewriteSettings], Any]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a function.
+
+    Attributes:
+        name: What it is called in the report.
+        function: A `tf.function` that nobody else runs.
+        fresh: Makes the same anew; also what to use of it, where `function` was only a copy.
+        is_copy: Whether `function` was only a copy.
+    """
+
+    name: str
+    function: Any
+    fresh: Callable[[], Any]
+    is_copy: bool = False
+
+
+def candidates_of(
+    fn: Any, settings: RewriteSettings, rewritten: Maker, names: Iterable[str]
+) -> list[Candidate]:
+    """Makes candidates of a function, float32 first; a ValueError names those that there are."""
+    if isinstance(names, str):
+        raise TypeError(f"candidates must be a collection of names; got the string {names!r}.")
+    chosen = tuple(dict.fromkeys((FLOAT32, *names)))
+    for name in chosen:
+        check_choice("candidates", name, tuple(_MAKERS))
+    return [_MAKERS[name](fn, settings, rewritten) for name in chosen]
+
+
+def _as_it_is(fn: Any, settings: RewriteSettings, rewritten: Maker) -> Candidate:
+    del settings, rewritten
+    traced = TracedFunction.of(fn)
+    kinds = (tf.types.experimental.PolymorphicFunction, tf.types.experimental.ConcreteFunction)
+    fresh = (lambda: fn) if isinstance(fn, kinds) else traced.unchanged
+    return Candidate(FLOAT32, traced.unchanged(), fresh, is_copy=True)
+
+
+def _placed(placement: str, fn: Any, settings: RewriteSettings, rewritten: Maker) -> Candidate:
+    made = functools.partial(rewritten, fn, dataclasses.replace(settings, placement=placement))
+    return Candidate(placement, made(), made)
+
+
+# All candidates there are: from a function and settings, and what rewrites one by the other.
+_MAKERS: Mapping[str, Callable[[Any, RewriteSettings, Maker], Candidate]] = {
+    FLOAT32: _as_it_is,
+    **{name: functools.partial(_placed, name) for name in PLACEMENTS},
+}
+# Those of `tune` unless others are given.
+CANDIDATES = tuple(each for each in (FLOAT32, "lists", "min_cut", "measured") if each in _MAKERS)
+
+
+def compare_candidates(
+    candidates: Sequence[Candidate],
+    args: Sequence[Any],
+    *,
+    name: str,
+    dtype: str,
+    max_error: float | None = None,
+    rounds: int = ROUNDS,
+) -> TuneReport:
+    """Runs candidates, float32's first, by turns on the arguments of a call.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong, or calls change what cannot be put back.
+        RewriteError: No function is traced here, or the function cannot be rewritten.
+    """
+    if max_error is not None:
+        max_error = checked_number("max_error", max_error, low=0.0, high=math.inf)
+    rounds = checked_count("rounds", rounds)
+    if not tf.executing_eagerly():
+        raise RewriteError("Tuning runs functions: call it where no function is being traced.")
+    if tf.config.functions_run_eagerly():
+        raise RewriteError("Tuning needs graphs: tf.config.run_functions_eagerly(True) is on.")
+    with _undisturbed():
+        randoms = RandomStates.now()
+        try:
+            traces = [each.function.get_concrete_function(*args) for each in candidates]
+            with tf.init_scope():  # A tape around it must not record the runs.
+                found = _measured(candidates, args, traces, randoms, rounds)
+        finally:
+            randoms.put_back()
+        low_nodes = [_low_nodes(each.function, args) for each in candidates]
+    draws = [random_ops(trace) for trace in traces]
+    rows = _rows(candidates, found, low_nodes, max_error)
+    chosen = candidates[next(i for i, row in enumerate(rows) if row.chosen)]
+    anew = chosen.is_copy or any(draws)
+    return TuneReport(
+        function=name,
+        dtype=dtype,
+        rows=rows,
+        max_error=max_error,
+        rounds=rounds,
+        best=chosen.fresh() if anew else chosen.function,
+        notes=tuple(_notes(rows, draws)),
+    )
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Runs where no autocast casts, and nothing is said that the report says."""
+    with current_modes.set_to(None), warnings.catch_warnings():
+        warnings.simplefilter("ignore", NothingConvertedWarning)
+        yield
+
+
+def _low_nodes(function: Any, args: Sequence[Any]) -> int:
+    if not hasattr(function, "plan"):
+        return 0
+    try:
+        return int(function.plan(*args).summary.low_nodes)
+    except RewriteError:  # It could not be rewritten, and `on_error` is "keep".
+        return 0
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+
+# The error of a candidate, and its times.
+_Found: TypeAlias = tuple[float, list[float]]
+
+
+def _measured(
+    candidates: Sequence[Candidate],
+    args: Sequence[Any],
+    traces: Sequence[Any],
+    randoms: RandomStates,
+    rounds: int,
+) -> list[_Found]:
+    state = FunctionState.of(traces, args, randoms)
+    calls = [functools.partial(each.function, *args) for each in candidates]
+    try:
+        progress = _progress(len(calls) * (rounds + 1))
+        errors = _errors(calls, state, progress)
+        repeats = [1 if state.iterators else _repeats(call, state) for call in calls]
+        times: list[list[float]] = [[] for _ in calls]
+        for _ in range(rounds):
+            for call, count, known in zip(calls, repeats, times, strict=True):
+                state.put_back()
+                known.append(together(call, count))
+                progress()
+    finally:
+        state.put_back()
+    return list(zip(errors, times, strict=True))
+
+
+def _errors(
+    calls: Sequence[Callable[[], Any]], state: FunctionState, progress: Callable[[], None]
+) -> list[float]:
+    """The errors of the very first runs, which are not timed: kernels are set up in them."""
+    errors: list[float] = []
+    references: list[Any] = []
+    for number, call in enumerate(calls):
+        state.put_back()
+        outputs = _float_tensors(call())
+        references = references if number else outputs
+        errors.append(output_error(outputs, references))
+        progress()
+    return errors
+
+
+def _repeats(call: Callable[[], Any], state: FunctionState) -> int:
+    state.put_back()
+    seconds = together(call, 1)
+    return min(math.ceil(_LEAST_SECONDS / max(seconds, 1e-9)), _MOST_REPEATS)
+
+
+def _progress(total: int) -> Callable[[], None]:
+    """Returns what moves a bar on by one run; there is a bar on terminals only."""
+    if not sys.stdout.isatty():
+        return lambda: None
+    bar = keras.utils.Progbar(total, unit_name="run")
+    return lambda: bar.add(1)
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+def output_error(values: Sequence[Any], references: Sequence[Any]) -> float:
+    """Returns the largest relative error of some tensors; NaN where one cannot be told."""
+    errors = [_relative_error(*each) for each in zip(values, references, strict=True)]
+    return math.nan if not errors or any(map(math.isnan, errors)) else max(errors)
+
+
+def _float_tensors(outputs: Any) -> list[Any]:
+    leaves = tf.nest.flatten(outputs, expand_composites=True)
+    return [leaf for leaf in leaves if tf.is_tensor(leaf) and leaf.dtype.is_floating]
+
+
+def _relative_error(value: Any, reference: Any) -> float:
+    """Root mean square of the differences over that of the reference, where that is finite."""
+    if value.shape != reference.shape:
+        return math.inf
+    # On the device, so that only numbers come from there.
+    value, reference = tf.cast(value, "float64"), tf.cast(reference, "float64")
+    counts = tf.math.is_finite(reference)
+    if value.shape.num_elements() and not tf.reduce_any(counts):
+        return math.nan
+    zeros = tf.zeros_like(reference)
+    error = float(tf.norm(tf.where(counts, value - reference, zeros)))
+    size = float(tf.norm(tf.where(counts, reference, zeros)))
+    if not math.isfinite(error):
+        return math.inf
+    if not error:
+        return 0.0
+    return error / size if size else math.inf
+
+
+# ---- The report ----------------------------------------------------------------------------------
+
+
+def _rows(
+    candidates: Sequence[Candidate],
+    found: Sequence[_Found],
+    low_nodes: Sequence[int],
+    max_error: float | None,
+) -> tuple[TuneRow, ...]:
+    medians = [statistics.median(times) for _, times in found]
+    allowed = [
+        i
+        for i, (error, _) in enumerate(found)
+        if candidates[i].name == FLOAT32 or _is_within(error, max_error)
+    ]
+    chosen = min(allowed, key=medians.__getitem__)
+    return tuple(
+        TuneRow(each.name, median, _quartiles(times), error, i == chosen, low)
+        for i, (each, median, (error, times), low) in enumerate(
+            zip(candidates, medians, found, low_nodes, strict=True)
+        )
+    )
+
+
+def _is_within(error: float, bound: float | None) -> bool:
+    """Whether an error will do; one that cannot be told only if there is no bound."""
+    return not math.isinf(error) if bound is None else error <= bound
+
+
+def _quartiles(times: Sequence[float]) -> tuple[float, float]:
+    if len(times) == 1:
+        return times[0], times[0]
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, high
+
+
+def _notes(
+    rows: Sequence[TuneRow], draws: Sequence[Sequence[tuple[str, int, int]]]
+) -> Iterator[str]:
+    if all(math.isnan(row.error) for row in rows):
+        yield (
+            "float32 returns no float tensor with finite values, so that no error could be told: "
+            "have the function return what its results are to be judged by"
+        )
+    loose = [each for drawn in draws for each in drawn if not any(each[1:])]
+    if loose or any(drawn != draws[0] for drawn in draws):
+        op = loose[0][0] if loose else draws[0][0][0]
+        yield (
+            f"the function draws random numbers that are others in each trace ({op}), and the "
+            "errors hold that difference too: call tf.random.set_seed, or draw with keras.random"
+        )
