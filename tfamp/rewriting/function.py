@@ -51,6 +51,7 @@ def rewrite(
     on_error: str = "raise",
     cache_weights: bool = False,
     example_args: Sequence[Any] | None = None,
+    measure_seconds: float = 10.0,
 ) -> Any:
     """Returns a function that computes the same in low precision, where that is safe.
 
@@ -75,7 +76,8 @@ def rewrite(
             `tfamp.graph.Calibration`. Nodes with values too large for the dtype stay float32.
             Variables are as before afterwards.
         placement: "min_cut": the lists decide what may be low, a minimum cut what is worth it on
-            this machine. "lists": the lists decide alone.
+            this machine, by estimated times. "measured": the same, by the times of the graph's own
+            ops and Casts, measured on this machine. "lists": the lists decide alone.
         profile: What min_cut goes by: a `tfamp.graph.MachineProfile`, "builtin" for fixed figures,
             or None for this machine's, measured in 3 s once and cached; see `TFAMP_PROFILE`.
         on_error: "raise", or "keep": warn and run the float32 function where a graph cannot be
@@ -85,6 +87,9 @@ def rewrite(
             train step. They are made again when a weight has changed. Takes two bytes for each
             weight, and about 10 us a weight and call to look.
         example_args: Arguments of a call, to rewrite at once instead of at the first call.
+        measure_seconds: With "measured", about how long to measure at most, each time the function
+            is traced: the largest ops first, others keep an estimate. What is measured is kept
+            in the user's cache folder, so that it is measured once; 0 measures nothing new.
 
     Returns:
         A `RewrittenFunction`.
@@ -116,6 +121,7 @@ def rewrite(
         profile=profile,
         on_error=on_error,
         cache_weights=cache_weights,
+        measure_seconds=measure_seconds,
     )
     if fn is None:
         return functools.partial(_make, settings=settings, example_args=example_args)

@@ -107,6 +107,7 @@ class RewriteSettings:
     on_error: str = "raise"
     cache_weights: bool = False
     may_miss: tuple[str, ...] = ()
+    measure_seconds: float = 10.0
 
     def __post_init__(self) -> None:
         check_choice("on_error", self.on_error, _ON_ERROR)
@@ -148,7 +149,13 @@ class RewriteSettings:
         choices = NodeChoices(fetches, feeds, self.keep_float32, self.force_low, self.may_miss)
         profile = resolve_profile(self.profile, self.placement)
         request = make_request(
-            choices, self.dtype, self.op_lists, self.placement, self.device, profile
+            choices,
+            self.dtype,
+            self.op_lists,
+            self.placement,
+            self.device,
+            profile,
+            self.measure_seconds,
         )
         data, cached = self.calibration, frozenset(cached)
         limits = None if data is None else data.limits(self.dtype)

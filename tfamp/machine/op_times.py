@@ -1,0 +1,155 @@
+"""The times of ops on this machine: those that are known, and those that are measured now.
+
+They are kept beside the machine's profile, in one small JSON file for each machine and TensorFlow
+version, which is replaced as a whole: processes can read and write at once, and at worst measure
+something twice. What cannot be read counts as not there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from tfamp.core.errors import TfampWarning
+from tfamp.machine import gpu_sharing, op_timing
+from tfamp.machine.file_replacing import replace_text
+from tfamp.machine.op_timing import OpWork, Turns
+from tfamp.machine.profile_choice import (
+    MEASURING,
+    VARIABLE,
+    cache_folder,
+    check_folder,
+    file_of_machine,
+    machine_key,
+)
+from tfamp.machine.timing import in_own_thread
+
+# Raised when what a time means, or how it is measured, changes.
+_FORMAT = 1
+# About 60 bytes each; a train step has a few hundred. The oldest are dropped.
+MOST_KEPT = 10_000
+# A work is not begun where less than this many times its estimate is left.
+_RUNS = 8
+
+# Seconds by the key of a work; None where there is no kernel that does it.
+Known: TypeAlias = dict[str, float | None]
+
+
+def measuring_is_off() -> bool:
+    """Whether the environment says that nothing is to be measured."""
+    return os.environ.get(VARIABLE, "") == "builtin"
+
+
+def op_times(wanted: Sequence[Turns], seconds: float) -> dict[OpWork, float]:
+    """Returns times of works on this machine, measured before or now.
+
+    Args:
+        wanted: The works, the most important first.
+        seconds: About how long to measure; what is not reached then has no time.
+
+    Returns:
+        The seconds of the works that have a kernel.
+    """
+    if measuring_is_off():
+        return {}
+    folder = None if os.environ.get(VARIABLE) == "measure" else cache_folder()
+    with MEASURING:
+        store = _store(tuple(machine_key().items()), folder)
+        missing = [turns for turns in wanted if not store.has(turns)]
+        if missing and seconds > 0 and not _is_in_use():
+            store.add(in_own_thread(lambda: _measured(missing, seconds)))
+        found = {work: store.known.get(work.key()) for turns in wanted for work in turns.works}
+    return {work: each for work, each in found.items() if each is not None}
+
+
+def _is_in_use() -> bool:
+    if not (use := gpu_sharing.used_by_others()):
+        return False
+    text = f"Another job uses the GPU: {use}. No times of ops are measured, they are estimated."
+    warnings.warn(text, TfampWarning, stacklevel=2)
+    return True
+
+
+def _measured(wanted: Sequence[Turns], seconds: float) -> Known:
+    end = time.perf_counter() + seconds
+    gpu_sharing.let_memory_grow()
+    tf.config.list_logical_devices()  # Starts eager mode, whose threads a session shares.
+    found: Known = {}
+    for turns in wanted:
+        if time.perf_counter() + _RUNS * turns.estimate < end:
+            try:
+                times = op_timing.time_by_turns(turns)
+            except tf.errors.OpError:  # For want of memory, for instance: it keeps its estimate.
+                continue
+            found |= {work.key(): each for work, each in times.items()}
+    return found
+
+
+@functools.cache
+def _store(key: tuple[tuple[str, str], ...], folder: Path | None) -> _Store:
+    """One for each machine and folder, so that a process measures everything once."""
+    return _Store(dict(key), folder)
+
+
+class _Store:
+    """What is known about a machine, in this process and in its file."""
+
+    def __init__(self, key: Mapping[str, str], folder: Path | None) -> None:
+        self._key, self._folder = key, folder
+        self.known = self._read()
+
+    def has(self, turns: Turns) -> bool:
+        """Whether all these works were measured."""
+        return all(work.key() in self.known for work in turns.works)
+
+    def add(self, measured: Known) -> None:
+        """Adds what was measured, to the file too."""
+        # What other processes wrote meanwhile stays; in theirs, these become the newest.
+        self.known = _newest({**self.known, **self._read(), **measured})
+        if self._folder is None or not measured:
+            return
+        fields = {"format": _FORMAT, "key": self._key, "seconds": self.known}
+        try:
+            check_folder(self._folder)
+            replace_text(self._file(self._folder), json.dumps(fields, indent=0))
+        except OSError as error:
+            text = (
+                "The measured times of ops cannot be kept, so every process measures them again: "
+                f'{error}. Make {self._folder} writable, or set {VARIABLE} to "builtin", with '
+                "which nothing is measured."
+            )
+            warnings.warn(text, TfampWarning, stacklevel=2)
+
+    def _file(self, folder: Path) -> Path:
+        return file_of_machine(folder, "ops", self._key)
+
+    def _read(self) -> Known:
+        if self._folder is None:
+            return {}
+        try:
+            found = json.loads(self._file(self._folder).read_text(encoding="utf-8"))
+            if (found["format"], found["key"]) != (_FORMAT, self._key):
+                return {}
+            times = dict(found["seconds"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return {}
+        return {name: each for name, each in times.items() if _is_time(each)}
+
+
+def _is_time(value: Any) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, float | int) and math.isfinite(value) and 0 <= value < math.inf
+
+
+def _newest(known: Known) -> Known:
+    return dict(list(known.items())[-MOST_KEPT:])
