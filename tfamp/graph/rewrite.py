@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
+from tfamp.core.options import PLACEMENTS
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.apply import apply_plan, control_inputs, verify_rewrite
 from tfamp.graph.functions import copied, inline_calls
@@ -38,8 +39,6 @@ from tfamp.planning.structures import GraphIndex, RewritePlan, RewriteResult
 
 if TYPE_CHECKING:
     from tfamp.planning.measured_costs import MeasuredTimes
-
-PLACEMENTS = ("min_cut", "measured", "lists")
 
 
 def rewrite_graph_def(
@@ -130,7 +129,8 @@ def make_request(
     check_choice("device", device, DEVICES)
     kind = profile_choice.device_kind(device)
     _check_kernels(kind)
-    check_measuring(placement, kind, measure_seconds)
+    check_seconds(measure_seconds)
+    _check_measurable(placement, kind)
     lists = op_lists or OpLists.default(dtype, kind)
     return Request(
         dtype=dtype,
@@ -155,12 +155,16 @@ def _check_kernels(device: str) -> None:
         )
 
 
-def check_measuring(placement: str, device: str, seconds: Any) -> None:
-    """Raises a TypeError or ValueError unless ops can be timed on a kind of device for so long."""
+def check_seconds(seconds: Any) -> None:
+    """Raises a TypeError or ValueError unless it is a number of seconds to measure for."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(f"measure_seconds must be a number; got {seconds!r}.")
     if not 0 <= seconds < math.inf:
         raise ValueError(f"measure_seconds must be finite and not negative; got {seconds!r}.")
+
+
+def _check_measurable(placement: str, device: str) -> None:
+    """Raises a ValueError unless this machine has the kind of device that is to be measured."""
     here = ("cpu", tf_private.default_device_kind())
     if placement == "measured" and device not in here:
         raise ValueError(

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import importlib
 import json
+import math
 import numbers
 import os
 import re
@@ -21,11 +22,13 @@ from typing import Any
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import (
+    PLACEMENTS,
     DynamicLossScale,
     FixedLossScale,
     GradClip,
     LossScale,
     checked_growth_factor,
+    checked_number,
     resolve_grad_clip,
 )
 from tfamp.machine import hardware
@@ -53,6 +56,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "keep_float32": lambda text: [part.strip() for part in text.split(",") if part.strip()],
     "master_weights": lambda text: _FLAGS.get(text.lower(), text),
     "grad_clip": float,
+    "measure_seconds": float,
 }
 
 PREFIX = "TFAMP_"
@@ -95,6 +99,9 @@ class PrecisionConfig:
         keep_float32: What stays float32: names of layers, regular expressions, layer classes or
             layers.
         master_weights: True to store weights in the low dtype with float32 copies in the optimizer.
+        placement: "lists", "min_cut" or "measured": at level O1 what decides which ops are
+            converted. None is "lists", and with level "auto" "min_cut".
+        measure_seconds: With "measured", about how long to measure at most; None is 10.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -111,6 +118,8 @@ class PrecisionConfig:
     grad_clip: GradClip | None = None
     keep_float32: tuple[Any, ...] = ()
     master_weights: bool | None = None
+    placement: str | None = None
+    measure_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for name, read in _READERS.items():
@@ -237,6 +246,12 @@ class PrecisionConfig:
         """
         return dataclasses.replace(self, **changes)
 
+    def placement_options(self) -> dict[str, Any]:
+        """Returns what a rewrite is told about the placement, by the names of its arguments."""
+        placement = self.placement or ("min_cut" if self.level == "auto" else "lists")
+        seconds = self.measure_seconds
+        return {"placement": placement} | ({} if seconds is None else {"measure_seconds": seconds})
+
 
 def _check_together(config: PrecisionConfig) -> None:
     """Raises where two fields cannot both hold."""
@@ -249,6 +264,11 @@ def _check_together(config: PrecisionConfig) -> None:
         raise ValueError(
             f"master_weights=True goes with weights in a low dtype, and those of level "
             f"{config.level!r} are float32; give level='O2' or 'O3', or leave master_weights out."
+        )
+    if config.placement and config.level not in ("O1", "auto"):
+        raise ValueError(
+            f"placement={config.placement!r} says what a rewrite converts, and level "
+            f"{config.level!r} rewrites no graph; give level='O1', or leave placement out."
         )
 
 
@@ -431,6 +451,18 @@ def _read_grad_clip(value: Any) -> GradClip | None:
     return None if value is False else resolve_grad_clip(value)
 
 
+def _read_placement(value: Any) -> str | None:
+    known = {name: name for name in PLACEMENTS}
+    expected = f"one of {', '.join(PLACEMENTS)}, or None"
+    return None if value is None else _read_word("placement", value, expected, known)
+
+
+def _read_seconds(value: Any) -> float | None:
+    if value is None:
+        return None
+    return checked_number("measure_seconds", value, low=0.0, high=math.inf, bounds="[)")
+
+
 _READERS = {
     "level": _read_level,
     "dtype": read_dtype,
@@ -438,6 +470,8 @@ _READERS = {
     "grad_clip": _read_grad_clip,
     "keep_float32": _read_keep_float32,
     "master_weights": _read_master_weights,
+    "placement": _read_placement,
+    "measure_seconds": _read_seconds,
 }
 
 
@@ -500,6 +534,11 @@ def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLeve
             raise ValueError(
                 f"level 'auto' is {level} here ({reason}), whose weights are float32: "
                 "master_weights=True does not go with it. Give level='O2'."
+            )
+        if config.placement and level != "O1":
+            raise ValueError(
+                f"level 'auto' is {level} here ({reason}), which rewrites no graph: "
+                f"placement={config.placement!r} does not go with it. Give level='O1'."
             )
     dtype, warning = "float32", None
     if level != "O0":

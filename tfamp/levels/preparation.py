@@ -118,6 +118,8 @@ def prepare(
     grad_clip: GradClip | Mapping[str, Any] | float | None = None,
     keep_float32: Any = (),
     master_weights: bool | None = None,
+    placement: str | None = None,
+    measure_seconds: float | None = None,
     config: PrecisionConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Prepared:
     """Puts a level of mixed precision on a model and its optimizer.
@@ -154,6 +156,9 @@ def prepare(
         master_weights: True at level O2 or O3 stores the weights in the low dtype, with float32
             copies in the optimizer. None is False, but at O3 True for optimizers that keep averages
             of squared gradients, Adam for one: they learn nothing from low variables alone.
+        placement: At level O1 what decides which ops are converted, as for `tfamp.rewrite`:
+            "lists", "min_cut" or "measured". None is "lists", and with level "auto" "min_cut".
+        measure_seconds: With "measured", about how long to measure at most; None is 10.
         config: A `PrecisionConfig`, a dict of its fields, or the path of a JSON or TOML file.
 
     Returns:
@@ -190,6 +195,8 @@ def prepare(
         grad_clip=grad_clip,
         keep_float32=None if isinstance(keep_float32, tuple) and not keep_float32 else keep_float32,
         master_weights=master_weights,
+        placement=placement,
+        measure_seconds=measure_seconds,
     )
     given = _optimizer(model, optimizer)
     wanted = prepared_optimizer.with_needed_masters(
@@ -311,9 +318,7 @@ def _put_level_on(
         layer_policies.put_on(model, policy, kept=kept, chosen=chosen)
     if level.level != "O1":
         return None
-    # Or also by what pays here.
-    placement = "min_cut" if level.config.level == "auto" else "lists"
-    return rewrite_steps_of(model, level.dtype, placement, kept)
+    return rewrite_steps_of(model, level.dtype, kept, **level.config.placement_options())
 
 
 def _finish(

@@ -35,14 +35,14 @@ STEPS = ("train_step", "test_step", "predict_step")
 
 
 def rewrite_steps_of(
-    model: Any, dtype: str, placement: str, kept: Iterable[Any]
+    model: Any, dtype: str, kept: Iterable[Any], **options: Any
 ) -> Callable[..., Any]:
     """Makes a model that has nothing of tfamp's on it run at level O1, kept layers in float32.
 
-    Its graphs are placed as by `tfamp.rewrite`. Returns what makes the same of another function.
+    The options are those of `tfamp.rewrite`. Returns what makes the same of another function.
     """
     # A step need not run every layer of its model: the pattern may match no node.
-    settings = RewriteSettings(dtype=dtype, placement=placement).keeping((_KEPT_NODES,))
+    settings = RewriteSettings(dtype=dtype, **options).keeping((_KEPT_NODES,))
     rewrite = functools.partial(RewrittenFunction, settings=settings)
     for layer in computing_layers_of(*kept):
         wrap_method(layer, "call", _in_float32)

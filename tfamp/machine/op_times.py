@@ -39,6 +39,10 @@ _FORMAT = 1
 MOST_KEPT = 10_000
 # A work is not begun where less than this many times its estimate is left.
 _RUNS = 8
+# Works are timed until two times are this near to each other, so often at most.
+_MOST_TURNS = 6
+_AGREEMENT = 0.05
+_LEAST_SECONDS = 1e-7
 
 # Seconds by the key of a work; None where there is no kernel that does it.
 Known: TypeAlias = dict[str, float | None]
@@ -80,18 +84,50 @@ def _is_in_use() -> bool:
 
 
 def _measured(wanted: Sequence[Turns], seconds: float) -> Known:
+    """Times works until their times are sure or the seconds are over, the first ones first.
+
+    All are timed once before any is timed again: what slows the machine for a while then slows
+    another one the next time. The best times count.
+    """
     end = time.perf_counter() + seconds
     gpu_sharing.let_memory_grow()
     tf.config.list_logical_devices()  # Starts eager mode, whose threads a session shares.
-    found: Known = {}
-    for turns in wanted:
-        if time.perf_counter() + _RUNS * turns.estimate < end:
-            try:
-                times = op_timing.time_by_turns(turns)
-            except tf.errors.OpError:  # For want of memory, for instance: it keeps its estimate.
-                continue
-            found |= {work.key(): each for work, each in times.items()}
-    return found
+    found: dict[Turns, _Best] = {turns: _Best() for turns in wanted}
+    for _ in range(_MOST_TURNS):
+        for turns, best in found.items():
+            enough = time.perf_counter() + _RUNS * turns.estimate < end
+            if enough and not best.is_sure:
+                best.time(turns)
+    return {work.key(): each for best in found.values() for work, each in best.times.items()}
+
+
+class _Best:
+    """The best times of works that are timed by turns."""
+
+    def __init__(self) -> None:
+        self.times: op_timing.Times = {}
+        self.is_sure = False
+
+    def time(self, turns: Turns) -> None:
+        """Times them once more; they are sure if two times agree, or cannot be told."""
+        try:
+            times = op_timing.time_by_turns(turns)
+        except tf.errors.OpError:  # For want of memory, for instance: they keep their estimates.
+            self.is_sure = True
+            return
+        pairs = [(self.times.get(work, math.inf), each) for work, each in times.items()]
+        self.is_sure = all(map(_agree, pairs))
+        self.times = {
+            work: None if None in pair else min(pair)
+            for work, pair in zip(times, pairs, strict=True)
+        }
+
+
+def _agree(pair: tuple[float | None, float | None]) -> bool:
+    one, other = pair
+    if one is None or other is None:
+        return True
+    return abs(one - other) <= max(_AGREEMENT * min(one, other), _LEAST_SECONDS)
 
 
 @functools.cache

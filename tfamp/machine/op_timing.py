@@ -8,8 +8,8 @@ session counts little. Nothing else is in that session, and no random state is u
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,16 +21,14 @@ import tensorflow as tf
 from tfamp.machine.timing import NO_KERNEL_ERRORS, some_values
 
 # An op is repeated for about this long in a run, as often as this at most.
-_RUN_SECONDS = 3e-4
-_MOST_COPIES = 64
-# Runs of an op: so many at least, and more until the two best times are this near to each other.
-_LEAST_RUNS = 5
-_MOST_RUNS = 40
-_AGREEMENT = 1.02
-# Of a long op fewer, once they have taken this long.
-_LONG_SECONDS = 0.15
-_LEAST_LONG_RUNS = 3
-_EMPTY_RUNS = 20
+_RUN_SECONDS = 2e-4
+_MOST_COPIES = 16
+# Runs of each op, by turns: for about this long, and so many at least.
+_SECONDS = 0.02
+_LEAST_RUNS = 3
+_WARM_UP_RUNS = 2
+
+Run: TypeAlias = Callable[[], Any]
 
 
 class Given(NamedTuple):
@@ -89,69 +87,49 @@ def time_by_turns(turns: Turns) -> Times:
         tf.errors.OpError: They cannot be timed, for want of memory for instance.
     """
     copies = min(max(math.ceil(_RUN_SECONDS / max(turns.estimate, 1e-9)), 1), _MOST_COPIES)
-    with contextlib.ExitStack() as stack:
-        runs: dict[OpWork, Callable[[], Any] | None] = {}
-        for work in turns.works:
-            try:
-                runs[work] = stack.enter_context(_prepared(work, copies))
-            except (ValueError, *NO_KERNEL_ERRORS):
-                runs[work] = None
-        able = {work: run for work, run in runs.items() if run is not None}
-        seconds = dict(zip(able, _best_times(list(able.values())), strict=True))
-    start = _session_seconds()
-    return {
-        work: max(seconds[work] - start, 0.0) / copies if work in seconds else None for work in runs
-    }
+    with _session(turns.works, copies) as (nothing, runs):
+        start, *best = _best_times([nothing, *runs.values()])
+    seconds = {work: max(each - start, 0.0) / copies for work, each in zip(runs, best, strict=True)}
+    return {work: seconds.get(work) for work in turns.works}
 
 
-@functools.cache
-def _session_seconds() -> float:
-    """What a session takes to run nothing."""
-    with _prepared(None, 0) as run:
-        return min(_seconds_of(run) for _ in range(_EMPTY_RUNS))
+def _best_times(runs: Sequence[Run]) -> list[float]:
+    best = [math.inf] * len(runs)
+    end = time.perf_counter() + _SECONDS * len(runs)
+    for number in itertools.count(-_WARM_UP_RUNS):
+        times = list(map(_seconds_of, runs))
+        if number >= 0:
+            best = list(map(min, best, times))
+        if number + 1 >= _LEAST_RUNS and time.perf_counter() > end:
+            break
+    return best
 
 
-def _best_times(runs: Sequence[Callable[[], Any]]) -> list[float]:
-    times: list[list[float]] = [[] for _ in runs]
-    begin = time.perf_counter()
-    while runs and not _is_enough(times, time.perf_counter() - begin):
-        for run, own in zip(runs, times, strict=True):
-            own.append(_seconds_of(run))
-    return [min(own) for own in times]
-
-
-def _is_enough(times: Sequence[list[float]], taken: float) -> bool:
-    count = len(times[0])
-    if count < (_LEAST_LONG_RUNS if taken > _LONG_SECONDS else _LEAST_RUNS):
-        return False
-    return count >= _MOST_RUNS or taken > _LONG_SECONDS or all(map(_agree, times))
-
-
-def _agree(times: list[float]) -> bool:
-    best, second = sorted(times)[:2]
-    return second <= _AGREEMENT * best
-
-
-def _seconds_of(run: Callable[[], Any]) -> float:
+def _seconds_of(run: Run) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
 @contextlib.contextmanager
-def _prepared(work: OpWork | None, copies: int) -> Iterator[Callable[[], Any]]:
-    """Gives what does a work, as often as that, one after the other; None is no work at all."""
+def _session(works: Sequence[OpWork], copies: int) -> Iterator[tuple[Run, dict[OpWork, Run]]]:
+    """Gives what runs nothing, and what does each work that can be, as often as that."""
     with tf.Graph().as_default() as graph:
-        begin, last = [], tf.no_op().name
-        if work is not None:
-            with tf.device(f"{work.device.upper()}:0"):
-                begin, inputs = _variables(work)
-            last = _chain(work, inputs, copies)
+        nothing, added = tf.no_op(), {}
+        for number, work in enumerate(works):
+            with (
+                tf.name_scope(f"work{number}") as scope,
+                contextlib.suppress(ValueError, *NO_KERNEL_ERRORS),
+            ):
+                added[work] = _add(work, copies, scope)
         with tf.compat.v1.Session(graph=graph, config=_options()) as session:
-            session.run(begin)
-            run = session.make_callable(graph.get_operation_by_name(last))
-            run()  # The first one makes kernels.
-            yield run
+            runs = {}
+            for work, (begin, last) in added.items():
+                with contextlib.suppress(*NO_KERNEL_ERRORS):
+                    session.run(begin)
+                    runs[work] = session.make_callable(last)
+                    session.run(last)  # Tells whether there is a kernel.
+            yield session.make_callable(nothing), runs
 
 
 def _options() -> Any:
@@ -164,51 +142,55 @@ def _options() -> Any:
     # Equal ops would become one, and those whose results nobody uses none.
     options.graph_options.rewrite_options.disable_meta_optimizer = True
     options.graph_options.optimizer_options.opt_level = -1
+    # An op without a kernel is no obstacle to others.
+    options.graph_options.place_pruned_graph = True
     return options
 
 
-def _variables(work: OpWork) -> tuple[list[Any], list[str]]:
-    """Ops that give variables of the session values, and the names of what reads these."""
-    raw: Any = tf.raw_ops
-    begin, names = [], []
-    for number, given in enumerate(work.inputs):
-        dtype = tf.as_dtype(given.dtype)
-        if not dtype.is_floating:
-            value = tf.make_ndarray(_tensor(given.value)) if given.value else None
-            tensor = tf.zeros(given.shape, dtype) if value is None else tf.constant(value, dtype)
-            names.append(tensor.op.name)
-            continue
-        if given.value:
-            value = tf.cast(tf.make_ndarray(_tensor(given.value)), dtype)
-        else:
-            value = some_values(given.shape, given.dtype)
-        handle = raw.VarHandleOp(dtype=dtype, shape=given.shape, shared_name=f"input{number}")
-        begin.append(raw.AssignVariableOp(resource=handle, value=value))
-        names.append(raw.ReadVariableOp(resource=handle, dtype=dtype).op.name)
-    return begin, names
+def _add(work: OpWork, copies: int, scope: str) -> tuple[list[Any], Any]:
+    """Adds copies of an op to the current graph, each waiting for the one before.
 
-
-def _tensor(value: bytes) -> Any:
-    proto = tf.make_tensor_proto(0)
-    proto.ParseFromString(value)
-    return proto
-
-
-def _chain(work: OpWork, inputs: Sequence[str], copies: int) -> str:
-    """Adds copies of an op to the current graph, each waiting for the one before."""
+    Returns what gives the inputs their values, and the last copy.
+    """
+    with tf.device(f"{work.device.upper()}:0"):
+        begin, inputs = _inputs(work, scope)
     graph_def = tf.compat.v1.GraphDef()
     for number in range(copies):
         node = graph_def.node.add()
         node.ParseFromString(work.node)
-        node.name, node.device = f"work{number}", f"/device:{work.device.upper()}:0"
-        node.input.extend(f"given{place}" for place in range(len(inputs)))
-        node.input.extend([f"^work{number - 1}"] if number else [])
-    graph = tf.compat.v1.get_default_graph()
-    given = {
-        f"given{place}": graph.get_tensor_by_name(f"{name}:0") for place, name in enumerate(inputs)
-    }
-    for name, tensor in given.items():
-        node = graph_def.node.add(name=name, op="Placeholder")
+        node.name, node.device = f"copy{number}", f"/device:{work.device.upper()}:0"
+        node.input.extend(f"input{place}" for place in range(len(inputs)))
+        node.input.extend([f"^copy{number - 1}"] if number else [])
+    for place, tensor in enumerate(inputs):
+        node = graph_def.node.add(name=f"input{place}", op="Placeholder")
         node.attr["dtype"].type = tensor.dtype.as_datatype_enum
-    tf.graph_util.import_graph_def(graph_def, given, name="timed")
-    return f"timed/work{copies - 1}"
+    given = {f"input{place}": tensor for place, tensor in enumerate(inputs)}
+    (last,) = tf.graph_util.import_graph_def(
+        graph_def, given, return_elements=[f"copy{copies - 1}"], name="timed"
+    )
+    return begin, last
+
+
+def _inputs(work: OpWork, scope: str) -> tuple[list[Any], list[Any]]:
+    """Ops that give variables of the session values; and what is read from them, or constant."""
+    raw: Any = tf.raw_ops
+    begin, tensors = [], []
+    for number, given in enumerate(work.inputs):
+        dtype = tf.as_dtype(given.dtype)
+        if given.value:
+            value = tf.cast(_constant(given.value), dtype)
+        else:
+            value = some_values(given.shape, dtype)
+        if dtype.is_floating:
+            name = f"{scope}{number}"
+            handle = raw.VarHandleOp(dtype=dtype, shape=given.shape, shared_name=name)
+            begin.append(raw.AssignVariableOp(resource=handle, value=value))
+            value = raw.ReadVariableOp(resource=handle, dtype=dtype)
+        tensors.append(value)
+    return begin, tensors
+
+
+def _constant(value: bytes) -> Any:
+    proto = tf.make_tensor_proto(0)
+    proto.ParseFromString(value)
+    return tf.constant(tf.make_ndarray(proto))

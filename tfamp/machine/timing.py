@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import numpy as np
 import tensorflow as tf
 
 # How TensorFlow says that there is no kernel, or none for this dtype on this device.
@@ -30,8 +31,14 @@ def in_own_thread(function: Callable[[], _Result]) -> _Result:
         return own_thread.submit(function).result()
 
 
-def some_values(shape: Sequence[int], dtype: str) -> Any:
-    """Numbers between 0.1 and 1, the same again and again: many would take longer to make."""
-    count = math.prod(shape)
-    few = tf.cast(tf.random.stateless_uniform((math.gcd(count, 4096),), (1, 2), 0.1, 1.0), dtype)
-    return tf.reshape(tf.tile(few, [count // few.shape[0]]), shape)
+def some_values(shape: Sequence[int], dtype: Any) -> Any:
+    """Numbers between 0.1 and 1, the same again and again: many would take longer to make.
+
+    Of what is no float zeros: a valid index.
+    """
+    dtype, count = tf.as_dtype(dtype), math.prod(shape)
+    if not dtype.is_floating:
+        return tf.zeros(shape, dtype)
+    # Golden sections of a circle: no two neighbours are alike.
+    few = 0.1 + 0.9 * (np.arange(math.gcd(count, 4096)) * 0.618034 % 1)
+    return tf.reshape(tf.tile(tf.constant(few, dtype), [count // max(few.size, 1)]), shape)

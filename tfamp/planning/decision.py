@@ -144,13 +144,13 @@ def decide(
     regions, painting = rules.paint({**measured, **chosen.kept})
     costs = [estimate(i, request.profile, request.dtype, request.cached) for i in indexes]
     if times is not None:
-        costs = times.costs(indexes, costs)
+        costs = list(times.costs(indexes, costs))
     if request.placement != "lists":
         safe = rules.safe(regions, painting)
         every = joined.join_costs(costs, safe)
         least_gain = request.profile.least_gain
         if times is not None:
-            least_gain = times.least_gain(scope_seconds(joined.index, every, painting.low))
+            every, least_gain = times.told_apart(joined.index, every, painting.low)
         painting = place(joined.index, regions, painting, safe, every, least_gain)
     why_float32 = {**painting.left, **painting.denied, **regions.fixed}
     scopes = tuple(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -21,15 +21,18 @@ from tfamp.planning.cost import (
     SPECIAL_OPS,
     ScopeCosts,
     counted_shape,
+    scope_seconds,
 )
 from tfamp.planning.structures import GraphIndex, Tensor
 
 # In float32 and in the low dtype.
 Times: TypeAlias = tuple[float, float]
 
-# Times that are nearer to each other than this cannot be told apart: they count as equal.
-NOISE = 0.05
-# Nor can two placements whose times differ by less than this part.
+# A measured time may be off by this part of it, and in a step this part of the whole is nothing.
+# Where the two times of a node differ by less, the lists decide: they decide the same each time.
+NOISE = 0.1
+NOTHING = 2e-4
+# Two placements cannot be told apart if their times differ by less than this part.
 LEAST_GAIN = 0.01
 
 
@@ -46,10 +49,6 @@ class MeasuredTimes:
     nodes: Mapping[Place, Times] = field(default_factory=dict)
     casts: Mapping[int, float] = field(default_factory=dict)
 
-    def least_gain(self, seconds: float) -> float:
-        """Returns what a placement must save to be taken in the place of one of that time."""
-        return LEAST_GAIN * seconds
-
     def costs(
         self, indexes: Sequence[GraphIndex], estimates: Sequence[ScopeCosts]
     ) -> tuple[ScopeCosts, ...]:
@@ -59,6 +58,29 @@ class MeasuredTimes:
             _scope_costs(number, index, costs, self, learnt)
             for number, (index, costs) in enumerate(zip(indexes, estimates, strict=True))
         )
+
+    def told_apart(
+        self, index: GraphIndex, costs: ScopeCosts, low: Collection[int]
+    ) -> tuple[ScopeCosts, float]:
+        """Returns costs by which a cut does as the lists do where its gain may be noise.
+
+        Args:
+            index: A scope, of which the times are.
+            costs: What it takes.
+            low: The slots that the lists have low.
+
+        Returns:
+            Costs with less of what a slot gains by not being as the lists have it, and what all
+            slots together must save.
+        """
+        whole = scope_seconds(index, costs, low)
+
+        def leaning(slot: int, times: Times) -> Times:
+            margin = (NOISE * max(times) + NOTHING * whole) * any(times)
+            return (times[0] + margin, times[1]) if slot in low else (times[0], times[1] + margin)
+
+        slots = [leaning(slot, times) for slot, times in enumerate(costs.slots)]
+        return dataclasses.replace(costs, slots=slots), LEAST_GAIN * whole
 
 
 def _scope_costs(
@@ -72,7 +94,7 @@ def _scope_costs(
             measured.add(position)
             overheads[position] = 0.0
             slots_of_it = dict.fromkeys(node.slots, (0.0, 0.0))
-            slots_of_it[deciding_slot(index, position)] = _told_apart(found)
+            slots_of_it[deciding_slot(index, position)] = found
         else:
             slots_of_it = {
                 slot: _product(costs.slots[slot], learnt.factors(index, position))
@@ -96,11 +118,6 @@ def deciding_slot(index: GraphIndex, position: int) -> int:
     """
     slots = index.nodes[position].slots
     return next((slot for slot in slots if index.slots[slot].can_be_low), slots[0])
-
-
-def _told_apart(times: Times) -> Times:
-    float32, low = times
-    return (float32, float32) if abs(float32 - low) <= NOISE * max(times) else times
 
 
 def _product(one: Times, other: Times) -> Times:

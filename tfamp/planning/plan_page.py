@@ -119,8 +119,8 @@ def _hash(text: str) -> str:
 
 def plan_text(plan: RewritePlan) -> str:
     """Returns the plan as a table for people: nodes, Casts, totals."""
-    rows = [("node", "op", "dtype", "reason")]
-    rows += [(_place(n.scope, n.name), n.op, n.dtype, n.reason.text) for n in plan.nodes]
+    rows = [("node", "op", "dtype", "cost", "reason")]
+    rows += [(_place(n.scope, n.name), n.op, n.dtype, _cost(n), n.reason.text) for n in plan.nodes]
     lines = table_lines(rows)
     if plan.casts:
         casts = [("cast of", "from", "to", "bytes")]
@@ -157,6 +157,12 @@ def _node_json(node: NodePlan) -> dict[str, Any]:
 def _cast_json(cast: CastSite) -> dict[str, Any]:
     fields = {name: getattr(cast, name) for name in cast.__slots__ if name != "device"}
     return {"from": fields.pop("source"), "to": fields.pop("target"), **fields}
+
+
+def _cost(node: NodePlan) -> str:
+    if node.cost is None:
+        return "unknown"
+    return f"{1e6 * node.cost:.3g} us, {'measured' if node.measured else 'estimated'}"
 
 
 def _known(count: int | None) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
+from tfamp.core.options import PLACEMENTS
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.functions import (
@@ -42,7 +43,7 @@ from tfamp.graph.functions import (
     unshare_branches,
 )
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.rewrite import PLACEMENTS, check_lists, convert, make_request
+from tfamp.graph.rewrite import check_lists, check_seconds, convert, make_request
 from tfamp.interop import tf_functions
 from tfamp.interop.tf_functions import as_written
 from tfamp.machine.profile_choice import check_profile, resolve_profile
@@ -114,6 +115,7 @@ class RewriteSettings:
         check_choice("placement", self.placement, PLACEMENTS)
         check_lists(self.op_lists)
         check_profile(self.profile)
+        check_seconds(self.measure_seconds)
         for name in ("keep_float32", "force_low"):
             # The dataclass is frozen for its users; this is where its values are made.
             object.__setattr__(self, name, tensor_names(name, getattr(self, name)))
