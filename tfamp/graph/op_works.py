@@ -240,8 +240,8 @@ class _Scope:
         sources = [source for _, (source, _) in sorted(self._inputs[position].items())]
         if op == "Const":
             value = self._nodes[node.name].attr["value"].tensor
-            shape = [dim.size for dim in value.tensor_shape.dim]
-            return tf.make_ndarray(value) if math.prod(shape) <= _MOST_VALUES else None
+            count = math.prod(dim.size for dim in value.tensor_shape.dim)
+            return tf.make_ndarray(value) if count <= _MOST_VALUES else None
         if op in ("Identity", "StopGradient"):
             return self._value(sources[0])
         if op in ("Shape", "ShapeN"):
@@ -280,8 +280,8 @@ def _stretched(left: Any, right: Any) -> tuple[Any, Any]:
     rank = max(len(left), len(right))
     padded = [np.concatenate([np.ones(rank - len(each), int), each]) for each in (left, right)]
     differ = not np.array_equal(left, right)
-    one, other = (np.flatnonzero((each == 1) & differ).astype(np.int32) for each in padded)
-    return one, other
+    first, second = [np.flatnonzero((each == 1) & differ).astype(np.int32) for each in padded]
+    return first, second
 
 
 def _bare(node: Any) -> bytes:

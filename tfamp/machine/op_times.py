@@ -182,9 +182,8 @@ class _Store:
 
 
 def _is_time(value: Any) -> bool:
-    if value is None:
-        return True
-    return isinstance(value, float | int) and math.isfinite(value) and 0 <= value < math.inf
+    is_number = isinstance(value, float | int) and not isinstance(value, bool)
+    return value is None or (is_number and 0 <= value < math.inf)
 
 
 def _newest(known: Known) -> Known:

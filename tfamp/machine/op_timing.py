@@ -174,7 +174,8 @@ def _add(work: OpWork, copies: int, scope: str) -> tuple[list[Any], Any]:
 def _inputs(work: OpWork, scope: str) -> tuple[list[Any], list[Any]]:
     """Ops that give variables of the session values; and what is read from them, or constant."""
     raw: Any = tf.raw_ops
-    begin, tensors = [], []
+    begin: list[Any] = []
+    tensors: list[Any] = []
     for number, given in enumerate(work.inputs):
         dtype = tf.as_dtype(given.dtype)
         if given.value:
