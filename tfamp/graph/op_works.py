@@ -8,7 +8,7 @@ takes a resource, draws random numbers or calls a function.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +49,11 @@ _INTEGERS = ("int32", "int64")
 _DTYPES = frozenset({*FLOAT_DTYPES, *_INTEGERS, "bool", "int8", "uint8"})
 # Whose input of unknown rank, at this place, is what cuDNN keeps from the forward pass: nothing.
 _RESERVED = {"FusedBatchNormGradV3": 5}
+# On CPUs Grappler makes a bias that only the product behind it takes part of the product, and an
+# activation that only the bias takes. So they take next to nothing if all have one dtype.
+_PRODUCTS = op_types("Conv2D DepthwiseConv2dNative MatMul")
+_BIASES = op_types("Add AddV2 BiasAdd")
+_ACTIVATIONS = op_types("Elu LeakyRelu Relu Relu6 Sigmoid Tanh")
 _NO_TIME = FREE_OPS | {ARGUMENT, RESULT, "Cast"}
 
 
@@ -106,6 +111,7 @@ class _Found:
         self._nodes: dict[tuple[int, int], tuple[OpWork, ...]] = {}
         self._casts: dict[int, tuple[OpWork, ...]] = {}
         self._weights: dict[tuple[OpWork, ...], _Weight] = defaultdict(_Weight)
+        self.fused: set[tuple[int, int]] = set()
 
     def add_node(
         self, place: tuple[int, int], works: tuple[OpWork, ...], decides: bool, seconds: float
@@ -131,7 +137,7 @@ class _Found:
             for elements, (there, back) in self._casts.items()
             if there in known and back in known
         }
-        return MeasuredTimes(nodes, casts) if nodes or casts else None
+        return MeasuredTimes(nodes, casts, self.fused) if nodes or casts else None
 
 
 class _Scope:
@@ -152,12 +158,16 @@ class _Scope:
         for edge in index.edges:
             target = index.slots[edge.target].node
             self._inputs[target][edge.input] = index.tensor(edge), edge.target
+        self._uses = Counter(index.tensor(edge) for edge in index.edges)
 
     def add_to(self, found: _Found, number: int) -> None:
         """Adds the works of all nodes and Casts that can be timed."""
         index, colors = self._index, self._request.colors
         for position, node in enumerate(index.nodes):
             low = [slot for slot in node.slots if index.slots[slot].can_be_low]
+            if self._device(position) == "cpu" and self._is_fused(position):
+                found.fused.add((number, position))
+                continue
             if not self._can_be_timed(position) or len(low) > 1:
                 continue
             decides = bool(low) and colors.get(node.op) in ("allow", "infer", "clear")
@@ -170,6 +180,18 @@ class _Scope:
             elements = elements_of(index, tensor)
             if seconds and 0 < elements <= MOST_BYTES // 6:
                 found.add_cast(elements, self._cast_works(elements), seconds)
+
+    def _is_fused(self, position: int) -> bool:
+        op = self._index.nodes[position].op
+        if op not in _BIASES | _ACTIVATIONS:
+            return False
+        before = self._inputs[position][0][0]
+        if self._uses[before] > 1:
+            return False
+        if op in _ACTIVATIONS:
+            return self._index.nodes[before[0]].op in _BIASES and self._is_fused(before[0])
+        bias = self._index.shapes.get(self._inputs[position][1][0], ())
+        return self._index.nodes[before[0]].op in _PRODUCTS and len(bias) == 1
 
     def _can_be_timed(self, position: int) -> bool:
         node, index = self._index.nodes[position], self._index

@@ -24,9 +24,9 @@ from tfamp.machine.timing import NO_KERNEL_ERRORS, some_values
 _RUN_SECONDS = 2e-4
 _MOST_COPIES = 16
 # Runs of each op, by turns: for about this long, and so many at least.
-_SECONDS = 0.02
+_SECONDS = 0.01
 _LEAST_RUNS = 3
-_WARM_UP_RUNS = 2
+_WARM_UP_RUNS = 1
 
 Run: TypeAlias = Callable[[], Any]
 

@@ -4,7 +4,7 @@ import pytest
 
 from tfamp.core.profile import builtin_profile
 from tfamp.planning.cost import estimate, scope_seconds
-from tfamp.planning.measured_costs import LEAST_GAIN, NOISE, NOTHING, MeasuredTimes
+from tfamp.planning.measured_costs import LEAST_GAIN, NOISE, NOTHING, PART, MeasuredTimes
 from tfamp.planning.structures import Edge, GraphIndex, IndexedNode, TypeSlot
 
 PROFILE = builtin_profile("cpu")
@@ -50,6 +50,15 @@ def test_what_was_not_is_scaled_as_its_op_type_was_off_else_its_kind():
     more, _ = costs_of(MeasuredTimes({(0, 2): (4e-5, 1e-5), (0, 4): (1.0, 1.0)}), index)
     assert more.slots[3] == costs.slots[3]
     assert more.slots[1] != costs.slots[1]
+
+
+def test_what_is_part_of_a_product_takes_next_to_nothing():
+    costs, _ = costs_of(MeasuredTimes({(0, 2): (4e-5, 1e-5)}, fused={(0, 3)}))
+    assert costs.slots[3] == (PART, PART)
+    assert costs.overheads[3] == 0.0
+    assert costs.measured == {2}
+    apart, _ = MeasuredTimes().told_apart(made(), costs, {3})
+    assert apart.slots[3][0] > apart.slots[3][1] == PART
 
 
 def test_casts_are_told_by_their_elements_and_others_scaled_by_them():
