@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -269,10 +269,10 @@ class _Scope:
         if op in ("Shape", "ShapeN"):
             shape = self._index.shapes.get(sources[port])
             return None if shape is None else np.array(counted_shape(shape), np.int32)
-        if op == "BroadcastGradientArgs":
-            left, right = map(self._value, sources)
-            return None if left is None or right is None else _stretched(left, right)[port]
-        return None
+        values = [self._value(source) for source in sources] if op in _FOLDED else [None]
+        if any(value is None for value in values):
+            return None
+        return _FOLDED[op](self._nodes[node.name].attr, *values)[port]
 
     def _crossing(self) -> dict[Tensor, None]:
         """Tensors of float32 that may need a Cast, of what the device has that most nodes have."""
@@ -302,8 +302,27 @@ def _stretched(left: Any, right: Any) -> tuple[Any, Any]:
     rank = max(len(left), len(right))
     padded = [np.concatenate([np.ones(rank - len(each), int), each]) for each in (left, right)]
     differ = not np.array_equal(left, right)
-    first, second = [np.flatnonzero((each == 1) & differ).astype(np.int32) for each in padded]
-    return first, second
+    first, second = (np.flatnonzero((each == 1) & differ) for each in padded)
+    return np.int32(first), np.int32(second)
+
+
+def _sliced(attr: Any, value: Any, begin: Any, end: Any, strides: Any) -> Sequence[Any]:
+    """A part of a vector; None for what slices otherwise."""
+    if value.ndim != 1 or begin.size != 1 or attr["ellipsis_mask"].i or attr["new_axis_mask"].i:
+        return [None]
+    if attr["shrink_axis_mask"].i:
+        return (value[begin[0]],)
+    first = None if attr["begin_mask"].i else begin[0]
+    last = None if attr["end_mask"].i else end[0]
+    return (value[first : last : strides[0]],)
+
+
+# What is computed of shapes: op type -> its outputs, of its attributes and its inputs.
+_FOLDED: dict[str, Callable[..., Sequence[Any]]] = {
+    "BroadcastGradientArgs": lambda attr, *shapes: _stretched(*shapes),
+    "InvertPermutation": lambda attr, order: (np.argsort(order).astype(order.dtype),),
+    "StridedSlice": _sliced,
+}
 
 
 def _bare(node: Any) -> bytes:

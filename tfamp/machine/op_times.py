@@ -116,18 +116,16 @@ class _Best:
         except tf.errors.OpError:  # For want of memory, for instance: they keep their estimates.
             self.is_sure = True
             return
-        pairs = [(self.times.get(work, math.inf), each) for work, each in times.items()]
-        self.is_sure = all(map(_agree, pairs))
-        self.times = {
-            work: None if None in pair else min(pair)
-            for work, pair in zip(times, pairs, strict=True)
-        }
+        before, self.times = self.times, dict(times)
+        self.is_sure = True
+        for work, seconds in times.items():
+            known = before.get(work, math.inf)
+            if seconds is not None and known is not None:
+                self.times[work] = min(known, seconds)
+                self.is_sure &= _agree(known, seconds)
 
 
-def _agree(pair: tuple[float | None, float | None]) -> bool:
-    one, other = pair
-    if one is None or other is None:
-        return True
+def _agree(one: float, other: float) -> bool:
     return abs(one - other) <= max(_AGREEMENT * min(one, other), _LEAST_SECONDS)
 
 
