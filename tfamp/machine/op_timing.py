@@ -25,8 +25,7 @@ _RUN_SECONDS = 2e-4
 _MOST_COPIES = 16
 # Runs of each op, by turns: for about this long, and so many at least.
 _SECONDS = 0.01
-_LEAST_RUNS = 3
-_WARM_UP_RUNS = 1
+_LEAST_RUNS = 2
 
 Run: TypeAlias = Callable[[], Any]
 
@@ -96,11 +95,9 @@ def time_by_turns(turns: Turns) -> Times:
 def _best_times(runs: Sequence[Run]) -> list[float]:
     best = [math.inf] * len(runs)
     end = time.perf_counter() + _SECONDS * len(runs)
-    for number in itertools.count(-_WARM_UP_RUNS):
-        times = list(map(_seconds_of, runs))
-        if number >= 0:
-            best = list(map(min, best, times))
-        if number + 1 >= _LEAST_RUNS and time.perf_counter() > end:
+    for number in itertools.count(1):
+        best = list(map(min, best, map(_seconds_of, runs)))
+        if number >= _LEAST_RUNS and time.perf_counter() > end:
             break
     return best
 
