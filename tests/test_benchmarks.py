@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 pytest.importorskip("benchmarks", reason="the benchmarks are no part of the package")
 
 import tfamp
-from benchmarks import data, plot, report, results, scaling, tables
+from benchmarks import data, measured, plot, report, results, scaling, tables
 from benchmarks.__main__ import main
 from benchmarks.casts import count_casts
 from benchmarks.interleaved import Options, WorkerError, workers
@@ -463,3 +463,14 @@ def test_a_tiny_run_from_the_command_line(tmp_path, dtype):
     assert written["png"].read_bytes().startswith(b"\x89PNG")
     assert SYSTEMS["rewrite"].title in done.stdout
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", done.stdout)
+
+
+@pytest.mark.slow
+def test_placements_are_compared_by_turns(capsys):
+    measured.main(["--workloads", "mlp", "--size", "small", "--rounds", "1"])
+    title, _, headers, row, *_ = capsys.readouterr().out.splitlines()
+    assert title == "Measured placement, bfloat16, size small"
+    assert headers.split()[-3:] == ["lists", "min_cut", "measured"]
+    # TFAMP_PROFILE is builtin here.
+    name, timed, seconds, share, differ, *_ = row.split()
+    assert (name, timed, seconds, share, differ) == ("mlp", "0", "0.0", "0%", "0")

@@ -37,7 +37,7 @@ _COLORS = {
 }
 # The library's messages name its arguments; these are the same on the command line.
 _ARGUMENTS = re.compile(
-    r"\b(keep_float32|force_low|placement|batch_size|(?:allow|infer|deny|clear)_add)\b=?"
+    r"\b(keep_float32|force_low|placement|measure_seconds|batch_size|(?:allow|infer|deny|clear)_add)\b=?"
     r"|\b(overwrite|freeze|training)=True"
     r"|\b(dtype|device)=(?:'(\w+)'|None)"
 )
@@ -173,10 +173,13 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     text = "kind of device the model will run on; auto, the default: this machine's"
     add("--device", choices=("auto", "cpu", "gpu", "tpu"), default="auto", help=text)
     text = (
-        "what decides where Casts go: lists, the default, or min_cut for what is worth it on a "
-        "device of this kind, by tfamp's built-in table"
+        "what decides where Casts go: lists, the default, min_cut for what is worth it on a "
+        "device of this kind, by tfamp's built-in table, or measured for what is worth it by the "
+        "times of the model's ops on this machine"
     )
     add("--placement", default="lists", help=text)
+    text = "with measured, about how long to measure at most; 10 by default"
+    add("--measure-seconds", metavar="SECONDS", type=float, default=10.0, help=text)
     for name, what in (("keep-float32", "stay float32"), ("force-low", "compute in low precision")):
         text = f"nodes with a name in which REGEX is found {what}; may be repeated"
         add(f"--{name}", metavar="REGEX", action="append", default=[], help=text)
@@ -298,10 +301,10 @@ def _choices(args: argparse.Namespace, saved_model: Any) -> dict[str, Any]:
 
     dtype = saved_model.required_dtype(args.dtype)
     changes = {f"{color}_add": getattr(args, f"{color}_add") for color in _COLORS}
-    plain = ("freeze", "keep_float32", "force_low", "placement", "device")
+    plain = ("freeze", "keep_float32", "force_low", "placement", "device", "measure_seconds")
     choices, lists = {name: getattr(args, name) for name in plain}, None
     with _wrong_usage():
-        names = ("placement", "keep_float32", "force_low")
+        names = ("placement", "measure_seconds", "keep_float32", "force_low")
         RewriteSettings(**{name: choices[name] for name in names})
         if any(changes.values()):
             lists = tfamp.OpLists.default(dtype, device_kind(args.device)).with_changes(**changes)

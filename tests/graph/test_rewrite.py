@@ -335,7 +335,7 @@ CHAIN = "x>A>i"
 @pytest.mark.parametrize(
     ("choices", "error", "message"),
     [
-        ({"placement": "best"}, ValueError, "placement must be one of min_cut, lists; got 'best'"),
+        ({"placement": "best"}, ValueError, "must be one of min_cut, measured, lists; got 'best'"),
         (
             {"profile": {"matmul": 1}},
             TypeError,

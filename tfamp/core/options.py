@@ -11,6 +11,9 @@ from typing import Any
 
 from tfamp.core.dtypes import float_format
 
+# What may decide which nodes of a graph are converted, of those that are safe.
+PLACEMENTS = ("min_cut", "measured", "lists")
+
 
 def checked_number(name: str, value: Any, *, low: float, high: float, bounds: str = "[]") -> float:
     """Returns `value` as a float after checking that it is a finite number within bounds.

@@ -57,7 +57,7 @@ def _rewrite_scope(nodes: Any, function: Any, changes: ScopePlan, dtype: str) ->
         by_name |= {RESULT + each.name: each for each in function.signature.output_arg}
     for retype in changes.retypes:
         if retype.attr:
-            _retype(by_name[retype.node], retype, dtype)
+            change_dtype(by_name[retype.node], retype, dtype)
         else:
             by_name[retype.node].type = tf_private.dtype_number(dtype)
     following: dict[str, list[Any]] = defaultdict(list)
@@ -72,7 +72,8 @@ def _rewrite_scope(nodes: Any, function: Any, changes: ScopePlan, dtype: str) ->
         replace_nodes(nodes, itertools.chain(*first, *rest))
 
 
-def _retype(node: Any, retype: Retype, dtype: str) -> None:
+def change_dtype(node: Any, retype: Retype, dtype: str) -> None:
+    """Gives one slot of a node another dtype, in place."""
     number = tf_private.dtype_number(dtype)
     if node.op in SUCCESSORS:
         node.op = SUCCESSORS[node.op]

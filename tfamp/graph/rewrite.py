@@ -6,14 +6,16 @@ import contextlib
 import dataclasses
 import gc
 import importlib.metadata
+import math
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
+from tfamp.core.options import PLACEMENTS
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.apply import apply_plan, control_inputs, verify_rewrite
 from tfamp.graph.functions import copied, inline_calls
@@ -21,6 +23,7 @@ from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
 from tfamp.graph.transforms import (
+    Sums,
     as_sums,
     as_zeros,
     join_products,
@@ -34,9 +37,10 @@ from tfamp.planning.choices import NodeChoices, check_choice
 from tfamp.planning.coloring import Updates
 from tfamp.planning.decision import Decision, Request, decide
 from tfamp.planning.ranges import RULE as CALIBRATION
-from tfamp.planning.structures import RewritePlan, RewriteResult
+from tfamp.planning.structures import GraphIndex, RewritePlan, RewriteResult
 
-PLACEMENTS = ("min_cut", "lists")
+if TYPE_CHECKING:
+    from tfamp.planning.measured_costs import MeasuredTimes
 
 
 def rewrite_graph_def(
@@ -51,6 +55,7 @@ def rewrite_graph_def(
     placement: str = "min_cut",
     device: str = "auto",
     profile: MachineProfile | None = None,
+    measure_seconds: float = 10.0,
 ) -> RewriteResult:
     """Returns a graph that computes in low precision where that is safe and worth it.
 
@@ -67,13 +72,15 @@ def rewrite_graph_def(
         placement: "min_cut": the lists decide what may be low, a minimum cut what is worth it, by
             the times that `profile` gives for the shapes in the graph. They are there in
             `graph.as_graph_def(add_shapes=True)`. Without them, and where the cut gains next to
-            nothing, the lists decide, as with "lists".
+            nothing, the lists decide, as with "lists". "measured": the same by the times of the
+            graph's own ops and Casts, measured on this machine, of which the plan tells.
         device: Kind of device of the nodes that are pinned to none: "cpu", "gpu", "tpu", or "auto"
             for this machine's. A node without a kernel there stays float32. "gpu" needs a
             TensorFlow that has kernels for GPUs, not a GPU.
         profile: How fast the machine is in each dtype; None for built-in figures, which depend on
-            the kind of device and on what it multiplies natively. Nothing is measured or read here,
-            whatever TFAMP_PROFILE says: `tfamp.rewrite` does that.
+            the kind of device and on what it multiplies natively. No profile is measured or read
+            here, whatever TFAMP_PROFILE says: `tfamp.rewrite` does that.
+        measure_seconds: With "measured", about how long to measure at most: see `tfamp.rewrite`.
 
     Returns:
         The new graph, with functions rewritten under their names, and the plan.
@@ -99,7 +106,7 @@ def rewrite_graph_def(
             "That of a concrete function is `function.graph.as_graph_def()`."
         )
     choices = NodeChoices(fetches, feeds, keep_float32, force_low)
-    request = make_request(choices, dtype, op_lists, placement, device, profile)
+    request = make_request(choices, dtype, op_lists, placement, device, profile, measure_seconds)
     owned = inline_calls(copied(graph_def), request.choices.used_names)
     return RewriteResult(owned, convert(owned, request).plan)
 
@@ -111,6 +118,7 @@ def make_request(
     placement: str = "min_cut",
     device: str = "auto",
     profile: MachineProfile | None = None,
+    measure_seconds: float = 10.0,
 ) -> Request:
     """Checks arguments of `rewrite_graph_def` and fills in what they leave to this machine."""
     check_lists(op_lists)
@@ -123,6 +131,8 @@ def make_request(
     check_choice("device", device, DEVICES)
     kind = profile_choice.device_kind(device)
     _check_kernels(kind)
+    check_seconds(measure_seconds)
+    _check_measurable(placement, kind)
     lists = op_lists or OpLists.default(dtype, kind)
     return Request(
         dtype=dtype,
@@ -132,6 +142,7 @@ def make_request(
         device=kind,
         placement=placement,
         profile=profile or profile_choice.profile_of(kind),
+        measure_seconds=measure_seconds,
     )
 
 
@@ -143,6 +154,25 @@ def _check_kernels(device: str) -> None:
             f"device is 'gpu', but the wheel {' or '.join(sorted(set(wheels)))} {tf.__version__} "
             "was built without GPU kernels, and these tell what may be low there. Convert with one "
             "that has them, such as tensorflow for Linux on x86-64, or give device='cpu'."
+        )
+
+
+def check_seconds(seconds: Any) -> None:
+    """Raises a TypeError or ValueError unless it is a number of seconds to measure for."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"measure_seconds must be a number; got {seconds!r}.")
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"measure_seconds must be finite and not negative; got {seconds!r}.")
+
+
+def _check_measurable(placement: str, device: str) -> None:
+    """Raises a ValueError unless this machine has the kind of device that is to be measured."""
+    here = ("cpu", tf_private.default_device_kind())
+    if placement == "measured" and device not in here:
+        raise ValueError(
+            f"placement='measured' times the ops of the graph on this machine, which has no "
+            f"{device}. Give placement='min_cut', which estimates times, or rewrite on a machine "
+            "that has one."
         )
 
 
@@ -176,7 +206,7 @@ def convert(graph_def: Any, request: Request) -> Decision:
     weights = read_before_loops(graph_def, request.choices.used_names)
     if weights:
         indexes = build_indexes(graph_def, dtype=request.dtype, device=request.device)
-    decision = decide(indexes, weights, request)
+    decision = decide(indexes, weights, request, _measured(graph_def, indexes, request, sums))
     before = control_inputs(graph_def)
     apply_plan(graph_def, decision.plan)
     verify_rewrite(before, graph_def, decision.scopes, decision.plan)
@@ -186,6 +216,16 @@ def convert(graph_def: Any, request: Request) -> Decision:
     if not plan.summary.low_nodes:
         warnings.warn(_nothing_converted(plan, decision), NothingConvertedWarning, stacklevel=4)
     return dataclasses.replace(decision, plan=plan)
+
+
+def _measured(
+    graph_def: Any, indexes: Sequence[GraphIndex], request: Request, sums: Sums
+) -> MeasuredTimes | None:
+    if request.placement != "measured":
+        return None
+    from tfamp.graph.op_works import measured_times
+
+    return measured_times(graph_def, indexes, request, sums)
 
 
 def check_lists(op_lists: Any) -> None:

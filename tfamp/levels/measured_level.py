@@ -59,8 +59,9 @@ def measured_level(
         return level
     low = effective_level(dataclasses.replace(config, level="O1"), hardware.detect())
     data = keras.tree.map_structure(_as_fit_gives, tuple(batch))
-    settings = step_settings(low.dtype, low.placement)
-    ways = candidates_of(train_step_of(model), settings, RewrittenFunction, CANDIDATES)
+    settings = step_settings(low.dtype, **low.config.placement_options())
+    names = (config.placement,) if config.placement else CANDIDATES
+    ways = candidates_of(train_step_of(model), settings, RewrittenFunction, names)
     if level.level == _MIXED:
         ways.append(Candidate(_MIXED, mixed_step(data), fresh=lambda: None, is_copy=True))
     with keep_in_float32(kept):
@@ -71,19 +72,19 @@ def measured_level(
 def _found(report: TuneReport, config: PrecisionConfig) -> EffectiveLevel:
     chosen = report.chosen
     name = {FLOAT32: "O0", _MIXED: _MIXED}.get(chosen.candidate, "O1")
-    level = effective_level(dataclasses.replace(config, level=name), hardware.detect())
+    placement = chosen.candidate if name == "O1" else None
+    found = dataclasses.replace(config, level=name, placement=placement)
+    level = effective_level(found, hardware.detect())
     times = time_text(chosen.seconds)
     if name != "O0":
         times += f" ({chosen.candidate}), and {time_text(report.rows[0].seconds)} in float32"
     reason = f"level: auto is {name}, the fastest on the example batch: a step takes {times}."
-    placement = chosen.candidate if name == "O1" else level.placement
     # A warning would be of a guess, where this was measured.
     return dataclasses.replace(
         level,
-        config=config,
+        config=dataclasses.replace(config, placement=placement),
         reasons=(reason, *level.reasons),
         warning=None,
-        placement=placement,
     )
 
 

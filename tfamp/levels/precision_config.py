@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import importlib
 import json
+import math
 import numbers
 import os
 import re
@@ -23,11 +24,13 @@ from typing import Any
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.core.options import (
+    PLACEMENTS,
     DynamicLossScale,
     FixedLossScale,
     GradClip,
     LossScale,
     checked_growth_factor,
+    checked_number,
     resolve_grad_clip,
 )
 from tfamp.machine import hardware
@@ -55,6 +58,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "keep_float32": lambda text: [part.strip() for part in text.split(",") if part.strip()],
     "master_weights": lambda text: _FLAGS.get(text.lower(), text),
     "grad_clip": float,
+    "measure_seconds": float,
 }
 
 PREFIX = "TFAMP_"
@@ -97,6 +101,9 @@ class PrecisionConfig:
         keep_float32: What stays float32: names of layers, regular expressions, layer classes or
             layers.
         master_weights: True to store weights in the low dtype with float32 copies in the optimizer.
+        placement: "lists", "min_cut" or "measured": at level O1 what decides which ops are
+            converted. None is "lists", and with level "auto" "min_cut".
+        measure_seconds: With "measured", about how long to measure at most; None is 10.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -113,6 +120,8 @@ class PrecisionConfig:
     grad_clip: GradClip | None = None
     keep_float32: tuple[Any, ...] = ()
     master_weights: bool | None = None
+    placement: str | None = None
+    measure_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for name, read in _READERS.items():
@@ -244,6 +253,12 @@ class PrecisionConfig:
         """
         return dataclasses.replace(self, **changes)
 
+    def placement_options(self) -> dict[str, Any]:
+        """Returns what a rewrite is told about the placement, by the names of its arguments."""
+        placement = self.placement or ("min_cut" if self.level == "auto" else "lists")
+        seconds = self.measure_seconds
+        return {"placement": placement} | ({} if seconds is None else {"measure_seconds": seconds})
+
 
 def _check_together(config: PrecisionConfig) -> None:
     """Raises where two fields cannot both hold."""
@@ -256,6 +271,11 @@ def _check_together(config: PrecisionConfig) -> None:
         raise ValueError(
             f"master_weights=True goes with weights in a low dtype, and those of level "
             f"{config.level!r} are float32; give level='O2' or 'O3', or leave master_weights out."
+        )
+    if config.placement and config.level not in ("O1", "auto"):
+        raise ValueError(
+            f"placement={config.placement!r} says what a rewrite converts, and level "
+            f"{config.level!r} rewrites no graph; give level='O1', or leave placement out."
         )
 
 
@@ -449,6 +469,18 @@ def _read_grad_clip(value: Any) -> GradClip | None:
     return None if value is False else resolve_grad_clip(value)
 
 
+def _read_placement(value: Any) -> str | None:
+    known = {name: name for name in PLACEMENTS}
+    expected = f"one of {', '.join(PLACEMENTS)}, or None"
+    return None if value is None else _read_word("placement", value, expected, known)
+
+
+def _read_seconds(value: Any) -> float | None:
+    if value is None:
+        return None
+    return checked_number("measure_seconds", value, low=0.0, high=math.inf, bounds="[)")
+
+
 _READERS = {
     "level": _read_level,
     "dtype": read_dtype,
@@ -456,6 +488,8 @@ _READERS = {
     "grad_clip": _read_grad_clip,
     "keep_float32": _read_keep_float32,
     "master_weights": _read_master_weights,
+    "placement": _read_placement,
+    "measure_seconds": _read_seconds,
 }
 
 
@@ -471,7 +505,6 @@ class EffectiveLevel:
         config: The configuration, with what the user chose or left open.
         reasons: A sentence for every choice that was left open.
         warning: What the user has to be told, if anything.
-        placement: How graphs are rewritten at level O1.
     """
 
     level: str
@@ -481,7 +514,6 @@ class EffectiveLevel:
     config: PrecisionConfig
     reasons: tuple[str, ...]
     warning: str | None
-    placement: str = "lists"
 
     @property
     def low_weights(self) -> bool:
@@ -521,6 +553,11 @@ def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLeve
                 f"level 'auto' is {level} here ({reason}), whose weights are float32: "
                 "master_weights=True does not go with it. Give level='O2'."
             )
+        if config.placement and level != "O1":
+            raise ValueError(
+                f"level 'auto' is {level} here ({reason}), which rewrites no graph: "
+                f"placement={config.placement!r} does not go with it. Give level='O1'."
+            )
     dtype, warning = "float32", None
     if level != "O0":
         dtype, warning = _dtype(config.dtype, machine, reasons)
@@ -532,8 +569,6 @@ def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLeve
         config=config,
         reasons=tuple(reasons),
         warning=warning,
-        # Or also by what pays here.
-        placement="min_cut" if config.level == "auto" else "lists",
     )
 
 

@@ -121,6 +121,8 @@ def prepare(
     grad_clip: GradClip | Mapping[str, Any] | float | None = None,
     keep_float32: Any = (),
     master_weights: bool | None = None,
+    placement: str | None = None,
+    measure_seconds: float | None = None,
     config: PrecisionConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     example_batch: Any = None,
 ) -> Prepared:
@@ -158,6 +160,9 @@ def prepare(
         master_weights: True at level O2 or O3 stores the weights in the low dtype, with float32
             copies in the optimizer. None is False, but at O3 True for optimizers that keep averages
             of squared gradients, Adam for one: they learn nothing from low variables alone.
+        placement: At level O1 what decides which ops are converted, as for `tfamp.rewrite`:
+            "lists", "min_cut" or "measured". None is "lists", and with level "auto" "min_cut".
+        measure_seconds: With "measured", about how long to measure at most; None is 10.
         config: A `PrecisionConfig`, a dict of its fields, or the path of a JSON or TOML file.
         example_batch: With level "auto", a batch as `fit` takes it, such as (x, y): the train step
             of the compiled model runs on it some dozen times, as by `tfamp.tune`, and the fastest
@@ -198,6 +203,8 @@ def prepare(
         grad_clip=grad_clip,
         keep_float32=None if isinstance(keep_float32, tuple) and not keep_float32 else keep_float32,
         master_weights=master_weights,
+        placement=placement,
+        measure_seconds=measure_seconds,
     )
     given = _optimizer(model, optimizer)
     wanted = prepared_optimizer.with_needed_masters(
@@ -365,7 +372,7 @@ def _put_level_on(
         layer_policies.put_on(model, policy, kept=kept, chosen=chosen)
     if level.level != "O1":
         return None
-    return rewrite_steps_of(model, level.dtype, level.placement, kept)
+    return rewrite_steps_of(model, level.dtype, kept, **level.config.placement_options())
 
 
 def _finish(

@@ -36,13 +36,13 @@ STEPS = ("train_step", "test_step", "predict_step")
 
 
 def rewrite_steps_of(
-    model: Any, dtype: str, placement: str, kept: Iterable[Any]
+    model: Any, dtype: str, kept: Iterable[Any], **options: Any
 ) -> Callable[..., Any]:
     """Makes a model that has nothing of tfamp's on it run at level O1, kept layers in float32.
 
-    Its graphs are placed as by `tfamp.rewrite`. Returns what makes the same of another function.
+    The options are those of `tfamp.rewrite`. Returns what makes the same of another function.
     """
-    rewrite = functools.partial(RewrittenFunction, settings=step_settings(dtype, placement))
+    rewrite = functools.partial(RewrittenFunction, settings=step_settings(dtype, **options))
     keep_in_float32(kept)
     for layer in layers_of(model):
         # In place of `call` once Keras has quantized the layer; autocast leaves it alone itself.
@@ -53,9 +53,9 @@ def rewrite_steps_of(
     return rewrite
 
 
-def step_settings(dtype: str, placement: str) -> RewriteSettings:
+def step_settings(dtype: str, **options: Any) -> RewriteSettings:
     """Returns how steps are rewritten; a step need not run every layer that is kept in float32."""
-    return RewriteSettings(dtype=dtype, placement=placement).keeping((_KEPT_NODES,))
+    return RewriteSettings(dtype=dtype, **options).keeping((_KEPT_NODES,))
 
 
 def keep_in_float32(kept: Iterable[Any]) -> contextlib.ExitStack:

@@ -49,7 +49,7 @@ _FLAGS = (
 # Raised when what a profile holds, or how it is measured, changes: older files are then not used.
 _FORMAT = 3
 # Two measurements at once would slow each other.
-_MEASURING = threading.Lock()
+MEASURING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def resolve_profile(profile: Any, placement: str) -> MachineProfile | None:
     """
     if isinstance(profile, MachineProfile):
         return profile
-    return find_profile().profile if profile is None and placement == "min_cut" else None
+    return find_profile().profile if profile is None and placement != "lists" else None
 
 
 def find_profile() -> FoundProfile:
@@ -131,7 +131,7 @@ def find_profile() -> FoundProfile:
     if asked not in ("", "measure"):
         return FoundProfile(_read(asked), f"{asked}, as {VARIABLE} says")
     folder = None if asked else cache_folder()
-    with _MEASURING:
+    with MEASURING:
         return _of_machine(tuple(machine_key().items()), folder)
 
 
@@ -228,8 +228,19 @@ def cache_folder() -> Path:
 
 def profile_path(folder: Path, key: Mapping[str, str]) -> Path:
     """Returns the file for the profile of a machine, by what the profile depends on."""
+    return file_of_machine(folder, "machine", key)
+
+
+def file_of_machine(folder: Path, what: str, key: Mapping[str, str]) -> Path:
+    """Returns the file for something that depends on the machine, by what it depends on."""
     digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
-    return folder / f"machine-{digest[:20]}.json"
+    return folder / f"{what}-{digest[:20]}.json"
+
+
+def check_folder(folder: Path) -> None:
+    """Raises a FileNotFoundError where the user's cache folder is no place to leave files at."""
+    if not folder.is_absolute():  # Without a home folder the path is "~/..." as it stands.
+        raise FileNotFoundError(f"there is no home folder for {folder}")
 
 
 def get_profile(folder: Path, key: Mapping[str, str]) -> MachineProfile | None:
@@ -245,9 +256,7 @@ def get_profile(folder: Path, key: Mapping[str, str]) -> MachineProfile | None:
 
 def put_profile(folder: Path, key: Mapping[str, str], profile: MachineProfile) -> Path:
     """Writes the profile of a machine in the place of one that is there; returns the file."""
-    if not folder.is_absolute():
-        # Without a home folder the path is "~/..." as it stands: no place to leave files at.
-        raise FileNotFoundError(f"there is no home folder for {folder}")
+    check_folder(folder)
     path = profile_path(folder, key)
     fields = {"format": _FORMAT, "key": dict(key), "profile": json.loads(profile.to_json())}
     replace_text(path, json.dumps(fields, indent=1))

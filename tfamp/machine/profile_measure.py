@@ -17,14 +17,14 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import tensorflow as tf
 
 from tfamp.core.profile import DTYPES, KINDS, OPS, MachineProfile, builtin_profile
 from tfamp.machine import gpu_sharing, hardware
+from tfamp.machine.timing import NO_KERNEL_ERRORS, in_own_thread, some_values
 
 # What a kind of op reaches in a dtype that it has no kernel for, in parts of float32's peak.
 NO_KERNEL = 1e-3
@@ -46,22 +46,12 @@ _HOPELESS = 4.0
 _HOPELESS_RUNS = 2
 # A float16 below this many times float32's time may be as fast: the difference may be noise.
 _SLOWER = 1.2
-# How TensorFlow says that there is no kernel, or none for this dtype on this device.
-_NO_KERNEL_ERRORS = (
-    tf.errors.InvalidArgumentError,
-    tf.errors.NotFoundError,
-    tf.errors.UnimplementedError,
-    tf.errors.InternalError,
-    tf.errors.UnknownError,
-)
-
 _SUMS = ("Mean", "Sum")
 _ELEMENTWISE = ("AddV2", "Mul", "Relu", "ReluGrad")
 _CHAIN = 60
 _RESERVED = ("reserve_space_1", "reserve_space_2", "reserve_space_3")
 
 Run = Callable[[], Any]
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +152,7 @@ def measure_profile(
     if device == "gpu" and not gpus:
         raise ValueError("device is 'gpu', but TensorFlow sees no GPU; 'cpu' can be measured.")
     kind = ("gpu" if gpus else "cpu") if device == "auto" else device
-    return _in_own_thread(lambda: _measure(kind, seconds, sizes or Sizes.of(kind)))
+    return in_own_thread(lambda: _measure(kind, seconds, sizes or Sizes.of(kind)))
 
 
 def _measure(device: str, seconds: float, sizes: Sizes) -> MachineProfile:
@@ -253,7 +243,7 @@ class _Timer:
         for dtype in work.dtypes:
             try:
                 self.best[dtype] = clock(work.make(dtype), 1)
-            except _NO_KERNEL_ERRORS:
+            except NO_KERNEL_ERRORS:
                 if dtype == work.dtypes[0]:
                     raise
 
@@ -322,7 +312,7 @@ def float16_warning() -> str | None:
 @functools.lru_cache(maxsize=1)
 def float16_slowdown() -> float:
     """Returns the time of small ops in float16 over float32's on this CPU; measured once."""
-    return _in_own_thread(_float16_slowdown)
+    return in_own_thread(_float16_slowdown)
 
 
 def _float16_slowdown() -> float:
@@ -331,16 +321,6 @@ def _float16_slowdown() -> float:
     with tf.device("CPU:0"):
         timers = _timed(in_both, _one_by_one, seconds=0.0)
     return sum(each.best["float16"] for each in timers) / sum(each.first for each in timers)
-
-
-def _in_own_thread(function: Callable[[], _Result]) -> _Result:
-    """Runs it where none of TensorFlow's and tfamp's per-thread state is: scopes, graphs, modes.
-
-    It is eager there wherever this is called: in a function that is being traced, and under
-    `tf.Graph().as_default()`, which `tf.init_scope` does not leave.
-    """
-    with ThreadPoolExecutor(1) as own_thread:
-        return own_thread.submit(function).result()
 
 
 def works(sizes: Sizes) -> Iterator[Work]:
@@ -404,22 +384,15 @@ def _run(
     return make
 
 
-def _values(shape: Sequence[int], dtype: str) -> Any:
-    """Numbers between 0.1 and 1, the same again and again: many would take longer to make."""
-    count = math.prod(shape)
-    few = tf.cast(tf.random.stateless_uniform((math.gcd(count, 4096),), (1, 2), 0.1, 1.0), dtype)
-    return tf.reshape(tf.tile(few, [count // few.shape[0]]), shape)
-
-
 def _functions(elements: int) -> Iterator[Work]:
     columns = math.gcd(elements, 512)
     rows = [elements // columns, columns]
     for op in (*_ELEMENTWISE, *OPS):
         if op in _SUMS:
-            yield Work(op, float(elements), _run(op, {"input": rows}, _values, axis=1))
+            yield Work(op, float(elements), _run(op, {"input": rows}, some_values, axis=1))
         elif "Conv" not in op:
             inputs = set(inspect.signature(getattr(tf.raw_ops, op)).parameters) - {"name"}
-            make = _run(op, dict.fromkeys(inputs, [elements]), _values)
+            make = _run(op, dict.fromkeys(inputs, [elements]), some_values)
             yield Work(op if op in OPS else "elementwise", float(elements), make)
 
 
@@ -431,20 +404,20 @@ def _special(batch: int, size: int, channels: int) -> Iterator[Work]:
     norm = {"scale": ones, "offset": ones, "mean": nothing, "variance": nothing}
 
     def pool_gradient(dtype: str) -> Run:
-        x = _values(images, dtype)
+        x = some_values(images, dtype)
         y = raw.MaxPool(input=x, **pool)
         return lambda: raw.MaxPoolGrad(orig_input=x, orig_output=y, grad=y, **pool)
 
     def norm_gradient(dtype: str) -> Run:
-        x = _values(images, dtype)
+        x = some_values(images, dtype)
         reserved = dict(zip(_RESERVED, raw.FusedBatchNormV3(x=x, **norm)[3:], strict=True))
         return lambda: raw.FusedBatchNormGradV3(y_backprop=x, x=x, scale=ones, **reserved)
 
     makers = (
-        _run("Softmax", {"logits": rows}, _values),
-        _run("MaxPool", {"input": images}, _values, **pool),
+        _run("Softmax", {"logits": rows}, some_values),
+        _run("MaxPool", {"input": images}, some_values, **pool),
         pool_gradient,
-        _run("FusedBatchNormV3", {"x": images}, _values, **norm),
+        _run("FusedBatchNormV3", {"x": images}, some_values, **norm),
         norm_gradient,
     )
     for make in makers:

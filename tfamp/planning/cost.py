@@ -45,12 +45,14 @@ class ScopeCosts:
         casts: For each float32 tensor the time of a Cast.
         overheads: What each node takes beside.
         unshaped: Slots with a tensor of which the graph does not tell the rank.
+        measured: The nodes whose times were measured; those of others are estimates.
     """
 
     slots: Sequence[tuple[float, float]]
     casts: Mapping[Tensor, float]
     overheads: Sequence[float]
     unshaped: Set[int] = frozenset()
+    measured: Set[int] = frozenset()
 
     def node(self, index: GraphIndex, position: int, low: Collection[int]) -> float:
         """Returns the seconds a node takes if the slots in `low` are converted."""
@@ -89,15 +91,22 @@ def estimate(
     return _Estimate(index, profile, dtype).costs(cached if index.scope == MAIN_GRAPH else ())
 
 
+def bytes_of(dtype: str) -> int:
+    """Returns the bytes of a value; four for dtypes of which that is not known."""
+    return _BYTES.get(dtype, 4)
+
+
+def counted_shape(shape: Iterable[int | None]) -> Shape:
+    """Returns a shape as it counts, with a number for dimensions that are not known."""
+    return tuple(UNKNOWN_DIMENSION if dim is None else dim for dim in shape)
+
+
 class _Estimate:
     """The tensors of a scope and the times that follow from them."""
 
     def __init__(self, index: GraphIndex, profile: MachineProfile, dtype: str) -> None:
         self._index, self._profile, self._dtype = index, profile, dtype
-        self._shapes = {
-            tensor: tuple(UNKNOWN_DIMENSION if dim is None else dim for dim in shape)
-            for tensor, shape in index.shapes.items()
-        }
+        self._shapes = {tensor: counted_shape(shape) for tensor, shape in index.shapes.items()}
         self._inputs: list[dict[int, Tensor]] = [{} for _ in index.nodes]
         # For each slot the tensors that have its dtype.
         self._read: list[list[Tensor]] = [[] for _ in index.slots]

@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tfamp.core.profile import MachineProfile
 from tfamp.planning.choices import ChosenNodes, NodeChoices, Place, nearest_names
@@ -44,6 +44,9 @@ from tfamp.planning.structures import (
     reach,
 )
 
+if TYPE_CHECKING:  # Loaded where something was measured.
+    from tfamp.planning.measured_costs import MeasuredTimes
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -55,11 +58,12 @@ class Request:
         colors: Colour of every op type that is on a list.
         updates: How far arithmetic on gradients, on its way to variables, may be low.
         device: Kind of device of nodes that are pinned to none.
-        placement: "min_cut" or "lists".
+        placement: "min_cut", "measured" or "lists".
         profile: How fast the machine is.
         ranges: What was measured, if anything was.
         limits: From where on measured values need float32, unless the caller forces them low.
         cached: Names of handles of variables whose Casts take no time.
+        measure_seconds: With "measured", about how long to measure.
     """
 
     dtype: str
@@ -72,6 +76,7 @@ class Request:
     ranges: Ranges | None = None
     limits: Limits | None = None
     cached: frozenset[str] = frozenset()
+    measure_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,10 @@ class Decision:
 
 
 def decide(
-    indexes: Sequence[GraphIndex], weights: Collection[tuple[str, str]], request: Request
+    indexes: Sequence[GraphIndex],
+    weights: Collection[tuple[str, str]],
+    request: Request,
+    times: MeasuredTimes | None = None,
 ) -> Decision:
     """Decides about a graph and its functions.
 
@@ -117,6 +125,7 @@ def decide(
         indexes: The graph, then its functions.
         weights: Arguments of loops' functions that hold weights: see `join`.
         request: What is asked.
+        times: What was measured of them; None where all times are estimates.
 
     Raises:
         ValueError: The graph has no node of a name, or that matches a pattern, of the request's.
@@ -134,10 +143,14 @@ def decide(
         }
     regions, painting = rules.paint({**measured, **chosen.kept})
     costs = [estimate(i, request.profile, request.dtype, request.cached) for i in indexes]
-    if request.placement == "min_cut":
+    if times is not None:
+        costs = list(times.costs(indexes, costs))
+    if request.placement != "lists":
         safe = rules.safe(regions, painting)
         every = joined.join_costs(costs, safe)
         least_gain = request.profile.least_gain
+        if times is not None:
+            every, least_gain = times.told_apart(joined.index, every, painting.low)
         painting = place(joined.index, regions, painting, safe, every, least_gain)
     why_float32 = {**painting.left, **painting.denied, **regions.fixed}
     scopes = tuple(
@@ -291,6 +304,7 @@ def _node_plans(scope: PaintedScope, request: Request) -> Iterator[NodePlan]:
             reason=why_low[0] if why_low else _why_float32(scope, slots[0], request.colors),
             cost=seconds if scope.costs.is_known(node) else None,
             inputs=tuple(inputs.get(position, ())),
+            measured=position in scope.costs.measured,
         )
 
 

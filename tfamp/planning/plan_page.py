@@ -147,12 +147,14 @@ def plan_fragment(plan: RewritePlan) -> str:
     )
 
 
-_NODE_HEAD = ("node", "op", "dtype", "reason")
+_NODE_HEAD = ("node", "op", "dtype", "cost", "reason")
 _CAST_HEAD = ("cast of", "from", "to", "bytes")
 
 
 def _node_rows(plan: RewritePlan) -> list[tuple[str, ...]]:
-    return [(_place(n.scope, n.name), n.op, n.dtype, n.reason.text) for n in plan.nodes]
+    return [
+        (_place(n.scope, n.name), n.op, n.dtype, _cost(n), n.reason.text) for n in plan.nodes
+    ]
 
 
 def _cast_rows(plan: RewritePlan) -> list[tuple[str, ...]]:
@@ -187,6 +189,12 @@ def _node_json(node: NodePlan) -> dict[str, Any]:
 def _cast_json(cast: CastSite) -> dict[str, Any]:
     fields = {name: getattr(cast, name) for name in cast.__slots__ if name != "device"}
     return {"from": fields.pop("source"), "to": fields.pop("target"), **fields}
+
+
+def _cost(node: NodePlan) -> str:
+    if node.cost is None:
+        return "unknown"
+    return f"{1e6 * node.cost:.3g} us, {'measured' if node.measured else 'estimated'}"
 
 
 def _known(count: int | None) -> str:

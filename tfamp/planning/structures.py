@@ -296,9 +296,10 @@ class NodePlan:
         op: Its op type.
         dtype: Name of the dtype it computes in after the rewrite.
         reason: Why.
-        cost: Its estimated time in seconds; None where the graph does not tell the shapes.
+        cost: Its time in seconds; None where the graph does not tell the shapes.
         inputs: Names of the nodes and arguments of the scope it takes tensors from, each once, in
             the order of its inputs; also those that do not compute with floats.
+        measured: Whether the cost was measured on this machine; else it is an estimate.
     """
 
     scope: str
@@ -308,6 +309,7 @@ class NodePlan:
     reason: Reason
     cost: float | None = None
     inputs: tuple[str, ...] = ()
+    measured: bool = False
 
 
 @dataclass(frozen=True, slots=True)

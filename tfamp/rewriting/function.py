@@ -55,6 +55,7 @@ def rewrite(
     on_error: str = "raise",
     cache_weights: bool = False,
     example_args: Sequence[Any] | None = None,
+    measure_seconds: float = 10.0,
 ) -> Any:
     """Returns a function that computes the same in low precision, where that is safe.
 
@@ -79,8 +80,10 @@ def rewrite(
             `tfamp.graph.Calibration`. Nodes with values too large for the dtype stay float32.
             Variables are as before afterwards.
         placement: "min_cut": the lists decide what may be low, a minimum cut what is worth it on
-            this machine. "lists": the lists decide alone. "tune": what is the fastest of these and
-            float32 on `example_args`, which are run some dozen times; see `tfamp.tune`.
+            this machine, by estimated times. "measured": the same, by the times of the graph's own
+            ops and Casts, measured on this machine. "lists": the lists decide alone. "tune": what
+            is the fastest of these and float32 on `example_args`, which are run some dozen times;
+            see `tfamp.tune`.
         profile: What min_cut goes by: a `tfamp.graph.MachineProfile`, "builtin" for fixed figures,
             or None for this machine's, measured in 3 s once and cached; see `TFAMP_PROFILE`.
         on_error: "raise", or "keep": warn and run the float32 function where a graph cannot be
@@ -90,6 +93,9 @@ def rewrite(
             train step. They are made again when a weight has changed. Takes two bytes for each
             weight, and about 10 us a weight and call to look.
         example_args: Arguments of a call, to rewrite at once instead of at the first call.
+        measure_seconds: With "measured", about how long to measure at most, each time the function
+            is traced: the largest ops first, others keep an estimate. What is measured is kept
+            in the user's cache folder, so that it is measured once; 0 measures nothing new.
 
     Returns:
         A `RewrittenFunction`.
@@ -123,6 +129,7 @@ def rewrite(
         profile=profile,
         on_error=on_error,
         cache_weights=cache_weights,
+        measure_seconds=measure_seconds,
     )
     _check_example_args(example_args, tuned)
     make = functools.partial(

@@ -25,6 +25,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
+from tfamp.core.options import PLACEMENTS
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.functions import (
@@ -43,7 +44,7 @@ from tfamp.graph.functions import (
     unshare_branches,
 )
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.rewrite import PLACEMENTS, check_lists, convert, make_request
+from tfamp.graph.rewrite import check_lists, check_seconds, convert, make_request
 from tfamp.interop import tf_functions
 from tfamp.interop.tf_functions import as_written
 from tfamp.machine.profile_choice import check_profile, resolve_profile
@@ -108,12 +109,14 @@ class RewriteSettings:
     on_error: str = "raise"
     cache_weights: bool = False
     may_miss: tuple[str, ...] = ()
+    measure_seconds: float = 10.0
 
     def __post_init__(self) -> None:
         check_choice("on_error", self.on_error, _ON_ERROR)
         check_choice("placement", self.placement, PLACEMENTS)
         check_lists(self.op_lists)
         check_profile(self.profile)
+        check_seconds(self.measure_seconds)
         for name in ("keep_float32", "force_low"):
             # The dataclass is frozen for its users; this is where its values are made.
             object.__setattr__(self, name, tensor_names(name, getattr(self, name)))
@@ -149,7 +152,13 @@ class RewriteSettings:
         choices = NodeChoices(fetches, feeds, self.keep_float32, self.force_low, self.may_miss)
         profile = resolve_profile(self.profile, self.placement)
         request = make_request(
-            choices, self.dtype, self.op_lists, self.placement, self.device, profile
+            choices,
+            self.dtype,
+            self.op_lists,
+            self.placement,
+            self.device,
+            profile,
+            self.measure_seconds,
         )
         data, cached = self.calibration, frozenset(cached)
         limits = None if data is None else data.limits(self.dtype)

@@ -35,6 +35,7 @@ def rewrite_saved_model(
     placement: str = "lists",
     device: str = "auto",
     overwrite: bool = False,
+    measure_seconds: float = 10.0,
 ) -> RewritePlan:
     """Writes a SavedModel that computes in low precision where the lists say so.
 
@@ -63,10 +64,12 @@ def rewrite_saved_model(
         force_low: The same: these compute in low precision wherever the op has a kernel for it.
         placement: "lists": the lists decide alone, as the model may run on another machine than
             this. "min_cut": they decide what may be low, a minimum cut what is worth it on a device
-            of this kind, by the built-in table.
+            of this kind, by the built-in table. "measured": the same by the times of the model's
+            own ops, measured on this machine.
         device: Kind of device the model will run on: "cpu", "gpu", "tpu", or "auto" for this
             machine's. A node without a kernel there stays float32.
         overwrite: Whether a SavedModel in `dst` is replaced.
+        measure_seconds: With "measured", about how long to measure at most: see `tfamp.rewrite`.
 
     Returns:
         The plan, with the reason for every node. A `NothingConvertedWarning` says that no node
@@ -92,7 +95,8 @@ def rewrite_saved_model(
     if not source.exists():
         saved_files.read_saved_model(source)  # It says what is missing.
     final = saved_files.check_target(source, target, overwrite)
-    settings = _settings(dtype, calibration, op_lists, keep_float32, force_low, placement, device)
+    others = (op_lists, keep_float32, force_low, placement, device, measure_seconds)
+    settings = _settings(dtype, calibration, *others)
     model, plan = _rewritten(source, settings, freeze)
     leave_out = {saved_files.GRAPH_FILE, saved_files.FINGERPRINT_FILE}
     if freeze:
@@ -117,6 +121,7 @@ def inspect_saved_model(
     force_low: Iterable[str] = (),
     placement: str = "lists",
     device: str = "auto",
+    measure_seconds: float = 10.0,
 ) -> RewritePlan:
     """Tells what `rewrite_saved_model` would do, and writes nothing.
 
@@ -130,6 +135,7 @@ def inspect_saved_model(
         force_low: As there.
         placement: As there.
         device: As there.
+        measure_seconds: As there.
 
     Returns:
         The plan.
@@ -137,13 +143,14 @@ def inspect_saved_model(
     Raises:
         TypeError, ValueError, SavedModelError, RewriteError: As `rewrite_saved_model`.
     """
-    settings = _settings(dtype, calibration, op_lists, keep_float32, force_low, placement, device)
+    others = (op_lists, keep_float32, force_low, placement, device, measure_seconds)
+    settings = _settings(dtype, calibration, *others)
     return _rewritten(Path(src), settings, freeze)[1]
 
 
 def _settings(dtype: Any, calibration: Any, *others: Any) -> RewriteSettings:
-    """How to rewrite by the built-in table; the others are `op_lists` to `device`, as they come."""
-    names = ("op_lists", "keep_float32", "force_low", "placement", "device")
+    """How to rewrite by the built-in table; the others are `op_lists` and so on, as they come."""
+    names = ("op_lists", "keep_float32", "force_low", "placement", "device", "measure_seconds")
     return RewriteSettings(
         dtype=required_dtype(dtype),
         calibration=calibration_of(calibration),

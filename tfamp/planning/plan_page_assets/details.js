@@ -44,6 +44,7 @@ class DetailsPanel {
         ["Rule", node.rule],
         ["Function", node.scope],
         ["Cost", secondsText(node.cost)],
+        ["The cost is", costSource(node)],
       ]),
       this.castList("Casts in", node.castsIn),
       this.castList("Casts out", node.castsOut),

@@ -152,6 +152,7 @@ function nodeTable(model, onPick) {
       { label: "op", value: (node) => node.op },
       { label: "dtype", value: (node) => node.dtype },
       { label: "rule", value: (node) => node.rule },
+      ...(known ? [{ label: "cost", value: costSource }] : []),
     ],
     columns: [
       { title: "Node", value: (node) => place(node.scope, node.name), width: "33%" },

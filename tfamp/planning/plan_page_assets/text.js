@@ -38,6 +38,11 @@ function secondsText(seconds) {
     : `${(seconds * 1e6).toPrecision(3)} µs`;
 }
 
+function costSource(node) {
+  if (node.cost === null || node.cost === undefined) return "";
+  return node.measured ? "measured" : "estimated";
+}
+
 function shorten(text, most = MAX_LABEL) {
   if (text.length <= most) return text;
   const head = Math.ceil((most - 1) * 0.6);
