@@ -125,6 +125,7 @@ def make_request(
         device=kind,
         placement=placement,
         profile=profile or profile_choice.profile_of(kind),
+        exact_statistics=lists.exact_statistics,
     )
 
 

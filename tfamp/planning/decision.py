@@ -17,6 +17,7 @@ from tfamp.core.profile import MachineProfile
 from tfamp.planning.choices import ChosenNodes, NodeChoices, Place, nearest_names
 from tfamp.planning.coloring import Rules, Updates, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, crossing_tensors, estimate, scope_seconds
+from tfamp.planning.normalizations import statistics
 from tfamp.planning.placement import place
 from tfamp.planning.ranges import Limits, Ranges, too_large
 from tfamp.planning.structures import (
@@ -60,6 +61,7 @@ class Request:
         ranges: What was measured, if anything was.
         limits: From where on measured values need float32, unless the caller forces them low.
         cached: Names of handles of variables whose Casts take no time.
+        exact_statistics: Whether normalizations stay float32, unless the caller forces them low.
     """
 
     dtype: str
@@ -72,6 +74,7 @@ class Request:
     ranges: Ranges | None = None
     limits: Limits | None = None
     cached: frozenset[str] = frozenset()
+    exact_statistics: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +127,13 @@ def decide(
     chosen = request.choices.nodes_of(indexes)
     joined = join(indexes, request.colors, weights)
     rules = _Rules(joined, request, chosen)
-    measured: dict[Place, Reason] = {}
-    if request.ranges and request.limits:
-        measured = {
-            (number, position): reason
-            for number, index in enumerate(indexes)
-            for position, reason in too_large(index, request.ranges, request.limits).items()
-            if (number, position) not in chosen.forced
-        }
-    regions, painting = rules.paint({**measured, **chosen.kept})
+    found = {
+        (number, position): reason
+        for number, index in enumerate(indexes)
+        for position, reason in _found_float32(index, request).items()
+        if (number, position) not in chosen.forced
+    }
+    regions, painting = rules.paint({**found, **chosen.kept})
     costs = [estimate(i, request.profile, request.dtype, request.cached) for i in indexes]
     if request.placement == "min_cut":
         safe = rules.safe(regions, painting)
@@ -150,6 +151,14 @@ def decide(
     plans = tuple(_plan_scope(scope, request.dtype) for scope in scopes)
     plan = make_plan(request.dtype, nodes, plans, _speed_up(scopes))
     return Decision(scopes, plan, tuple(_without_effect(rules, scopes, plan)))
+
+
+def _found_float32(index: GraphIndex, request: Request) -> dict[int, Reason]:
+    """Nodes that need float32 for their place in the graph or for their values."""
+    found = statistics(index) if request.exact_statistics else {}
+    if request.ranges and request.limits:
+        found.update(too_large(index, request.ranges, request.limits))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
