@@ -17,7 +17,7 @@ from tfamp.core.profile import MachineProfile
 from tfamp.planning.choices import ChosenNodes, NodeChoices, Place, nearest_names
 from tfamp.planning.coloring import Rules, Updates, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, crossing_tensors, estimate, scope_seconds
-from tfamp.planning.normalizations import statistics
+from tfamp.planning.normalizations import ROOTS, statistics
 from tfamp.planning.placement import place
 from tfamp.planning.ranges import Limits, Ranges, too_large
 from tfamp.planning.structures import (
@@ -155,7 +155,9 @@ def decide(
 
 def _found_float32(index: GraphIndex, request: Request) -> dict[int, Reason]:
     """Nodes that need float32 for their place in the graph or for their values."""
-    found = statistics(index) if request.exact_statistics else {}
+    found: dict[int, Reason] = {}
+    if request.exact_statistics and not ROOTS.isdisjoint(node.op for node in index.nodes):
+        found.update(statistics(index))
     if request.ranges and request.limits:
         found.update(too_large(index, request.ranges, request.limits))
     return found

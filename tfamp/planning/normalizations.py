@@ -48,8 +48,6 @@ def statistics(index: GraphIndex) -> dict[int, Reason]:
         Positions of nodes with the reason: from the first ones that take the data to the one that
         gives the normalized values, with a gain and a bias where these come next.
     """
-    if not any(node.op in ROOTS for node in index.nodes):
-        return {}
     finder = _Finder(index)
     found: dict[int, Reason] = {}
     for data in dict.fromkeys(finder.squared_data()):
