@@ -171,6 +171,6 @@ def test_large_means_do_not_cost_digits(dtype):
     for placement in ("lists", "min_cut"):
         exact = error(placement=placement)
         # The input of the first has values near 20, each rounded, and a deviation near 1.
-        assert exact < 20.0 * EPS[dtype]
+        assert exact < 30.0 * EPS[dtype]
         if dtype == "bfloat16":
             assert exact < 0.7 * error(placement=placement, op_lists=rounded)

@@ -13,7 +13,7 @@ cancel in the sums that follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tfamp.planning.structures import FLOAT32, GraphIndex, Reason, op_types, reach
@@ -27,13 +27,15 @@ _SCALING = op_types("Div DivNoNan Mul MulNoNan RealDiv Xdivy")
 _SHIFTING = op_types("Add AddV2 BiasAdd Sub")
 _PASSING_ON = op_types("""
     BroadcastTo EnsureShape ExpandDims Identity PreventGradient Reshape Snapshot Squeeze
-    StopGradient Tile Transpose
+    StopGradient StridedSlice Tile Transpose
 """)
 # What makes other numbers of data and statistics, each by itself.
 _ELEMENTWISE = op_types("""
     Abs ClipByValue Inv Maximum Minimum Neg Reciprocal Relu Select SelectV2
 """)
 _ARITHMETIC = _ELEMENTWISE | _SCALING | _SHIFTING | _PASSING_ON | _SQUARES | _REDUCTIONS | ROOTS
+# What gradients of these are made of.
+_GRADIENTS = _ARITHMETIC | op_types("AddN InvGrad ReciprocalGrad RsqrtGrad SqrtGrad")
 # Weights, and what they are multiplied by.
 _STORED = op_types("Const HostConst ReadVariableOp Variable VariableV2")
 
@@ -46,14 +48,21 @@ def statistics(index: GraphIndex) -> dict[int, Reason]:
 
     Returns:
         Positions of nodes with the reason: from the first ones that take the data to the one that
-        gives the normalized values, with a gain and a bias where these come next.
+        gives the normalized values, with a gain and a bias where these come next; and those of
+        their gradients.
     """
     finder = _Finder(index)
-    found: dict[int, Reason] = {}
-    for data in dict.fromkeys(finder.squared_data()):
-        for position, last in finder.normalization_of(data).items():
-            text = f"it is part of the normalization that gives {index.nodes[last].name}"
-            found.setdefault(position, Reason(RULE, text))
+    squared = dict.fromkeys(finder.squared_data())
+    lasts: dict[int, int] = {}
+    for data in squared:
+        lasts = finder.normalization_of(data) | lasts
+    if not lasts:
+        return {}
+    gradient = Reason(RULE, "it is part of the gradient of a normalization")
+    found = dict.fromkeys(finder.gradients_of(squared, lasts), gradient)
+    for position, last in lasts.items():
+        text = f"it is part of the normalization that gives {index.nodes[last].name}"
+        found[position] = Reason(RULE, text)
     return found
 
 
@@ -94,8 +103,9 @@ class _Finder:
             for position, node in enumerate(index.nodes)
             if node.op in _STORED and index.shapes.get((position, 0)) == ()
         }
+        self._order = index.producers_first()
         self._stored: set[int] = set()
-        for position in index.producers_first():
+        for position in self._order:
             if self._is_stored(position):
                 self._stored.add(position)
 
@@ -162,6 +172,28 @@ class _Finder:
             if gives and last not in found:
                 found.update(dict.fromkeys(reach([last], before), last) | found)
         return found
+
+    def gradients_of(self, squared: Iterable[int], lasts: Mapping[int, int]) -> Iterable[int]:
+        """What takes more than the result of normalizations, and what that is computed from.
+
+        Up to the gradient that comes from behind and the sum that goes on: all between is computed
+        from these gradients, the data, statistics and weights only.
+        """
+        inside = lasts.keys() - set(lasts.values())
+        beside = {each for node in inside for each in self._consumers[node]} - lasts.keys()
+        given = {each for node in beside for each in self._inputs[node]} - lasts.keys()
+        known = {*inside, *given, *squared, *self._stored}
+        between: set[int] = set()
+        found: set[int] = set()
+        for node in self._order:
+            sources = self._inputs[node]
+            is_new = sources and node not in lasts and node not in self._stored
+            if is_new and self._ops[node] in _GRADIENTS and known.issuperset(sources):
+                known.add(node)
+                between.add(node)
+                if not inside.isdisjoint(sources) or not found.isdisjoint(sources):
+                    found.add(node)
+        return reach(found, lambda node: [each for each in self._inputs[node] if each in between])
 
     def _parts(self, data: int) -> dict[int, _Part]:
         """What is computed from some data and weights only."""
