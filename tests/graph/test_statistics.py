@@ -174,3 +174,18 @@ def test_large_means_do_not_cost_digits(dtype):
         assert exact < 30.0 * EPS[dtype]
         if dtype == "bfloat16":
             assert exact < 0.7 * error(placement=placement, op_lists=rounded)
+
+
+def test_gradient_between_low_products_is_float32():
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            product = by_moments(x) @ WEIGHT
+        return tape.gradient(product, x)
+
+    plan = plan_of(gradient)
+    (gradient_of_root,) = [node for node in plan.nodes if node.op == "RsqrtGrad"]
+    assert gradient_of_root.reason == "it is part of the gradient of a normalization"
+    made = [node for node in plan.nodes if node.name.startswith("gradient_tape/")]
+    assert {node.dtype for node in made if node.op == "MatMul"} == {"bfloat16"}
+    assert {node.dtype for node in made if node.op in ("Sum", "RealDiv")} == {"float32"}
