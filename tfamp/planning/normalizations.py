@@ -35,7 +35,9 @@ _ELEMENTWISE = op_types("""
 """)
 _ARITHMETIC = _ELEMENTWISE | _SCALING | _SHIFTING | _PASSING_ON | _SQUARES | _REDUCTIONS | ROOTS
 # What gradients of these are made of.
-_GRADIENTS = _ARITHMETIC | op_types("AddN InvGrad ReciprocalGrad RsqrtGrad SqrtGrad")
+_GRADIENTS = _ARITHMETIC | op_types(
+    "AddN InvGrad ReciprocalGrad RsqrtGrad SqrtGrad StridedSliceGrad"
+)
 # Weights, and what they are multiplied by.
 _STORED = op_types("Const HostConst ReadVariableOp Variable VariableV2")
 
