@@ -18,12 +18,14 @@ from typing import Literal
 import tfamp.planning.autocast_lists as _autocast
 import tfamp.planning.grappler_lists as _grappler
 from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.options import checked_flag
 from tfamp.planning.choices import check_choice
 from tfamp.planning.structures import LOOPS
 
 Color = Literal["allow", "infer", "deny", "clear"]
 
 COLORS: tuple[Color, ...] = ("allow", "infer", "deny", "clear")
+_OP_SETS = (*COLORS, "as_given")
 DEVICES = ("auto", "cpu", "gpu", "tpu")
 
 # tfamp's defaults, where they differ from Grappler's.
@@ -75,9 +77,13 @@ class OpLists:
         clear: Ops that do not compute, such as a reshape; converted between converted ops.
         as_given: Ops that autocast computes in the dtype of their inputs although it would
             compute them in float32 otherwise. `with_changes` keeps account of them.
+        exact_statistics: Whether a rewrite computes normalizations in float32, from low inputs,
+            whatever lists their ops are on: the mean, the variance, its root, and what these
+            make of the data. They are found by what they compute, see
+            `planning/normalizations.py`. `default` has it, `grappler` has not.
 
     Raises:
-        TypeError: An argument is not a collection of strings.
+        TypeError: An argument is not a collection of strings, or `exact_statistics` is no bool.
         ValueError: An op is on two lists, or is in `as_given` and on `allow` or `deny`.
 
     Example:
@@ -93,12 +99,13 @@ class OpLists:
     deny: frozenset[str] = frozenset()
     clear: frozenset[str] = frozenset()
     as_given: frozenset[str] = frozenset()
+    exact_statistics: bool = False
 
     def __post_init__(self) -> None:
         # The dataclass is frozen for its users; this is where its values are made.
-        for field in dataclasses.fields(self):
-            ops = _op_set(field.name, getattr(self, field.name))
-            object.__setattr__(self, field.name, ops)
+        for name in _OP_SETS:
+            object.__setattr__(self, name, _op_set(name, getattr(self, name)))
+        checked_flag("exact_statistics", self.exact_statistics)
         _refuse_op_on_two_lists({color: getattr(self, color) for color in COLORS})
         if fixed := sorted(self.as_given & (self.allow | self.deny)):
             raise ValueError(
@@ -107,10 +114,9 @@ class OpLists:
             )
 
     def __repr__(self) -> str:
-        sizes = (
-            f"{field.name}: {len(getattr(self, field.name))}" for field in dataclasses.fields(self)
-        )
-        return f"<OpLists, numbers of ops: {', '.join(sizes)}>"
+        sizes = (f"{name}: {len(getattr(self, name))}" for name in _OP_SETS)
+        exact = "; exact statistics" if self.exact_statistics else ""
+        return f"<OpLists, numbers of ops: {', '.join(sizes)}{exact}>"
 
     @staticmethod
     def default(dtype: str, device: str = "auto") -> OpLists:
@@ -203,6 +209,7 @@ class OpLists:
         deny_remove: Iterable[str] = (),
         clear_add: Iterable[str] = (),
         clear_remove: Iterable[str] = (),
+        exact_statistics: bool | None = None,
     ) -> OpLists:
         """Returns lists with ops added, moved or removed; these lists stay as they are.
 
@@ -218,12 +225,13 @@ class OpLists:
             deny_remove: Op types to take off `deny`.
             clear_add: Op types to put on `clear`.
             clear_remove: Op types to take off `clear`.
+            exact_statistics: Whether normalizations stay float32; None for what these lists say.
 
         Returns:
             The new lists.
 
         Raises:
-            TypeError: An argument is not a collection of strings.
+            TypeError: An argument is not a collection of strings, or `exact_statistics` is no bool.
             ValueError: TensorFlow does not know an op, an op is added to two lists, added to and
                 removed from the same one, or removed from a list it is not on.
 
@@ -239,9 +247,11 @@ class OpLists:
         self._refuse_unknown(touched)
         self._refuse_removing_absent(removed)
         freed = added["infer"] | added["clear"] | (removed["deny"] - added_ops)
+        exact = self.exact_statistics if exact_statistics is None else exact_statistics
         return OpLists(
             **{color: (getattr(self, color) - touched) | added[color] for color in COLORS},
             as_given=(self.as_given - touched) | freed,
+            exact_statistics=exact,
         )
 
     def _refuse_unknown(self, ops: frozenset[str]) -> None:
@@ -277,7 +287,7 @@ def _grappler_lists(dtype: str) -> OpLists:
 @functools.cache
 def _default_lists(dtype: str, device: str) -> OpLists:
     lists = _grappler_lists(dtype)
-    lists = dataclasses.replace(lists, clear=lists.clear | _CLEAR_ADDED)
+    lists = dataclasses.replace(lists, clear=lists.clear | _CLEAR_ADDED, exact_statistics=True)
     if dtype == "bfloat16":
         dropped = frozenset() if device == "gpu" else _BFLOAT16_INFER_DROPPED_ON_CPU
         return dataclasses.replace(

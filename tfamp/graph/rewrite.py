@@ -143,6 +143,7 @@ def make_request(
         placement=placement,
         profile=profile or profile_choice.profile_of(kind),
         measure_seconds=measure_seconds,
+        exact_statistics=lists.exact_statistics,
     )
 
 

@@ -17,6 +17,7 @@ from tfamp.core.profile import MachineProfile
 from tfamp.planning.choices import ChosenNodes, NodeChoices, Place, nearest_names
 from tfamp.planning.coloring import Rules, Updates, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, crossing_tensors, estimate, scope_seconds
+from tfamp.planning.normalizations import ROOTS, statistics
 from tfamp.planning.placement import place
 from tfamp.planning.ranges import Limits, Ranges, too_large
 from tfamp.planning.structures import (
@@ -64,6 +65,7 @@ class Request:
         limits: From where on measured values need float32, unless the caller forces them low.
         cached: Names of handles of variables whose Casts take no time.
         measure_seconds: With "measured", about how long to measure.
+        exact_statistics: Whether normalizations stay float32, unless the caller forces them low.
     """
 
     dtype: str
@@ -77,6 +79,7 @@ class Request:
     limits: Limits | None = None
     cached: frozenset[str] = frozenset()
     measure_seconds: float = 0.0
+    exact_statistics: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +136,13 @@ def decide(
     chosen = request.choices.nodes_of(indexes)
     joined = join(indexes, request.colors, weights)
     rules = _Rules(joined, request, chosen)
-    measured: dict[Place, Reason] = {}
-    if request.ranges and request.limits:
-        measured = {
-            (number, position): reason
-            for number, index in enumerate(indexes)
-            for position, reason in too_large(index, request.ranges, request.limits).items()
-            if (number, position) not in chosen.forced
-        }
-    regions, painting = rules.paint({**measured, **chosen.kept})
+    found = {
+        (number, position): reason
+        for number, index in enumerate(indexes)
+        for position, reason in _found_float32(index, request).items()
+        if (number, position) not in chosen.forced
+    }
+    regions, painting = rules.paint({**found, **chosen.kept})
     costs = [estimate(i, request.profile, request.dtype, request.cached) for i in indexes]
     if times is not None:
         costs = list(times.costs(indexes, costs))
@@ -163,6 +164,16 @@ def decide(
     plans = tuple(_plan_scope(scope, request.dtype) for scope in scopes)
     plan = make_plan(request.dtype, nodes, plans, _speed_up(scopes))
     return Decision(scopes, plan, tuple(_without_effect(rules, scopes, plan)))
+
+
+def _found_float32(index: GraphIndex, request: Request) -> dict[int, Reason]:
+    """Nodes that need float32 for their place in the graph or for their values."""
+    found: dict[int, Reason] = {}
+    if request.exact_statistics and not ROOTS.isdisjoint(node.op for node in index.nodes):
+        found.update(statistics(index))
+    if request.ranges and request.limits:
+        found.update(too_large(index, request.ranges, request.limits))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

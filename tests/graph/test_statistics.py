@@ -1,0 +1,191 @@
+"""Normalizations are float32 under the default lists, found by what they compute."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp.graph.op_lists import OpLists
+
+DTYPES = ("bfloat16", "float16")
+EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+WIDTH = 32
+WEIGHT = tf.constant(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)) / 6.0, tf.float32)
+GAIN = tf.Variable(tf.random.stateless_uniform((WIDTH,), (1, 2), 0.5, 1.5))
+X = tf.constant(np.random.default_rng(1).normal(size=(16, WIDTH)), tf.float32)
+
+
+def centred_by_hand(x):
+    centred = x - tf.reduce_sum(x, -1, keepdims=True) * (1.0 / WIDTH)
+    deviation = tf.sqrt(tf.reduce_mean(tf.square(centred), -1, keepdims=True) + 1e-6)
+    return GAIN * (centred / deviation)
+
+
+def by_moments(x):
+    mean, variance = tf.nn.moments(x, -1)
+    scale = tf.math.rsqrt(variance + 1e-6)[:, None]
+    return (x - mean[:, None]) * scale * GAIN + GAIN
+
+
+def by_mean_of_squares(x):
+    mean = tf.reduce_mean(x, -1, keepdims=True)
+    variance = tf.reduce_mean(x * x, -1, keepdims=True) - tf.square(mean)
+    return (x - mean) * tf.pow(tf.maximum(variance, 0.0) + 1e-3, -0.5)
+
+
+def in_groups(x):
+    grouped = tf.reshape(x, (16, 4, WIDTH // 4))
+    mean = tf.reduce_mean(grouped, -1, keepdims=True)
+    variance = tf.reduce_mean(tf.math.squared_difference(grouped, mean), -1, keepdims=True)
+    return tf.reshape((grouped - mean) / tf.sqrt(variance + 1e-6), (16, WIDTH))
+
+
+NORMALIZATIONS = {
+    "centred by hand": centred_by_hand,
+    "moments": by_moments,
+    "mean of squares": by_mean_of_squares,
+    "groups": in_groups,
+    "rms": lambda x: x * tf.math.rsqrt(tf.reduce_mean(x**2, -1, keepdims=True) + 1e-6) * GAIN,
+    "unit norm": lambda x: tf.nn.l2_normalize(x, -1),
+    "norm": lambda x: x / tf.norm(x, axis=-1, keepdims=True),
+    "of means": lambda x: by_moments(tf.reduce_mean(tf.reshape(x, (16, WIDTH, 1)), -1)),
+    "LayerNormalization": keras.layers.LayerNormalization(),
+    "RMSNormalization": keras.layers.RMSNormalization(),
+    "GroupNormalization": keras.layers.GroupNormalization(4),
+}
+
+
+def distance(x):
+    return x * tf.sqrt(tf.reduce_mean(tf.math.squared_difference(x, GAIN), -1, keepdims=True))
+
+
+LOOK_ALIKES = {
+    "mean": lambda x: x - tf.reduce_mean(x, -1, keepdims=True),
+    "gate": lambda x: x * tf.sigmoid(tf.reduce_mean(x, -1, keepdims=True)),
+    "root of the mean": lambda x: x / tf.sqrt(tf.abs(tf.reduce_mean(x, -1, keepdims=True)) + 1.0),
+    "distance": distance,
+    "other data": lambda x: tf.nn.relu(x @ WEIGHT) / tf.sqrt(tf.reduce_mean(x * x) + 1.0),
+    "variance": lambda x: tf.broadcast_to(tf.math.reduce_variance(x, -1, keepdims=True), x.shape),
+}
+
+
+def plan_of(function, dtype="bfloat16", **arguments):
+    """The plan of a function of low values whose result is multiplied."""
+    arguments = {"placement": "lists", **arguments}
+    return tfamp.rewrite(
+        lambda x: function(x @ WEIGHT) @ WEIGHT, dtype=dtype, profile="builtin", **arguments
+    ).plan(X)
+
+
+def in_statistics(plan):
+    return [node for node in plan.nodes if node.reason.rule == "statistics"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+def test_normalization_is_float32_between_low_products(name, dtype):
+    plan = plan_of(NORMALIZATIONS[name], dtype)
+    products = [node for node in plan.nodes if node.op == "MatMul"]
+    assert [node.dtype for node in products] == [dtype, dtype]
+    found = in_statistics(plan)
+    assert {node.dtype for node in found} == {"float32"}
+    ops = {node.op for node in found}
+    assert ops & {"Mean", "Sum"}
+    assert ops & {"Rsqrt", "Sqrt", "Pow"}
+    assert ops & {"Mul", "RealDiv"}
+    # All of them are part of it, and nothing is: one Cast up and one down, weights left out.
+    arithmetic = {"Mean", "Rsqrt", "Sqrt", "SquaredDifference", "Square", "Sub", "Mul", "RealDiv"}
+    of_it = [n for n in plan.nodes if n.op in arithmetic and n not in found]
+    assert not [n for n in of_it if name != "of means" or n.op != "Mean"]
+    casts = [cast for cast in plan.casts if cast.producer not in ("Const", "MatMul/ReadVariableOp")]
+    assert sum(cast.to == "float32" for cast in casts) <= 2
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_other_means_and_roots_follow_the_lists(name):
+    plan = plan_of(LOOK_ALIKES[name])
+    assert not in_statistics(plan)
+    assert {node.dtype for node in plan.nodes if node.op == "Mean"} == {"bfloat16"}
+
+
+def test_grapplers_lists_have_no_such_rule():
+    lists = OpLists.grappler("bfloat16")
+    assert not lists.exact_statistics
+    assert OpLists.default("bfloat16").exact_statistics
+    plan = plan_of(by_moments, op_lists=lists)
+    assert not in_statistics(plan)
+    assert {node.dtype for node in plan.nodes if node.op == "Mean"} == {"bfloat16"}
+
+
+def test_lists_say_whether_statistics_are_exact():
+    lists = OpLists.default("bfloat16")
+    rounded = lists.with_changes(exact_statistics=False)
+    assert rounded != lists
+    assert rounded.with_changes(exact_statistics=True) == lists
+    assert lists.with_changes(deny_add=["Tanh"]).exact_statistics
+    assert not in_statistics(plan_of(by_moments, op_lists=rounded))
+    with pytest.raises(TypeError, match="exact_statistics must be True or False; got 1"):
+        OpLists(exact_statistics=1)
+
+
+def test_what_the_user_forces_is_low():
+    plan = plan_of(by_moments, force_low=["moments/mean"])
+    dtypes = {node.name: node.dtype for node in plan.nodes}
+    assert dtypes["moments/mean"] == "bfloat16"
+    assert dtypes["moments/variance"] == "float32"
+
+
+def test_normalization_in_a_loop_is_found():
+    def loop(x):
+        return tf.while_loop(
+            lambda i, _: i < 3, lambda i, x: (i + 1, by_moments(x @ WEIGHT)), (0, x)
+        )[1]
+
+    plan = plan_of(loop)
+    assert {"Mean", "Rsqrt"} <= {node.op for node in in_statistics(plan) if node.scope}
+
+
+def normalized_blocks():
+    """Layers whose inputs have means far from zero."""
+    layers = keras.layers
+    blocks = []
+    for norm in (layers.LayerNormalization, layers.RMSNormalization, layers.GroupNormalization):
+        blocks += [layers.Dense(64, bias_initializer=keras.initializers.Constant(20.0)), norm()]
+    return keras.Sequential([keras.Input((64,)), *blocks, layers.Dense(64)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_means_do_not_cost_digits(dtype):
+    keras.utils.set_random_seed(0)
+    model = normalized_blocks()
+    x = tf.random.stateless_normal((64, 64), (0, 1))
+    wanted = model(x)
+
+    def error(**arguments):
+        function = tfamp.rewrite(model, dtype=dtype, profile="builtin", **arguments)
+        assert any(node.dtype == dtype for node in function.plan(x).nodes if node.op == "MatMul")
+        return float(tf.norm(function(x) - wanted) / tf.norm(wanted))
+
+    rounded = OpLists.default(dtype).with_changes(exact_statistics=False)
+    for placement in ("lists", "min_cut"):
+        exact = error(placement=placement)
+        # The input of the first has values near 20, each rounded, and a deviation near 1.
+        assert exact < 30.0 * EPS[dtype]
+        if dtype == "bfloat16":
+            assert exact < 0.7 * error(placement=placement, op_lists=rounded)
+
+
+def test_gradient_between_low_products_is_float32():
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            product = by_moments(x) @ WEIGHT
+        return tape.gradient(product, x)
+
+    plan = plan_of(gradient)
+    (gradient_of_root,) = [node for node in plan.nodes if node.op == "RsqrtGrad"]
+    assert gradient_of_root.reason == "it is part of the gradient of a normalization"
+    assert gradient_of_root.dtype == "float32"
+    made = [node for node in plan.nodes if node.name.startswith("gradient_tape/")]
+    assert {node.dtype for node in made if node.op == "MatMul"} == {"bfloat16"}
