@@ -21,12 +21,15 @@ from typing import Any
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import (
+    SLOTS,
+    WEIGHT_ROUNDINGS,
     DynamicLossScale,
     FixedLossScale,
     GradClip,
     LossScale,
     checked_growth_factor,
     resolve_grad_clip,
+    resolve_weight_rounding,
 )
 from tfamp.machine import hardware
 from tfamp.machine.hardware import Hardware
@@ -95,6 +98,9 @@ class PrecisionConfig:
         keep_float32: What stays float32: names of layers, regular expressions, layer classes or
             layers.
         master_weights: True to store weights in the low dtype with float32 copies in the optimizer.
+        weight_rounding: "stochastic", "split" or "kahan" to store weights in the low dtype without
+            copies, as `LossScaleOptimizer` does.
+        slots: With it, the dtype of what the optimizer keeps: "bfloat16", "float16" or "float32".
 
     Raises:
         TypeError: A value has the wrong type.
@@ -111,6 +117,8 @@ class PrecisionConfig:
     grad_clip: GradClip | None = None
     keep_float32: tuple[Any, ...] = ()
     master_weights: bool | None = None
+    weight_rounding: str | None = None
+    slots: str | None = None
 
     def __post_init__(self) -> None:
         for name, read in _READERS.items():
@@ -250,6 +258,18 @@ def _check_together(config: PrecisionConfig) -> None:
             f"master_weights=True goes with weights in a low dtype, and those of level "
             f"{config.level!r} are float32; give level='O2' or 'O3', or leave master_weights out."
         )
+    if config.weight_rounding and config.level not in ("O2", "O3"):
+        raise ValueError(
+            f"weight_rounding={config.weight_rounding!r} goes with weights in a low dtype, and "
+            f"those of level {config.level!r} are float32, or may be; give level='O3' or 'O2', or "
+            "leave weight_rounding out."
+        )
+    if config.weight_rounding == "split" and config.dtype == "float16":
+        raise ValueError(
+            "weight_rounding='split' keeps the lower half of a float32 number beside a bfloat16 "
+            "weight; got dtype='float16'. Give dtype='bfloat16', or weight_rounding='kahan'."
+        )
+    resolve_weight_rounding(config.weight_rounding, config.slots, config.master_weights)
 
 
 def _parsed(path: Path) -> Any:
@@ -426,6 +446,24 @@ def _read_master_weights(value: Any) -> bool | None:
     return value
 
 
+def _read_weight_rounding(value: Any) -> str | None:
+    if value is None:
+        return None
+    return _read_word("weight_rounding", value, _listed(WEIGHT_ROUNDINGS), _of(WEIGHT_ROUNDINGS))
+
+
+def _read_slots(value: Any) -> str | None:
+    return None if value is None else _read_word("slots", value, _listed(SLOTS), _of(SLOTS))
+
+
+def _listed(words: tuple[str, ...]) -> str:
+    return f"{', '.join(map(repr, words))} or None"
+
+
+def _of(words: tuple[str, ...]) -> dict[str, str]:
+    return {word: word for word in words}
+
+
 def _read_grad_clip(value: Any) -> GradClip | None:
     # False is no clipping in some systems' files.
     return None if value is False else resolve_grad_clip(value)
@@ -466,16 +504,18 @@ class EffectiveLevel:
     @property
     def low_weights(self) -> bool:
         """Whether the weights are stored in the low dtype."""
-        return self.level == "O3" or self.master_weights
+        is_rounded = self.config.weight_rounding is not None
+        return self.level == "O3" or self.master_weights or is_rounded
 
     @property
     def optimizer_rule(self) -> LossScale | None:
         """The rule of the optimizer's wrapper; None where the optimizer needs none.
 
-        A fixed scale of 1 changes no gradient: what it is there for are clipping and masters.
+        A fixed scale of 1 changes no gradient: it is there for clipping, masters and rounding.
         """
         clips = self.config.grad_clip is not None
-        if self.loss_scale is None and (clips or self.master_weights):
+        rounds = self.config.weight_rounding is not None
+        if self.loss_scale is None and (clips or self.master_weights or rounds):
             return FixedLossScale(1.0)
         return self.loss_scale
 
@@ -504,6 +544,11 @@ def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLeve
     dtype, warning = "float32", None
     if level != "O0":
         dtype, warning = _dtype(config.dtype, machine, reasons)
+    if config.weight_rounding == "split" and dtype != "bfloat16":
+        raise ValueError(
+            f"weight_rounding='split' goes with bfloat16, and the dtype here is {dtype}: give "
+            "dtype='bfloat16', or weight_rounding='kahan'."
+        )
     return EffectiveLevel(
         level=level,
         dtype=dtype,

@@ -118,6 +118,8 @@ def prepare(
     grad_clip: GradClip | Mapping[str, Any] | float | None = None,
     keep_float32: Any = (),
     master_weights: bool | None = None,
+    weight_rounding: str | None = None,
+    slots: str | None = None,
     config: PrecisionConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Prepared:
     """Puts a level of mixed precision on a model and its optimizer.
@@ -154,6 +156,10 @@ def prepare(
         master_weights: True at level O2 or O3 stores the weights in the low dtype, with float32
             copies in the optimizer. None is False, but at O3 True for optimizers that keep averages
             of squared gradients, Adam for one: they learn nothing from low variables alone.
+        weight_rounding: "stochastic", "split" or "kahan" stores the weights in the low dtype at
+            level O2 or O3 without float32 copies, and rounds their updates so that none is lost;
+            see `LossScaleOptimizer`.
+        slots: With it, the dtype of what the optimizer keeps: "bfloat16", "float16" or "float32".
         config: A `PrecisionConfig`, a dict of its fields, or the path of a JSON or TOML file.
 
     Returns:
@@ -190,6 +196,8 @@ def prepare(
         grad_clip=grad_clip,
         keep_float32=None if isinstance(keep_float32, tuple) and not keep_float32 else keep_float32,
         master_weights=master_weights,
+        weight_rounding=weight_rounding,
+        slots=slots,
     )
     given = _optimizer(model, optimizer)
     wanted = prepared_optimizer.with_needed_masters(
@@ -283,7 +291,9 @@ def _is_stored_so(model: Any, level: EffectiveLevel, kept: tuple[Any, ...]) -> b
     record = _prepared.get(model)
     if record is None or not level.low_weights:
         return False
-    choices = operator.attrgetter("level", "dtype", "master_weights")
+    choices = operator.attrgetter(
+        "level", "dtype", "master_weights", "config.weight_rounding", "config.slots"
+    )
     names = tuple(layer.name for layer in kept)
     return record.kept == names and choices(record.level) == choices(level)
 
@@ -365,7 +375,7 @@ def _level_on_copy(
         made_chosen = {id(layer) for layer in _copies_of(chosen, model, made)}
         made_kept = _copies_of(kept_numbers, model, made)
         rewrite = _put_level_on(made, level, made_kept, made_chosen)
-        if level.level == "O2" and level.master_weights:
+        if level.level == "O2" and level.low_weights:
             made = _stored_low(made, level)
         _note_base(model, made, level, base)
         made_optimizer = None
