@@ -177,6 +177,7 @@ def _update_of(optimizer: Any, rule: _Rule, gradient: Any, variable: Any) -> _Up
 
 
 def form_of_slot(slot: Any) -> Form:
+    """How a slot of an optimizer is stored: low ones are rounded stochastically."""
     dtype = dtype_name(slot)
     return form_of("stochastic", dtype) if dtype in LOW_PRECISION else FLOAT32
 

@@ -27,7 +27,7 @@ def view_of(
     # Past Keras's __setattr__, which would track the variables a second time.
     state = vars(view)
     state.update(vars(optimizer))
-    if not strategy_needs_merge_call():
+    if tf.distribute.has_strategy() and not strategy_needs_merge_call():
         state["_iterations"] = tf.distribute.get_strategy().extended.update(
             native(optimizer._iterations), lambda own: own, group=False
         )
