@@ -214,11 +214,13 @@ def test_replicas_agree_and_do_as_one(two_replicas, name, rounding):
         )
         optimizer.build(own)
 
+    def in_replica(*grads):
+        # Halves add up to the gradient exactly.
+        optimizer.apply([g * tf.cast(0.5, g.dtype) for g in grads], own, unscaled=True)
+
     @tf.function
     def step(*grads):
-        # Halves add up to the gradient exactly.
-        halves = [g * tf.cast(0.5, g.dtype) for g in grads]
-        two_replicas.run(lambda *g: optimizer.apply(list(g), own, unscaled=True), args=halves)
+        two_replicas.run(in_replica, args=grads)
 
     for number in range(6):
         step(*gradients(number))
@@ -234,7 +236,9 @@ def test_sparse_gradients_move_their_rows():
     keras.utils.set_random_seed(0)
     table = keras.Variable(np.ones((6, 4)), dtype="bfloat16")
     optimizer = tfamp.LossScaleOptimizer(optimizers.SGD(0.5), weight_rounding="stochastic")
-    rows = tf.IndexedSlices(tf.ones((3, 4), tf.bfloat16), tf.constant([1, 4, 1]), (6, 4))
+    rows = tf.IndexedSlices(
+        tf.ones((3, 4), tf.bfloat16), tf.constant([1, 4, 1]), tf.constant([6, 4])
+    )
     optimizer.apply([rows], [table], unscaled=True)
     np.testing.assert_array_equal(table.numpy()[:, 0], [1, 0, 1, 1, 0.5, 1])
 
@@ -243,11 +247,14 @@ def test_float32_variables_and_constraints_are_as_ever():
     keras.utils.set_random_seed(0)
     low = keras.Variable(np.ones(3), dtype="bfloat16")
     low.constraint = keras.constraints.NonNeg()
-    wide = keras.Variable(np.ones(3), name="wide")
+    wide = keras.Variable(np.ones(3, "float32"), name="wide")
+    wider = keras.Variable(np.ones(3), dtype="float64")
     optimizer = tfamp.LossScaleOptimizer(optimizers.SGD(0.25), weight_rounding="stochastic")
-    optimizer.apply([tf.fill([3], 8.0), tf.ones(3)], [low, wide], unscaled=True)
+    grads = [tf.fill([3], 8.0), tf.ones(3), tf.ones(3, tf.float64)]
+    optimizer.apply(grads, [low, wide, wider], unscaled=True)
     np.testing.assert_array_equal(low.numpy(), np.zeros(3))
-    np.testing.assert_array_equal(wide.numpy(), np.full(3, 0.75))
+    for each in (wide, wider):
+        np.testing.assert_array_equal(each.numpy(), np.full(3, 0.75))
     assert int(optimizer.iterations) == 1
 
 

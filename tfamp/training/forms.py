@@ -25,7 +25,13 @@ class Form(NamedTuple):
     encode: Callable[[Any, Callable[[], Any]], tuple[Any, ...]]
 
 
-FLOAT32 = Form(("float32",), lambda value: value, lambda value, words: (value,))
+@functools.cache
+def wide_form(dtype: str) -> Form:
+    """The form of numbers that are stored as they are computed with."""
+    return Form((dtype,), lambda value: value, lambda value, words: (value,))
+
+
+FLOAT32 = wide_form("float32")
 
 
 @functools.cache

@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop.keras_hooks import native, runs_tensorflow
-from tfamp.training.forms import FLOAT32, Chance, Form, form_of
+from tfamp.training.forms import FLOAT32, Chance, Form, form_of, wide_form
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value
 from tfamp.training.replicas import several_replicas
 
@@ -179,7 +179,7 @@ def _update_of(optimizer: Any, rule: _Rule, gradient: Any, variable: Any) -> _Up
 def form_of_slot(slot: Any) -> Form:
     """How a slot of an optimizer is stored: low ones are rounded stochastically."""
     dtype = dtype_name(slot)
-    return form_of("stochastic", dtype) if dtype in LOW_PRECISION else FLOAT32
+    return form_of("stochastic", dtype) if dtype in LOW_PRECISION else wide_form(dtype)
 
 
 # ---- Numbers that are stored ---------------------------------------------------------------------

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop.keras_hooks import native
 from tfamp.interop.patching import wrap_method
-from tfamp.training.forms import FLOAT32, Chance, Form, form_of
+from tfamp.training.forms import Chance, Form, form_of, wide_form
 from tfamp.training.fused_update import NUMBERS_OF_ONE, form_of_slot, load, store
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value, variable_name
 from tfamp.training.optimizer_view import view_of
@@ -64,7 +64,6 @@ class LowVariable:
         update: The update during which values are read and assigned.
     """
 
-    dtype = "float32"
     trainable = True
     overwrite_with_gradient = False
 
@@ -79,6 +78,7 @@ class LowVariable:
     ) -> None:
         self.variable, self.form, self.beside, self.number = variable, form, beside, number
         self._unique_id, self.update = key, update
+        self.dtype = "float64" if form.dtypes == ("float64",) else "float32"
         self.path = variable_name(variable)
         self.name = str(variable.name).partition(":")[0]
         self.shape = variable.shape
@@ -120,7 +120,7 @@ class LowVariable:
 
     def assign(self, value: Any) -> None:
         """Assigns a value, at the end of the update of this variable where there is one."""
-        value = tf.cast(tf.convert_to_tensor(value), tf.float32)
+        value = tf.cast(tf.convert_to_tensor(value), self.dtype)
         if self.update is None:
             self.assign_everywhere(value, Chance(0, 0))
         elif self.update.pending is None:
@@ -132,7 +132,7 @@ class LowVariable:
         """Assigns a tensor, or the value of another variable, on all replicas."""
 
         def on_device(target: Any, *others: Any) -> None:
-            value = tf.cast(tf.convert_to_tensor(others[0]), tf.float32)
+            value = tf.cast(tf.convert_to_tensor(others[0]), self.dtype)
             words = functools.partial(chance.words, tf.constant(self.number), value)
             parts = self.form.encode(value, words)
             for each, part in zip((target, *others[1:]), parts, strict=True):
@@ -171,7 +171,7 @@ class LowVariable:
 
 
 def _indexed(rows: tf.IndexedSlices) -> tuple[Any, Any]:
-    return rows.indices[:, None], tf.cast(rows.values, tf.float32)
+    return rows.indices[:, None], rows.values
 
 
 def _operator(name: str, reflected: bool) -> Callable[[LowVariable, Any], Any]:
@@ -329,9 +329,10 @@ def _during(update: _Update, optimizer: Any, variable: Any) -> Any:
     """What a view's optimizer takes for a variable: in float32, read and assigned in an update."""
     if isinstance(variable, LowVariable):
         return variable.during(update)
-    if is_next_value(variable) or dtype_name(variable) != "float32":
+    if is_next_value(variable):
         return variable
-    return LowVariable(variable, optimizer._var_key(variable), FLOAT32, update=update)
+    form = wide_form(dtype_name(variable))
+    return LowVariable(variable, optimizer._var_key(variable), form, update=update)
 
 
 # ---- An optimizer that updates them --------------------------------------------------------------
