@@ -28,6 +28,7 @@ from tfamp.interop.keras_hooks import native, runs_tensorflow
 from tfamp.training.forms import FLOAT32, Chance, Form, form_of, wide_form
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value
 from tfamp.training.replicas import several_replicas
+from tfamp.training.rounding import widened
 
 _logger = logging.getLogger(__name__)
 # What `Optimizer.apply` consists of: an optimizer with one of its own does something else.
@@ -156,7 +157,9 @@ def _update_in_one_pass(
         step = _Step(divisor, decay, rule.numbers(optimizer, rate), chance)
         updates: dict[tuple[str, bool], list[_Update]] = defaultdict(list)
         for gradient, variable in gradients.pairs():
-            update = _update_of(optimizer, rule, tf.cast(gradient, tf.float32), variable)
+            # Low gradients of low variables are cast in the compiled update, not all beforehand.
+            gradient = gradient if _is_low(variable) else tf.cast(gradient, tf.float32)
+            update = _update_of(optimizer, rule, gradient, variable)
             updates[native(variable).device, _is_low(variable)].append(update)
         for (device, low), its_own in updates.items():
             with tf.device(device):
@@ -373,7 +376,8 @@ def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update], low: bool) -
     # What is computed of float32 slots takes them from the memory they were just written to. Low
     # ones XLA would compute a second time, so what is computed of them is compiled by itself.
     for each in [(part,) for part in parts] if low else [parts]:
-        compiled = _compiled(rule, each, decays, forms, len(step.numbers))
+        dtypes = tuple(gradient.dtype for gradient in gradients)
+        compiled = _compiled(rule, each, decays, forms, dtypes, len(step.numbers))
         compiled(step, list(gradients), list(handles), tf.constant(numbers, tf.int32))
 
 
@@ -385,6 +389,7 @@ def _compiled(
     parts: tuple[Callable[..., None], ...],
     decays: tuple[bool, ...],
     forms: tuple[tuple[Form, ...], ...],
+    dtypes: tuple[tf.DType, ...],
     scalars: int,
 ) -> Any:
     def update_all(step: _Step, gradients: Any, handles: Any, numbers: Any) -> None:
@@ -392,12 +397,14 @@ def _compiled(
             first = numbers[i] * NUMBERS_OF_ONE
             pairs = enumerate(zip(forms[i], own, strict=True))
             cells = [_Cell(*pair, first + j) for j, pair in pairs]
+            wide = gradient if dtypes[i] == tf.float32 else widened(gradient)
             for part in parts:
-                part(rule, step, gradient / step.divisor, decays[i], cells)
+                part(rule, step, wide / step.divisor, decays[i], cells)
 
     step = _Step(_SCALAR, _SCALAR, (_SCALAR,) * scalars, Chance(_COUNT, _COUNT))
     resources = [[[_RESOURCE] * len(form.dtypes) for form in own] for own in forms]
-    signature = [step, [_TENSOR] * len(forms), resources, tf.TensorSpec([len(forms)], tf.int32)]
+    gradients = [tf.TensorSpec(None, dtype) for dtype in dtypes]
+    signature = [step, gradients, resources, tf.TensorSpec([len(forms)], tf.int32)]
     return tf.function(update_all, signature, jit_compile=True, autograph=False)
 
 
@@ -438,7 +445,6 @@ def _product(step: Any, left: Any, right: Any) -> Any:
     return tf.bitcast(tf.bitwise.bitwise_xor(bits, zero), tf.float32)
 
 
-_TENSOR = tf.TensorSpec(None, tf.float32)
 _SCALAR = tf.TensorSpec([], tf.float32)
 _COUNT = tf.TensorSpec([], tf.int64)
 _RESOURCE = tf.TensorSpec([], tf.resource)
