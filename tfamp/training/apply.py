@@ -21,7 +21,7 @@ from tfamp.training.gradients import Gradients, dtype_name, is_next_value, varia
 from tfamp.training.low_weights import LowWeights
 from tfamp.training.optimizer_view import view_of
 from tfamp.training.replicas import call_if, update_everywhere
-from tfamp.training.rounding import nearest
+from tfamp.training.rounding import nearest_of_numbers
 
 _SUMS = "_all_reduce_sum_gradients"
 
@@ -282,7 +282,7 @@ def _exact(variable: Any, target: Any) -> Any:
 
 def _assigned(master: Any, variable: Any) -> Any:
     value = tf.convert_to_tensor(variable)
-    return tf.not_equal(nearest(tf.convert_to_tensor(master), value.dtype), value)
+    return tf.not_equal(nearest_of_numbers(tf.convert_to_tensor(master), value.dtype), value)
 
 
 def _differs(master: Any, variable: Any) -> Any:
@@ -295,4 +295,4 @@ def _take_over(master: Any, variable: Any) -> None:
 
 
 def _round(variable: Any, master: Any) -> None:
-    variable.assign(nearest(tf.convert_to_tensor(master), variable.dtype))
+    variable.assign(nearest_of_numbers(tf.convert_to_tensor(master), variable.dtype))

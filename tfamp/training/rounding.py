@@ -23,12 +23,18 @@ def nearest(value: Any, dtype: Any) -> Any:
     Ties away from zero leave differences of exactly 16 bits, which `split` keeps. Ties to even do
     not: a number with an even last bit is then the nearest one to 2**16 + 1 float32 numbers.
     """
+    rounded = nearest_of_numbers(value, dtype)
+    if tf.as_dtype(dtype) != tf.bfloat16:
+        return rounded
+    nan = _and(_bits(value), _MAGNITUDE) > _unsigned(_EXPONENT)
+    return tf.where(nan, tf.constant(float("nan"), tf.bfloat16), rounded)
+
+
+def nearest_of_numbers(value: Any, dtype: Any) -> Any:
+    """The same in fewer steps; a NaN stays one if it is of the kind that arithmetic makes."""
     if tf.as_dtype(dtype) != tf.bfloat16:
         return tf.cast(value, dtype)
-    bits = _bits(value)
-    nan = _and(bits, _MAGNITUDE) > _unsigned(_EXPONENT)
-    # A NaN could carry into the sign; it only has to stay one.
-    return _upper_half(tf.where(nan, _unsigned(0x7FC00000), bits + _unsigned(_HALF)))
+    return _upper_half(_bits(value) + _unsigned(_HALF))
 
 
 def stochastic(value: Any, dtype: Any, words: Any) -> Any:
