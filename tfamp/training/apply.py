@@ -85,15 +85,16 @@ def apply_if_finite(
 
 def _apply(weights: Weights, gradients: Gradients) -> None:
     """Divides gradients by their divisor and applies them, with the same result as Keras."""
-    optimizer = weights.optimizer
+    optimizer, chance = weights.optimizer, weights.chance()
     if has_fused_update(optimizer):
-        others = fused_update(optimizer, gradients, weights.chance())
+        others = fused_update(optimizer, gradients, chance)
         if others is None:
             return
         gradients = others
     gradients = gradients.unscaled()
-    if weights.low is not None and weights.low.updates_any(gradients.variables):
-        weights.low.apply(optimizer, gradients, weights.chance())
+    low = weights.low
+    if low is not None and chance is not None and low.updates_any(gradients.variables):
+        low.apply(optimizer, gradients, chance)
         return
     if optimizer.gradient_accumulation_steps:
         gradients = gradients.as_stored()
@@ -212,8 +213,9 @@ class Weights:
 
     def finalize(self, variables: Sequence[Any]) -> None:
         """Puts the optimizer's moving averages, if it has any, into the weights."""
-        if self.low is not None:
-            self.low.finalize(self.optimizer, self.chance())
+        chance = self.chance()
+        if self.low is not None and chance is not None:
+            self.low.finalize(self.optimizer, chance)
             return
         self.load()
         self.optimizer.finalize_variable_values(self.targets(variables))

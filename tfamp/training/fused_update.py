@@ -424,13 +424,13 @@ def _update_value(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: 
         decayed = value - times(value, step.decay)
         value = tf.where(tf.equal(step.decay, 0.0), value, decayed)
     new = rule.next_value(times, step.numbers, gradient, value, *slots)
-    store(*cells[0][:2], new, step.chance, cells[0].number)
+    store(cells[0].form, cells[0].handles, new, step.chance, cells[0].number)
 
 
 def _update_slots(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: Any) -> None:
     times = functools.partial(_product, step.chance.step)
     slots = [load(cell.form, cell.handles) for cell in cells[1:]]
-    new = rule.next_slots(times, step.numbers, gradient, *slots)
+    new = () if rule.next_slots is None else rule.next_slots(times, step.numbers, gradient, *slots)
     for cell, value in zip(cells[1:], new, strict=True):
         store(cell.form, cell.handles, value, step.chance, cell.number)
 

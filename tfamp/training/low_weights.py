@@ -110,9 +110,8 @@ class LowVariable:
         if self.update is None:  # Perhaps outside of a replica, where there are no resources.
             parts = (native(each) for each in (self.variable, *self.beside))
             return self.form.decode(*map(tf.convert_to_tensor, parts))
-        if id(self) in (self.update.pending or {}):
-            return self.update.pending[id(self)][1]
-        return load(self.form, self.handles)
+        pending = self.update.pending or {}
+        return pending[id(self)][1] if id(self) in pending else load(self.form, self.handles)
 
     def store(self, value: Any, chance: Chance) -> list[Any]:
         """Stores a float32 value and returns the ops that do."""
@@ -372,7 +371,7 @@ class _InReplica(keras.optimizers.Optimizer):
 def _stepping(kind: type) -> type:
     """A class of optimizers whose updates of one variable are stored together, rounded once."""
 
-    class Stepping(kind, _InReplica):  # type: ignore[misc, valid-type]
+    class Stepping(kind, _InReplica):
         """The optimizer's own update, with what Keras does before and after it for all at once."""
 
         def _apply_weight_decay(self, variables: Any) -> None:
