@@ -1,39 +1,120 @@
-"""The memory of this process: what it holds, and the most it held since a moment."""
+"""The memory of a training step with AdamW for every way to store weights, per parameter.
+
+Each way trains an MLP in a process of its own: "variables" are the bytes of the model's and the
+optimizer's, "gradients" those of the gradients, and "peak" is the most memory that the process held
+during a step, less what it held before it made the model.
+
+python -m benchmarks.memory [--small] [--dtype bfloat16]
+"""
 
 from __future__ import annotations
 
-import resource
+import argparse
+import gc
+import json
+import os
+import subprocess
 import sys
-from pathlib import Path
+from typing import Any
 
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+import keras
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
 
+import tfamp
+from benchmarks import process_memory
 
-def reset_peak() -> None:
-    """Begins a new peak where the system can; elsewhere it is that since the process started."""
-    if _RESET.exists():
-        _RESET.write_text("5", encoding="ascii")
-
-
-def resident() -> int:
-    """Bytes of memory that the process holds now; its peak where the system does not tell."""
-    return _status("VmRSS") or peak()
-
-
-def peak() -> int:
-    """The most bytes it held since `reset_peak`."""
-    found = _status("VmHWM")
-    if found is not None:
-        return found
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+DEPTH, WIDTH, SMALL_WIDTH, BATCH = 6, 4096, 256, 8
+# The policy of the model, as level O3 makes it all through, and what the optimizer is told.
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "float32": ("float32", {}),
+    "mixed": ("mixed_{}", {}),
+    "low, masters": ("{}", {"master_weights": True}),
+    "split": ("{}", {"weight_rounding": "split"}),
+    "split, low slots": ("{}", {"weight_rounding": "split", "slots": "bfloat16"}),
+    "kahan": ("{}", {"weight_rounding": "kahan"}),
+    "stochastic": ("{}", {"weight_rounding": "stochastic"}),
+}
 
 
-def _status(key: str) -> int | None:
-    if not _STATUS.exists():
-        return None
-    for line in _STATUS.read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return 1024 * int(value.split()[0])
-    return None
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--small", action="store_true", help="a small model")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
+    parser.add_argument("--way", choices=WAYS, help="measure one, in this process, and print JSON")
+    args = parser.parse_args()
+    width = SMALL_WIDTH if args.small else WIDTH
+    if args.way is not None:
+        print(json.dumps(measure(args.way, args.dtype, width)))
+        return
+    ways = [way for way in WAYS if args.dtype == "bfloat16" or "split" not in way]
+    found = {way: _in_process(way, args) for way in ways}
+    Console().print(table(f"{DEPTH * width**2 / 1e6:.1f} M parameters, {args.dtype}", found))
+
+
+def _in_process(way: str, args: argparse.Namespace) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.memory", "--way", way, "--dtype", args.dtype]
+    command += ["--small"] if args.small else []
+    # XLA's memory is given back where it can be, so that a peak is that of the step.
+    environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure(way: str, dtype: str, width: int) -> dict[str, float]:
+    """The bytes for each parameter of a step of training."""
+    keras.utils.set_random_seed(0)
+    before = process_memory.resident()
+    model, optimizer = _made(way, dtype, width)
+    x, y = tf.random.normal((BATCH, width)), tf.random.normal((BATCH, width))
+    sizes: dict[str, int] = {}
+
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(tf.cast(model(x, training=True), tf.float32) - y))
+            scaled = optimizer.get_scaled_loss(loss)
+        gradients = tape.gradient(scaled, model.trainable_variables)
+        sizes["gradients"] = sum(g.shape.num_elements() * g.dtype.size for g in gradients)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    step()  # traces and compiles
+    process_memory.reset_peak()
+    step()
+    variables = [*model.variables, *optimizer.variables]
+    parameters = model.count_params()
+    return {
+        "variables": sum(v.value.dtype.size * v.value.shape.num_elements() for v in variables)
+        / parameters,
+        "gradients": sizes["gradients"] / parameters,
+        "peak": (process_memory.peak() - before) / parameters,
+    }
+
+
+def _made(way: str, dtype: str, width: int) -> tuple[keras.Model, tfamp.LossScaleOptimizer]:
+    policy, told = WAYS[way]
+    with tfamp.policy_scope(policy.format(dtype)):
+        layers = [keras.layers.Dense(width, use_bias=False) for _ in range(DEPTH)]
+        model = keras.Sequential([keras.Input((width,)), *layers])
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.AdamW(1e-3), loss_scale=1.0, **told)
+    optimizer.build(model.trainable_variables)
+    gc.collect()
+    return model, optimizer
+
+
+def table(title: str, found: dict[str, dict[str, float]]) -> Table:
+    result = Table(title=title, caption="Bytes for each parameter.")
+    result.add_column("AdamW")
+    for part in ("variables", "gradients", "together", "peak"):
+        result.add_column(part, justify="right")
+    for way, sizes in found.items():
+        together = sizes["variables"] + sizes["gradients"]
+        row = (sizes["variables"], sizes["gradients"], together, sizes["peak"])
+        result.add_row(way, *(f"{size:.2f}" for size in row))
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ from typing import Any
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from benchmarks import memory
+from benchmarks import process_memory
 from benchmarks.systems import SYSTEMS
 from benchmarks.workloads import WORKLOADS
 
@@ -81,14 +81,14 @@ class Worker:
 
     def _note_memory(self) -> None:
         self._workload.batch(self._size, 0)  # Reads the data, which is kept.
-        memory.reset_peak()
+        process_memory.reset_peak()
         self._side.reset_device_peak()
         on_device = self._side.device_bytes()
-        self._before = memory.resident() if on_device is None else on_device["current"]
+        self._before = process_memory.resident() if on_device is None else on_device["current"]
 
     def _more_memory(self) -> int:
         on_device = self._side.device_bytes()
-        most = memory.peak() if on_device is None else on_device["peak"]
+        most = process_memory.peak() if on_device is None else on_device["peak"]
         return most - self._before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -21,6 +22,7 @@ from tfamp.training import gradients as gradient_lib
 from tfamp.training import scaling
 from tfamp.training.apply import Weights, apply_if_finite
 from tfamp.training.gradients import GradientPipeline, Gradients
+from tfamp.training.low_weights import LowWeights, check_slots
 from tfamp.training.replicas import check_in_replica, outside_the_graph
 
 _Loss = TypeVar("_Loss")
@@ -99,6 +101,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             scale, which sends half the bytes; unscales the sum in float32, then checks it.
         master_weights: Updates float16 and bfloat16 variables through float32 copies, kept and
             saved with the optimizer.
+        weight_rounding: What is done, instead of master weights, about updates of float16 and
+            bfloat16 variables that rounding would lose. "stochastic" rounds to one of the two
+            neighbours at random, unbiased. "split", for bfloat16, keeps 16 bits beside a weight
+            that make the float32 master of the two: training is that of `master_weights`, bit for
+            bit, in 4 bytes a weight instead of 6. "kahan" keeps the rounding error in one more
+            low number. float32 variables are updated as ever.
+        slots: With `weight_rounding` the dtype of what the inner optimizer keeps of the low
+            variables: "bfloat16", "float16" or "float32"; low ones are rounded stochastically.
+            None is "float32" for "split", else "bfloat16".
         grad_clip: A `GradClip`, a dict of its fields or a number for the Euclidean norm: clips the
             unscaled gradients, summed over the replicas, all together.
         name: Name of the optimizer.
@@ -107,7 +118,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         TypeError: `inner_optimizer` is no Keras optimizer, or an argument has the wrong type.
         ValueError: `inner_optimizer` scales losses itself, or a number is out of range, or
             `loss_scale` is given together with the arguments it replaces, or `grad_clip` or
-            `aggregate_in_float16` with an inner optimizer that accumulates gradients.
+            `aggregate_in_float16` with an inner optimizer that accumulates gradients, or
+            `weight_rounding` with `master_weights`, or `slots` without `weight_rounding`.
 
     Example:
         >>> import keras, numpy, tfamp
@@ -150,6 +162,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         consecutive_hysteresis: bool = DynamicLossScale.consecutive_hysteresis,
         aggregate_in_float16: bool = False,
         master_weights: bool = False,
+        weight_rounding: str | None = None,
+        slots: str | None = None,
         grad_clip: GradClip | Mapping[str, Any] | float | None = None,
         name: str | None = None,
     ) -> None:
@@ -159,7 +173,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         initial_scale = DynamicLossScale.initial_scale if initial_scale is None else initial_scale
         if dynamic_growth_steps is None:
             dynamic_growth_steps = DynamicLossScale.growth_steps
-        _check_features(inner_optimizer, clip, aggregate_in_float16, master_weights)
+        how = options.resolve_weight_rounding(weight_rounding, slots, master_weights)
+        _check_features(inner_optimizer, clip, aggregate_in_float16, master_weights, how)
         built = DynamicLossScale(
             initial_scale=initial_scale,
             growth_factor=growth_factor,
@@ -177,8 +192,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._rule = rule
         self._pipeline = GradientPipeline(clip, aggregate_in_float16)
         # Held by `prepare` too; GradientAccumulator holds `unscaled_gradients`.
-        self.stored_weights = Weights(inner_optimizer, master_weights)
         self._create_variables()
+        self.slots = slots
+        low = None if how is None else self._low_weights(*how)
+        self.stored_weights = Weights(inner_optimizer, master_weights, low)
 
     def _create_variables(self) -> None:
         """Creates what changes from step to step; checkpoints know it by the attributes' names."""
@@ -199,6 +216,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._norm = self._scalar("last_gradient_norm", "float32", 0.0) if clips else None
         left = self._unscaled_pending, self._unscaled_finite
         self.unscaled_gradients = scaling.UnscaledGradients(self.dynamic_scale, *left)
+
+    def _low_weights(self, rounding: str, slots: str) -> LowWeights:
+        # As Keras makes seeds: of what `keras.utils.set_random_seed` has set. A checkpoint holds
+        # it, as what comes after depends on it.
+        self._rounding_seed = self._scalar("rounding_seed", "int", random.randrange(2**31))
+        check_slots(self.inner_optimizer, slots)
+        return LowWeights(rounding, slots, self._rounding_seed)
 
     def _scalar(self, name: str, dtype: str, value: float | bool) -> keras.Variable:
         start = keras.initializers.Constant(value)
@@ -224,7 +248,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if created:
             self._master_list = created  # For tf.train.Checkpoint, which goes by attributes.
         if not self.inner_optimizer.built:
-            self.inner_optimizer.build(self.stored_weights.targets(var_list))
+            self.stored_weights.build(var_list)
         # Keras would make the accumulators and averages that are the inner optimizer's a second
         # time.
         self._hides_inner = True
@@ -251,9 +275,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Args:
             var_list: The trainable variables.
         """
-        self.stored_weights.load()
-        self.inner_optimizer.finalize_variable_values(self.stored_weights.targets(var_list))
-        self.stored_weights.store()
+        self.stored_weights.finalize(var_list)
 
     # ---- Scaling ---------------------------------------------------------------------------------
 
@@ -582,6 +604,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return self.stored_weights.have_masters
 
     @property
+    def weight_rounding(self) -> str | None:
+        """How updates of float16 and bfloat16 variables are rounded, None for to nearest."""
+        low = self.stored_weights.low
+        return None if low is None else low.how
+
+    @property
     def master_variables(self) -> list[keras.Variable]:
         """The float32 copies, in the order of the variables they belong to; empty without any."""
         return [master for _, master in self.stored_weights.pairs()]
@@ -597,6 +625,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             **_config_of(self._rule),
             "aggregate_in_float16": self.aggregate_in_float16,
             "master_weights": self.stored_weights.have_masters,
+            "weight_rounding": self.weight_rounding,
+            "slots": self.slots,
             "grad_clip": None if clip is None else clip.to_dict(),
         }
 
@@ -665,16 +695,19 @@ def _with_effect(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in given}
 
 
-def _check_features(inner: Any, clip: GradClip | None, in_float16: Any, masters: Any) -> None:
+def _check_features(
+    inner: Any, clip: GradClip | None, in_float16: Any, masters: Any, rounding: Any
+) -> None:
     """Raises if what is asked of the optimizer cannot be had together."""
     flags = {"aggregate_in_float16": in_float16, "master_weights": masters}
     asked = [name for name, flag in flags.items() if options.checked_flag(name, flag)]
     asked += [] if clip is None else ["grad_clip"]
+    asked += [] if rounding is None else ["weight_rounding"]
     if asked and not runs_tensorflow():
         raise ValueError(
             f"{', '.join(asked)} need Keras's TensorFlow backend; got {keras.backend.backend()}."
         )
-    if inner.gradient_accumulation_steps and set(asked) - {"master_weights"}:
+    if inner.gradient_accumulation_steps and set(asked) - {"master_weights", "weight_rounding"}:
         raise ValueError(
             f"{inner.name} has gradient_accumulation_steps={inner.gradient_accumulation_steps}: "
             f"{' and '.join(asked)} would act on the gradients of every micro-batch instead of "

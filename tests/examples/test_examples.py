@@ -144,6 +144,20 @@ def test_masters_learn_what_pure_float16_loses(run):
 
 
 @pytest.mark.slow
+def test_pure_bfloat16_learns_with_every_rounding_but_to_nearest(run):
+    code, printed = run("pure_bfloat16", "--small", "--epochs", "2", "--plot", "curves.png")
+    assert code == 0
+    assert Path("curves.png").stat().st_size > 1000
+    rows = [line.split("│")[1:5] for line in printed.splitlines() if line.startswith("│")]
+    bits = {row[0].strip(): float(row[1]) for row in rows}
+    sizes = {row[0].strip(): float(row[3]) for row in rows}
+    wide, nearest = bits.pop("float32"), bits.pop("to nearest")
+    assert nearest > 1.2 * wide
+    assert max(bits.values()) < 1.05 * wide
+    assert sizes["stochastic"] < 6.3 < sizes["kahan"] < 8.3 < sizes["float32"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", first_of(["float16", "bfloat16", "float32"]))
 def test_the_torch_style_loop_draws_digits_and_scales_only_float16(run, dtype, tmp_path):
     pytest.importorskip("matplotlib")

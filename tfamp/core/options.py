@@ -50,6 +50,41 @@ def checked_flag(name: str, value: Any) -> bool:
     return value
 
 
+WEIGHT_ROUNDINGS = ("stochastic", "split", "kahan")
+SLOTS = ("bfloat16", "float16", "float32")
+
+
+def checked_word(name: str, value: Any, words: tuple[str, ...]) -> str:
+    """Returns `value` after checking that it is one of some words."""
+    if value not in words:
+        known = ", ".join(map(repr, words))
+        raise ValueError(f"{name} must be one of {known}, or None; got {value!r}.")
+    return str(value)
+
+
+def resolve_weight_rounding(
+    rounding: str | None, slots: str | None, master_weights: bool | None
+) -> tuple[str, str] | None:
+    """Returns how low weights are rounded and the dtype of their slots; None for to nearest."""
+    if rounding is None:
+        if slots is not None:
+            raise ValueError(
+                f"slots={slots!r} is the dtype of what an optimizer keeps of low weights whose "
+                "updates are rounded in another way than to nearest: give weight_rounding too, "
+                "one of " + ", ".join(map(repr, WEIGHT_ROUNDINGS)) + "."
+            )
+        return None
+    checked_word("weight_rounding", rounding, WEIGHT_ROUNDINGS)
+    if master_weights:
+        raise ValueError(
+            f"weight_rounding={rounding!r} is there so that low weights need no float32 masters; "
+            "got master_weights=True too. Leave one of the two out."
+        )
+    # Split weights are float32 masters; what is kept for masters is float32 too.
+    default = "float32" if rounding == "split" else "bfloat16"
+    return rounding, default if slots is None else checked_word("slots", slots, SLOTS)
+
+
 _FLOAT32 = float_format("float32")
 
 

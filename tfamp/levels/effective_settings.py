@@ -28,6 +28,12 @@ _HOW = {
     "O3": "layer policies, nothing kept",
 }
 
+_ROUNDED = {
+    "stochastic": "updates rounded stochastically",
+    "split": "the float32 rest beside them in the optimizer",
+    "kahan": "the rounding error beside them in the optimizer",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSettings:
@@ -63,6 +69,7 @@ class PrecisionSettings:
             optimizer.
         grad_clip: How gradients are clipped, None for not at all.
         master_weights: Whether low weights have float32 copies in the optimizer.
+        weight_rounding: How their updates are rounded where they have none, None for to nearest.
         keep_float32: Paths of the layers that the user keeps in float32.
         reasons: A sentence for every choice that was left open.
         layers: The layers that compute something, in the model's order.
@@ -88,6 +95,7 @@ class PrecisionSettings:
     reasons: tuple[str, ...]
     layers: tuple[LayerSettings, ...]
     graph_rewrite: Callable[..., Any] | None = None
+    weight_rounding: str | None = None
 
     def rewrite(self, function: Callable[..., Any] | None = None) -> Any:
         """Makes a step of a custom loop run as `fit` runs the model's own.
@@ -133,7 +141,8 @@ class PrecisionSettings:
 
     def _facts(self) -> list[tuple[str, str]]:
         copies = ", float32 copies in the optimizer" if self.master_weights else ""
-        is_low = self.level == "O3" or self.master_weights
+        copies += "" if self.weight_rounding is None else f", {_ROUNDED[self.weight_rounding]}"
+        is_low = self.level == "O3" or bool(copies)
         stored = sorted({layer.variable_dtype for layer in self.layers}) or ["float32"]
         own = ", ".join(stored) + copies
         level = "none (the layers' own policies)"
@@ -168,7 +177,9 @@ def settings_of(
 ) -> PrecisionSettings:
     """The settings of a model at a level, of which a user keeps layers, rewritten or not."""
     kept_below = {id(layer) for layer in layers_of(*kept)}
-    has_masters = model.compiled and getattr(model.optimizer, "master_weights", False)
+    optimizer = model.optimizer if model.compiled else None
+    has_masters = getattr(optimizer, "master_weights", False)
+    rounding = getattr(optimizer, "weight_rounding", None) or level.config.weight_rounding
     return PrecisionSettings(
         level=level.level,
         dtype=level.dtype,
@@ -181,6 +192,7 @@ def settings_of(
             _row(layer, level, id(layer) in kept_below) for layer in _single_layers_of(model)
         ),
         graph_rewrite=rewrite,
+        weight_rounding=rounding,
     )
 
 
@@ -247,7 +259,7 @@ def _own_why(layer: Any) -> str:
 def _why(layer: Any, level: EffectiveLevel, is_kept: bool) -> str:
     record, low = managed_layers.get(layer), layer.compute_dtype in LOW_PRECISION
     is_moved = layers_before.get(layer) is not None
-    stores_low = level.level == "O2" and level.master_weights
+    stores_low = level.level == "O2" and level.low_weights
     # The first that holds.
     reasons = {
         "keep_float32": is_kept,

@@ -25,6 +25,8 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.core.options import (
     PLACEMENTS,
+    SLOTS,
+    WEIGHT_ROUNDINGS,
     DynamicLossScale,
     FixedLossScale,
     GradClip,
@@ -32,6 +34,7 @@ from tfamp.core.options import (
     checked_growth_factor,
     checked_number,
     resolve_grad_clip,
+    resolve_weight_rounding,
 )
 from tfamp.machine import hardware
 from tfamp.machine.hardware import Hardware
@@ -104,6 +107,9 @@ class PrecisionConfig:
         placement: "lists", "min_cut" or "measured": at level O1 what decides which ops are
             converted. None is "lists", and with level "auto" "min_cut".
         measure_seconds: With "measured", about how long to measure at most; None is 10.
+        weight_rounding: "stochastic", "split" or "kahan" to store weights in the low dtype without
+            copies, as `LossScaleOptimizer` does.
+        slots: With it, the dtype of what the optimizer keeps: "bfloat16", "float16" or "float32".
 
     Raises:
         TypeError: A value has the wrong type.
@@ -122,6 +128,8 @@ class PrecisionConfig:
     master_weights: bool | None = None
     placement: str | None = None
     measure_seconds: float | None = None
+    weight_rounding: str | None = None
+    slots: str | None = None
 
     def __post_init__(self) -> None:
         for name, read in _READERS.items():
@@ -277,6 +285,18 @@ def _check_together(config: PrecisionConfig) -> None:
             f"placement={config.placement!r} says what a rewrite converts, and level "
             f"{config.level!r} rewrites no graph; give level='O1', or leave placement out."
         )
+    if config.weight_rounding and config.level not in ("O2", "O3"):
+        raise ValueError(
+            f"weight_rounding={config.weight_rounding!r} goes with weights in a low dtype, and "
+            f"those of level {config.level!r} are float32, or may be; give level='O3' or 'O2', or "
+            "leave weight_rounding out."
+        )
+    if config.weight_rounding == "split" and config.dtype == "float16":
+        raise ValueError(
+            "weight_rounding='split' keeps the lower half of a float32 number beside a bfloat16 "
+            "weight; got dtype='float16'. Give dtype='bfloat16', or weight_rounding='kahan'."
+        )
+    resolve_weight_rounding(config.weight_rounding, config.slots, config.master_weights)
 
 
 def _parsed(path: Path) -> Any:
@@ -464,6 +484,24 @@ def _read_master_weights(value: Any) -> bool | None:
     return value
 
 
+def _read_weight_rounding(value: Any) -> str | None:
+    if value is None:
+        return None
+    return _read_word("weight_rounding", value, _listed(WEIGHT_ROUNDINGS), _of(WEIGHT_ROUNDINGS))
+
+
+def _read_slots(value: Any) -> str | None:
+    return None if value is None else _read_word("slots", value, _listed(SLOTS), _of(SLOTS))
+
+
+def _listed(words: tuple[str, ...]) -> str:
+    return f"{', '.join(map(repr, words))} or None"
+
+
+def _of(words: tuple[str, ...]) -> dict[str, str]:
+    return {word: word for word in words}
+
+
 def _read_grad_clip(value: Any) -> GradClip | None:
     # False is no clipping in some systems' files.
     return None if value is False else resolve_grad_clip(value)
@@ -518,16 +556,18 @@ class EffectiveLevel:
     @property
     def low_weights(self) -> bool:
         """Whether the weights are stored in the low dtype."""
-        return self.level == "O3" or self.master_weights
+        is_rounded = self.config.weight_rounding is not None
+        return self.level == "O3" or self.master_weights or is_rounded
 
     @property
     def optimizer_rule(self) -> LossScale | None:
         """The rule of the optimizer's wrapper; None where the optimizer needs none.
 
-        A fixed scale of 1 changes no gradient: what it is there for are clipping and masters.
+        A fixed scale of 1 changes no gradient: it is there for clipping, masters and rounding.
         """
         clips = self.config.grad_clip is not None
-        if self.loss_scale is None and (clips or self.master_weights):
+        rounds = self.config.weight_rounding is not None
+        if self.loss_scale is None and (clips or self.master_weights or rounds):
             return FixedLossScale(1.0)
         return self.loss_scale
 
@@ -561,6 +601,11 @@ def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLeve
     dtype, warning = "float32", None
     if level != "O0":
         dtype, warning = _dtype(config.dtype, machine, reasons)
+    if config.weight_rounding == "split" and dtype != "bfloat16":
+        raise ValueError(
+            f"weight_rounding='split' goes with bfloat16, and the dtype here is {dtype}: give "
+            "dtype='bfloat16', or weight_rounding='kahan'."
+        )
     return EffectiveLevel(
         level=level,
         dtype=dtype,

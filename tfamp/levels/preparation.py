@@ -123,6 +123,8 @@ def prepare(
     master_weights: bool | None = None,
     placement: str | None = None,
     measure_seconds: float | None = None,
+    weight_rounding: str | None = None,
+    slots: str | None = None,
     config: PrecisionConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     example_batch: Any = None,
 ) -> Prepared:
@@ -163,6 +165,10 @@ def prepare(
         placement: At level O1 what decides which ops are converted, as for `tfamp.rewrite`:
             "lists", "min_cut" or "measured". None is "lists", and with level "auto" "min_cut".
         measure_seconds: With "measured", about how long to measure at most; None is 10.
+        weight_rounding: "stochastic", "split" or "kahan" stores the weights in the low dtype at
+            level O2 or O3 without float32 copies, and rounds their updates so that none is lost;
+            see `LossScaleOptimizer`.
+        slots: With it, the dtype of what the optimizer keeps: "bfloat16", "float16" or "float32".
         config: A `PrecisionConfig`, a dict of its fields, or the path of a JSON or TOML file.
         example_batch: With level "auto", a batch as `fit` takes it, such as (x, y): the train step
             of the compiled model runs on it some dozen times, as by `tfamp.tune`, and the fastest
@@ -205,6 +211,8 @@ def prepare(
         master_weights=master_weights,
         placement=placement,
         measure_seconds=measure_seconds,
+        weight_rounding=weight_rounding,
+        slots=slots,
     )
     given = _optimizer(model, optimizer)
     wanted = prepared_optimizer.with_needed_masters(
@@ -344,7 +352,9 @@ def _is_stored_so(model: Any, level: EffectiveLevel, kept: tuple[Any, ...]) -> b
     record = _prepared.get(model)
     if record is None or not level.low_weights:
         return False
-    choices = operator.attrgetter("level", "dtype", "master_weights")
+    choices = operator.attrgetter(
+        "level", "dtype", "master_weights", "config.weight_rounding", "config.slots"
+    )
     names = tuple(layer.name for layer in kept)
     return record.kept == names and choices(record.level) == choices(level)
 
@@ -424,7 +434,7 @@ def _level_on_copy(
         made_chosen = {id(layer) for layer in _copies_of(chosen, model, made)}
         made_kept = _copies_of(kept_numbers, model, made)
         rewrite = _put_level_on(made, level, made_kept, made_chosen)
-        if level.level == "O2" and level.master_weights:
+        if level.level == "O2" and level.low_weights:
             made = _stored_low(made, level)
         _note_base(model, made, level, base)
         made_optimizer = None

@@ -78,12 +78,11 @@ def for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> An
     new = type(old).from_config(old.get_config())
     _exclude_like(old, new, copies, model.weights)
     wrapped = _wrapped(optimizer, new, level)
-    if old.built or level.master_weights:
+    if old.built or level.master_weights or level.config.weight_rounding:
         wrapped.build(after)
-        masters = _masters(wrapped)
-        for value, variable in zip(exact_values(optimizer, before), after, strict=True):
-            if id(variable) in masters:
-                masters[id(variable)].assign(keras.ops.cast(value, "float32"))
+        values = exact_values(optimizer, before)
+        if isinstance(wrapped, LossScaleOptimizer):
+            wrapped.stored_weights.set_exact(after, values)
     if old.built:
         for target, source in zip(new.variables, old.variables, strict=True):
             target.assign(keras.ops.cast(source, target.dtype))
@@ -96,7 +95,9 @@ def with_needed_masters(level: EffectiveLevel, optimizer: Any) -> EffectiveLevel
     Other levels stay as they are, and so does one whose user has chosen.
     """
     slots = _slots_at_o3(optimizer, level)
-    if slots is None or level.config.master_weights is not None:
+    config = level.config
+    is_rounded = config.weight_rounding or getattr(optimizer, "weight_rounding", None)
+    if slots is None or config.master_weights is not None or is_rounded:
         return level
     reason = (
         f"master weights: yes, as {innermost(optimizer).name} keeps {slots.what}, which "
@@ -132,6 +133,8 @@ def warn_of_slots(optimizer: Any, level: EffectiveLevel, stacklevel: int) -> Non
     if slots is None:
         return
     name = innermost(optimizer).name
+    if getattr(optimizer, "weight_rounding", None) is not None:
+        return
     if not getattr(optimizer, "master_weights", False):
         text = (
             f"{name} keeps {slots.what}, which {slots.trouble(level.dtype)}: at level O3 without "
@@ -158,27 +161,13 @@ def _slots_at_o3(optimizer: Any, level: EffectiveLevel) -> Slots | None:
 
 
 def exact_values(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """The float32 values of the masters of variables; variables that have none themselves.
+    """The float32 values of what stands for variables; variables that are as they are themselves.
 
     A value that was assigned to a variable since the last step holds, as it does for the next step.
     """
-    masters = _masters(optimizer)
-    return [_exact(variable, masters.get(id(variable))) for variable in variables]
-
-
-def _exact(variable: Any, master: Any) -> Any:
-    if master is None:
-        return variable
-    value = keras.ops.cast(variable, "float32")
-    rounded = keras.ops.cast(keras.ops.cast(master, variable.dtype), "float32")
-    return keras.ops.where(keras.ops.equal(rounded, value), master, value)
-
-
-def _masters(optimizer: Any) -> dict[int, Any]:
-    """The master of each variable that has one, by the variable's number."""
     if not isinstance(optimizer, LossScaleOptimizer):
-        return {}
-    return {id(variable): master for variable, master in optimizer.stored_weights.pairs()}
+        return list(variables)
+    return optimizer.stored_weights.exact_values(variables)
 
 
 def _wanted(optimizer: Any, level: EffectiveLevel) -> tuple[LossScale | None, dict[str, Any]]:
@@ -187,6 +176,8 @@ def _wanted(optimizer: Any, level: EffectiveLevel) -> tuple[LossScale | None, di
     features: dict[str, Any] = {
         "grad_clip": level.config.grad_clip,
         "master_weights": level.master_weights,
+        "weight_rounding": level.config.weight_rounding,
+        "slots": level.config.slots,
         "aggregate_in_float16": False,
     }
     users = isinstance(optimizer, LossScaleOptimizer) and not _made_here.get(optimizer)

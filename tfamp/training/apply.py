@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,11 +13,15 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import UnsupportedVersionError
-from tfamp.interop.keras_hooks import native, runs_tensorflow
+from tfamp.interop.keras_hooks import as_tensor, native, runs_tensorflow
 from tfamp.interop.tf_private import strategy_needs_merge_call
+from tfamp.training.forms import Chance
 from tfamp.training.fused_update import fused_update, has_fused_update
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value, variable_name
-from tfamp.training.replicas import call_if
+from tfamp.training.low_weights import LowWeights
+from tfamp.training.optimizer_view import view_of
+from tfamp.training.replicas import call_if, update_everywhere
+from tfamp.training.rounding import nearest_of_numbers
 
 _SUMS = "_all_reduce_sum_gradients"
 
@@ -61,7 +66,7 @@ def apply_if_finite(
     """
 
     def apply_own(values: list[Any], divisor: Any) -> None:
-        _apply(weights.optimizer, replace(gradients, values=values, divisor=divisor))
+        _apply(weights, replace(gradients, values=values, divisor=divisor))
 
     def on_all_replicas(on_each: OnEach, finite: Any, values: Any, divisor: Any) -> None:
         def update() -> None:
@@ -78,21 +83,26 @@ def apply_if_finite(
     once_for_all_replicas(on_all_replicas, finite, gradients.values, gradients.divisor)
 
 
-def _apply(optimizer: keras.optimizers.Optimizer, gradients: Gradients) -> None:
+def _apply(weights: Weights, gradients: Gradients) -> None:
     """Divides gradients by their divisor and applies them, with the same result as Keras."""
+    optimizer, chance = weights.optimizer, weights.chance()
     if has_fused_update(optimizer):
-        others = fused_update(optimizer, gradients)
+        others = fused_update(optimizer, gradients, chance)
         if others is None:
             return
         gradients = others
     gradients = gradients.unscaled()
+    low = weights.low
+    if low is not None and chance is not None and low.updates_any(gradients.variables):
+        low.apply(optimizer, gradients, chance)
+        return
     if optimizer.gradient_accumulation_steps:
         gradients = gradients.as_stored()
     asked: list[bool] = []
     counts_itself = tf.distribute.has_strategy() and not strategy_needs_merge_call()
     view = optimizer
     if gradients.summed or counts_itself:
-        view = _view(optimizer, asked, gradients.summed)
+        view = view_of(optimizer, functools.partial(_summing_as_given, asked, gradients.summed))
     view.apply(gradients.values, gradients.variables)
     if (
         gradients.summed
@@ -106,41 +116,24 @@ def _apply(optimizer: keras.optimizers.Optimizer, gradients: Gradients) -> None:
         )
 
 
-def _view(optimizer: Any, asked: list[bool], summed: bool) -> Any:
-    """An object with the attributes of an optimizer, thus its variables, to call `apply` on.
+def _summing_as_given(asked: list[bool], summed: bool, kind: type) -> type:
+    """A class of optimizers that takes gradients for their sums over the replicas, if they are.
 
-    Keras's optimizers sum over the replicas inside `apply` and have no switch for it: the view is
-    of a subclass whose sum returns what it is given, where that is `summed`. And they count
-    iterations with a `merge_call`, which a condition in a replica allows not: where there is one,
-    the view counts in the replica's own copy. The optimizer itself is not touched, which matters
-    where replicas run in threads of their own.
+    Keras's optimizers sum inside `apply` and have no switch for it. `asked` tells whether they did.
     """
 
     def as_given(self: Any, grads_and_vars: Any) -> list[Any]:
         asked.append(True)
         return list(grads_and_vars)
 
-    kind = type(optimizer)
-    view: Any = object.__new__(type(kind.__name__, (kind,), {_SUMS: as_given} if summed else {}))
-    # Past Keras's __setattr__, which would track the variables a second time.
-    state = vars(view)
-    state.update(vars(optimizer))
-    if not strategy_needs_merge_call():
-        state["_iterations"] = tf.distribute.get_strategy().extended.update(
-            native(optimizer._iterations), lambda own: own, group=False
-        )
-    if "_inner_optimizers" in state:  # MultiOptimizer hands each its share.
-        state["_inner_optimizers"] = [
-            _view(each, asked, summed) for each in optimizer._inner_optimizers
-        ]
-    return view
+    return type(kind.__name__, (kind,), {_SUMS: as_given} if summed else {})
 
 
 # ---- The weights ---------------------------------------------------------------------------------
 
 
 class Weights:
-    """Weights as they are stored: float16 and bfloat16 ones with float32 masters, or as they are.
+    """Weights as they are stored: low ones with float32 masters, in another form, or as they are.
 
     An update smaller than half the distance between two float16 numbers is lost when it is added
     to a float16 weight, however often. Added to a float32 copy, its master, it is kept; the weight
@@ -149,18 +142,32 @@ class Weights:
     Args:
         optimizer: The optimizer that updates them; not built, where they have masters.
         have_masters: Whether the low-precision ones have.
+        low: What else there is of the low-precision ones, if they have none.
     """
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, have_masters: bool = False) -> None:
-        self.optimizer, self.have_masters = optimizer, have_masters
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        have_masters: bool = False,
+        low: LowWeights | None = None,
+    ) -> None:
+        self.optimizer, self.have_masters, self.low = optimizer, have_masters, low
         self._by_key: dict[Any, tuple[Any, keras.Variable]] = {}
+
+    def chance(self) -> Chance | None:
+        """What the rounding of the next update is decided by, if chance has a part in it."""
+        if self.low is None:
+            return None
+        return Chance(as_tensor(self.low.seed), as_tensor(self.optimizer._iterations))
 
     def pairs(self) -> list[tuple[Any, keras.Variable]]:
         """The variables that have a master, with it."""
         return list(self._by_key.values())
 
     def create(self, variables: Sequence[Any]) -> list[keras.Variable]:
-        """Creates the masters of variables, once, and returns them."""
+        """Creates what is kept beside variables, once, and returns it."""
+        if self.low is not None:
+            return self.low.create(self.optimizer, variables)
         low = [v for v in variables if dtype_name(v) in LOW_PRECISION and not is_next_value(v)]
         if not (self.have_masters and low) or self._by_key:
             return []
@@ -178,8 +185,41 @@ class Weights:
         return [master for _, master in self.pairs()]
 
     def targets(self, variables: Sequence[Any]) -> list[Any]:
-        """The master of a variable that has one, else the variable."""
+        """What the optimizer updates: the master of a variable that has one, else the variable."""
+        if self.low is not None:
+            return self.low.targets(self.optimizer, variables)
         return [self._by_key.get(self.optimizer._var_key(v), (v, v))[1] for v in variables]
+
+    def exact_values(self, variables: Sequence[Any]) -> list[Any]:
+        """The float32 values of the masters of variables, or of what else stands for them.
+
+        A value that was assigned to a variable since the last update holds. Variables that are as
+        they are are returned.
+        """
+        return [_exact(*pair) for pair in zip(variables, self.targets(variables), strict=True)]
+
+    def set_exact(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Gives the masters of variables, or what else stands for them, their float32 values."""
+        for variable, target, value in zip(variables, self.targets(variables), values, strict=True):
+            if target is not variable:
+                target.assign(tf.cast(tf.convert_to_tensor(value), tf.float32))
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Builds the optimizer for what it updates of variables."""
+        if self.low is not None:
+            self.low.build(self.optimizer, self.targets(variables))
+        else:
+            self.optimizer.build(self.targets(variables))
+
+    def finalize(self, variables: Sequence[Any]) -> None:
+        """Puts the optimizer's moving averages, if it has any, into the weights."""
+        chance = self.chance()
+        if self.low is not None and chance is not None:
+            self.low.finalize(self.optimizer, chance)
+            return
+        self.load()
+        self.optimizer.finalize_variable_values(self.targets(variables))
+        self.store()
 
     def load(self) -> None:
         """Takes over what has been assigned to the variables since `store`.
@@ -194,7 +234,7 @@ class Weights:
 
         def take_over_all() -> None:
             for variable, master in self.pairs():
-                _update(master, _take_over, variable)
+                update_everywhere(master, _take_over, (variable,))
 
         if not self._by_key:
             return
@@ -202,13 +242,15 @@ class Weights:
             take_over_all()  # Without waiting for the device to know whether it is needed.
             return
         # Nearly always nothing was: one look is cheaper than writing all masters.
-        looks = [_update(master, _differs, variable) for variable, master in self.pairs()]
+        looks = [
+            update_everywhere(master, _differs, (variable,)) for variable, master in self.pairs()
+        ]
         call_if(tf.reduce_any(tf.stack(tf.nest.flatten(looks))), take_over_all)
 
     def store(self) -> None:
         """Assigns the masters, rounded, to the variables."""
         for variable, master in self.pairs():
-            _update(variable, _round, master)
+            update_everywhere(variable, _round, (master,))
 
 
 def _create_master(variable: Any) -> keras.Variable:
@@ -233,9 +275,16 @@ def _create_master(variable: Any) -> keras.Variable:
     return master
 
 
+def _exact(variable: Any, target: Any) -> Any:
+    if target is variable:
+        return variable
+    value = tf.cast(tf.convert_to_tensor(variable), tf.float32)
+    return tf.where(_assigned(target, variable), value, tf.convert_to_tensor(target))
+
+
 def _assigned(master: Any, variable: Any) -> Any:
     value = tf.convert_to_tensor(variable)
-    return tf.not_equal(tf.cast(tf.convert_to_tensor(master), value.dtype), value)
+    return tf.not_equal(nearest_of_numbers(tf.convert_to_tensor(master), value.dtype), value)
 
 
 def _differs(master: Any, variable: Any) -> Any:
@@ -248,18 +297,4 @@ def _take_over(master: Any, variable: Any) -> None:
 
 
 def _round(variable: Any, master: Any) -> None:
-    variable.assign(tf.cast(tf.convert_to_tensor(master), variable.dtype))
-
-
-def _update(target: Any, function: Callable[[Any, Any], Any], source: Any) -> Any:
-    # On every device its own copies, with nothing sent between them: an assignment in a replica
-    # would average the replicas' values, which are the same. `model.fit` finalizes the variables
-    # outside the scope of their strategy, which then is not the current one.
-    target = native(target)
-    strategy = tf.distribute.get_strategy()
-    scope: Any = contextlib.nullcontext()
-    if not tf.distribute.has_strategy() and hasattr(target, "distribute_strategy"):
-        strategy = target.distribute_strategy
-        scope = strategy.scope()
-    with scope:
-        return strategy.extended.update(target, function, args=(native(source),), group=False)
+    variable.assign(nearest_of_numbers(tf.convert_to_tensor(master), variable.dtype))

@@ -1,9 +1,14 @@
-"""Updates of Keras's SGD, Adam and AdamW, each in one pass over a variable.
+"""Updates of Keras's SGD, Adam, AdamW and Lion, each in one pass over a variable.
 
 Keras writes an update as a dozen ops, each of which reads and writes whole tensors. For SGD
 TensorFlow has ops that do it in one, with the same roundings. Adam is compiled by XLA instead, for
 all variables of a device together: TensorFlow's ResourceApplyAdam computes 1 - beta_2 in float32,
 which for 0.999 is off by 1e-5. Each replica of a strategy updates its own copies.
+
+Variables that are stored in another form than float32 are updated so by all of them: read, updated
+in float32 and rounded in one compiled pass. XLA may turn a product and a sum into one operation
+with one rounding; here every product is rounded by itself, so that a result is the same to the last
+bit in whatever form its variables are stored.
 """
 
 from __future__ import annotations
@@ -18,9 +23,12 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop.keras_hooks import native, runs_tensorflow
-from tfamp.training.gradients import Gradients, is_next_value
+from tfamp.training.forms import FLOAT32, Chance, Form, form_of, wide_form
+from tfamp.training.gradients import Gradients, dtype_name, is_next_value
 from tfamp.training.replicas import several_replicas
+from tfamp.training.rounding import widened
 
 _logger = logging.getLogger(__name__)
 # What `Optimizer.apply` consists of: an optimizer with one of its own does something else.
@@ -44,7 +52,7 @@ def has_fused_update(optimizer: keras.optimizers.Optimizer) -> bool:
 
     Not with moving averages of the weights or with gradient accumulation.
     """
-    rule = _RULES.get(type(optimizer))
+    rule = _rule_of(optimizer)
     return (
         runs_tensorflow()
         and rule is not None
@@ -58,27 +66,31 @@ def has_fused_update(optimizer: keras.optimizers.Optimizer) -> bool:
     )
 
 
-def fused_update(optimizer: keras.optimizers.Optimizer, gradients: Gradients) -> Gradients | None:
-    """Applies gradients to dense float32 variables in one pass each.
+def fused_update(
+    optimizer: keras.optimizers.Optimizer, gradients: Gradients, chance: Chance | None = None
+) -> Gradients | None:
+    """Applies dense gradients to float32 variables, and what stands for them, in one pass each.
 
-    Returns those of the other variables, which are to be applied as Keras does and end the step;
-    None where there are none. Those of Adam and AdamW are among them where XLA does not work.
+    `chance` decides how what is stored in fewer bits is rounded. Returns the gradients of the other
+    variables, which are to be applied as Keras does and end the step; None where there are none.
+    Those of Adam and AdamW are among them where XLA does not work.
     """
     # Warns of gradients that are None, as the optimizer does.
     values, variables = optimizer._filter_empty_gradients(gradients.values, gradients.variables)
     gradients = replace(gradients, values=values, variables=variables, checked=None)
-    fits = [_fits(optimizer, *pair) for pair in gradients.pairs()]
+    rule = _rule_of(optimizer)
+    fits = [_fits(rule, *pair) for pair in gradients.pairs()]
     if optimizer.clipnorm or optimizer.clipvalue or optimizer.global_clipnorm:
         if not all(fits):
             return gradients  # The norm may be that of all gradients together.
         gradients = gradients.unscaled()
         # Keras clips what each replica has, and sums then.
         gradients = replace(gradients, values=optimizer._clip_gradients(gradients.values))
-    if any(fits):
+    if rule is not None and any(fits):
         own = _chosen(gradients, fits, True)
         if several_replicas() and not own.summed:
             own = own.summed_over_replicas()
-        _update_in_one_pass(optimizer, own)
+        _update_in_one_pass(optimizer, rule, own, chance)
     if not all(fits):
         return _chosen(gradients, fits, False)
     iterations = native(optimizer._iterations)
@@ -95,19 +107,25 @@ def _chosen(gradients: Gradients, choice: Sequence[bool], chosen: bool) -> Gradi
     return replace(gradients, values=values, variables=variables)
 
 
-def _fits(optimizer: keras.optimizers.Optimizer, gradient: Any, variable: Any) -> bool:
+def _fits(rule: _Rule | None, gradient: Any, variable: Any) -> bool:
     target = native(variable)
     return (
-        tf.is_tensor(gradient)
+        rule is not None
+        and tf.is_tensor(gradient)
         and not isinstance(gradient, tf.IndexedSlices)
         and gradient.dtype != tf.float64
         and gradient.shape.is_fully_defined()
-        and isinstance(target, tf.Variable)
+        and (_is_low(target) or isinstance(target, tf.Variable))
         and target.dtype == tf.float32
         and getattr(variable, "constraint", None) is None
         and not is_next_value(variable)
-        and (not _RULES[type(optimizer)].needs_xla or xla_works(target.device))
+        and ((rule.run is not None and not _is_low(target)) or xla_works(target.device))
     )
+
+
+def _is_low(target: Any) -> bool:
+    """Whether it stands for a variable that is stored in another form."""
+    return getattr(target, "form", FLOAT32) is not FLOAT32
 
 
 @functools.cache
@@ -122,39 +140,82 @@ def xla_works(device: str) -> bool:
         return False
 
 
-def _update_in_one_pass(optimizer: keras.optimizers.Optimizer, gradients: Gradients) -> None:
-    rule = _RULES[type(optimizer)]
+def _update_in_one_pass(
+    optimizer: keras.optimizers.Optimizer, rule: _Rule, gradients: Gradients, chance: Chance | None
+) -> None:
     with tf.name_scope(optimizer.name):
         divisor = _number(1.0) if gradients.divisor is None else gradients.divisor
-        rate = tf.cast(optimizer.learning_rate, tf.float32)
+        divisor, rate = (tf.cast(x, tf.float32) for x in (divisor, optimizer.learning_rate))
         weight_decay = optimizer.weight_decay or 0.0
-        slots = rule.slots(optimizer)
-        step = _Step(
-            divisor=tf.cast(divisor, tf.float32),
-            decay=_number(weight_decay) * rate,
-            numbers=rule.numbers(optimizer, rate),
-        )
-        updates: dict[str, list[_Update]] = defaultdict(list)
+        decay = _number(weight_decay) * rate
+        if rule.run is not None:
+            # A scalar is divided instead of the gradient, which SGD uses only times the rate.
+            rate, divisor = rate / divisor, _number(1.0)
+        if chance is None:  # Nothing is rounded; but the number of steps is needed.
+            steps = tf.convert_to_tensor(native(optimizer._iterations))
+            chance = Chance(tf.zeros_like(steps), steps)
+        step = _Step(divisor, decay, rule.numbers(optimizer, rate), chance)
+        updates: dict[tuple[str, bool], list[_Update]] = defaultdict(list)
         for gradient, variable in gradients.pairs():
-            target, index = native(variable), optimizer._get_variable_index(variable)
-            handles = [target.handle, *(native(slot[index]).handle for slot in slots)]
-            decays = bool(weight_decay) and optimizer._use_weight_decay(target)
-            update = _Update(tf.cast(gradient, tf.float32), decays, handles)
-            updates[target.device].append(update)
-        for device, its_own in updates.items():
+            # Low gradients of low variables are cast in the compiled update, not all beforehand.
+            gradient = gradient if _is_low(variable) else tf.cast(gradient, tf.float32)
+            update = _update_of(optimizer, rule, gradient, variable)
+            updates[native(variable).device, _is_low(variable)].append(update)
+        for (device, low), its_own in updates.items():
             with tf.device(device):
-                rule.run(optimizer, step, its_own)
+                if rule.run is not None and not low:
+                    rule.run(optimizer, step, its_own)
+                else:
+                    _run_compiled(rule, step, its_own, low)
+
+
+def _update_of(optimizer: Any, rule: _Rule, gradient: Any, variable: Any) -> _Update:
+    target, index = native(variable), optimizer._get_variable_index(variable)
+    decays = bool(optimizer.weight_decay) and optimizer._use_weight_decay(target)
+    slots = [slot[index] for slot in rule.slots(optimizer)]
+    forms = (getattr(target, "form", FLOAT32), *map(form_of_slot, slots))
+    own = target.handles if _is_low(target) else [target.handle]
+    handles = [own, *([native(slot).handle] for slot in slots)]
+    return _Update(gradient, decays, forms, handles, index)
+
+
+def form_of_slot(slot: Any) -> Form:
+    """How a slot of an optimizer is stored: low ones are rounded stochastically."""
+    dtype = dtype_name(slot)
+    return form_of("stochastic", dtype) if dtype in LOW_PRECISION else wide_form(dtype)
+
+
+# ---- Numbers that are stored ---------------------------------------------------------------------
+
+# Every variable of an optimizer, its slots with it, has so many numbers of its own.
+NUMBERS_OF_ONE = 16
+
+
+def load(form: Form, handles: Sequence[Any]) -> Any:
+    """The float32 number that is stored in resources."""
+    pairs = zip(handles, form.dtypes, strict=True)
+    return form.decode(*(tf.raw_ops.ReadVariableOp(resource=h, dtype=dtype) for h, dtype in pairs))
+
+
+def store(form: Form, handles: Sequence[Any], value: Any, chance: Chance, number: Any) -> list[Any]:
+    """Stores a float32 number in resources and returns the ops that do.
+
+    `chance` and its own `number` among all of a step decide how it is rounded.
+    """
+    parts = zip(handles, form.encode(value, lambda: chance.words(number, value)), strict=True)
+    return [tf.raw_ops.AssignVariableOp(resource=handle, value=part) for handle, part in parts]
 
 
 # ---- The rules -----------------------------------------------------------------------------------
 
 
 class _Step(NamedTuple):
-    """What the updates of one step have in common: scalars in float32."""
+    """What the updates of one step have in common: scalars, in float32 but for the last."""
 
     divisor: Any  # Of the gradients.
     decay: Any  # The weight decay times the learning rate.
     numbers: Sequence[Any]  # What the rule makes of the optimizer and its learning rate.
+    chance: Chance
 
 
 class _Update(NamedTuple):
@@ -162,28 +223,51 @@ class _Update(NamedTuple):
 
     gradient: Any
     decays: bool
-    handles: Sequence[Any]  # Of the variable and of its slots.
+    forms: tuple[Form, ...]  # Of the variable and of its slots.
+    handles: Sequence[Sequence[Any]]  # Of each, those of what is stored for it.
+    number: int  # The variable's own among the optimizer's.
 
 
 def _sgd(optimizer: Any, step: _Step, updates: list[_Update]) -> None:
-    """Updates by TensorFlow's own ops."""
-    # A scalar is divided instead of the gradient, which SGD uses only times the learning rate.
-    rate, momentum = step.numbers[0] / step.divisor, step.numbers[1]
-    for gradient, decays, handles in updates:
-        variable = handles[0]
+    """Updates float32 variables by TensorFlow's own ops."""
+    rate, momentum = step.numbers
+    for gradient, decays, _, handles, _ in updates:
+        variable = handles[0][0]
         if decays:
-            tf.raw_ops.AssignSubVariableOp(resource=variable, value=_read(variable) * step.decay)
+            decayed = load(FLOAT32, handles[0]) * step.decay
+            tf.raw_ops.AssignSubVariableOp(resource=variable, value=decayed)
         if optimizer.momentum == 0:
             tf.raw_ops.ResourceApplyGradientDescent(var=variable, alpha=rate, delta=gradient)
             continue
         tf.raw_ops.ResourceApplyKerasMomentum(
             var=variable,
-            accum=handles[1],
+            accum=handles[1][0],
             lr=rate,
             grad=gradient,
             momentum=momentum,
             use_nesterov=optimizer.nesterov,
         )
+
+
+# What follows computes with `times`, which rounds every product by itself.
+
+
+def _descent_value(times: Any, numbers: Any, gradient: Any, value: Any) -> Any:
+    return value - times(gradient, numbers[0])
+
+
+def _momentum_slots(times: Any, numbers: Any, gradient: Any, mean: Any) -> Any:
+    rate, momentum = numbers
+    return (times(mean, momentum) - times(gradient, rate),)
+
+
+def _momentum_value(times: Any, numbers: Any, gradient: Any, value: Any, mean: Any) -> Any:
+    return value + mean
+
+
+def _nesterov_value(times: Any, numbers: Any, gradient: Any, value: Any, mean: Any) -> Any:
+    rate, momentum = numbers
+    return value + (times(mean, momentum) - times(gradient, rate))
 
 
 def _adam_numbers(optimizer: Any, rate: Any) -> tuple[Any, ...]:
@@ -195,54 +279,30 @@ def _adam_numbers(optimizer: Any, rate: Any) -> tuple[Any, ...]:
     return (rate * tf.sqrt(bias_2) / bias_1, *rests, _number(optimizer.epsilon))
 
 
-def _adam(numbers: Sequence[Any], gradient: Any, value: Any, mean: Any, square: Any) -> Any:
-    rate, rest_1, rest_2, epsilon = numbers
-    mean = mean + (gradient - mean) * rest_1
-    square = square + (tf.square(gradient) - square) * rest_2
-    return value - mean * rate / (tf.sqrt(square) + epsilon), mean, square
+def _adam_slots(times: Any, numbers: Any, gradient: Any, mean: Any, square: Any) -> Any:
+    _, rest_1, rest_2, _ = numbers
+    mean = mean + times(gradient - mean, rest_1)
+    return mean, square + times(times(gradient, gradient) - square, rest_2)
 
 
-def _compiled(next_values: Callable[..., Any]) -> Callable[..., None]:
-    """Makes a rule's `run` of what computes the next values of one variable and of its slots."""
-
-    # Traced once for so many variables, and compiled once per set of shapes. It takes handles: a
-    # function of variables is traced again for each of their shapes.
-    @functools.lru_cache(maxsize=32)
-    def for_so_many(decays: tuple[bool, ...], handles: int, numbers: int) -> Any:
-        def update_all(step: _Step, gradients: list[Any], handles: list[list[Any]]) -> None:
-            for gradient, its_decays, own in zip(gradients, decays, handles, strict=True):
-                value, *slots = map(_read, own)
-                if its_decays:
-                    # Not multiplied by 0: a weight may be infinite, as in a mask.
-                    decayed = value - value * step.decay
-                    value = tf.where(tf.equal(step.decay, 0.0), value, decayed)
-                values = next_values(step.numbers, gradient / step.divisor, value, *slots)
-                for handle, new in zip(own, values, strict=True):
-                    tf.raw_ops.AssignVariableOp(resource=handle, value=new)
-
-        step = _Step(_SCALAR, _SCALAR, (_SCALAR,) * numbers)
-        signature = [step, [_TENSOR] * len(decays), [[_RESOURCE] * handles] * len(decays)]
-        return tf.function(update_all, signature, jit_compile=True, autograph=False)
-
-    def run(_: Any, step: _Step, updates: list[_Update]) -> None:
-        gradients, decays, handles = map(list, zip(*updates, strict=True))
-        compiled = for_so_many(tuple(decays), len(handles[0]), len(step.numbers))
-        compiled(step, gradients, handles)
-
-    return run
+def _adam_value(times: Any, numbers: Any, gradient: Any, value: Any, mean: Any, square: Any) -> Any:
+    rate, _, _, epsilon = numbers
+    return value - times(mean, rate) / (tf.sqrt(square) + epsilon)
 
 
-_TENSOR = tf.TensorSpec(None, tf.float32)
-_SCALAR = tf.TensorSpec([], tf.float32)
-_RESOURCE = tf.TensorSpec([], tf.resource)
+def _lion_numbers(optimizer: Any, rate: Any) -> tuple[Any, ...]:
+    betas = _number(optimizer.beta_1), _number(optimizer.beta_2)
+    return (rate, *betas, *(1.0 - beta for beta in betas))
 
 
-def _number(value: float) -> Any:
-    return tf.constant(value, tf.float32)
+def _lion_value(times: Any, numbers: Any, gradient: Any, value: Any, mean: Any) -> Any:
+    rate, beta_1, _, rest_1, _ = numbers
+    return value - times(rate, tf.sign(times(mean, beta_1) + times(gradient, rest_1)))
 
 
-def _read(handle: Any) -> Any:
-    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32)
+def _lion_slots(times: Any, numbers: Any, gradient: Any, mean: Any) -> Any:
+    _, _, beta_2, _, rest_2 = numbers
+    return (times(mean, beta_2) + times(gradient, rest_2),)
 
 
 class _Rule(NamedTuple):
@@ -253,28 +313,142 @@ class _Rule(NamedTuple):
     slots: Callable[[Any], tuple[Sequence[Any], ...]]
     # Scalars that all updates of a step have in common, of the optimizer and its learning rate.
     numbers: Callable[[Any, Any], tuple[Any, ...]]
-    # Called with the optimizer, the step and all updates on a device.
-    run: Callable[[Any, _Step, list[_Update]], None]
-    needs_xla: bool
+    # The next values of a variable and of its slots, and which is computed first, of the old other.
+    next_value: Callable[..., Any]
+    next_slots: Callable[..., tuple[Any, ...]] | None = None
+    value_first: bool = False
+    # Where TensorFlow has an op for float32 variables: called with the optimizer, the step and all
+    # updates on a device.
+    run: Callable[[Any, _Step, list[_Update]], None] | None = None
 
 
-_SGD = _Rule(
+_DESCENT = _Rule(
     settings=("momentum",),
-    slots=lambda optimizer: (optimizer.momentums,) if optimizer.momentum else (),
+    slots=lambda optimizer: (),
     numbers=lambda optimizer, rate: (rate, _number(optimizer.momentum)),
+    next_value=_descent_value,
     run=_sgd,
-    needs_xla=False,
 )
+_MOMENTUM = _DESCENT._replace(
+    slots=lambda optimizer: (optimizer.momentums,),
+    next_value=_momentum_value,
+    next_slots=_momentum_slots,
+)
+_NESTEROV = _MOMENTUM._replace(next_value=_nesterov_value)
 _ADAM = _Rule(
     settings=("beta_1", "beta_2", "epsilon"),
     slots=lambda optimizer: (optimizer._momentums, optimizer._velocities),
     numbers=_adam_numbers,
-    run=_compiled(_adam),
-    needs_xla=True,
+    next_value=_adam_value,
+    next_slots=_adam_slots,
 )
-# As Keras ships them: a subclass may compute something else.
+_LION = _Rule(
+    settings=("beta_1", "beta_2"),
+    slots=lambda optimizer: (optimizer._momentums,),
+    numbers=_lion_numbers,
+    next_value=_lion_value,
+    next_slots=_lion_slots,
+    value_first=True,
+)
 _RULES = {
-    keras.optimizers.SGD: _SGD,
     keras.optimizers.Adam: _ADAM,
     keras.optimizers.AdamW: _ADAM,
+    keras.optimizers.Lion: _LION,
 }
+
+
+def _rule_of(optimizer: keras.optimizers.Optimizer) -> _Rule | None:
+    # As Keras ships them: a subclass may compute something else.
+    if type(optimizer) is not keras.optimizers.SGD:
+        return _RULES.get(type(optimizer))
+    if optimizer.momentum == 0:
+        return _DESCENT
+    return _NESTEROV if optimizer.nesterov else _MOMENTUM
+
+
+# ---- Compiled ------------------------------------------------------------------------------------
+
+
+def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update], low: bool) -> None:
+    parts = (_update_slots, _update_value) if rule.next_slots is not None else (_update_value,)
+    parts = parts[::-1] if rule.value_first else parts
+    gradients, decays, forms, handles, numbers = zip(*updates, strict=True)
+    # What is computed of float32 slots takes them from the memory they were just written to. Low
+    # ones XLA would compute a second time, so what is computed of them is compiled by itself.
+    for each in [(part,) for part in parts] if low else [parts]:
+        dtypes = tuple(gradient.dtype for gradient in gradients)
+        compiled = _compiled(rule, each, decays, forms, dtypes, len(step.numbers))
+        compiled(step, list(gradients), list(handles), tf.constant(numbers, tf.int32))
+
+
+# Traced once for so many variables, and compiled once per set of shapes. It takes handles: a
+# function of variables is traced again for each of their shapes.
+@functools.lru_cache(maxsize=64)
+def _compiled(
+    rule: _Rule,
+    parts: tuple[Callable[..., None], ...],
+    decays: tuple[bool, ...],
+    forms: tuple[tuple[Form, ...], ...],
+    dtypes: tuple[tf.DType, ...],
+    scalars: int,
+) -> Any:
+    def update_all(step: _Step, gradients: Any, handles: Any, numbers: Any) -> None:
+        for i, (gradient, own) in enumerate(zip(gradients, handles, strict=True)):
+            first = numbers[i] * NUMBERS_OF_ONE
+            pairs = enumerate(zip(forms[i], own, strict=True))
+            cells = [_Cell(*pair, first + j) for j, pair in pairs]
+            wide = gradient if dtypes[i] == tf.float32 else widened(gradient)
+            for part in parts:
+                part(rule, step, wide / step.divisor, decays[i], cells)
+
+    step = _Step(_SCALAR, _SCALAR, (_SCALAR,) * scalars, Chance(_COUNT, _COUNT))
+    resources = [[[_RESOURCE] * len(form.dtypes) for form in own] for own in forms]
+    gradients = [tf.TensorSpec(None, dtype) for dtype in dtypes]
+    signature = [step, gradients, resources, tf.TensorSpec([len(forms)], tf.int32)]
+    return tf.function(update_all, signature, jit_compile=True, autograph=False)
+
+
+class _Cell(NamedTuple):
+    """A number that is stored."""
+
+    form: Form
+    handles: Sequence[Any]
+    number: Any
+
+
+def _update_value(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: Any) -> None:
+    times = functools.partial(_product, step.chance.step)
+    value, *slots = (load(cell.form, cell.handles) for cell in cells)
+    if decays:
+        # Not multiplied by 0: a weight may be infinite, as in a mask.
+        decayed = value - times(value, step.decay)
+        value = tf.where(tf.equal(step.decay, 0.0), value, decayed)
+    new = rule.next_value(times, step.numbers, gradient, value, *slots)
+    store(cells[0].form, cells[0].handles, new, step.chance, cells[0].number)
+
+
+def _update_slots(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: Any) -> None:
+    times = functools.partial(_product, step.chance.step)
+    slots = [load(cell.form, cell.handles) for cell in cells[1:]]
+    new = () if rule.next_slots is None else rule.next_slots(times, step.numbers, gradient, *slots)
+    for cell, value in zip(cells[1:], new, strict=True):
+        store(cell.form, cell.handles, value, step.chance, cell.number)
+
+
+def _product(step: Any, left: Any, right: Any) -> Any:
+    """A product that is rounded by itself, and not together with a sum that it is a part of.
+
+    The compiler does not know that the sign bit of the number of steps is zero.
+    """
+    zero = tf.cast(tf.bitwise.right_shift(step, tf.constant(63, tf.int64)), tf.int32)
+    bits = tf.bitcast(left * right, tf.int32)
+    return tf.bitcast(tf.bitwise.bitwise_xor(bits, zero), tf.float32)
+
+
+_SCALAR = tf.TensorSpec([], tf.float32)
+_COUNT = tf.TensorSpec([], tf.int64)
+_RESOURCE = tf.TensorSpec([], tf.resource)
+
+
+def _number(value: float) -> Any:
+    return tf.constant(value, tf.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from keras import ops
 
-from tfamp.interop.keras_hooks import runs_tensorflow
+from tfamp.interop.keras_hooks import native, runs_tensorflow
 
 
 def check_in_replica() -> None:
@@ -71,3 +72,21 @@ def call_if(condition: Any, function: Callable[[], Any]) -> None:
         ops.cond(condition, branch, lambda: None)
     elif condition:  # JAX traces both branches of a cond: what they assign would be tracers.
         branch()
+
+
+def update_everywhere(target: Any, function: Callable[..., Any], sources: Sequence[Any]) -> Any:
+    """Calls `function(target, *sources)` with the copies that each device has of variables.
+
+    Nothing is sent between devices: an assignment in a replica would average the replicas' values,
+    which are the same.
+    """
+    target = native(target)
+    strategy = tf.distribute.get_strategy()
+    scope: Any = contextlib.nullcontext()
+    # `model.fit` finalizes the variables outside the scope of their strategy.
+    if not tf.distribute.has_strategy() and hasattr(target, "distribute_strategy"):
+        strategy = target.distribute_strategy
+        scope = strategy.scope()
+    with scope:
+        own = tuple(map(native, sources))
+        return strategy.extended.update(target, function, args=own, group=False)

@@ -1,0 +1,113 @@
+"""Trains a model stored in bfloat16 as well as in float32, without float32 copies of its weights.
+
+The character transformer of `char_transformer.py` learns with AdamW in float32, and stored in
+bfloat16 with five ways to round the updates of its weights: to nearest, which loses the small ones;
+stochastically; split, whose lower halves the optimizer keeps; and with Kahan's compensation.
+Printed are bits per character on unseen files and the bytes of weights and optimizer for each
+parameter; the losses are plotted in one picture.
+
+    python examples/pure_bfloat16.py [--dtype bfloat16] [--epochs 2] [--small] [--plot curves.png]
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's notes would tear the progress bar
+
+import keras
+import numpy as np
+from _common import ProgressBar, make_parser, parse, progress
+from char_transformer import build_model, standard_library, windows
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import tfamp
+
+WAYS: dict[str, dict[str, Any]] = {
+    "float32": {"level": "O0"},
+    "to nearest": {"level": "O3", "master_weights": False},
+    "stochastic": {"level": "O3", "weight_rounding": "stochastic"},
+    "split": {"level": "O3", "weight_rounding": "split"},
+    "split, low slots": {"level": "O3", "weight_rounding": "split", "slots": "bfloat16"},
+    "kahan": {"level": "O3", "weight_rounding": "kahan"},
+}
+
+
+class Losses(keras.callbacks.Callback):
+    """Keeps the loss of every step, as Keras averages it over the epoch so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Keeps it."""
+        self.values.append(float((logs or {}).get("loss", float("nan"))))
+
+
+def train(
+    name: str, text: np.ndarray, args: Any, display: Progress
+) -> tuple[keras.Model, Any, list[float]]:
+    """Returns a model that was trained in one way, its optimizer and its losses."""
+    keras.utils.set_random_seed(args.seed)
+    batches = windows(text)
+    steps = args.epochs * int(batches.cardinality())
+    optimizer = keras.optimizers.AdamW(keras.optimizers.schedules.CosineDecay(3e-3, steps))
+    model = build_model(1 if args.small else 2)
+    model, optimizer = tfamp.prepare(model, optimizer, dtype=args.dtype, **WAYS[name])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, auto_scale_loss=False)
+    losses = Losses()
+    callbacks = [ProgressBar(display, name), losses]
+    model.fit(batches, epochs=args.epochs, shuffle=False, verbose=0, callbacks=callbacks)
+    return model, optimizer, losses.values
+
+
+def plot(curves: dict[str, list[float]], path: Path) -> None:
+    """Draws the losses of all ways in one picture."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots()
+    for name, losses in curves.items():
+        axes.plot(np.arange(len(losses)), losses, label=name)
+    axes.set(xlabel="step", ylabel="loss, mean of the epoch so far")
+    axes.legend()
+    figure.savefig(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains in every way and prints a table."""
+    parser = make_parser(__doc__, epochs=2, small_epochs=1)
+    parser.add_argument("--plot", type=Path, help="a file for the picture of the losses")
+    parser.set_defaults(dtype="bfloat16")
+    args = parse(parser, argv)
+    text = standard_library(40_000 if args.small else 1_000_000)
+    held_out = len(text) // 10
+    table = Table(title=f"character transformer, AdamW, stored in {args.dtype}")
+    table.add_column("weight updates", no_wrap=True)
+    for column in ("bits per character", "of float32", "bytes a parameter"):
+        table.add_column(column, justify="right")
+    console, curves, reference = Console(), {}, None
+    with progress(console) as display:
+        for name in WAYS if args.dtype == "bfloat16" else [n for n in WAYS if "split" not in n]:
+            model, optimizer, curves[name] = train(name, text[:-held_out], args, display)
+            bits = model.evaluate(windows(text[-held_out:]), verbose=0) / math.log(2)
+            reference = bits if reference is None else reference
+            kept = [*model.trainable_variables, *optimizer.variables]
+            size = sum(variable.numpy().nbytes for variable in kept) / model.count_params()
+            table.add_row(name, f"{bits:.3f}", f"{bits / reference - 1:+.2%}", f"{size:.1f}")
+    console.print(table)
+    if args.plot is not None:
+        plot(curves, args.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,340 @@
+"""Low weights without masters: what each rounding is worth, and that every optimizer has it."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import optimizers
+
+import tfamp
+from helpers.cases import first_of, one_in
+from helpers.training import assert_identical, data, small_model, snapshot
+from tfamp.core.dtypes import float_format
+
+ROUNDINGS = ["stochastic", "split", "kahan"]
+SHAPES = [(7, 5), (5,), (2, 3, 4)]
+INNER = {
+    "SGD": lambda: optimizers.SGD(0.05),
+    "AdamW": lambda: optimizers.AdamW(0.01),
+    "momentum": lambda: optimizers.SGD(0.05, momentum=0.9, weight_decay=0.01),
+    "nesterov": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True),
+    "Adam": lambda: optimizers.Adam(0.01),
+    "Lion": lambda: optimizers.Lion(0.01, weight_decay=0.1),
+    "RMSprop": lambda: optimizers.RMSprop(0.01),
+    "Adafactor": lambda: optimizers.Adafactor(0.01),
+    "Adagrad": lambda: optimizers.Adagrad(0.1),
+    "Adadelta": lambda: optimizers.Adadelta(0.5),
+    "Adamax": lambda: optimizers.Adamax(0.01),
+    "Nadam": lambda: optimizers.Nadam(0.01),
+    "Ftrl": lambda: optimizers.Ftrl(0.05),
+    "Lamb": lambda: optimizers.Lamb(0.01),
+    "amsgrad": lambda: optimizers.Adam(0.01, amsgrad=True),
+    "clipnorm": lambda: optimizers.AdamW(0.01, global_clipnorm=0.5),
+    "average": lambda: optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=3),
+    "accumulation": lambda: optimizers.AdamW(0.01, gradient_accumulation_steps=2, clipnorm=1.0),
+    **{
+        name: (lambda name=name: getattr(optimizers, name)(0.01))
+        for name in ("Muon", "ScheduleFreeAdamW")
+        if hasattr(optimizers, name)  # not in every release
+    },
+}
+
+
+def weights(dtype="bfloat16", **arguments):
+    random = np.random.default_rng(3)
+    return [keras.Variable(random.standard_normal(s), dtype=dtype, **arguments) for s in SHAPES]
+
+
+def gradients(number, dtype="bfloat16", skips=True):
+    random = np.random.default_rng(number)
+    found = [tf.cast(random.standard_normal(shape), dtype) for shape in SHAPES]
+    if skips and number % 7 == 3:
+        found[0] = found[0] * tf.cast(np.inf, dtype)
+    return found
+
+
+def trained(inner, steps=12, dtype="bfloat16", how="function", seed=1, **arguments):
+    keras.utils.set_random_seed(seed)
+    own = weights(dtype)
+    optimizer = tfamp.LossScaleOptimizer(inner(), loss_scale=1.0, **arguments)
+    optimizer.build(own)
+
+    def step(*grads):
+        optimizer.apply(list(grads), own, unscaled=True)
+
+    if how != "eager":
+        step = tf.function(step, jit_compile=how == "compiled")
+    for number in range(steps):
+        step(*gradients(number, dtype))
+    return own, optimizer
+
+
+def assert_same(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(*(v.numpy().view("uint16") for v in (one, other)))
+
+
+@pytest.mark.parametrize("name", one_in(3, INNER))
+def test_split_is_training_with_masters_bit_for_bit(name):
+    split, _ = trained(INNER[name], weight_rounding="split")
+    masters, _ = trained(INNER[name], master_weights=True)
+    assert_same(split, masters)
+
+
+@pytest.mark.parametrize("name", first_of(["AdamW", "momentum", "RMSprop"]))
+def test_split_is_training_with_masters_for_a_thousand_steps(name):
+    split, optimizer = trained(INNER[name], 1000, weight_rounding="split")
+    masters, _ = trained(INNER[name], 1000, master_weights=True)
+    assert_same(split, masters)
+    assert int(optimizer.skipped_steps) == 143
+    assert {v.dtype for v in optimizer.variables if v.path.endswith("_split")} == {"int16"}
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+@pytest.mark.parametrize("name", one_in(4, INNER))
+def test_every_way_to_run_a_step_gives_the_same(name, rounding):
+    masters, _ = trained(INNER[name], master_weights=True)
+    traced, optimizer = trained(INNER[name], weight_rounding=rounding)
+    eager, _ = trained(INNER[name], weight_rounding=rounding, how="eager")
+    assert_same(eager, traced)
+    slots = [v for v in optimizer.inner_optimizer.variables if v.shape in (SHAPES[0], SHAPES[2])]
+    assert {v.dtype for v in slots} <= {"bfloat16"}
+    for one, other in zip(traced, masters, strict=True):
+        one, other = (v.numpy().astype("float32") for v in (one, other))
+        # Signs, and steps of their size, may differ where a momentum is about zero.
+        assert np.mean(np.abs(one - other)) < 0.03
+
+
+@pytest.mark.parametrize("rounding", first_of(ROUNDINGS))
+def test_compiled_whole_it_gives_the_same(rounding):
+    traced, _ = trained(INNER["AdamW"], weight_rounding=rounding)
+    compiled, _ = trained(INNER["AdamW"], weight_rounding=rounding, how="compiled")
+    assert_same(compiled, traced)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_updates_below_half_a_spacing_add_up(dtype, rounding):
+    keras.utils.set_random_seed(0)
+    weight = keras.Variable(np.ones(1000), dtype=dtype)
+    optimizer = tfamp.LossScaleOptimizer(optimizers.SGD(1.0), weight_rounding=rounding)
+    optimizer.build([weight])
+
+    @tf.function
+    def step():
+        for _ in tf.range(1000):
+            optimizer.apply([tf.fill([1000], 1e-4)], [weight], unscaled=True)
+
+    step()
+    mean = np.mean(weight.numpy().astype("float64"))
+    eps = float_format(dtype).eps
+    # Of 1000 weights that each went 1000 random steps of eps / 2; one rounding of all with Kahan.
+    spread = eps if rounding == "kahan" else 5 * np.sqrt(0.1 * eps / 2 / 1000)
+    assert abs(mean - 0.9) < spread
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_nonfinite_step_moves_nothing(rounding):
+    own, optimizer = trained(INNER["AdamW"], 3, weight_rounding=rounding)
+    before = snapshot(optimizer.inner_optimizer), [v.numpy() for v in own]
+    optimizer.apply(gradients(3), own, unscaled=True)
+    assert int(optimizer.skipped_steps) == 1
+    assert_identical(snapshot(optimizer.inner_optimizer), before[0])
+    for variable, value in zip(own, before[1], strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    again, _ = trained(INNER["AdamW"], 5, weight_rounding=rounding)
+    optimizer.apply(gradients(4), own, unscaled=True)
+    assert_same(own, again)
+
+
+def test_the_seed_decides():
+    one, _ = trained(INNER["Adam"], weight_rounding="stochastic", seed=1)
+    same, _ = trained(INNER["Adam"], weight_rounding="stochastic", seed=1)
+    other, _ = trained(INNER["Adam"], weight_rounding="stochastic", seed=2)
+    assert_same(one, same)
+    assert any((a.numpy() != b.numpy()).any() for a, b in zip(one, other, strict=True))
+
+
+def test_variables_and_steps_are_rounded_differently():
+    keras.utils.set_random_seed(0)
+    two = [keras.Variable(np.ones(100), dtype="bfloat16") for _ in range(2)]
+    optimizer = tfamp.LossScaleOptimizer(optimizers.SGD(1.0), weight_rounding="stochastic")
+    moved = []
+    for _ in range(2):
+        before = [v.numpy().astype("float32") for v in two]
+        optimizer.apply([tf.fill([100], 2.0**-9)] * 2, two, unscaled=True)
+        moved += [v.numpy().astype("float32") != b for v, b in zip(two, before, strict=True)]
+    assert len({each.tobytes() for each in moved}) == 4
+
+
+@pytest.mark.parametrize("rounding", first_of(ROUNDINGS))
+@pytest.mark.parametrize("name", first_of(["AdamW", "RMSprop"]))
+def test_a_restored_checkpoint_goes_on_bit_for_bit(rounding, name, tmp_path):
+    whole, _ = trained(INNER[name], 12, weight_rounding=rounding, seed=5)
+    own, optimizer = trained(INNER[name], 6, weight_rounding=rounding, seed=5)
+    path = tf.train.Checkpoint(optimizer=optimizer, weights=own).save(str(tmp_path / "saved"))
+    own, optimizer = trained(INNER[name], 0, weight_rounding=rounding, seed=9)
+    tf.train.Checkpoint(optimizer=optimizer, weights=own).restore(path).assert_consumed()
+    for number in range(6, 12):
+        optimizer.apply(gradients(number), own, unscaled=True)
+    assert_same(own, whole)
+
+
+@pytest.mark.parametrize("rounding", ["split", "kahan"])
+def test_a_keras_file_goes_on_bit_for_bit(rounding, tmp_path):
+    x, y = data()
+    with tfamp.policy_scope("bfloat16"):
+        model = small_model()
+    optimizer = tfamp.LossScaleOptimizer(INNER["AdamW"](), weight_rounding=rounding)
+    model.compile(optimizer, "mse")
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.optimizer.weight_rounding == rounding
+    for each in (model, loaded):
+        each.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    assert_same(loaded.trainable_variables, model.trainable_variables)
+
+
+def test_a_configuration_holds_it():
+    optimizer = tfamp.LossScaleOptimizer(optimizers.SGD(), weight_rounding="kahan", slots="float32")
+    again = tfamp.LossScaleOptimizer.from_config(optimizer.get_config())
+    assert (again.weight_rounding, again.slots) == ("kahan", "float32")
+    assert again.get_config() == optimizer.get_config()
+
+
+@pytest.mark.parametrize("name", first_of(["AdamW", "RMSprop", "clipnorm"]))
+@pytest.mark.parametrize("rounding", first_of(ROUNDINGS))
+def test_replicas_agree_and_do_as_one(two_replicas, name, rounding):
+    keras.utils.set_random_seed(1)
+    with two_replicas.scope():
+        own = weights()
+        optimizer = tfamp.LossScaleOptimizer(
+            INNER[name](), loss_scale=1.0, weight_rounding=rounding
+        )
+        optimizer.build(own)
+
+    def in_replica(*grads):
+        # Halves add up to the gradient exactly.
+        optimizer.apply([g * tf.cast(0.5, g.dtype) for g in grads], own, unscaled=True)
+
+    @tf.function
+    def step(*grads):
+        two_replicas.run(in_replica, args=grads)
+
+    for number in range(6):
+        step(*gradients(number))
+    for variable in [*own, *optimizer.inner_optimizer.variables]:
+        first, second = (value.numpy() for value in variable.value.values)
+        np.testing.assert_array_equal(first, second)
+    if name != "clipnorm":  # Keras clips what each replica has.
+        alone, _ = trained(INNER[name], 6, weight_rounding=rounding)
+        assert_same(own, alone)
+
+
+def test_sparse_gradients_move_their_rows():
+    keras.utils.set_random_seed(0)
+    table = keras.Variable(np.ones((6, 4)), dtype="bfloat16")
+    optimizer = tfamp.LossScaleOptimizer(optimizers.SGD(0.5), weight_rounding="stochastic")
+    rows = tf.IndexedSlices(
+        tf.ones((3, 4), tf.bfloat16), tf.constant([1, 4, 1]), tf.constant([6, 4])
+    )
+    optimizer.apply([rows], [table], unscaled=True)
+    np.testing.assert_array_equal(table.numpy()[:, 0], [1, 0, 1, 1, 0.5, 1])
+
+
+def test_float32_variables_and_constraints_are_as_ever():
+    keras.utils.set_random_seed(0)
+    low = keras.Variable(np.ones(3), dtype="bfloat16")
+    low.constraint = keras.constraints.NonNeg()
+    wide = keras.Variable(np.ones(3, "float32"), name="wide")
+    wider = keras.Variable(np.ones(3), dtype="float64")
+    optimizer = tfamp.LossScaleOptimizer(optimizers.SGD(0.25), weight_rounding="stochastic")
+    grads = [tf.fill([3], 8.0), tf.ones(3), tf.ones(3, tf.float64)]
+    optimizer.apply(grads, [low, wide, wider], unscaled=True)
+    np.testing.assert_array_equal(low.numpy(), np.zeros(3))
+    for each in (wide, wider):
+        np.testing.assert_array_equal(each.numpy(), np.full(3, 0.75))
+    assert int(optimizer.iterations) == 1
+
+
+def test_one_compiled_pass_and_no_float32_copy_in_the_graph():
+    own, optimizer = trained(INNER["AdamW"], 0, weight_rounding="stochastic")
+    step = tf.function(lambda *g: optimizer.apply(list(g), own, unscaled=True))
+    graph_def = step.get_concrete_function(*gradients(0)).graph.as_graph_def()
+    calls = [
+        node
+        for each in graph_def.library.function
+        for node in each.node_def
+        if node.attr["_XlaMustCompile"].b
+    ]
+    # The slots of all variables, and then all variables.
+    assert len(calls) == 2
+
+
+def test_bytes_a_parameter():
+    own = [keras.Variable(np.zeros((1000, 1000)), dtype="bfloat16")]
+    sizes = {}
+    for how in ROUNDINGS:
+        slots = "bfloat16"
+        optimizer = tfamp.LossScaleOptimizer(optimizers.AdamW(), weight_rounding=how, slots=slots)
+        optimizer.build(own)
+        kept = [*own, *optimizer.variables]
+        sizes[how] = sum(v.value.numpy().nbytes for v in kept) / 1e6
+    assert sizes["stochastic"] < 6.3
+    assert max(sizes["split"], sizes["kahan"]) < 8.3
+
+
+@pytest.mark.parametrize("rounding", first_of(ROUNDINGS))
+def test_prepare_at_level_o3(rounding):
+    x, y = data()
+    model, optimizer = tfamp.prepare(
+        small_model(),
+        optimizers.AdamW(0.01),
+        level="O3",
+        dtype="bfloat16",
+        weight_rounding=rounding,
+    )
+    assert (optimizer.weight_rounding, optimizer.master_weights) == (rounding, False)
+    assert {v.dtype for v in model.variables} == {"bfloat16"}
+    settings = tfamp.precision_settings(model)
+    assert settings.weight_rounding == rounding
+    model.compile(optimizer, "mse")
+    before = model.evaluate(x, y, verbose=0)
+    model.fit(x, y, epochs=5, verbose=0)
+    assert model.evaluate(x, y, verbose=0) < before
+    assert tfamp.prepare(model, level="O3", dtype="bfloat16", weight_rounding=rounding)[0] is model
+
+
+def test_prepare_with_split_weights_starts_from_the_exact_ones():
+    pair = tfamp.prepare(
+        small_model(), optimizers.SGD(), level="O3", dtype="bfloat16", weight_rounding="split"
+    )
+    back, _ = tfamp.prepare(*pair, level="O0")
+    for one, other in zip(back.get_weights(), small_model().get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"weight_rounding": "random"}, "'stochastic', 'split', 'kahan'"),
+        ({"weight_rounding": "kahan", "slots": "int8"}, "'bfloat16', 'float16', 'float32'"),
+        ({"slots": "bfloat16"}, "give weight_rounding"),
+        ({"weight_rounding": "kahan", "master_weights": True}, "Leave one of the two out"),
+        ({"weight_rounding": "kahan", "slots": "float16"}, "Give slots='bfloat16'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tfamp.LossScaleOptimizer(optimizers.Adam(), **arguments)
+
+
+def test_split_refuses_float16_and_a_built_optimizer_is_refused():
+    own = weights("float16")
+    with pytest.raises(ValueError, match="Give weight_rounding='kahan'"):
+        tfamp.LossScaleOptimizer(optimizers.SGD(), weight_rounding="split").build(own)
+    inner = optimizers.Adam()
+    inner.build(own)
+    with pytest.raises(ValueError, match="Create a new inner optimizer"):
+        tfamp.LossScaleOptimizer(inner, weight_rounding="kahan").build(own)

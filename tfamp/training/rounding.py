@@ -1,0 +1,192 @@
+"""How float32 numbers are rounded to numbers of 16 bits, and what is kept beside them.
+
+All are pure functions of tensors and work on bit patterns: they run eagerly, in a `tf.function` and
+compiled by XLA with the same result, also where the processor takes subnormal numbers for zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp.core.dtypes import float_format
+
+_HALF = 1 << 15
+_EXPONENT = 0x7F800000
+_MAGNITUDE = 0x7FFFFFFF
+
+
+def nearest(value: Any, dtype: Any) -> Any:
+    """Rounds float32 to float16 or bfloat16; ties to even in float16, away from zero in bfloat16.
+
+    Ties away from zero leave differences of exactly 16 bits, which `split` keeps. Ties to even do
+    not: a number with an even last bit is then the nearest one to 2**16 + 1 float32 numbers.
+    """
+    rounded = nearest_of_numbers(value, dtype)
+    if tf.as_dtype(dtype) != tf.bfloat16:
+        return rounded
+    nan = _and(_bits(value), _MAGNITUDE) > _unsigned(_EXPONENT)
+    return tf.where(nan, tf.constant(float("nan"), tf.bfloat16), rounded)
+
+
+def nearest_of_numbers(value: Any, dtype: Any) -> Any:
+    """The same in fewer steps; a NaN stays one if it is of the kind that arithmetic makes."""
+    if tf.as_dtype(dtype) != tf.bfloat16:
+        return tf.cast(value, dtype)
+    return _upper_half(_bits(value) + _unsigned(_HALF))
+
+
+def stochastic(value: Any, dtype: Any, words: Any) -> Any:
+    """Rounds float32 to one of the two float16 or bfloat16 neighbours, at random, unbiased.
+
+    The probability of the farther neighbour is the share of the distance to the nearer one. What
+    is representable stays, inf and NaN too; beyond the largest finite number it rounds to nearest.
+    `words` are uniform uint32 numbers, one for each element.
+
+    Source: Zamirai et al., "Revisiting BFloat16 Training", 2020, which rounds bfloat16 weights so.
+    """
+    if tf.as_dtype(dtype) == tf.bfloat16:
+        return _stochastic_bfloat16(value, words)
+    return _stochastic_float16(value, words)
+
+
+def _stochastic_bfloat16(value: Any, words: Any) -> Any:
+    # 16 random bits are added to the 16 that are cut off: they carry as often as is right.
+    bits = _bits(value)
+    last = _unsigned(0x7F7F0000)  # the largest finite bfloat16
+    inside = _and(bits, _MAGNITUDE) < last
+    carried = _upper_half(bits + _shifted(words, 16))
+    return tf.where(inside, carried, nearest(value, "bfloat16"))
+
+
+def _stochastic_float16(value: Any, words: Any) -> Any:
+    bits = _bits(value)
+    magnitude = tf.bitcast(_and(bits, _MAGNITUDE), tf.float32)
+    # The distance between neighbours is a power of two, the same for all subnormal numbers.
+    exponent = tf.maximum(_and(bits, _EXPONENT), _unsigned(_exponent_bits(-14)))
+    step = tf.bitcast(exponent - _unsigned(10 << 23), tf.float32)
+    steps = magnitude / step
+    whole = tf.floor(steps)
+    # 24 bits are as many as float32 holds: the comparison is exact.
+    threshold = tf.cast(tf.cast(_shifted(words, 8), tf.int32), tf.float32) * 2.0**-24
+    rounded = (whole + tf.cast(threshold < steps - whole, tf.float32)) * step
+    signed = tf.where(_and(bits, 1 << 31) > _unsigned(0), -rounded, rounded)
+    inside = magnitude < float_format("float16").max
+    return tf.cast(tf.where(inside, signed, value), tf.float16)
+
+
+def split(master: Any) -> tuple[Any, Any]:
+    """Splits float32 into the nearest bfloat16 number and the int16 difference of the patterns."""
+    weight = nearest(master, "bfloat16")
+    difference = tf.bitcast(_bits(master) - _raised(weight), tf.int32)
+    return weight, tf.cast(difference, tf.int16)
+
+
+def joined(weight: Any, difference: Any) -> Any:
+    """The float32 number that `split` was given, bit for bit."""
+    offset = tf.bitcast(tf.cast(difference, tf.int32), tf.uint32)
+    return tf.bitcast(_raised(weight) + offset, tf.float32)
+
+
+def compensated(master: Any, dtype: Any, words: Any) -> tuple[Any, Any]:
+    """Splits float32 into the nearest low number and, in another one, what that is off by.
+
+    That one is rounded stochastically: an update too small even for it is not lost on average.
+
+    Source: Kahan, "Pracniques: further remarks on reducing truncation errors", 1965.
+    """
+    weight = nearest(master, dtype)
+    error = (master - widened(weight)) * _unit_of_errors(dtype)
+    # What has overflown has no error that is a number.
+    error = tf.where(tf.math.is_finite(error), error, 0.0)
+    return weight, stochastic(error, dtype, words)
+
+
+def with_compensation(weight: Any, compensation: Any) -> Any:
+    """The sum of the two in float32; the weight alone where the other is not an error of it.
+
+    It is not where a value was assigned to the weight since.
+    """
+    wide = widened(weight)
+    error = widened(compensation) / _unit_of_errors(weight.dtype)
+    # A little less, as an error that was rounded up to half a step would be a tie.
+    nearly = widened(nearest(wide + error * (1 - 2.0**-7), weight.dtype))
+    return tf.where(tf.equal(nearly, wide), wide + error, wide)
+
+
+def _unit_of_errors(dtype: Any) -> float:
+    # float16 has no exponents for the errors of its smaller numbers: they are stored larger.
+    return 1.0 if tf.as_dtype(dtype) == tf.bfloat16 else 2.0**11
+
+
+# ---- Random numbers ------------------------------------------------------------------------------
+
+
+def random_words(key: tuple[Any, Any], shape: Any) -> Any:
+    """Uniform uint32 numbers, one for each element of a shape, that a key decides.
+
+    Which element gets which does not depend on how many there are.
+
+    Source: a multiply-and-shift hash of the element's number, as in Wellons, "Prospecting for hash
+    functions", 2018: a few instructions, where Philox would take longer than the update.
+    """
+    count = tf.reduce_prod(shape)
+    index = tf.reshape(tf.bitcast(tf.range(count, dtype=tf.int32), tf.uint32), shape)
+    return _hashed(tf.bitwise.bitwise_xor(index, key[0]), key[1])
+
+
+def keys(seed: Any, step: Any, number: Any) -> tuple[Any, Any]:
+    """A key of a seed, the number of a step and that of a tensor, all scalar integers."""
+    seed, number = (tf.cast(each, tf.uint32) for each in (seed, number))
+    step = tf.cast(step, tf.int64)
+    low, high = tf.cast(step, tf.uint32), tf.cast(tf.bitwise.right_shift(step, 32), tf.uint32)
+    first = _hashed(_hashed(low, seed) + high, number)
+    return first, _hashed(first, number + _unsigned(1))
+
+
+def _hashed(words: Any, salt: Any) -> Any:
+    words = words * _unsigned(0x7FEB352D)
+    words = tf.bitwise.bitwise_xor(words, _shifted(words, 15)) + salt
+    words = words * _unsigned(0x846CA68B)
+    return tf.bitwise.bitwise_xor(words, _shifted(words, 16))
+
+
+# ---- Bit patterns --------------------------------------------------------------------------------
+
+
+def _bits(value: Any) -> Any:
+    return tf.bitcast(value, tf.uint32)
+
+
+def _unsigned(number: int) -> Any:
+    return tf.constant(number, tf.uint32)
+
+
+def _and(bits: Any, mask: int) -> Any:
+    return tf.bitwise.bitwise_and(bits, _unsigned(mask))
+
+
+def _shifted(bits: Any, places: int) -> Any:
+    return tf.bitwise.right_shift(bits, _unsigned(places))
+
+
+def _upper_half(bits: Any) -> Any:
+    return tf.bitcast(tf.cast(_shifted(bits, 16), tf.uint16), tf.bfloat16)
+
+
+def _raised(low: Any) -> Any:
+    """The bits of a bfloat16 number in float32."""
+    upper = tf.cast(tf.bitcast(low, tf.uint16), tf.uint32)
+    return tf.bitwise.left_shift(upper, _unsigned(16))
+
+
+def widened(low: Any) -> Any:
+    """A low number in float32, subnormal ones included."""
+    if low.dtype != tf.bfloat16:
+        return tf.cast(low, tf.float32)
+    return tf.bitcast(_raised(low), tf.float32)
+
+
+def _exponent_bits(exponent: int) -> int:
+    return (exponent + 127) << 23
