@@ -28,7 +28,7 @@ import tensorflow as tf
 import tfamp
 from benchmarks.progress import reporting
 from benchmarks.tables import Table, show, to_markdown
-from tfamp.graph.rewrite import PLACEMENTS
+from tfamp.core.options import PLACEMENTS
 
 Sizes = Mapping[str, int]
 # "full" is the shape of a real model with fewer layers; the others are where roundings of a few

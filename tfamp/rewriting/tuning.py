@@ -22,8 +22,7 @@ import tensorflow as tf
 
 from tfamp.autocasting.state import current_modes
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
-from tfamp.core.options import checked_count, checked_number
-from tfamp.graph.rewrite import PLACEMENTS
+from tfamp.core.options import PLACEMENTS, checked_count, checked_number
 from tfamp.machine.profile_measure import together
 from tfamp.planning.choices import check_choice
 from tfamp.rewriting.function_state import FunctionState, RandomStates, random_ops
