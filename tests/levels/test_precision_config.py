@@ -32,6 +32,8 @@ def test_a_configuration_goes_to_a_dict_and_back():
     assert config.to_dict() == FULL
     assert PrecisionConfig.from_dict(config.to_dict()) == config
     assert PrecisionConfig.from_dict({}) == PrecisionConfig()
+    rounded = {"level": "O3", "weight_rounding": "kahan", "slots": "bfloat16"}
+    assert PrecisionConfig.from_dict(rounded).to_dict() == rounded
 
 
 def test_a_configuration_cannot_be_changed():
@@ -118,6 +120,8 @@ def test_a_level_is_read_liberally(given, meant):
         ({"master_weights": 1}, TypeError, "master_weights must be"),
         ({"level": "O1", "master_weights": True}, ValueError, "master_weights=True goes with"),
         ({"level": "O2", "dtype": "float32"}, ValueError, "level='O0'"),
+        ({"level": "O3", "weight_rounding": "split2"}, ValueError, "did you mean 'split'"),
+        ({"level": "O3", "slots": "float8"}, ValueError, "slots must be"),
         ([], TypeError, "A configuration is a dict"),
     ],
 )
@@ -181,6 +185,8 @@ def test_the_environment_is_read_variable_by_variable():
     }
     assert PrecisionConfig.from_env(environ) == PrecisionConfig.from_dict(FULL)
     assert PrecisionConfig.from_env({}) == PrecisionConfig()
+    rounded = {"TFAMP_LEVEL": "O3", "TFAMP_WEIGHT_ROUNDING": "Split", "TFAMP_SLOTS": "float32"}
+    assert PrecisionConfig.from_env(rounded).weight_rounding == "split"
 
 
 def test_variables_win_over_the_file_that_the_environment_names(tmp_path):

@@ -210,6 +210,7 @@ def own_settings_of(model: Any) -> PrecisionSettings:
         keep_float32=(),
         reasons=("prepare has not made it: each layer has the policy it was made with.",),
         layers=tuple(_described(layer, layer.compute_dtype, _own_why(layer)) for layer in layers),
+        weight_rounding=getattr(optimizer, "weight_rounding", None),
     )
 
 

@@ -528,6 +528,8 @@ _READERS = {
     "master_weights": _read_master_weights,
     "placement": _read_placement,
     "measure_seconds": _read_seconds,
+    "weight_rounding": _read_weight_rounding,
+    "slots": _read_slots,
 }
 
 

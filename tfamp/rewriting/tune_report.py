@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tfamp.core import notebook_html
 from tfamp.core.text_table import table_lines
 
 FLOAT32 = "float32"
 _HEADS = ("candidate", "time", "half of the times", "over float32", "error", "low ops", "")
-_STYLE = "font:13px/1.5 system-ui,sans-serif"
-_CELL = "padding:2px 12px 2px 0;text-align:left;white-space:nowrap"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +104,13 @@ class TuneReport:
         return json.dumps(plain, indent=2)
 
     def _repr_html_(self) -> str:
-        """Returns what a notebook shows: the table, with a bar for each time; it loads nothing."""
-        return "\n".join(_html_lines(self))
+        """Returns what a notebook shows: the table, and in words what to use; it loads nothing."""
+        rounds = f"{self.rounds} rounds by turns"
+        return notebook_html.fragment(
+            f"{self.function}, {self.dtype} against float32, {rounds}",
+            notebook_html.table(_HEADS, [_cells(self, row) for row in self.rows], left=1),
+            notebook_html.lines_of(self._verdict()),
+        )
 
     def _verdict(self) -> Iterator[str]:
         chosen = self.chosen
@@ -154,27 +157,3 @@ def time_text(seconds: float) -> str:
         if seconds * factor >= 1.0:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
-
-
-def _html_lines(report: TuneReport) -> Iterator[str]:
-    slowest = max(row.seconds for row in report.rows)
-    title = f"{report.function}, {report.dtype} against float32, {report.rounds} rounds by turns"
-    yield f'<div class="tfamp-tune" style="{_STYLE}">'
-    yield f"<strong>{html.escape(title)}</strong>"
-    yield '<table style="border-collapse:collapse">'
-    yield _html_row((*_HEADS[:-1], ""), "th")
-    for row in report.rows:
-        color = "#1a6" if row.chosen else "#999"
-        width = round(120 * row.seconds / slowest)
-        bar = f'<div style="width:{width}px;height:10px;background:{color}"></div>'
-        cells = [html.escape(cell) for cell in _cells(report, row)[:-1]]
-        yield _html_row((*cells, bar), "td", bold=row.chosen)
-    yield "</table>"
-    yield from (f"<div>{html.escape(line)}</div>" for line in report._verdict())
-    yield "</div>"
-
-
-def _html_row(cells: tuple[str, ...], tag: str, *, bold: bool = False) -> str:
-    style = f"{_CELL};font-weight:bold" if bold else _CELL
-    made = "".join(f'<{tag} style="{style}">{cell}</{tag}>' for cell in cells)
-    return f"<tr>{made}</tr>"
