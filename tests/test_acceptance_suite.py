@@ -20,9 +20,19 @@ from helpers.browser import open_page
 SUITE = Path(__file__).parent / "gpu"
 
 
-@pytest.mark.slow
-def test_every_check_runs_on_a_cpu_at_toy_size(tmp_path):
-    options = ["--on-cpu", f"--report={tmp_path / 'gpu.json'}"]
+# What takes longest is left to the night: a machine measured again and again, the largest models.
+_QUICKER = "not (doctor or test_training or (compiled and not policy))"
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(_QUICKER, marks=pytest.mark.slow, id="some"),
+        pytest.param("", marks=pytest.mark.nightly, id="all"),
+    ],
+)
+def test_every_check_runs_on_a_cpu_at_toy_size(chosen, tmp_path):
+    options = ["--on-cpu", f"--report={tmp_path / 'gpu.json'}", "-k", chosen]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(SUITE), *options],

@@ -208,7 +208,7 @@ PROGRAM = textwrap.dedent(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_and_resumed_equals_uninterrupted(tmp_path):
     def run(folder, kill_at):
         arguments = [tmp_path / folder, str(kill_at), tmp_path / f"{folder}.npz"]

@@ -15,6 +15,7 @@ import keras
 import pytest
 
 import tfamp
+from helpers.cases import first_of
 
 pytest.importorskip("rich")
 pytest.importorskip("sklearn")
@@ -44,22 +45,15 @@ def percent(pattern, text):
 
 
 @pytest.mark.slow
-def test_the_main_job_prints_plain_text_where_there_is_no_terminal():
-    paths = [str(Path(tfamp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    result = subprocess.run(
-        [sys.executable, str(EXAMPLES / "digits_fit.py"), "--small"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        check=True,
-        encoding="utf-8",
-        timeout=300,
-    )
-    assert not re.search(r"[\x00-\x08\x0b-\x1f]", result.stdout)
-    assert re.search(r"│ float32 .*%.*│ +- │ +- │ +0 of 8 \(0%\)", result.stdout)
-    assert re.search(r"│ mixed_float16 .*%.*│ +32768 │ +0 │ +4 of 8 \(50%\)", result.stdout)
+def test_the_main_job_prints_plain_text_where_there_is_no_terminal(run):
+    code, printed = run("digits_fit", "--small")
+    assert code == 0
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", printed)
+    assert re.search(r"│ float32 .*%.*│ +- │ +- │ +0 of 8 \(0%\)", printed)
+    assert re.search(r"│ mixed_float16 .*%.*│ +32768 │ +0 │ +4 of 8 \(50%\)", printed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_main_job_runs_in_bfloat16_without_a_loss_scale(run):
     code, printed = run("digits_fit", "--small", "--epochs", "1", "--dtype", "bfloat16")
     assert code == 0
@@ -119,9 +113,11 @@ def test_the_transformer_trains_at_every_level(run):
 
 
 @pytest.mark.slow
-def test_scaling_keeps_the_gradients_that_float16_flushes(run):
-    code, printed = run("underflow_demo", "--small")
+def test_scaling_keeps_the_gradients_that_float16_flushes(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, printed = run("underflow_demo", "--small", "--plot", "gradients.png")
     assert code == 0
+    assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
     rows = [line for line in printed.splitlines() if line.startswith("│")]
     flushed = [float(re.search(r"([\d.]+)% │$", row)[1]) for row in rows]
     assert [row.split("│")[1].strip() for row in rows] == [
@@ -148,24 +144,19 @@ def test_masters_learn_what_pure_float16_loses(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_the_torch_style_loop_draws_digits_and_scales_only_float16(run, dtype):
-    code, printed = run("torch_style_loop", "--small", "--epochs", "2", "--dtype", dtype)
+@pytest.mark.parametrize("dtype", first_of(["float16", "bfloat16", "float32"]))
+def test_the_torch_style_loop_draws_digits_and_scales_only_float16(run, dtype, tmp_path):
+    pytest.importorskip("matplotlib")
+    arguments = ["--small", "--epochs", "2", "--dtype", dtype, "--plot", "gan.png"]
+    code, printed = run("torch_style_loop", *arguments)
     assert code == 0
+    assert (tmp_path / "gan.png").read_bytes().startswith(b"\x89PNG")
     scale, iterations = re.search(r"loss scale ([\d,]+)  iterations (\d+)", printed).groups()
     assert (scale == "1") == (dtype != "float16")
     assert int(iterations) == 2 * (1198 // 128)
     picture = printed.splitlines()[-8:]
     assert {len(line) for line in picture} == {5 * 8 * 2}
     assert set("".join(picture)) <= set(" .:-=+*#%@")
-
-
-@pytest.mark.slow
-def test_the_torch_style_loop_draws_a_picture(run, tmp_path):
-    pytest.importorskip("matplotlib")
-    code, _ = run("torch_style_loop", "--epochs", "1", "--dtype", "float32", "--plot", "gan.png")
-    assert code == 0
-    assert (tmp_path / "gan.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -181,14 +172,6 @@ def test_the_gradient_penalty_helps_in_float16_as_in_float32(run):
     ]
     assert min(attacked[1:]) > attacked[0] + 5
     assert abs(attacked[1] - attacked[2]) < 5
-
-
-@pytest.mark.slow
-def test_the_underflow_demo_draws_a_picture(run, tmp_path):
-    pytest.importorskip("matplotlib")
-    code, _ = run("underflow_demo", "--small", "--dtype", "float32", "--plot", "gradients.png")
-    assert code == 0
-    assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -209,7 +192,7 @@ def test_the_monitored_digits_leave_a_log_pictures_and_a_report(run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", first_of(["float16", "bfloat16"]))
 def test_a_converted_model_is_as_good_and_a_frozen_one_smaller(run, dtype):
     code, printed = run("convert_saved_model", "--small", "--dtype", dtype)
     assert code == 0

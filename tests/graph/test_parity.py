@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 from helpers import graph_dsl, graph_models, grappler
+from helpers.cases import one_in
 from tfamp.graph import rewrite
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.op_signatures import writes_variable
@@ -179,7 +180,7 @@ def keras_case(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KERAS_MODELS)
+@pytest.mark.parametrize("name", one_in(6, KERAS_MODELS))
 def test_train_steps_of_keras_models_for_gpus(name):
     case = keras_case(name)
     assert_painted_alike(case, "float16")

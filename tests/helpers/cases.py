@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test run always, and which in the slow step of CI."""
+"""Which cases of a parametrised test run always, which in CI's slow step, and which at night."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 
-def first_of(values: Iterable[Any]) -> list[Any]:
+def first_of(values: Iterable[Any], others_are: Any = pytest.mark.slow) -> list[Any]:
     """The first value always, the others slow: for an axis that the test hardly depends on."""
     first, *others = values
-    return [first, *(pytest.param(value, marks=pytest.mark.slow) for value in others)]
+    return [first, *(pytest.param(value, marks=others_are) for value in others)]
 
 
 def one_of_each(*axes: Iterable[Any]) -> list[Any]:
-    """Every combination, most of them slow: for axes that are independent.
+    """Every combination, most of them nightly: for axes that are independent.
 
     Each value of the first axis is always met, and each combination of the others.
     """
@@ -27,7 +27,7 @@ def one_of_each(*axes: Iterable[Any]) -> list[Any]:
         for number in range(max(len(first), len(rest)))
     ]
     return [
-        pytest.param(*values, marks=[] if values in always else pytest.mark.slow)
+        pytest.param(*values, marks=[] if values in always else pytest.mark.nightly)
         for values in itertools.product(first, *others)
     ]
 

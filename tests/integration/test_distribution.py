@@ -86,8 +86,9 @@ def check(result, steps, replicas):
 CASES = [
     ("xla2", ("clipped", "fit"), 6),
     pytest.param("xla2", (*WAYS, "fit"), 12, marks=pytest.mark.slow),
-    pytest.param("mirrored2", (*WAYS, "fit"), 12, marks=pytest.mark.slow),
-    pytest.param("mirrored4", ("policy", "scaler", "fit"), 12, marks=pytest.mark.slow),
+    pytest.param("mirrored2", ("policy", "scaler", "fit"), 6, marks=pytest.mark.slow),
+    pytest.param("mirrored2", (*WAYS, "fit"), 12, marks=pytest.mark.nightly),
+    pytest.param("mirrored4", ("policy", "scaler", "fit"), 12, marks=pytest.mark.nightly),
     pytest.param("central1+one", ("policy", "scaler"), 25, marks=pytest.mark.slow),
     pytest.param("one", (*WAYS, "fit"), 500, marks=pytest.mark.nightly),
     pytest.param("mirrored2", WAYS, 500, marks=pytest.mark.nightly),
@@ -109,7 +110,7 @@ def test_random_faults_of_one_replica_in_one_process(kinds, ways, steps):
 
 
 WORKER_CASES = [
-    pytest.param(2, ("policy",), 50, marks=pytest.mark.slow),
+    pytest.param(2, ("policy",), 50, marks=pytest.mark.nightly),
     pytest.param(2, ("scaler",), 50, marks=pytest.mark.nightly),
     pytest.param(3, ("policy", "scaler"), 50, marks=pytest.mark.nightly),
     pytest.param(2, WAYS, 500, marks=pytest.mark.nightly),

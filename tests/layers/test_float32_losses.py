@@ -102,7 +102,8 @@ def _cases():
         for way in WAYS:
             for dtype in ("float16", "bfloat16"):
                 fast = dtype == "float16" and (way == "policy") == (name != "nested")
-                marks = () if fast else pytest.mark.slow
+                wide = pytest.mark.slow if dtype == "float16" else pytest.mark.nightly
+                marks = () if fast else wide
                 yield pytest.param(name, way, dtype, marks=marks)
 
 

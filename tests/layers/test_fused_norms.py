@@ -22,7 +22,7 @@ MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 RANKS = {2: (24, 8), 3: (4, 6, 8), 4: (4, 3, 5, 8), 5: (2, 3, 2, 4, 8)}
 
 
-@pytest.fixture(params=first_of(MIXED), autouse=True)
+@pytest.fixture(params=first_of(MIXED, pytest.mark.nightly), autouse=True)
 def low(request):
     """The low dtype of the mixed policy in force."""
     tfamp.set_global_policy(request.param)

@@ -20,7 +20,7 @@ MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 X = np.linspace(-1, 1, 24, dtype="float32").reshape(3, 8)
 
 
-@pytest.fixture(params=first_of(MIXED), autouse=True)
+@pytest.fixture(params=first_of(MIXED, pytest.mark.nightly), autouse=True)
 def low(request):
     """The low dtype of the mixed policy in force."""
     tfamp.set_global_policy(request.param)

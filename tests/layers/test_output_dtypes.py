@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from keras import layers
 
 import tfamp
-from helpers.cases import first_of
+from helpers.cases import first_of, one_in
 from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
 from helpers.tolerances import assert_close
 from tfamp.layers.float_policies import managed_layers
@@ -25,7 +25,7 @@ X = np.linspace(-1, 1, 24, dtype="float32").reshape(3, 8)
 SEQUENCE = np.linspace(-1, 1, 48, dtype="float32").reshape(2, 4, 6)
 
 
-@pytest.fixture(params=first_of(MIXED), autouse=True)
+@pytest.fixture(params=first_of(MIXED, pytest.mark.nightly), autouse=True)
 def low(request):
     """The low dtype of the mixed policy in force."""
     tfamp.set_global_policy(request.param)
@@ -527,7 +527,7 @@ def call_on(layer, inputs):
     return layer(*inputs) if isinstance(inputs, list) else layer(inputs)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", one_in(2, BUILT_IN))
 def test_keras_layers_as_output_layers(low, name):
     make, data = BUILT_IN[name]
     data = data if isinstance(data, list) else [data]
