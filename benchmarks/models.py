@@ -114,6 +114,7 @@ def bert(size: Sizes) -> keras.Model:
         max_sequence_length=size["tokens"],
         dropout=0.0,
     )
+    backbone.get_layer("pooled_dense").trainable = False  # No loss depends on it.
     tokens = keras.Input((size["tokens"],), dtype="int32")
     ones = keras.ops.ones_like(tokens)
     inputs = {"token_ids": tokens, "padding_mask": ones, "segment_ids": ones - 1}
