@@ -474,6 +474,24 @@ def test_a_broken_or_missing_input_is_named_and_nothing_is_written(model, change
     refused(model, model.parent / "low", message, errors, freeze=freeze)
 
 
+@pytest.mark.parametrize("freeze", [False, True])
+def test_an_equation_that_is_no_text_names_its_node(tmp_path, freeze):
+    module = tf.Module()
+    module.call = tf.function(lambda x: tf.einsum("ij,jk->ik", x, x), [tf.TensorSpec((2, 2))])
+    tf.saved_model.save(module, tmp_path / "model", signatures=module.call)
+    path = tmp_path / "model" / "saved_model.pb"
+    graph = tf_private.saved_model_message()
+    graph.ParseFromString(path.read_bytes())
+    functions = graph.meta_graphs[0].graph_def.library.function
+    for node in (each for function in functions for each in function.node_def):
+        if node.op == "Einsum":
+            node.attr["equation"].s = b"\xff\xfe"
+    path.write_bytes(graph.SerializeToString())
+    message = r"[Nn]ode '.*einsum/Einsum' \(Einsum\).* attribute equation .*no (UTF-8 )?text"
+    errors = (tfamp.SavedModelError, tfamp.RewriteError)
+    refused(tmp_path / "model", tmp_path / "low", message, errors, freeze=freeze)
+
+
 def test_a_file_and_another_format_are_no_input(model):
     refused(model / "saved_model.pb", model.parent / "low", "is no directory")
     (model / "saved_model.pb").rename(model / "saved_model.pbtxt")

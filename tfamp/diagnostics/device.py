@@ -81,8 +81,10 @@ class DeviceReport:
         return "\n".join(table_lines(self._rows()))
 
     def _repr_html_(self) -> str:
+        # Sources are told without what makes an address of them: what is shown refers to nothing.
+        rows = [(name, text.replace("https://", "")) for name, text in self._rows()]
         title = f"This machine: auto is {self.policy}"
-        return notebook_html.fragment(title, notebook_html.facts(self._rows()))
+        return notebook_html.fragment(title, notebook_html.facts(rows))
 
     def _rows(self) -> list[tuple[str, str]]:
         machine = self.hardware

@@ -205,13 +205,21 @@ def _variable_values(src: Path, meta_graph: Any, names: Sequence[str]) -> dict[s
 
 
 def _where(meta_graph: Any, error: Exception) -> str:
-    """The node that an error is about, which does not say it: one whose attribute is no text."""
+    """The node whose attribute is no text, where the loader fails to write that it is wrong."""
     if not isinstance(error, UnicodeDecodeError):
         return ""
     for node in all_nodes(meta_graph.graph_def):
-        if any(error.object in (value.s, *value.list.s) for value in node.attr.values()):
-            return f"node {node.name!r} ({node.op}) has an attribute that is no text: "
+        for attr, value in sorted(node.attr.items()):
+            if value.s in error.object and not _is_text(value.s):
+                return f"node {node.name!r} ({node.op}), whose attribute {attr} is no text: "
     return ""
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        return data.decode() is not None
+    except UnicodeDecodeError:
+        return False
 
 
 def _values_of_objects(src: Path, meta_graph: Any) -> dict[str, Any]:
