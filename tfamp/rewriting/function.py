@@ -14,10 +14,10 @@ import tensorflow as tf
 
 from tfamp.autocasting.state import current_modes
 from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarning
+from tfamp.core.options import PLACEMENTS
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration, measure
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.rewrite import PLACEMENTS
 from tfamp.interop.keras_hooks import require_tensorflow
 from tfamp.interop.tf_functions import SaveableFunction
 from tfamp.planning.choices import check_choice

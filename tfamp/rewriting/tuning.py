@@ -20,8 +20,7 @@ import tensorflow as tf
 
 from tfamp.autocasting.state import current_modes
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
-from tfamp.core.options import checked_count, checked_number
-from tfamp.graph.rewrite import PLACEMENTS
+from tfamp.core.options import PLACEMENTS, checked_count, checked_number
 from tfamp.machine.profile_measure import together
 from tfamp.machine.progress import progress
 from tfamp.planning.choices import check_choice
