@@ -3,7 +3,9 @@
 import json
 import math
 import random
+import signal
 import threading
+import time
 import warnings
 
 import numpy as np
@@ -196,6 +198,39 @@ def test_no_seconds_measure_nothing_and_give_what_is_known(folder, timed):
     assert len(timed) == count == 2
 
 
+def test_ctrl_c_ends_measuring_soon_and_keeps_nothing(folder, monkeypatch):
+    calls = []
+
+    def time_by_turns(turns):
+        calls.append(turns)
+        if len(calls) == 1:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.01)  # Where the signal arrives.
+        return dict.fromkeys(turns.works, 1.0)
+
+    monkeypatch.setattr(op_timing, "time_by_turns", time_by_turns)
+    # Processes that run tests beside each other may ignore it.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            op_times.op_times([pair(n) for n in range(1, 100)], 60.0)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert len(calls) < 99, "the rest was not timed"
+    assert not folder.exists()
+    monkeypatch.setattr(op_timing, "time_by_turns", lambda t: dict.fromkeys(t.works, 2.0))
+    assert op_times.op_times([pair(1)], 60.0) == dict.fromkeys(pair(1).works, 2.0)
+
+
+def test_a_terminal_shows_progress_when_it_takes_a_while(folder, timed, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    op_times.op_times([pair(1)], 60.0)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(op_times, "_SILENT_SECONDS", 0.0)
+    op_times.op_times([pair(2), pair(3)], 60.0)
+    assert "4/4" in capsys.readouterr().out
+
+
 def test_what_takes_too_long_is_left_out(folder, timed):
     long = Turns(pair(1).works, 1e3)
     times = op_times.op_times([long, pair(2)], 60.0)
@@ -256,6 +291,7 @@ def test_builtin_measures_nothing_and_measure_leaves_the_cache_alone(folder, tim
         lambda text: text[: len(text) // 2],
         lambda text: "\0" * 100,
         lambda text: "[]",
+        lambda text: "[" * 100_000,
         lambda text: json.dumps(json.loads(text) | {"format": 0}),
         lambda text: json.dumps(json.loads(text) | {"key": {}}),
         lambda text: json.dumps(json.loads(text) | {"seconds": 3}),
@@ -271,7 +307,7 @@ def test_a_file_that_cannot_be_read_is_measured_anew(spoil, folder, timed):
     assert json.loads(path.read_text("utf-8"))["seconds"]
 
 
-@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan, "1.0", True, [1.0], {}])
+@pytest.mark.parametrize("value", [-1.0, 10**400, math.inf, math.nan, "1.0", True, [1.0], {}])
 def test_a_damaged_entry_is_measured_anew_and_others_are_not(value, folder, timed):
     first = op_times.op_times([pair(1), pair(2)], 60.0)
     (path,) = folder.iterdir()

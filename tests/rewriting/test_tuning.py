@@ -1,5 +1,6 @@
 """`tfamp.tune`: what is chosen, what is said, and that nothing is left changed."""
 
+import itertools
 import json
 import math
 import random
@@ -290,6 +291,23 @@ def test_float32_is_always_a_candidate_and_never_made_slower(layer, x, timed):
     plain = tfamp.tune(lambda x: layer(x), x, dtype="bfloat16", candidates=(), rounds=1)
     assert plain.chosen.candidate == "float32"
     assert_computes_in("float32", plain.best, x)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ([1.0, 1.0, 1.0, 1.0], "float32"),
+        ([0.5, 0.5, 0.9, 3.0, 3.0], "float32"),  # Its median is less, in noise.
+        ([0.5, 0.5, 0.5, 3.0], "lists"),
+        ([0.9, 0.9, 0.9, 0.9], "lists"),
+    ],
+)
+def test_a_gain_that_may_be_noise_leaves_float32(seconds, chosen, layer, x, monkeypatch):
+    # First one call of each tells how often a turn repeats it.
+    clock = itertools.chain([1.0, 1.0], *((1.0, each) for each in seconds))
+    monkeypatch.setattr(tuning, "together", lambda call, count: next(clock))
+    report = tfamp.tune(layer, x, dtype="bfloat16", candidates=["lists"], rounds=len(seconds))
+    assert report.chosen.candidate == chosen
 
 
 def test_results_that_overflow_are_not_chosen(timed):

@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ from tfamp.machine.profile_choice import (
     file_of_machine,
     machine_key,
 )
+from tfamp.machine.progress import progress
 from tfamp.machine.timing import in_own_thread
 
 # Raised when what a time means, or how it is measured, changes.
@@ -44,6 +46,11 @@ _MOST_TURNS = 6
 _FIRST_TURNS = 0.6
 _AGREEMENT = 0.05
 _LEAST_SECONDS = 1e-7
+# Two times are needed to agree. A bar on terminals counts so many of each work.
+_LEAST_TURNS = 2
+_SILENT_SECONDS = 1.0
+# What is said to take longer is damage.
+_MOST_SECONDS = 1e4
 
 # Seconds by the key of a work; None where there is no kernel that does it.
 Known: TypeAlias = dict[str, float | None]
@@ -71,7 +78,8 @@ def op_times(wanted: Sequence[Turns], seconds: float) -> dict[OpWork, float]:
         store = _store(tuple(machine_key().items()), folder)
         missing = [turns for turns in wanted if not store.has(turns)]
         if missing and seconds > 0 and not _is_in_use():
-            store.add(in_own_thread(lambda: _measured(missing, seconds)))
+            stop = threading.Event()
+            store.add(in_own_thread(lambda: _measured(missing, seconds, stop), stop.set))
         found = {work: store.known.get(work.key()) for turns in wanted for work in turns.works}
     return {work: each for work, each in found.items() if each is not None}
 
@@ -84,7 +92,7 @@ def _is_in_use() -> bool:
     return True
 
 
-def _measured(wanted: Sequence[Turns], seconds: float) -> Known:
+def _measured(wanted: Sequence[Turns], seconds: float, stop: threading.Event) -> Known:
     """Times works until their times are sure or the seconds are over, the first ones first.
 
     All are timed once before any is timed again: what slows the machine for a while then slows
@@ -94,11 +102,15 @@ def _measured(wanted: Sequence[Turns], seconds: float) -> Known:
     gpu_sharing.let_memory_grow()
     tf.config.list_logical_devices()  # Starts eager mode, whose threads a session shares.
     found: dict[Turns, _Best] = {turns: _Best() for turns in wanted}
+    move_on = progress(_LEAST_TURNS * len(wanted), "op", after=_SILENT_SECONDS)
     for number in range(_MOST_TURNS):
         end = begin + seconds * (1.0 if number else _FIRST_TURNS)
         for turns, best in found.items():
+            if stop.is_set():
+                return {}
             if not best.is_sure and time.perf_counter() + _RUNS * turns.estimate < end:
                 best.time(turns)
+                move_on()
     return {work.key(): each for best in found.values() for work, each in best.times.items()}
 
 
@@ -175,14 +187,14 @@ class _Store:
             if (found["format"], found["key"]) != (_FORMAT, self._key):
                 return {}
             times = dict(found["seconds"])
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return {}
         return {name: each for name, each in times.items() if _is_time(each)}
 
 
 def _is_time(value: Any) -> bool:
     is_number = isinstance(value, float | int) and not isinstance(value, bool)
-    return value is None or (is_number and 0 <= value < math.inf)
+    return value is None or (is_number and 0 <= value <= _MOST_SECONDS)
 
 
 def _newest(known: Known) -> Known:

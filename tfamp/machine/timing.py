@@ -21,14 +21,22 @@ NO_KERNEL_ERRORS = (
 _Result = TypeVar("_Result")
 
 
-def in_own_thread(function: Callable[[], _Result]) -> _Result:
+def in_own_thread(
+    function: Callable[[], _Result], interrupted: Callable[[], None] = lambda: None
+) -> _Result:
     """Runs it where none of TensorFlow's and tfamp's per-thread state is: scopes, graphs, modes.
 
     It is eager there wherever this is called: in a function that is being traced, and under
-    `tf.Graph().as_default()`, which `tf.init_scope` does not leave.
+    `tf.Graph().as_default()`, which `tf.init_scope` does not leave. Ctrl-C reaches the thread that
+    waits: `interrupted` is to end the function soon.
     """
     with ThreadPoolExecutor(1) as own_thread:
-        return own_thread.submit(function).result()
+        result = own_thread.submit(function)
+        try:
+            return result.result()
+        except BaseException:
+            interrupted()
+            raise
 
 
 def some_values(shape: Sequence[int], dtype: Any) -> Any:

@@ -163,7 +163,7 @@ def decide(
     nodes = tuple(node for scope in scopes for node in _node_plans(scope, request))
     plans = tuple(_plan_scope(scope, request.dtype) for scope in scopes)
     plan = make_plan(request.dtype, nodes, plans, _speed_up(scopes))
-    return Decision(scopes, plan, tuple(_without_effect(rules, scopes, plan)))
+    return Decision(scopes, plan, tuple(_without_effect(rules, found, scopes, plan)))
 
 
 def _found_float32(index: GraphIndex, request: Request) -> dict[int, Reason]:
@@ -198,9 +198,9 @@ class _Rules:
         """Returns the slots that may be low, Casts left out."""
         return safe_slots(Rules(self.joined.index, regions, self.request.colors), painting)
 
-    def lowerable(self) -> set[Place]:
-        """Returns the nodes that could be low if the caller kept none."""
-        regions, painting = self.paint(self.chosen.used)
+    def lowerable(self, found: Mapping[Place, Reason]) -> set[Place]:
+        """Returns the nodes that could be low if the caller kept none, only what was found is."""
+        regions, painting = self.paint({**found, **self.chosen.used})
         low = {*self.safe(regions, painting), *painting.low}
         return {
             (number, scope.slots[slot].node)
@@ -211,12 +211,15 @@ class _Rules:
 
 
 def _without_effect(
-    rules: _Rules, scopes: Sequence[PaintedScope], plan: RewritePlan
+    rules: _Rules,
+    found: Mapping[Place, Reason],
+    scopes: Sequence[PaintedScope],
+    plan: RewritePlan,
 ) -> Iterator[str]:
     """A warning for each pattern that changes no node."""
     chosen = rules.chosen
     if any(each.argument == "keep_float32" for each in chosen.must_matter):
-        lowerable = rules.lowerable()
+        lowerable = rules.lowerable(found)
         for each in chosen.idle("keep_float32", lowerable):
             could = sorted(lowerable & chosen.names.keys())
             near = nearest_names(each.pattern, map(chosen.names.__getitem__, could))

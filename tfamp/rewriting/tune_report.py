@@ -133,6 +133,8 @@ class TuneReport:
             return f"no candidate in {self.dtype} is faster than float32"
         if math.isinf(faster.error):
             what = "it gives inf or NaN where float32 does not"
+        elif self.max_error is None or faster.error <= self.max_error:
+            what = "not in three quarters of the rounds: that may be noise"
         elif math.isnan(faster.error):
             what = "its error cannot be told"
         else:

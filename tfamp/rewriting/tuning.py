@@ -11,19 +11,18 @@ import dataclasses
 import functools
 import math
 import statistics
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import keras
 import tensorflow as tf
 
 from tfamp.autocasting.state import current_modes
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
 from tfamp.core.options import PLACEMENTS, checked_count, checked_number
 from tfamp.machine.profile_measure import together
+from tfamp.machine.progress import progress
 from tfamp.planning.choices import check_choice
 from tfamp.rewriting.function_state import FunctionState, RandomStates, random_ops
 from tfamp.rewriting.pipeline import RewriteSettings
@@ -168,22 +167,22 @@ def _measured(
     state = FunctionState.of(traces, args, randoms)
     calls = [functools.partial(each.function, *args) for each in candidates]
     try:
-        progress = _progress(len(calls) * (rounds + 1))
-        errors = _errors(calls, state, progress)
+        move_on = progress(len(calls) * (rounds + 1), "run")
+        errors = _errors(calls, state, move_on)
         repeats = [1 if state.iterators else _repeats(call, state) for call in calls]
         times: list[list[float]] = [[] for _ in calls]
         for _ in range(rounds):
             for call, count, known in zip(calls, repeats, times, strict=True):
                 state.put_back()
                 known.append(together(call, count))
-                progress()
+                move_on()
     finally:
         state.put_back()
     return list(zip(errors, times, strict=True))
 
 
 def _errors(
-    calls: Sequence[Callable[[], Any]], state: FunctionState, progress: Callable[[], None]
+    calls: Sequence[Callable[[], Any]], state: FunctionState, move_on: Callable[[], None]
 ) -> list[float]:
     """The errors of the very first runs, which are not timed: kernels are set up in them."""
     errors: list[float] = []
@@ -193,7 +192,7 @@ def _errors(
         outputs = _float_tensors(call())
         references = references if number else outputs
         errors.append(output_error(outputs, references))
-        progress()
+        move_on()
     return errors
 
 
@@ -201,14 +200,6 @@ def _repeats(call: Callable[[], Any], state: FunctionState) -> int:
     state.put_back()
     seconds = together(call, 1)
     return min(math.ceil(_LEAST_SECONDS / max(seconds, 1e-9)), _MOST_REPEATS)
-
-
-def _progress(total: int) -> Callable[[], None]:
-    """Returns what moves a bar on by one run; there is a bar on terminals only."""
-    if not sys.stdout.isatty():
-        return lambda: None
-    bar = keras.utils.Progbar(total, unit_name="run")
-    return lambda: bar.add(1)
 
 
 # ---- Errors --------------------------------------------------------------------------------------
@@ -254,10 +245,12 @@ def _rows(
     max_error: float | None,
 ) -> tuple[TuneRow, ...]:
     medians = [statistics.median(times) for _, times in found]
+    as_it_is = found[0][1]
     allowed = [
         i
-        for i, (error, _) in enumerate(found)
-        if candidates[i].name == FLOAT32 or _is_within(error, max_error)
+        for i, (error, times) in enumerate(found)
+        if candidates[i].name == FLOAT32
+        or (_is_within(error, max_error) and _is_faster(times, as_it_is))
     ]
     chosen = min(allowed, key=medians.__getitem__)
     return tuple(
@@ -271,6 +264,15 @@ def _rows(
 def _is_within(error: float, bound: float | None) -> bool:
     """Whether an error will do; one that cannot be told only if there is no bound."""
     return not math.isinf(error) if bound is None else error <= bound
+
+
+def _is_faster(times: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether times are shorter in at least three quarters of the rounds: in noise, in half.
+
+    Those of a round are compared, as what slows the machine for a while slows both.
+    """
+    shorter = sum(time < other for time, other in zip(times, others, strict=True))
+    return 4 * shorter >= 3 * len(times)
 
 
 def _quartiles(times: Sequence[float]) -> tuple[float, float]:
