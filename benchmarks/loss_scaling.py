@@ -2,8 +2,10 @@
 
 "scaled" is a LossScaleOptimizer, which also divides by the loss scale and checks for infs and NaNs.
 All run by turns in one process, on the same variables and gradients; "CPU" adds up all threads.
+With `--low` it is what weights and gradients of 16 bits cost instead, one line for each way to
+store the weights, in ratios to tfamp's update of float32 ones, as mixed precision has them.
 
-python -m benchmarks.loss_scaling [--small] [--rounds N]
+python -m benchmarks.loss_scaling [--small] [--low] [--rounds N]
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -33,6 +36,16 @@ SYSTEMS = {
     "bare Keras": lambda inner: inner,
     "Keras, scaled": lambda inner: keras.optimizers.LossScaleOptimizer(inner),
     "tfamp, scaled": lambda inner: tfamp.LossScaleOptimizer(inner),
+}
+
+# The dtype of the weights and gradients, and what the optimizer is told; the first is compared to.
+LOW_OPTIMIZERS = ("SGD, momentum", "AdamW")
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixed": ("float32", {}),
+    "low, masters": ("bfloat16", {"master_weights": True}),
+    "split": ("bfloat16", {"weight_rounding": "split"}),
+    "kahan": ("bfloat16", {"weight_rounding": "kahan"}),
+    "stochastic": ("bfloat16", {"weight_rounding": "stochastic"}),
 }
 
 
@@ -56,30 +69,49 @@ class Measured:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--small", action="store_true", help="a hundredth of the parameters")
+    parser.add_argument("--low", action="store_true", help="weights of 16 bits")
     parser.add_argument("--rounds", type=int, default=30, help="how many steps each is timed for")
     args = parser.parse_args()
     console = Console()
     side = int((PARAMETERS / (100 if args.small else 1) / TENSORS) ** 0.5)
-    for name, make in OPTIMIZERS.items():
+    for name in LOW_OPTIMIZERS if args.low else OPTIMIZERS:
+        steps = (ways if args.low else systems)(OPTIMIZERS[name], side)
         with Progress(console=console, transient=True) as progress:
-            task = progress.add_task(name, total=args.rounds * len(SYSTEMS))
-            found = measure(make, side, args.rounds, lambda task=task, p=progress: p.advance(task))
-        console.print(table(f"{name}: {TENSORS} tensors of {side} x {side} float32", found))
+            task = progress.add_task(name, total=args.rounds * len(steps))
+            found = measure(steps, args.rounds, lambda task=task, p=progress: p.advance(task))
+        console.print(table(f"{name}: {TENSORS} tensors of {side} x {side}", found))
+
+
+def systems(
+    make: Callable[[], keras.optimizers.Optimizer], side: int
+) -> dict[str, Callable[[], None]]:
+    """A step of each system, on the same float32 variables and gradients."""
+    tensors = _tensors(side, "float32")
+    return {name: _step(wrap(make()), *tensors) for name, wrap in SYSTEMS.items()}
+
+
+def ways(
+    make: Callable[[], keras.optimizers.Optimizer], side: int
+) -> dict[str, Callable[[], None]]:
+    """A step of tfamp's optimizer for each way to store weights."""
+    return {
+        name: _step(tfamp.LossScaleOptimizer(make(), **told), *_tensors(side, dtype))
+        for name, (dtype, told) in WAYS.items()
+    }
+
+
+def _tensors(side: int, dtype: str) -> tuple[list[keras.Variable], list[tf.Variable]]:
+    keras.utils.set_random_seed(0)
+    values = [tf.random.normal((side, side)) for _ in range(TENSORS)]
+    gradients = [tf.Variable(tf.cast(tf.random.normal((side, side)), dtype)) for _ in values]
+    return [keras.Variable(value, dtype=dtype) for value in values], gradients
 
 
 def measure(
-    make: Callable[[], keras.optimizers.Optimizer],
-    side: int,
-    rounds: int,
-    progress: Callable[[], None],
+    steps: dict[str, Callable[[], None]], rounds: int, progress: Callable[[], None]
 ) -> dict[str, Measured]:
-    """Takes `rounds` steps of each system by turns, on the same variables and gradients."""
-    keras.utils.set_random_seed(0)
-    variables = [keras.Variable(tf.random.normal((side, side))) for _ in range(TENSORS)]
-    gradients = [tf.Variable(tf.random.normal((side, side))) for _ in range(TENSORS)]
-    found = {
-        name: Measured(_step(wrap(make()), variables, gradients)) for name, wrap in SYSTEMS.items()
-    }
+    """Takes `rounds` steps of each by turns."""
+    found = {name: Measured(step) for name, step in steps.items()}
     for each in found.values():
         start = time.perf_counter()
         each.step()
@@ -119,15 +151,16 @@ def _processor_seconds() -> float:
 def table(title: str, found: dict[str, Measured]) -> Table:
     result = Table(title=title)
     result.add_column("")
-    columns = ("of bare time", "of bare CPU", "ms", "CPU ms", "first step, s")
+    first = next(iter(found))
+    columns = (f"of {first}, time", f"of {first}, CPU", "ms", "CPU ms", "first step, s")
     for column in columns:
         result.add_column(column, justify="right")
     wall, cpu = (_medians(found, kind) for kind in ("wall", "cpu"))
     for name, each in found.items():
         result.add_row(
             name,
-            f"{wall[name] / wall['bare Keras']:.2f}",
-            f"{cpu[name] / cpu['bare Keras']:.2f}",
+            f"{wall[name] / wall[first]:.2f}",
+            f"{cpu[name] / cpu[first]:.2f}",
             f"{1e3 * wall[name]:.1f}",
             f"{1e3 * cpu[name]:.1f}",
             f"{each.first_step:.1f}",

@@ -16,7 +16,7 @@ from tfamp.core.errors import UnsupportedVersionError
 from tfamp.interop.keras_hooks import as_tensor, native, runs_tensorflow
 from tfamp.interop.tf_private import strategy_needs_merge_call
 from tfamp.training.forms import Chance
-from tfamp.training.fused_update import fused_update, has_fused_update
+from tfamp.training.fused_update import fused_update, has_fused_update, xla_works
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value, variable_name
 from tfamp.training.low_weights import LowWeights
 from tfamp.training.optimizer_view import view_of
@@ -287,8 +287,12 @@ def _assigned(master: Any, variable: Any) -> Any:
     return tf.not_equal(nearest_of_numbers(tf.convert_to_tensor(master), value.dtype), value)
 
 
+def _any_assigned(master: Any, value: Any) -> Any:
+    return tf.reduce_any(_assigned(master, value))
+
+
 def _differs(master: Any, variable: Any) -> Any:
-    return tf.reduce_any(_assigned(master, variable))
+    return _in_one_pass(_any_assigned, master, variable)
 
 
 def _take_over(master: Any, variable: Any) -> None:
@@ -297,4 +301,27 @@ def _take_over(master: Any, variable: Any) -> None:
 
 
 def _round(variable: Any, master: Any) -> None:
-    variable.assign(nearest_of_numbers(tf.convert_to_tensor(master), variable.dtype))
+    if variable.dtype == tf.bfloat16:
+        variable.assign(_in_one_pass(_nearest_bfloat16, master))
+    else:
+        variable.assign(nearest_of_numbers(tf.convert_to_tensor(master), variable.dtype))
+
+
+def _nearest_bfloat16(master: Any) -> Any:
+    return nearest_of_numbers(master, "bfloat16")
+
+
+def _in_one_pass(function: Callable[..., Any], *variables: Any) -> Any:
+    """Calls a function with the values of variables, compiled where it is part of a graph.
+
+    Op by op every step of a rounding reads and writes whole tensors.
+    """
+    values = [tf.convert_to_tensor(variable) for variable in variables]
+    if tf.executing_eagerly() or not xla_works(native(variables[0]).device):
+        return function(*values)
+    return _compiled(function)(*values)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Any:
+    return tf.function(function, jit_compile=True, autograph=False)

@@ -157,8 +157,9 @@ def _update_in_one_pass(
         step = _Step(divisor, decay, rule.numbers(optimizer, rate), chance)
         updates: dict[tuple[str, bool], list[_Update]] = defaultdict(list)
         for gradient, variable in gradients.pairs():
-            # Low gradients of low variables are cast in the compiled update, not all beforehand.
-            gradient = gradient if _is_low(variable) else tf.cast(gradient, tf.float32)
+            # Low gradients are cast in the compiled update where there is one, not all beforehand.
+            if rule.run is not None and not _is_low(variable):
+                gradient = tf.cast(gradient, tf.float32)
             update = _update_of(optimizer, rule, gradient, variable)
             updates[native(variable).device, _is_low(variable)].append(update)
         for (device, low), its_own in updates.items():

@@ -201,14 +201,21 @@ def _mapped(function: Callable[[Any], Any], gradient: Any) -> Any:
 
 def _finite_squares(pairs: Sequence[tuple[Any, Any]], divisor: Any) -> Any:
     # The sum of the squares takes one look at a gradient, and is finite only where every element
-    # is. Where it is not, which is rare, every element is looked at.
+    # is; under 2**30 every element is in float16's range, and a finite one in bfloat16's. Where it
+    # is not, which is rare, every element is looked at.
     sums = tf.stack([tf.nn.l2_loss(tf.cast(gradient, "float32")) for gradient, _ in pairs])
     sums = sums if divisor is None else sums / divisor / divisor
+    limits = tf.constant([_limit_of_squares(variable) for _, variable in pairs])
     return tf.cond(
-        tf.reduce_all(tf.math.is_finite(sums)),
+        tf.reduce_all(sums < limits),
         lambda: tf.constant(True),
         lambda: tf.reduce_all(tf.stack(_finite_each(pairs, divisor))),
     )
+
+
+def _limit_of_squares(variable: Any) -> float:
+    narrow = variable is not None and dtype_name(variable) == "float16"
+    return 2.0**30 if narrow else math.inf
 
 
 def _finite_each(pairs: Sequence[tuple[Any, Any]], divisor: Any) -> list[Any]:
@@ -226,9 +233,8 @@ def _can_be_squared(gradient: Any, variable: Any) -> bool:
     if not runs_tensorflow() or tf.executing_eagerly():
         return False
     sparse = isinstance(gradient, tf.IndexedSlices)
-    narrow = variable is not None and dtype_name(variable) in LOW_PRECISION
     wide = dtype_name(gradient) == "float64"
-    return not (sparse or narrow or wide or is_next_value(variable))
+    return not (sparse or wide or is_next_value(variable))
 
 
 def _narrowed(gradient: Any, variable: Any) -> Any:
