@@ -161,6 +161,7 @@ def plot(curves: dict[str, list[float]], report: tfamp.TuneReport, path: str) ->
         epochs = range(1, len(values) + 1)
         left.plot(epochs, [100 * each for each in values], style, label=policy, linewidth=2)
     left.set(title="A CNN on digits", xlabel="epoch", ylabel="training accuracy, %")
+    left.xaxis.get_major_locator().set_params(integer=True)
     left.legend(loc="lower right")
     names = [f"{row.candidate}, {report.dtype}" for row in report.rows]
     names[0] = "float32"
