@@ -46,11 +46,24 @@ def percent(pattern, text):
 
 @pytest.mark.slow
 def test_the_main_job_prints_plain_text_where_there_is_no_terminal(run):
-    code, printed = run("digits_fit", "--small")
+    pytest.importorskip("matplotlib")
+    code, printed = run("digits_fit", "--small", "--plot", "digits.png")
     assert code == 0
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", printed)
     assert re.search(r"│ float32 .*%.*│ +- │ +- │ +0 of 8 \(0%\)", printed)
     assert re.search(r"│ mixed_float16 .*%.*│ +32768 │ +0 │ +4 of 8 \(50%\)", printed)
+    assert f"│ {tfamp.Policy('auto').name} (auto) " in printed
+    assert re.search(r"float32 [\d.]+ ms(, tfamp's best way|: \w+ does not pay here)", printed)
+    assert "On a GPU, auto picks" in printed
+    assert Path("digits.png").read_bytes().startswith(b"\x89PNG")
+    heads = [line for line in printed.splitlines() if "policy" in line and "┃" in line]
+    assert set(re.findall(r"\w+", heads[0])) <= set(re.findall(r"\w+", readme_output()))
+
+
+def readme_output():
+    """Returns what README says that its first command prints."""
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    return re.search(r"^```text\n(.*?)^```", readme, re.M | re.S)[1]
 
 
 @pytest.mark.nightly
