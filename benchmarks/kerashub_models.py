@@ -1,4 +1,4 @@
-"""Every backbone of KerasHub in its smallest sensible size, with random weights, and inputs for it."""
+"""KerasHub's backbones in their smallest sensible size, with random weights, and their inputs."""
 
 from __future__ import annotations
 
@@ -157,7 +157,11 @@ _PLAIN: dict[str, dict[str, Any]] = {
     | {"depthwise_residual": False, "last_layer_filter": 16},
     "ResNet": _IMAGE
     | {"input_conv_filters": [8], "input_conv_kernel_sizes": [7], "stackwise_num_filters": [64, 16]}
-    | {"stackwise_num_blocks": [1, 1], "stackwise_num_strides": [1, 2], "block_type": "basic_block"},
+    | {
+        "stackwise_num_blocks": [1, 1],
+        "stackwise_num_strides": [1, 2],
+        "block_type": "basic_block",
+    },
     "SwinTransformer": _IMAGE
     | {"embed_dim": 8, "depths": [2, 2], "num_heads": [1, 2], "window_size": 4, "drop_path": 0.0},
     "VAE": {
@@ -178,7 +182,8 @@ _PLAIN: dict[str, dict[str, Any]] = {
     | _PATCHES
     | {"hidden_size": 16, "num_layers": 2, "intermediate_dim": 32, "num_heads": 2}
     | {"global_attention_layer_indices": [1], "num_output_channels": 8, "window_size": 2},
-    "Xception": _IMAGE | {"stackwise_conv_filters": [[8, 16], [16, 16]], "stackwise_pooling": [1, 0]},
+    "Xception": _IMAGE
+    | {"stackwise_conv_filters": [[8, 16], [16, 16]], "stackwise_pooling": [1, 0]},
     "HGNetV2": _IMAGE
     | {"depths": [1, 1], "embedding_size": 8, "hidden_sizes": [16, 32], "stem_channels": [3, 8, 8]}
     | {"hidden_act": "relu", "use_learnable_affine_block": True}

@@ -152,9 +152,7 @@ _CAST_HEAD = ("cast of", "from", "to", "bytes")
 
 
 def _node_rows(plan: RewritePlan) -> list[tuple[str, ...]]:
-    return [
-        (_place(n.scope, n.name), n.op, n.dtype, _cost(n), n.reason.text) for n in plan.nodes
-    ]
+    return [(_place(n.scope, n.name), n.op, n.dtype, _cost(n), n.reason.text) for n in plan.nodes]
 
 
 def _cast_rows(plan: RewritePlan) -> list[tuple[str, ...]]:
