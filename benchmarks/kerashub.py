@@ -29,8 +29,8 @@ DTYPES = ("float16", "bfloat16")
 SLICE = (
     "Albert", "Bert", "DeiT", "DenseNet", "EfficientNet", "GPT2", "Llama", "Mixtral", "T5", "ViT",
 )  # fmt: skip
-# Differences from float32 under Keras's policy, by each way of tfamp's, and back at O0; steps until one
-# is applied; the difference that saving makes.
+# Differences from float32 under Keras's policy, by each way of tfamp's, and back at O0; steps until
+# one is applied; the difference that saving makes.
 CHECKS = ("Keras", "policy", "autocast", "rewrite", "O1", "O2", "O0", "train", "reload")
 # A small model's error is that of a few roundings: half as much again is not worse.
 _TOLERANCE = 1.5

@@ -1,4 +1,4 @@
-"""What is not a model of Keras 3: tf.Module, tf_keras; and what packages beside Keras make of it."""
+"""What is no model of Keras 3 (tf.Module, tf_keras), and packages beside Keras."""
 
 from __future__ import annotations
 

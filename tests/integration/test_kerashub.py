@@ -48,8 +48,10 @@ def test_the_table_replaces_the_one_on_a_page(tmp_path):
     for _ in range(2):
         kerashub.write_page(page, result)
     text = page.read_text("utf-8")
-    assert text.startswith("before\n") and text.endswith("after\n")
-    assert "old" not in text and text.count("| Bert | float16 |") == 1
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert text.count("| Bert | float16 |") == 1
     assert "- Bert, float16, O1: ValueError: no" in text
 
 
@@ -96,7 +98,8 @@ def moved_by_fit(model, x):
     """The paths of the weights that training changes."""
     before = {weight.path: weight.numpy() for weight in model.weights}
     losses = model.fit(x, tf.constant([0, 2]), epochs=4, verbose=0).history["loss"]
-    assert np.isfinite(losses).all() and losses[-1] < losses[0]
+    assert np.isfinite(losses).all()
+    assert losses[-1] < losses[0]
     assert int(model.optimizer.skipped_steps) < 4
     after = {weight.path: weight.numpy() for weight in model.weights}
     return {path for path in before if not np.array_equal(before[path], after[path])}
