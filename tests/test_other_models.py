@@ -32,20 +32,6 @@ def keras2():
     return tf_keras.Sequential([tf_keras.Input((16,)), *layers])
 
 
-class PlainDescent:
-    """An optimizer by its method alone."""
-
-    def apply_gradients(self, pairs):
-        for gradient, variable in pairs:
-            variable.assign_sub(0.05 * gradient)
-
-
-def descent(model):
-    if isinstance(model, Perceptron):
-        return PlainDescent()
-    return pytest.importorskip("tf_keras").optimizers.SGD(0.05)
-
-
 MODELS = {"tf.Module": Perceptron, "tf_keras": keras2}
 
 
@@ -82,7 +68,7 @@ def test_autocast_and_rewrite_convert_it(kind, dtype):
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_step_with_a_grad_scaler_trains_it(kind):
     model, (x, y) = MODELS[kind](), batch()
-    scaler, optimizer = tfamp.GradScaler(init_scale=1024.0), descent(model)
+    scaler, optimizer = tfamp.GradScaler(init_scale=1024.0), keras.optimizers.SGD(0.05)
     start = float(loss_of(model, x, y))
     for _ in range(5):
         with tf.GradientTape() as tape, tfamp.autocast("float16"):
