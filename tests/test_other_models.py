@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -54,10 +55,12 @@ def matmuls(graph):
 def test_autocast_and_rewrite_convert_it(kind, dtype):
     model, (x, _) = MODELS[kind](), batch()
     expected = model(x)
-    tolerance = 8 * float(tf.experimental.numpy.finfo(getattr(tf, dtype).as_numpy_dtype).eps)
+    tolerance = 8 * float(ml_dtypes.finfo(dtype).eps)
     with tfamp.autocast(dtype):
         low = model(x)
-    assert low.dtype == dtype
+        traced = tf.function(lambda x: model(x)).get_concrete_function(x)
+    assert matmuls(traced.graph) == {dtype}
+    assert not np.array_equal(tf.cast(low, tf.float32), expected)
     rewritten = tfamp.rewrite(tf.function(lambda x: model(x)), dtype=dtype, placement="lists")
     assert matmuls(rewritten.concrete(x).graph) == {dtype}
     assert rewritten(x).dtype == tf.float32
