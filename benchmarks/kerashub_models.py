@@ -156,7 +156,11 @@ _PLAIN: dict[str, dict[str, Any]] = {
     | {"output_num_filters": 16, "depthwise_filters": 8, "depthwise_stride": 2}
     | {"depthwise_residual": False, "last_layer_filter": 16},
     "ResNet": _IMAGE
-    | {"input_conv_filters": [8], "input_conv_kernel_sizes": [7], "stackwise_num_filters": [64, 16]}
+    | {
+        "input_conv_filters": [64],
+        "input_conv_kernel_sizes": [7],
+        "stackwise_num_filters": [64, 16],
+    }
     | {
         "stackwise_num_blocks": [1, 1],
         "stackwise_num_strides": [1, 2],
