@@ -35,6 +35,7 @@ CHECKS = ("Keras", "policy", "autocast", "rewrite", "O1", "O2", "O0", "train", "
 # A small model's error is that of a few roundings: half as much again is not worse.
 _TOLERANCE = 1.5
 _MAX_STEPS = 12
+_UNMADE = "float32"  # in the place of the checks, where there is no model to check
 _SHOWN = 240  # characters of an error
 _ALSO = "under Keras's policy too: "
 # How many are reloaded by one process, and recorded together.
@@ -66,7 +67,7 @@ def run_model(name: str, dtype: str, folder: Path) -> Outcomes:
         x = inputs_of(model)
         expected = predict(model, x)
     except Exception as error:  # noqa: BLE001 - a row of the table
-        return dict.fromkeys(CHECKS, f"float32: {_said(error)}")
+        return {_UNMADE: _said(error)}
     checks = _checks(name, dtype, model, x, expected, folder)
     return {check: _outcome(checks[check]) for check in CHECKS if check in checks}
 
@@ -278,6 +279,8 @@ def run(models: Sequence[str], dtypes: Sequence[str], file: Path | None) -> dict
 
 def worse_than_keras(outcomes: Mapping[str, Outcome]) -> list[str]:
     """The checks that fail, or are further from float32 than Keras's policy is."""
+    if _UNMADE in outcomes:
+        return [_UNMADE]
     keras = outcomes["Keras"]
     limit = _TOLERANCE * keras if isinstance(keras, float) and math.isfinite(keras) else math.inf
     faults = []

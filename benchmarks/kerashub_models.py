@@ -123,7 +123,8 @@ _PLAIN: dict[str, dict[str, Any]] = {
     | {"vit_num_layers": 1, "vit_intermediate_dim": 16},
     "CSPNet": _IMAGE
     | {"stem_filters": 8, "stem_kernel_size": 3, "stem_strides": 2, "stackwise_depth": [1, 1]}
-    | {"stackwise_strides": [2, 2], "stackwise_num_filters": [16, 32], "block_type": "dark"},
+    | {"stackwise_strides": [2, 2], "stackwise_num_filters": [16, 32], "block_type": "dark_block"}
+    | {"stage_type": "dark"},
     "DeiT": _IMAGE | _PATCHES | _VIT,
     "DINOV2": _IMAGE | _PATCHES | _VIT | {"position_embedding_shape": (_SIDE, _SIDE, 3)},
     "DINOV3": _IMAGE | _PATCHES | _VIT,
@@ -210,7 +211,7 @@ def _make(name: str) -> Any:
     return getattr(models, f"{name}Backbone")(**_PLAIN[name])
 
 
-def _resnet() -> Any:
+def _resnet(**changes: Any) -> Any:
     """A ResNet of four stages: enough for the models that want a pyramid."""
     from keras_hub import models
 
@@ -219,14 +220,17 @@ def _resnet() -> Any:
         "stackwise_num_blocks": [1] * 4,
         "stackwise_num_strides": [1, 2, 2, 2],
     }
-    return models.ResNetBackbone(**_PLAIN["ResNet"] | stages)
+    return models.ResNetBackbone(**_PLAIN["ResNet"] | stages | changes)
 
 
 def _basnet() -> Any:
     from keras_hub import models
 
     return models.BASNetBackbone(
-        image_encoder=_resnet(), num_classes=1, projection_filters=8, **_IMAGE
+        image_encoder=_resnet(image_shape=(None, None, 3)),
+        num_classes=1,
+        projection_filters=8,
+        **_IMAGE,
     )
 
 

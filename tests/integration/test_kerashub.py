@@ -37,6 +37,10 @@ def test_more_than_keras_and_errors_are_faults(check, outcome):
     assert kerashub.worse_than_keras(FINE | {check: outcome}) == [check]
 
 
+def test_a_model_that_cannot_be_made_is_a_fault():
+    assert kerashub.worse_than_keras({"float32": "ValueError: x"}) == ["float32"]
+
+
 def test_where_keras_fails_too_no_error_is_held_against_tfamp():
     assert kerashub.worse_than_keras(FINE | {"Keras": "ValueError: x", "O2": "ValueError: x"}) == []
     also = "under Keras's policy too: ValueError: x"
