@@ -2,6 +2,7 @@
 
     nox                         every row
     nox -s "compat(oldest)"     one row
+    nox -s kerashub             KerasHub's backbones; writes docs/kerashub.md
     nox -l                      the rows
 
 Each row is an environment of its own under `.nox/`, with tfamp installed as a wheel is. A row whose
@@ -43,6 +44,7 @@ TESTS = [
     "tests/graph/test_rewrite.py",
 ]
 BACKEND_TESTS = ["tests/test_keras_backend.py"]
+KERASHUB = "keras-hub==0.32.*"
 
 
 @nox.session
@@ -63,5 +65,18 @@ def compat(session: nox.Session, row: str) -> None:
         "-q",
         *(session.posargs or ["-n", "2"]),
         *tests,
+        env={"TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+
+
+@nox.session(python="3.11", default=False)
+def kerashub(session: nox.Session) -> None:
+    """Every backbone of KerasHub; arguments after `--` go to benchmarks.kerashub."""
+    session.install(*ROWS["newest"][1], KERASHUB, "-e", ".", "rich>=13")
+    session.run(
+        "python",
+        "-m",
+        "benchmarks.kerashub",
+        *(session.posargs or ["--page", "docs/kerashub.md"]),
         env={"TF_CPP_MIN_LOG_LEVEL": "3"},
     )

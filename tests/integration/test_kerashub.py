@@ -1,0 +1,154 @@
+"""KerasHub: a slice of the run over its backbones, and what fine-tuning does to a model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+pytest.importorskip("rich")
+sys.path.append(str(Path(__file__).parents[2]))
+pytest.importorskip("benchmarks", reason="the benchmarks are no part of the package")
+
+import tfamp
+from benchmarks import kerashub
+from benchmarks.kerashub_models import MODELS, inputs_of
+
+FINE = dict.fromkeys(kerashub.CHECKS, 0.01) | {"O0": 0.0, "reload": 0.0, "train": 1.0}
+
+
+# What the run says of what it found
+
+
+def test_no_more_than_keras_is_no_fault():
+    assert kerashub.worse_than_keras(FINE) == []
+    assert kerashub.worse_than_keras(FINE | {"policy": 0.014, "train": 9.0}) == []
+
+
+@pytest.mark.parametrize(
+    ("check", "outcome"),
+    [("O2", 0.02), ("O0", 1e-3), ("reload", 0.02), ("train", "ValueError: x"), ("O1", np.nan)],
+)
+def test_more_than_keras_and_errors_are_faults(check, outcome):
+    assert kerashub.worse_than_keras(FINE | {check: outcome}) == [check]
+
+
+def test_a_model_that_cannot_be_made_is_a_fault():
+    assert kerashub.worse_than_keras({"float32": "ValueError: x"}) == ["float32"]
+
+
+def test_where_keras_fails_too_no_error_is_held_against_tfamp():
+    assert kerashub.worse_than_keras(FINE | {"Keras": "ValueError: x", "O2": "ValueError: x"}) == []
+    also = "under Keras's policy too: ValueError: x"
+    assert kerashub.worse_than_keras(FINE | {"train": also}) == []
+
+
+def test_the_table_replaces_the_one_on_a_page(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{kerashub.START}\nold\n{kerashub.END}\nafter\n", "utf-8")
+    result = kerashub.table({"Bert-float16": FINE | {"O1": "ValueError: no"}})
+    for _ in range(2):
+        kerashub.write_page(page, result)
+    text = page.read_text("utf-8")
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert text.count("| Bert | float16 |") == 1
+    assert "- Bert, float16, O1: ValueError: no" in text
+
+
+def test_differences_are_relative_to_all_outputs_together():
+    expected = [np.array([3.0, 0.0]), np.array([4.0])]
+    assert kerashub.difference([np.array([3.0, 0.0]), np.array([4.5])], expected) == 0.1
+
+
+# Models
+
+
+@pytest.mark.slow
+def test_ten_families_are_no_worse_than_under_kerass_policy():
+    pytest.importorskip("keras_hub", reason="KerasHub is not installed")
+    found = kerashub.run(kerashub.SLICE, ("bfloat16",), None)
+    assert {key: kerashub.worse_than_keras(outcomes) for key, outcomes in found.items()} == {
+        f"{name}-bfloat16": [] for name in kerashub.SLICE
+    }
+    for key, outcomes in found.items():
+        assert set(outcomes) == set(kerashub.CHECKS), key
+        assert all(outcomes[check] > 0 for check in ("Keras", "policy", "O2")), key
+
+
+def encoder(dtype):
+    """A small BERT under a mixed policy of tfamp's, and its inputs."""
+    pytest.importorskip("keras_hub", reason="KerasHub is not installed")
+    keras.utils.set_random_seed(0)
+    with tfamp.policy_scope(f"mixed_{dtype}"):
+        model = MODELS["Bert"]()
+    return model, inputs_of(model)
+
+
+def classifier(backbone, dtype):
+    with tfamp.policy_scope(f"mixed_{dtype}"):
+        outputs = keras.layers.Dense(3)(backbone.output["pooled_output"])
+        model = keras.Model(backbone.input, outputs)
+        optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.01))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss)
+    return model
+
+
+def moved_by_fit(model, x):
+    """The paths of the weights that training changes."""
+    before = {weight.path: weight.numpy() for weight in model.weights}
+    losses = model.fit(x, tf.constant([0, 2]), epochs=4, verbose=0).history["loss"]
+    assert np.isfinite(losses).all()
+    assert losses[-1] < losses[0]
+    assert int(model.optimizer.skipped_steps) < 4
+    after = {weight.path: weight.numpy() for weight in model.weights}
+    return {path for path in before if not np.array_equal(before[path], after[path])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_only_what_is_not_frozen_moves(dtype):
+    backbone, x = encoder(dtype)
+    backbone.trainable = False
+    model = classifier(backbone, dtype)
+    moved = moved_by_fit(model, x)
+    assert moved == {weight.path for weight in model.layers[-1].weights}
+    assert model.outputs[0].dtype == "float32"
+    tfamp.prepare(model, level="O2", dtype=dtype)
+    assert {weight.path for weight in model.trainable_weights} == moved
+
+
+@pytest.mark.slow
+def test_lora_on_a_quantized_backbone_trains_under_a_policy():
+    dtype = "bfloat16"
+    backbone, x = encoder(dtype)
+    before = kerashub.predict(backbone, x)
+    backbone.quantize("int8")
+    names = {layer.dtype_policy.name for layer in backbone._flatten_layers()}
+    assert "int8_from_mixed_bfloat16" in names, "nothing was quantized"
+    assert kerashub.difference(kerashub.predict(backbone, x), before) < 0.1
+    backbone.enable_lora(2)
+    moved = moved_by_fit(classifier(backbone, dtype), x)
+    assert any("lora_kernel" in path for path in moved)
+    frozen = {w.path for w in backbone.weights if not w.trainable}
+    assert frozen
+    assert not frozen & moved
+
+
+def test_a_layer_with_a_policy_of_its_own_keeps_it_under_a_policy_and_at_o2():
+    name = "steady"
+    with tfamp.policy_scope("mixed_bfloat16"):
+        policies = keras.dtype_policies.DTypePolicyMap(default_policy="mixed_bfloat16")
+        policies[f".*{name}"] = keras.DTypePolicy("float32")
+        layers = [keras.layers.Dense(8, name=f"d{i}", dtype=policies) for i in range(2)]
+        kept = keras.layers.Dense(8, name=name, dtype=policies)
+        model = keras.Sequential([keras.Input((4,)), *layers, kept, keras.layers.Dense(2)])
+    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16"] * 2 + ["float32"] * 2
+    tfamp.prepare(model, level="O2", dtype="bfloat16", keep_float32=[name])
+    assert model.get_layer(name).compute_dtype == "float32"
