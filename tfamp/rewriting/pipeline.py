@@ -95,7 +95,7 @@ class RewriteSettings:
     """How to rewrite a graph; see `rewrite` and `rewrite_saved_model`.
 
     A pattern that matches no node is an error, and one that changes none a warning, but for those
-    in `may_miss`.
+    in `may_miss`. With `fuse` XLA compiles the arithmetic between products and convolutions.
     """
 
     dtype: str | None = None
@@ -110,6 +110,7 @@ class RewriteSettings:
     cache_weights: bool = False
     may_miss: tuple[str, ...] = ()
     measure_seconds: float = 10.0
+    fuse: bool = False
 
     def __post_init__(self) -> None:
         check_choice("on_error", self.on_error, _ON_ERROR)
@@ -163,7 +164,12 @@ class RewriteSettings:
         data, cached = self.calibration, frozenset(cached)
         limits = None if data is None else data.limits(self.dtype)
         request = dataclasses.replace(request, ranges=ranges, limits=limits, cached=cached)
-        return convert(graph_def, request)
+        decision = convert(graph_def, request)
+        if self.fuse:
+            from tfamp.graph.fusion import mark_fusible
+
+            mark_fusible(graph_def)
+        return decision
 
 
 AS_IT_IS = RewriteSettings()
