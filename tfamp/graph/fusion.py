@@ -18,13 +18,20 @@ from tfamp.planning.structures import FLOAT32, node_name, op_types, reach
 
 _MARK = "_XlaCompile"
 _FLOATS = {tf.as_dtype(name).as_datatype_enum for name in (*LOW_PRECISION, FLOAT32)}
-# What moves values or nothing counts in no group, but may stand between what computes.
-_MOVES = op_types("BroadcastTo ExpandDims Reshape Squeeze")
-_FUSIBLE = _MOVES | op_types("""
-    Abs Add AddN AddV2 BiasAdd Cast Div DivNoNan Erf Erfc Exp Expm1 Log Log1p Max Maximum Mean
-    Minimum Mul MulNoNan Neg Pow RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad
-    Rsqrt RsqrtGrad Select SelectV2 Sigmoid SigmoidGrad Sign Softmax Softplus SoftplusGrad Sqrt
-    SqrtGrad Square SquaredDifference Sub Sum Tanh TanhGrad
+# What computes with floats, as many passes over memory as there are ops.
+_COMPUTES = op_types("""
+    Abs Add AddN AddV2 BiasAdd BiasAddGrad Cast Div DivNoNan Elu EluGrad Equal Erf Erfc Exp Expm1
+    Greater GreaterEqual LeakyRelu LeakyReluGrad Less LessEqual Log Log1p LogSoftmax Max Maximum
+    Mean Min Minimum Mul MulNoNan Neg NotEqual Pow RealDiv Reciprocal ReciprocalGrad Relu Relu6
+    Relu6Grad ReluGrad Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign
+    Softmax SoftmaxCrossEntropyWithLogits Softplus SoftplusGrad Sqrt SqrtGrad Square
+    SquaredDifference Sub Sum Tanh TanhGrad
+""")
+# What moves values, or says of which shape they are, counts in no group, but may stand between
+# what computes: gradients of broadcasts are Sums over axes that are found from shapes.
+_MOVES = op_types("""
+    BroadcastGradientArgs BroadcastTo ExpandDims LogicalAnd LogicalNot LogicalOr OnesLike Reshape
+    Squeeze Tile Transpose ZerosLike
 """)
 # TensorFlow compiles every cluster that is asked for, and each is a call.
 _LEAST = 4
@@ -50,7 +57,7 @@ def mark_fusible(graph_def: Any, least: int = _LEAST) -> int:
         if name not in seen:
             group = reach([name], neighbours.__getitem__)
             seen.update(group)
-            if sum(fusible[each].op not in _MOVES for each in group) >= least:
+            if sum(fusible[each].op in _COMPUTES for each in group) >= least:
                 marked.update(group)
     for name in marked:
         fusible[name].attr[_MARK].b = True
@@ -58,6 +65,8 @@ def mark_fusible(graph_def: Any, least: int = _LEAST) -> int:
 
 
 def _is_fusible(node: Any) -> bool:
-    """Whether a node is of a fusible op and of floats, of which XLA has every kernel."""
+    """Whether a node moves values, or computes with floats, of which XLA has every kernel."""
+    if node.op in _MOVES:
+        return True
     dtypes = {node.attr[name].type for name in ("T", "SrcT", "DstT") if name in node.attr}
-    return node.op in _FUSIBLE and bool(dtypes) and dtypes <= _FLOATS
+    return node.op in _COMPUTES and bool(dtypes) and dtypes <= _FLOATS
