@@ -79,9 +79,7 @@ _ON_REQUEST = ("rewrite_fused", "rewrite_marked")
 DEFAULT_SYSTEMS = tuple(name for name in SYSTEMS if name not in _ON_REQUEST)
 # What a user would have without tfamp, and tfamp's own candidates beside the one that it chooses.
 PEERS = ("float32", "float32_xla", "keras_policy", "keras_policy_xla", "tensorflow_amp")
-OWN = tuple(
-    name for name, each in SYSTEMS.items() if each.placement and not (each.xla or each.fuse)
-)
+OWN = tuple(name for name in DEFAULT_SYSTEMS if SYSTEMS[name].placement)
 # What a user is advised to take: the first of these that was measured.
 CHOSEN = ("tune", "rewrite_measured")
 # float32 again, from initial weights rounded to the low dtype: how far that alone takes the loss.
