@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=tuple(SYSTEMS),
         default=DEFAULT_SYSTEMS,
         metavar="S",
-        help=f"some of {', '.join(SYSTEMS)}; default all but rewrite_fused",
+        help=f"some of {', '.join(SYSTEMS)}; default all but rewrite_fused and rewrite_marked",
     )
     add("--dtype", choices=("float16", "bfloat16"), help="default: what this machine has")
     add("--rounds", type=_at_least(1), help=f"steps to time of each; default {_ROUNDS}")

@@ -22,6 +22,8 @@ from benchmarks.step_graph import trace
 from benchmarks.systems import BASE, CONTROL, SYSTEMS, grappler_options
 from benchmarks.workloads import Sizes, Workload
 from tfamp.machine.profile_choice import find_profile
+from tfamp.rewriting.function import RewrittenFunction
+from tfamp.rewriting.pipeline import RewriteSettings
 
 Step = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 _MOMENTUM = 0.9
@@ -60,7 +62,10 @@ class Trainer:
             for each in model.trainable_variables:
                 each.assign(tf.cast(tf.cast(each.value, self._dtype), each.dtype))
         step = models.train_step(model, self._with_loss_scale(optimizer), xla=self._compiled)
-        if self._about.placement:
+        if self._about.fuse:
+            settings = RewriteSettings(self._dtype, placement=self._about.placement, fuse=True)
+            step = RewrittenFunction(step, settings)
+        elif self._about.placement:
             step = tfamp.rewrite(step, dtype=self._dtype, placement=self._about.placement)
         self._step = step
 
@@ -91,7 +96,7 @@ class Trainer:
 
     def casts(self, batch: Any) -> CastTotals | None:
         """Counts the Casts between float dtypes that run in a step; None for what XLA makes."""
-        if self._about.xla:
+        if self._about.xla or self._about.fuse:
             return None
         options = grappler_options(self._system, self._dtype)
         return count_casts(trace(self.concrete(batch), batch, rewriter_options=options).nodes)

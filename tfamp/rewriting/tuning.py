@@ -30,6 +30,8 @@ from tfamp.rewriting.traced_function import TracedFunction
 from tfamp.rewriting.tune_report import FLOAT32, TuneReport, TuneRow
 
 ROUNDS = 10
+# By minimum cut, and XLA compiles the arithmetic between products.
+FUSED = "fused"
 # Short calls are repeated for this long at each turn.
 _LEAST_SECONDS = 3e-3
 _MOST_REPEATS = 30
@@ -74,15 +76,18 @@ def _as_it_is(fn: Any, settings: RewriteSettings, rewritten: Maker) -> Candidate
     return Candidate(FLOAT32, traced.unchanged(), fresh, is_copy=True)
 
 
-def _placed(placement: str, fn: Any, settings: RewriteSettings, rewritten: Maker) -> Candidate:
-    made = functools.partial(rewritten, fn, dataclasses.replace(settings, placement=placement))
-    return Candidate(placement, made(), made)
+def _placed(name: str, fn: Any, settings: RewriteSettings, rewritten: Maker) -> Candidate:
+    fuse = name == FUSED
+    placement = "min_cut" if fuse else name
+    settings = dataclasses.replace(settings, placement=placement, fuse=fuse)
+    made = functools.partial(rewritten, fn, settings)
+    return Candidate(name, made(), made)
 
 
 # All candidates there are: from a function and settings, and what rewrites one by the other.
 _MAKERS: Mapping[str, Callable[[Any, RewriteSettings, Maker], Candidate]] = {
     FLOAT32: _as_it_is,
-    **{name: functools.partial(_placed, name) for name in PLACEMENTS},
+    **{name: functools.partial(_placed, name) for name in (*PLACEMENTS, FUSED)},
 }
 # Those of `tune` unless others are given.
 CANDIDATES = tuple(each for each in (FLOAT32, "lists", "min_cut", "measured") if each in _MAKERS)
