@@ -77,7 +77,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.hookimpl(tryfirst=True)  # Before -m chooses.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        # Slow on two axes at once: the step of CI meets each of the two values without the other.
+        # A slow case of a slow test, or slow on two axes at once: CI meets what it is made of.
         if len(list(item.iter_markers("slow"))) > 1:
             item.add_marker(pytest.mark.nightly)
     if config.getoption("on_cpu", default=False) or tf.config.list_physical_devices("GPU"):

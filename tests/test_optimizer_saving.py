@@ -208,7 +208,7 @@ PROGRAM = textwrap.dedent(
 )
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(tmp_path):
     def run(folder, kill_at):
         arguments = [tmp_path / folder, str(kill_at), tmp_path / f"{folder}.npz"]

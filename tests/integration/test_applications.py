@@ -18,6 +18,8 @@ MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 # BatchNormalizations see two values each, and float32 itself gets gradients of 1e9 and NaN weights.
 SIDE = 64
 REPRESENTATIVE = (
+    "ConvNeXtTiny",
+    "DenseNet121",
     "EfficientNetB0",
     "MobileNetV2",
     "MobileNetV3Small",

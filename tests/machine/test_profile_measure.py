@@ -123,7 +123,7 @@ def test_it_is_measured_the_same_wherever_it_is_asked_for(where, results):
     assert {dtype for _, dtype in results} == set(DTYPES)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_it_can_be_measured_under_a_distribution_strategy(two_replicas, results):
     profiles = []
 

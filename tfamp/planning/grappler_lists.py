@@ -17,19 +17,17 @@ EXTERNAL = op_types("""
 """)
 
 # Ops that take elements out of a TensorList, and that put them in.
-LIST_READERS = frozenset(
-    f"TensorList{what}" for what in ("Concat", "ConcatV2", "Gather", "GetItem", "PopBack", "Stack")
-)
-LIST_WRITERS = frozenset(
-    f"TensorList{what}"
-    for what in (
-        *("FromTensor", "PushBack", "PushBackBatch", "SetItem", "Split"),
-        *("Scatter", "ScatterIntoExistingList", "ScatterV2"),
-    )
-)
-CUDNN_RNN = frozenset(
-    f"CudnnRNN{what}" for what in ("", "Backprop", "BackpropV2", "BackpropV3", "V2", "V3")
-)
+LIST_READERS = op_types("""
+    TensorListConcat TensorListConcatV2 TensorListGather TensorListGetItem TensorListPopBack
+    TensorListStack
+""")
+LIST_WRITERS = op_types("""
+    TensorListFromTensor TensorListPushBack TensorListPushBackBatch TensorListScatter
+    TensorListScatterIntoExistingList TensorListScatterV2 TensorListSetItem TensorListSplit
+""")
+CUDNN_RNN = op_types("""
+    CudnnRNN CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3 CudnnRNNV2 CudnnRNNV3
+""")
 
 # Both dtypes.
 _ALLOW = op_types("""
@@ -48,10 +46,7 @@ _DENY = op_types("""
     Exp Expm1 L2Loss Pow SaveV2 SoftmaxCrossEntropyWithLogits
     SparseSoftmaxCrossEntropyWithLogits
 """)
-_CLEAR = (
-    LIST_READERS
-    | LIST_WRITERS
-    | op_types("""
+_CLEAR = op_types("""
     Abs ArgMax ArgMin BatchToSpace BatchToSpaceND BroadcastTo Ceil CheckNumerics ClipByValue
     Concat ConcatV2 DepthToSpace DynamicPartition DynamicStitch EnsureShape Enter Equal Exit
     ExpandDims Fill Floor Gather GatherNd GatherV2 Greater GreaterEqual Identity IdentityN
@@ -64,17 +59,13 @@ _CLEAR = (
     StridedSliceGrad Switch TensorListConcatLists Tile TopK TopKV2 Transpose Unpack Where
     ZerosLike
 """)
-)
+_CLEAR |= LIST_READERS | LIST_WRITERS
 
-FLOAT16_ALLOW = (
-    _ALLOW
-    | CUDNN_RNN
-    | EXTERNAL
-    | op_types("""
+FLOAT16_ALLOW = op_types("""
     BlockLSTM BlockLSTMGrad BlockLSTMGradV2 BlockLSTMV2 Conv3DBackpropFilter Conv3DBackpropInput
     GRUBlockCell GRUBlockCellGrad LSTMBlockCell LSTMBlockCellGrad
 """)
-)
+FLOAT16_ALLOW |= _ALLOW | CUDNN_RNN | EXTERNAL
 FLOAT16_INFER = _INFER
 # In float16 a sum overflows long before its terms do.
 FLOAT16_DENY = _DENY | {"Mean", "Sum"}
