@@ -440,7 +440,7 @@ def _batches(equation: str) -> _Batches | None:
 def _paying(products: Sequence[_AttentionProduct]) -> list[_AttentionProduct]:
     """Those of which results are moved, and those whose operands are transposed for these."""
     moving = [each for each in products if each.moves_result and _is_large(each)]
-    moved = set().union(*(each.moved for each in moving))
+    moved = {key for each in moving for key in each.moved}
     also = [p for p in products if not p.moves_result and p.moved and p.moved <= moved]
     return moving + also
 

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfamp
 from helpers.graph_asserts import graph_op_dtypes
 from helpers.tolerances import tolerance
 from tfamp import OpLists
 from tfamp.graph import rewrite_graph_def
 from tfamp.graph.functions import rename_functions
 
-BATCH, TOKENS, KEYS, HEADS, WIDTH = 2, 24, 32, 16, 8
+BATCH, TOKENS, KEYS, HEADS, WIDTH = 8, 24, 32, 16, 8
 SIZES = {"B": BATCH, "T": TOKENS, "S": KEYS, "N": HEADS, "H": WIDTH, "C": 4}
 RULES = {"device": "cpu", "placement": "lists"}
 SCORES, VALUES = "BTNH,BSNH->BNTS", "BNTS,BSNH->BTNH"
@@ -97,10 +98,12 @@ def test_a_training_step_transposes_each_operand_once(dtype):
 
 def test_in_float32_it_is_the_same_to_rounding():
     concrete = traced(gradients, *QKV)
-    result = rewritten(concrete, keep_float32=["insum"])
+    with pytest.warns(tfamp.NothingConvertedWarning):
+        result = rewritten(concrete, keep_float32=["insum"])
     assert counts(result)["Einsum"] == 0
     assert graph_op_dtypes(result.graph_def)["BatchMatMulV2"] == {"float32"}
-    kept = rewritten(concrete, op_lists=OpLists.grappler("bfloat16"), keep_float32=["."])
+    with pytest.warns(tfamp.NothingConvertedWarning):
+        kept = rewritten(concrete, op_lists=OpLists.grappler("bfloat16"), keep_float32=["."])
     assert counts(kept)["Einsum"] == 6
     args = random(*QKV)
     for found, expected in zip(run(concrete, result, *args), concrete(*args), strict=True):
@@ -120,7 +123,7 @@ def test_in_float32_it_is_the_same_to_rounding():
     ],
 )
 def test_what_moves_its_result_is_a_product(equation):
-    shapes = [tuple(4 * size for size in shape) for shape in shapes_of(equation)]
+    shapes = [tuple(3 * size for size in shape) for shape in shapes_of(equation)]
     concrete = traced(lambda a, b: tf.einsum(equation, a, b), *shapes)
     result = rewritten(concrete)
     found = counts(result)
@@ -156,8 +159,8 @@ def test_in_the_body_of_a_loop():
         "BTNH,BSNC->BTS",  # What one operand alone has is summed.
         "BTNH,BSN->BTNS",  # Nothing is summed.
         "BTNHC,BSNHC->TSBN",  # Two are.
-        "...TH,...SH->TS...",
-        "BTNN,BSN->TSB",
+        "...TH,...SH->TS...",  # Any batch.
+        "BTNN,BSN->TSB",  # A diagonal.
     ],
 )
 def test_what_does_not_pay_or_is_no_batch_of_products_stays(equation):
@@ -168,6 +171,7 @@ def test_what_does_not_pay_or_is_no_batch_of_products_stays(equation):
     assert counts(rewritten(concrete)) == {"Einsum": 1}
 
 
+@pytest.mark.filterwarnings("ignore::tfamp.NothingConvertedWarning")
 def test_small_ones_fetched_ones_and_those_of_gpus_stay():
     def on_gpu(p, v):
         with tf.device("/GPU:0"):
