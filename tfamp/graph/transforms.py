@@ -425,13 +425,13 @@ def _batches(equation: str) -> _Batches | None:
         return None
     if set(result) != batch | rows | columns:
         return None
-    exchanged = result.index(*columns) < result.index(*rows)
+    (row,), (column,), (inner,) = rows, columns, summed
+    exchanged = result.index(column) < result.index(row)
     x, y = operands[::-1] if exchanged else operands
     count = len(batch)
     first = next((e[:count] for e in (result, x, y) if set(e[:count]) == batch), None)
     front = first or "".join(label for label in result if label in batch)
     ends = ["".join(label for label in each if label not in batch) for each in (x, y)]
-    (inner,) = summed
     adjoint = (ends[0][0] == inner, ends[1][1] == inner)
     product = front + "".join(label for label in ends[0] + ends[1] if label != inner)
     return _Batches(exchanged, (x, y), (front + ends[0], front + ends[1]), adjoint, product, result)
