@@ -308,8 +308,8 @@ def _add_constant(nodes: Any, name: str, values: Sequence[int], device: str) -> 
 # a product pays only if others have its operands transposed already.
 
 _EINSUM = "Einsum"
-# Of the result. Smaller products take no longer than starting three more ops.
-_LEAST_ELEMENTS = 1 << 14
+# Of the result. With fewer, starting three more ops takes what they gain.
+_LEAST_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True)
