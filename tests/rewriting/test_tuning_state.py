@@ -1,4 +1,4 @@
-"""A program goes on after `tfamp.tune` as if it had not been called, bit for bit, however it ends."""
+"""After `tfamp.tune`, however it ends, a program goes on bit for bit as if it was not called."""
 
 import functools
 import itertools
