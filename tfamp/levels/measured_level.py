@@ -13,6 +13,7 @@ from tfamp.levels.precision_config import EffectiveLevel, PrecisionConfig, effec
 from tfamp.levels.step_rewriting import keep_in_float32, step_settings
 from tfamp.machine import hardware
 from tfamp.rewriting.function import RewrittenFunction
+from tfamp.rewriting.function_state import kept_random_states
 from tfamp.rewriting.tune_report import FLOAT32, TuneReport, time_text
 from tfamp.rewriting.tuning import CANDIDATES, Candidate, candidates_of, compare_candidates
 
@@ -81,7 +82,9 @@ def measured_level(
     names = (config.placement,) if config.placement else CANDIDATES
     ways = candidates_of(train_step_of(model), settings, RewrittenFunction, names)
     if level.level == _MIXED:
-        ways.append(Candidate(_MIXED, mixed_step(data), fresh=lambda: None, is_copy=True))
+        with kept_random_states():  # Python code that is traced may draw.
+            step = mixed_step(data)
+        ways.append(Candidate(_MIXED, step, fresh=lambda: None, is_copy=True))
     with keep_in_float32(kept):
         report = compare_candidates(ways, (data,), name=model.name, dtype=low.dtype)
     return _found(report, config)

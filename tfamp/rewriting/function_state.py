@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,16 @@ class RandomStates:
             tf_private.operation_seeds().setstate(self.operations)
         keras_hooks.set_global_seed_generator(self.keras_generator)
         put_back(self.keras_state)
+
+
+@contextlib.contextmanager
+def kept_random_states() -> Iterator[RandomStates]:
+    """Gives the states that there are, and puts them back in the end."""
+    randoms = RandomStates.now()
+    try:
+        yield randoms
+    finally:
+        to_the_end(randoms.put_back)
 
 
 @dataclass(frozen=True)
@@ -128,9 +139,16 @@ def to_the_end(put_back: Callable[[], None]) -> None:
 def _values(traces: Iterable[Any], args: Any) -> list[Any]:
     """The tensors and resources that traces get, from their arguments and from around them."""
     leaves = [leaf for leaf in tf.nest.flatten(args, expand_composites=True) if tf.is_tensor(leaf)]
-    given = [leaf.handle if isinstance(leaf, tf.Variable) else leaf for leaf in leaves]
+    given = [each for leaf in leaves for each in _resources(leaf)]
     captured = [each for trace in traces for each in trace.captured_inputs]
     return list({id(each): each for each in (*given, *captured)}.values())
+
+
+def _resources(leaf: Any) -> list[Any]:
+    """A tensor, or what a variable is in the graph: one for each replica that has its own."""
+    if isinstance(leaf, tf.distribute.DistributedValues):
+        return [each.handle for each in leaf.values]
+    return [leaf.handle if isinstance(leaf, tf.Variable) else leaf]
 
 
 def _check_no_dataset_reshuffles(variant: Any) -> None:

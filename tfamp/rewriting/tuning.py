@@ -28,6 +28,7 @@ from tfamp.planning.choices import check_choice
 from tfamp.rewriting.function_state import (
     FunctionState,
     RandomStates,
+    kept_random_states,
     random_ops,
     to_the_end,
 )
@@ -124,15 +125,11 @@ def compare_candidates(
     if tf.config.functions_run_eagerly():
         raise RewriteError("Tuning needs graphs: tf.config.run_functions_eagerly(True) is on.")
     check_call(candidates[0].function, args, name)
-    with _undisturbed():
-        randoms = RandomStates.now()
-        try:
-            traces = [each.function.get_concrete_function(*args) for each in candidates]
-            draws_from_new = randoms.keras_has_another()
-            with tf.init_scope():  # A tape around it must not record the runs.
-                found = _measured(candidates, args, traces, randoms, rounds)
-        finally:
-            to_the_end(randoms.put_back)
+    with _undisturbed(), kept_random_states() as randoms:
+        traces = [each.function.get_concrete_function(*args) for each in candidates]
+        draws_from_new = randoms.keras_has_another()
+        with tf.init_scope():  # A tape around it must not record the runs.
+            found = _measured(candidates, args, traces, randoms, rounds)
         low_nodes = [_low_nodes(each.function, args) for each in candidates]
     draws = [random_ops(trace) for trace in traces]
     rows = _rows(candidates, found, low_nodes, max_error)
