@@ -474,3 +474,7 @@ def test_placements_are_compared_by_turns(capsys):
     # TFAMP_PROFILE is builtin here.
     name, timed, seconds, share, differ, *_ = row.split()
     assert (name, timed, seconds, share, differ) == ("mlp", "0", "0.0", "0%", "0")
+    measured.main(["--plans", "--workloads", "mlp", "--size", "small"])
+    _, title, _, _, row, *_ = capsys.readouterr().out.splitlines()
+    assert title.endswith("the same plan for 1 of 1")
+    assert row.split()[-2:] == ["0", "0.00%"]

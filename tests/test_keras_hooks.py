@@ -133,13 +133,13 @@ def test_private_thread_policy():
     assert keras.config.dtype_policy().name == "float32"
 
 
-def test_private_global_seed_state():
+def test_private_global_seed_generator():
     keras.utils.set_random_seed(1)
-    assert keras_hooks.global_seed_state() is None
+    assert keras_hooks.global_seed_generator() is None
     keras.random.uniform(())
-    before = keras_hooks.global_seed_state().numpy().tolist()
+    before = keras_hooks.global_seed_generator().state.numpy().tolist()
     keras.random.uniform(())
-    assert keras_hooks.global_seed_state().numpy().tolist() != before
+    assert keras_hooks.global_seed_generator().state.numpy().tolist() != before
 
 
 def test_private_calling_layers():
