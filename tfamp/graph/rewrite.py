@@ -24,6 +24,7 @@ from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
 from tfamp.graph.transforms import (
     Sums,
+    as_batches,
     as_sums,
     as_zeros,
     join_products,
@@ -199,6 +200,7 @@ def convert(graph_def: Any, request: Request) -> Decision:
     """
     if request.updates != "low":  # Grappler's own lists give Grappler's result, node by node.
         join_products(graph_def, request.choices.used_names)
+        as_batches(graph_def, request.device, request.choices.used_names)
         as_zeros(graph_def)
     convert_sums = sums_are_better(request.colors, request.dtype, request.device)
     sums = as_sums(graph_def, request.device) if convert_sums else {}
