@@ -117,12 +117,12 @@ def inputs_of(model: keras.Model, size: Sizes, seed: int) -> Any:
 
 
 def weights_of(initial: Sequence[tuple[str, np.ndarray]], seed: int) -> list[np.ndarray]:
-    """Weights like the initial ones, by their paths: shuffled, with biases and gains moved."""
+    """The initial weights, by their paths, with biases and gains moved; but for seed 0 shuffled."""
     random = np.random.default_rng(seed)
     return [
         values + MOVED * random.normal(size=values.shape).astype("float32")
         if path.rpartition("/")[2].endswith(_MOVED_WEIGHTS)
-        else random.permutation(values.ravel()).reshape(values.shape)
+        else (random.permutation(values.ravel()).reshape(values.shape) if seed else values)
         for path, values in initial
     ]
 
