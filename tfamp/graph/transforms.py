@@ -640,8 +640,8 @@ _CHOICES = frozenset({"Select", "SelectV2"})
 def keep_choices_finite(graph_def: Any, plan: RewritePlan) -> None:
     """Ends constants at the largest value of the dtype they are cast to for a Select, in place.
 
-    Only those that nothing but Selects take, which hand them on as they are: in arithmetic, infinity
-    is an error that shows, and another value one that does not.
+    Only those that nothing but Selects take, which hand them on as they are: in arithmetic,
+    infinity is an error that shows, and another value one that does not.
     """
     limit = float_format(plan.dtype).max
     changes = {scope.scope: scope.casts for scope in plan.scopes if scope.casts}
