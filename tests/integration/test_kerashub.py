@@ -125,13 +125,13 @@ def test_only_what_is_not_frozen_moves(dtype):
 
 
 @pytest.mark.slow
-def test_lora_on_a_quantized_backbone_trains_under_a_policy():
-    dtype = "bfloat16"
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_lora_on_a_quantized_backbone_trains_under_a_policy(dtype):
     backbone, x = encoder(dtype)
     before = kerashub.predict(backbone, x)
     backbone.quantize("int8")
     names = {layer.dtype_policy.name for layer in backbone._flatten_layers()}
-    assert "int8_from_mixed_bfloat16" in names, "nothing was quantized"
+    assert f"int8_from_mixed_{dtype}" in names, "nothing was quantized"
     assert kerashub.difference(kerashub.predict(backbone, x), before) < 0.1
     backbone.enable_lora(2)
     moved = moved_by_fit(classifier(backbone, dtype), x)
