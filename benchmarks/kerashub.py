@@ -290,6 +290,7 @@ def worse_than_keras(outcomes: Mapping[str, Outcome]) -> list[str]:
         return [_UNMADE]
     keras = outcomes["Keras"]
     limit = _TOLERANCE * keras if isinstance(keras, float) and math.isfinite(keras) else math.inf
+    no_number = isinstance(keras, float) and math.isnan(keras)
     faults = []
     for check, outcome in outcomes.items():
         if check == "Keras":
@@ -298,7 +299,7 @@ def worse_than_keras(outcomes: Mapping[str, Outcome]) -> list[str]:
         if isinstance(outcome, str):
             if not isinstance(keras, str) and not outcome.startswith(_ALSO):
                 faults.append(check)
-        elif not outcome <= bound:
+        elif not outcome <= bound and not (no_number and math.isnan(outcome)):
             faults.append(check)
     return faults
 

@@ -43,6 +43,9 @@ def test_a_model_that_cannot_be_made_is_a_fault():
 
 def test_where_keras_fails_too_no_error_is_held_against_tfamp():
     assert kerashub.worse_than_keras(FINE | {"Keras": "ValueError: x", "O2": "ValueError: x"}) == []
+    assert kerashub.worse_than_keras(FINE | {"Keras": np.nan, "O2": np.nan}) == []
+    assert kerashub.worse_than_keras(FINE | {"Keras": np.nan, "O0": 0.1}) == ["O0"]
+    assert kerashub.worse_than_keras(FINE | {"Keras": "ValueError: x", "O1": np.nan}) == ["O1"]
     also = "under Keras's policy too: ValueError: x"
     assert kerashub.worse_than_keras(FINE | {"train": also}) == []
 
