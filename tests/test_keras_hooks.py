@@ -206,6 +206,14 @@ def test_private_symbolic_dtype():
     assert x.dtype == "float16"
 
 
+def test_private_outputs_are_those_a_model_returns():
+    x = keras.Input((2,))
+    model = keras.Model(x, {"a": x + 1.0, "b": x})
+    returned = list(model.outputs)
+    model.outputs.append(x - 1.0)
+    assert all(a is b for a, b in zip(keras_hooks.outputs_of(model), returned, strict=True))
+
+
 def test_private_set_outputs():
     x = keras.Input((2,))
     model = keras.Model(x, {"a": x + 1.0, "b": x})

@@ -166,6 +166,14 @@ def set_fed_dtype(input_layer: Any, dtype: str) -> None:
         set_symbolic_dtype(owner, dtype)
 
 
+def outputs_of(functional: Any) -> list[Any]:
+    """What a Functional returns, flat. Symbol: `Function._outputs_struct`.
+
+    `functional.outputs` may hold more: it is the model's own list, and callers extend it.
+    """
+    return list(keras.tree.flatten(keras_symbol(functional, "_outputs_struct")))
+
+
 def set_outputs(functional: Any, outputs: Sequence[Any]) -> None:
     """Gives a Functional other outputs, computed from the same inputs.
 
