@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 pytest.importorskip("benchmarks", reason="the benchmarks are no part of the package")
 
 import tfamp
-from benchmarks import data, measured, plot, report, results, scaling, tables
+from benchmarks import data, measured, plot, report, results, scaling, serving, tables
 from benchmarks.__main__ import main
 from benchmarks.casts import count_casts
 from benchmarks.interleaved import Options, WorkerError, workers
@@ -474,3 +475,39 @@ def test_placements_are_compared_by_turns(capsys):
     # TFAMP_PROFILE is builtin here.
     name, timed, seconds, share, differ, *_ = row.split()
     assert (name, timed, seconds, share, differ) == ("mlp", "0", "0.0", "0%", "0")
+
+
+# Serving
+
+
+def test_clients_share_a_load_and_every_request_counts():
+    threads = set()
+    latencies, rate = serving.put_under_load(lambda: threads.add(threading.get_ident()), 2, 0.01)
+    assert len(threads) == 2
+    assert len(latencies) >= 2
+    assert all(latency > 0 for latency in latencies)
+    assert 0 < rate <= len(latencies) / 0.01
+    only = serving.put_under_load(lambda: None, 3, 0.0)[0]
+    assert len(only) == 3  # Each client sends one, however short the turn is.
+    assert [serving.percentile_95(range(1, n + 1)) for n in (1, 2, 20, 100)] == [1, 2, 19, 95]
+
+
+@pytest.mark.slow
+def test_saved_models_are_served_in_all_ways(tmp_path, capsys):
+    pytest.importorskip("keras_hub")
+    page = tmp_path / "page.md"
+    page.write_text(f"{report.BEGIN}\n{report.END}\n", encoding="utf-8")
+    arguments = ["--small", "--models", "bert", "--rounds", "1", "--seconds", "0.02"]
+    serving.main([*arguments, "--page", str(page)])
+    lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    files = {row[1]: row for row in lines if len(row) == 6 and row[0] == "bert"}
+    assert list(files) == ["float32", *serving.WAYS]
+    assert {row[4] for row in files.values()} == {"as before"}
+    assert [files[way][5] for way in ("float32", "float32, frozen")] == ["0", "0"]
+    assert 0 < float(files["bfloat16"][5]) < 0.02
+    assert float(files["bfloat16, frozen"][2]) < float(files["float32, frozen"][2])
+    loads = [row for row in lines if row[0] in ("1", "2", "4")]
+    assert [(row[0], row[1]) for row in loads] == [
+        (str(clients), way) for clients in serving.CLIENTS for way in files
+    ]
+    assert page.read_text(encoding="utf-8").count("| bert | bfloat16, frozen |") == 1
