@@ -176,8 +176,8 @@ def measure(
         request = export(name, small, Path(folder) / "exported")
         paths = write_ways(Path(folder) / "exported")
         sizes = {way: bytes_of(path) for way, path in paths.items()}
+        # They are kept: functions do not keep the variables that they read.
         models = {way: tf.saved_model.load(str(path)) for way, path in paths.items()}
-    # A function does not keep its model's variables.
     functions = {way: model.signatures["serving_default"] for way, model in models.items()}
     outputs = {way: _answer(function, request) for way, function in functions.items()}
     loads = {(way, clients): Load() for clients in CLIENTS for way in functions}
@@ -219,15 +219,14 @@ def files_table(found: Sequence[Served]) -> Table:
         (
             each.name,
             way,
-            f"{size / 1e6:.1f}",
-            f"{size / each.sizes[BASE]:.2f}",
+            f"{size / 1e6:.2f}",
             "changed" if way in each.changed else "as before",
             f"{each.errors[way]:.1e}" if each.errors[way] else "0",
         )
         for each in found
         for way, size in each.sizes.items()
     ]
-    headers = ("model", "SavedModel", "MB on disk", "of float32", "signature", "error")
+    headers = ("model", "SavedModel", "MB on disk", "signature", "error")
     return Table("On disk", headers, tuple(rows), left=2)
 
 
