@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.backend.common import global_state
 
 import tfamp
 from helpers.cases import first_of
@@ -74,6 +75,13 @@ def next_draws():
     )
 
 
+def seed_everything():
+    """Makes `next_draws` the same each time."""
+    keras.utils.set_random_seed(5)
+    # Keras 3.12 goes on with its generator, whatever the seed; later ones make a new one.
+    global_state.set_global_attribute("global_seed_generator", None)
+
+
 @pytest.fixture
 def timed(monkeypatch):
     """Makes candidates take given times: they run, and the clock is made up."""
@@ -98,11 +106,11 @@ def test_a_train_step_is_tuned_and_nothing_has_changed(name, timed):
     step = make_step(model, optimizer)
     step(*batch())  # So that slots and counters are not just zeros.
     before = bits(model, optimizer)
-    keras.utils.set_random_seed(5)
+    seed_everything()
     report = tfamp.tune(step, *batch(), **QUICK)
     drawn = next_draws()
     assert bits(model, optimizer) == before
-    keras.utils.set_random_seed(5)
+    seed_everything()
     assert next_draws() == drawn
     assert [row.low_nodes > 0 for row in report.rows] == [False, True, True]
     # Dropout drops the same values in each of them.
