@@ -300,6 +300,9 @@ def test_prepare_at_level_o3(rounding):
     settings = tfamp.precision_settings(model)
     assert settings.weight_rounding == rounding
     model.compile(optimizer, "mse")
+    slots = "float32" if rounding == "split" else "bfloat16"
+    assert tfamp.precision_settings(model).slots == slots
+    assert f", {slots} slots" in str(tfamp.precision_settings(model))
     before = model.evaluate(x, y, verbose=0)
     model.fit(x, y, epochs=5, verbose=0)
     assert model.evaluate(x, y, verbose=0) < before
