@@ -221,25 +221,26 @@ def table(task: str, runs: Sequence[Learnt]) -> Table:
     """The runs of a task: a row for each way, over all seeds."""
     rows = []
     for way, own in _by_way(runs):
-        losses = [run.loss for run in own]
+        loss = statistics.fmean(run.loss for run in own)
         accuracy = statistics.fmean(run.accuracy for run in own)
-        ratios = [found - 1 for found in ratios_of(way, runs)]
-        worst = max(ratios, key=abs, default=0.0)
-        apart = (
-            ("", "") if way == FLOAT32 else (f"{statistics.fmean(ratios):+.2%}", f"{worst:+.2%}")
-        )
-        mean = statistics.fmean(losses)
-        rows.append((way, f"{mean:.4f}", *apart, f"{accuracy:.2%}", f"{own[0].size:.1f}"))
+        apart = [_range(ratios_of(way, runs, figure)) for figure in ("loss", "accuracy")]
+        size = f"{own[0].size:.1f}"
+        rows.append((way, f"{loss:.4f}", apart[0], f"{accuracy:.2%}", apart[1], size))
     seeds = len({run.seed for run in runs})
     return Table(
         task,
-        ("stored in", "loss", "of float32", "farthest", "accuracy", "bytes a parameter"),
+        ("stored in", "loss", "of float32", "accuracy", "of float32", "bytes a parameter"),
         tuple(rows),
         notes=(
-            f"means of {seeds} seeds, {len(runs[0].losses)} steps; the loss on other batches",
-            '"farthest" is the seed whose loss is farthest from that of its float32 run',
+            f"means of up to {seeds} seeds, {len(runs[0].losses)} steps; of batches of their own",
+            '"of float32": how far a seed is from its float32 run, the least and the most',
         ),
     )
+
+
+def _range(ratios: Sequence[float]) -> str:
+    least, most = (f"{each - 1:+.2%}" for each in (min(ratios), max(ratios)))
+    return least if least == most else f"{least} to {most}"
 
 
 def _by_way(runs: Sequence[Learnt]) -> Iterator[tuple[str, list[Learnt]]]:
@@ -247,10 +248,10 @@ def _by_way(runs: Sequence[Learnt]) -> Iterator[tuple[str, list[Learnt]]]:
         yield way, [run for run in runs if run.way == way]
 
 
-def ratios_of(way: str, runs: Sequence[Learnt]) -> list[float]:
-    """The loss of a way over that of float32, for each seed."""
-    exact = {run.seed: run.loss for run in runs if run.way == FLOAT32}
-    return [run.loss / exact[run.seed] for run in runs if run.way == way and run.seed in exact]
+def ratios_of(way: str, runs: Sequence[Learnt], name: str) -> list[float]:
+    """The loss or accuracy of a way over that of float32, for each seed."""
+    exact = {run.seed: getattr(run, name) for run in runs if run.way == FLOAT32}
+    return [getattr(run, name) / exact[run.seed] for run in runs if run.way == way]
 
 
 def figure(task: str, runs: Sequence[Learnt]) -> Any:
@@ -299,6 +300,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="a file for the picture of the first model")
     parser.add_argument("--markdown", action="store_true", help="print Markdown")
     args = parser.parse_args()
+    # What all others are compared with.
+    args.ways = [FLOAT32, *(way for way in args.ways if way != FLOAT32)]
     steps = _SMALL_STEPS if args.small else None
     runs = learn_all(args.models, args.ways, args.seeds, steps, args.json)
     of_task = {task: [run for run in runs if run.task == task] for task in args.models}
