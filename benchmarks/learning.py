@@ -260,11 +260,14 @@ def figure(task: str, runs: Sequence[Learnt]) -> Any:
 
     picture = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = picture.subplots(1, 2, sharey=True)
-    for (way, own), color in zip(_by_way(runs), _COLORS, strict=False):
+    ways = list(_by_way(runs))
+    for number, (way, own) in enumerate(ways):
+        color = _COLORS[number]
         dashed = "--" if way.startswith("float16") else "-"
         smooth = np.convolve(own[0].losses, np.ones(_SMOOTH) / _SMOOTH, "valid")
         steps = np.arange(len(smooth)) + _SMOOTH / 2
-        left.plot(steps, smooth, dashed, color=color, linewidth=1.4, label=way)
+        # Most lie on each other: a later one is thinner.
+        left.plot(steps, smooth, dashed, color=color, linewidth=len(ways) - number, label=way)
         mean = statistics.fmean(run.loss for run in own)
         mark = "s" if dashed == "--" else "o"
         right.plot(own[0].size, mean, mark, color=color, markersize=8, fillstyle=_fill(way))
