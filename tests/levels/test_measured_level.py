@@ -72,6 +72,7 @@ def test_where_float32_is_the_fastest_the_level_is_o0(timed):
     assert "a step takes 2 s." in str(prepared.settings)
 
 
+@pytest.mark.slow
 def test_o2_is_a_candidate_where_the_device_suggests_it(timed, monkeypatch):
     gpu = hardware.Gpu("H100", (9, 0))
     found = hardware.Hardware("", cpu_bfloat16=True, cpu_float16=False, gpus=(gpu,), tpu=False)
