@@ -302,10 +302,30 @@ def test_prepare_at_level_o3(rounding):
     settings = tfamp.precision_settings(model)
     assert settings.weight_rounding == rounding
     model.compile(optimizer, "mse")
+    slots = "float32" if rounding == "split" else "bfloat16"
+    assert tfamp.precision_settings(model).slots == slots
+    assert f", {slots} slots" in str(tfamp.precision_settings(model))
     before = model.evaluate(x, y, verbose=0)
     model.fit(x, y, epochs=5, verbose=0)
     assert model.evaluate(x, y, verbose=0) < before
     assert tfamp.prepare(model, level="O3", dtype="bfloat16", weight_rounding=rounding)[0] is model
+
+
+def test_find_nonfinite_names_compensations_and_slots():
+    x, y = data(1)
+    model, optimizer = tfamp.prepare(
+        small_model(), optimizers.Adam(), level="O3", dtype="bfloat16", weight_rounding="kahan"
+    )
+    model.compile(optimizer, "mse")
+    optimizer.build(model.trainable_variables)
+    beside = next(v for v in optimizer.variables if v.path.endswith("kernel_kahan"))
+    slot = next(v for v in optimizer.inner_optimizer.variables if v.path.endswith("_velocity"))
+    for each in (beside, slot):
+        assert each.dtype == "bfloat16"
+        each.assign(tf.fill(each.shape, tf.cast(np.nan, "bfloat16")))
+        assert each.path in tfamp.diagnostics.find_nonfinite(model, x, y).to_text()
+        each.assign(tf.zeros(each.shape, "bfloat16"))
+    assert tfamp.diagnostics.find_nonfinite(model, x, y) is None
 
 
 def test_prepare_with_split_weights_starts_from_the_exact_ones():
