@@ -297,6 +297,7 @@ def test_a_device_that_is_not_here_cannot_be_measured(tmp_path):
         tfamp.rewrite_saved_model(tmp_path / "model", tmp_path / "low", **options)
 
 
+@pytest.mark.slow
 def test_models_of_every_kind_of_layer_are_measured_without_a_warning(cache):
     keras.utils.set_random_seed(0)
     inputs = keras.Input((8, 8, 4))

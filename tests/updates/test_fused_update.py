@@ -53,13 +53,14 @@ def gradients(number):
 
 
 def ops(function):
-    """Op types of a traced function, those of its branches included, compiled calls apart."""
+    """Op types of a traced function, those of its branches included, and its compiled updates."""
     graph_def = function.get_concrete_function(*gradients(0)).graph.as_graph_def()
     nodes = [*graph_def.node]
     for each in graph_def.library.function:
         nodes += [node for node in each.node_def if not each.attr["_XlaMustCompile"].b]
-    calls = [node for node in nodes if node.attr["_XlaMustCompile"].b]
-    return collections.Counter(node.op for node in nodes), len(calls)
+    # Masters are looked at in compiled calls of their own.
+    called = [node.attr["f"].func.name for node in nodes if node.attr["_XlaMustCompile"].b]
+    return collections.Counter(node.op for node in nodes), sum("update_all" in f for f in called)
 
 
 def one_pass_updates(function):

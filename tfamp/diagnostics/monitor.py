@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import SkippedStepsError
 from tfamp.core.options import checked_count
 from tfamp.diagnostics import records
@@ -30,6 +31,7 @@ from tfamp.diagnostics.optimizer_watch import (
     watch_optimizer,
 )
 from tfamp.diagnostics.step_statistics import SampledCounts, StepStatistics, count_values, only_if
+from tfamp.diagnostics.weight_updates import WeightUpdates
 from tfamp.interop.keras_hooks import add_to_epoch_logs
 from tfamp.interop.tf_functions import as_written
 from tfamp.training import gradients as gradient_lib
@@ -65,11 +67,18 @@ class NumericsMonitor(keras.callbacks.Callback):
       zero "under_2**-24", "under_2**-14" and "over_65504", with loss scale as in the backward pass.
       "unscaled" has the same three without it. What float16 has flushed already is among the zeros.
     - "gradients": the same of all variables together. "activations": of layers' outputs.
+    - "lost_updates": for "float16" and "bfloat16" the share of the updates of weights, zeros left
+      out, that are under half the distance to the next number of that dtype and lost when they are
+      rounded to it; "step" is when. Each of "variables" has its own. Of weights stored in a low
+      dtype with no exact value beside, the share that has not moved, for that dtype only. None for
+      a step that was skipped, and where several steps are executed at once. In an eager loop it is
+      the step before.
 
     In `model.fit` each epoch's logs get "loss_scale" and "skipped_steps" as they are at its end,
-    and of the last record "suggested_scale" and the shares "gradients_under_2**-14" and
-    "gradients_over_65504", NaN before there is one: `History`, `CSVLogger`, `TensorBoard` and
-    others record them. A metric of one of these names stays what it is.
+    and of the last record "suggested_scale" and the shares "gradients_under_2**-14",
+    "gradients_over_65504", "lost_updates_float16" and "lost_updates_bfloat16", NaN before there is
+    one: `History`, `CSVLogger`, `TensorBoard` and others record them. A metric of one of these
+    names stays what it is.
 
     Source: the exponents of gradients are Figure 3 of Micikevicius et al., "Mixed Precision
     Training", ICLR 2018.
@@ -124,6 +133,9 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._verbose = verbose
         self._statistics: StepStatistics | None = None
         self._outputs: dict[str, SampledCounts] = {}
+        self._updates = WeightUpdates()
+        self._weights: Sequence[Any] = ()
+        self._not_yet = 0  # Steps taken whose updates are still to come: 1 in an eager loop.
         self._scaling: Scaling = scaling_of(None)
         self._take_off: list[Any] = []
         self._taken = 0  # Steps the device has taken, at most; known exactly after each look.
@@ -140,6 +152,8 @@ class NumericsMonitor(keras.callbacks.Callback):
         model = self.model
         layers = chosen_layers(model, self._activations)
         self._scaling = scaling_of(model.optimizer)
+        self._weights, self._not_yet = model.trainable_variables, 0
+        self._updates.forget()
         with model.distribute_strategy.scope():
             names = _unique([layer.name for layer in layers])
             self._start(int(model.steps_per_execution), names)
@@ -243,6 +257,7 @@ class NumericsMonitor(keras.callbacks.Callback):
             grads, owners = gradient_lib.listed(gradients, "record"), list(variables)
         gradient_lib.check_gradients(grads, owners)
         self._scaling = scaling_of(optimizer)
+        self._weights = owners
         names = _unique(list(activations or {}))
         if self._statistics is None:
             outside_the_graph(lambda: self._start(1, names))
@@ -253,6 +268,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         scale = self._scaling.scale() if loss_scale is None else loss_scale
         self._observe(grads, owners, None if unscaled else scale, finite, scale)
         if tf.executing_eagerly() and not tf.distribute.has_strategy():
+            self._not_yet = 1
             self.advance()
 
     def advance(self, steps: int = 1) -> None:
@@ -267,6 +283,7 @@ class NumericsMonitor(keras.callbacks.Callback):
             SkippedStepsError: `max_consecutive_skips` steps in a row were skipped.
         """
         self._taken += steps
+        self._see_weights(steps)
         if self._taken >= self._next_look and self._statistics is not None:
             self._look(self._statistics)
 
@@ -343,6 +360,16 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     # What runs on the host.
 
+    def _see_weights(self, steps: int) -> None:
+        """Looks at the weights before and behind a step that is due, if it is taken by itself."""
+        exact_values = self._scaling.exact_values
+        if self._updates.is_waiting and steps == 1:
+            self._updates.behind(exact_values)
+        elif steps:
+            self._updates.forget()
+        if (self._taken + 1) % self.every == 0 and not self._updates.is_waiting:
+            self._updates.before(self._taken + 1 - self._not_yet, self._weights, exact_values)
+
     def _look(self, statistics: StepStatistics) -> None:
         self._taken = statistics.step()
         skipped, consecutive = map(int, (self._scaling.skips or statistics.skips)())
@@ -370,11 +397,13 @@ class NumericsMonitor(keras.callbacks.Callback):
         last = self.history[-1] if self.history else None
         suggested = last["suggested_scale"] if last else None
         shares = last["gradients"] if last else dict.fromkeys(SHARES, math.nan)
+        lost = (last and last["lost_updates"]) or {}
         return {
             "loss_scale": float(self._scaling.scale()),
             "skipped_steps": int(skips()[0]),
             "suggested_scale": math.nan if suggested is None else float(suggested),
             **{f"gradients_{name}": float(shares[name]) for name in _LOGGED_SHARES},
+            **{f"lost_updates_{dtype}": lost.get(dtype, math.nan) for dtype in LOW_PRECISION},
         }
 
     def _plan_next_look(self, consecutive: int) -> None:
@@ -392,6 +421,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         names = _unique([gradient_lib.variable_name(v) for v in statistics.variables])
         past = statistics.past(self._reported + 1, self._taken)
         record = records.make_record(sampled.read(), names, past, skips)
+        records.add_lost_updates(record, names, *self._updates.read(statistics.variables))
         if self._outputs:
             samples = {name: sample.read() for name, sample in self._outputs.items()}
             record["activations"] = records.activations_of(samples)
@@ -453,6 +483,8 @@ def _write_events(writer: Any, record: Mapping[str, Any]) -> None:
     """Writes a record as scalars and histograms; it is in the file when this returns."""
     scalars = {name: record[name] for name in ("loss_scale", "suggested_scale", "skipped_steps")}
     scalars |= {f"gradients/{name}": record["gradients"][name] for name in (*SHARES, "zeros")}
+    lost = record["lost_updates"] or {}
+    scalars |= {f"lost_updates/{dtype}": lost.get(dtype) for dtype in LOW_PRECISION}
     with writer.as_default(step=record["step"]), tf.summary.record_if(True):
         for name, value in scalars.items():
             if value is not None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.text_table import table_lines
 from tfamp.diagnostics.exponents import (
     SHARES,
@@ -23,9 +24,10 @@ from tfamp.diagnostics.exponents import (
 
 if TYPE_CHECKING:
     from tfamp.diagnostics.step_statistics import Sample
+    from tfamp.diagnostics.weight_updates import Lost
 
 _SHARES = ("zeros", "<2^-24", "<2^-14", ">65504")
-HEADINGS = ("gradients of", *_SHARES, "unscaled <2^-24", "unscaled size")
+HEADINGS = ("gradients of", *_SHARES, "unscaled <2^-24", "unscaled size", "updates lost")
 # A step, its loss scale, and the number of steps skipped before.
 PastStep: TypeAlias = tuple[int, float, int]
 _MOST_ROWS = 12
@@ -61,6 +63,26 @@ def make_record(
         "gradients": _described(*everything),
         "variables": {name: _described(unscaled[name], scaled[name]) for name in names},
     }
+
+
+def add_lost_updates(
+    record: dict[str, Any], names: Sequence[str], step: int, lost: Sequence[Lost]
+) -> None:
+    """Adds to a record the shares of updates that are lost, of each variable and of all together.
+
+    A step that was skipped has none.
+    """
+    found = lost if step not in record["skipped"] else [{} for _ in lost]
+    for name, each in zip(names, found, strict=True):
+        record["variables"][name]["lost_updates"] = _shares_lost([each])
+    everything = _shares_lost(found)
+    record["lost_updates"] = {"step": step, **everything} if everything else None
+
+
+def _shares_lost(lost: Sequence[Lost]) -> dict[str, float]:
+    of_each = {d: [each[d] for each in lost if d in each] for d in LOW_PRECISION}
+    sums = {dtype: [sum(x) for x in zip(*pairs, strict=True)] for dtype, pairs in of_each.items()}
+    return {dtype: pair[0] / pair[1] for dtype, pair in sums.items() if pair}
 
 
 def activations_of(samples: Mapping[str, Sample]) -> dict[str, Any]:
@@ -159,6 +181,8 @@ def summary_lines(record: Mapping[str, Any]) -> list[str]:
         f"float16 flushes gradients under 2^-24 to zero: {lost:.1%} of them, {without:.1%} without "
         "loss scale",
     ]
+    if (sentence := lost_updates_text(record)) is not None:
+        lines.append(sentence)
     if record["first_nonfinite"] is not None:
         lines.append(f"first variable with an inf or NaN: {record['first_nonfinite']}")
     return lines
@@ -167,7 +191,8 @@ def summary_lines(record: Mapping[str, Any]) -> list[str]:
 def all_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Returns one row for all gradients and one for each variable, those that lose most first."""
     variables = sorted(record["variables"].items(), key=lambda item: -item[1]["under_2**-14"])
-    return [_row(*each) for each in (("all variables", record["gradients"]), *variables)]
+    everything = {**record["gradients"], "lost_updates": record.get("lost_updates")}
+    return [_row(*each) for each in (("all variables", everything), *variables)]
 
 
 def _summary_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -217,7 +242,27 @@ def write_summary(history: Sequence[Mapping[str, Any]], file: Any) -> None:
 def _row(name: str, described: Mapping[str, Any]) -> tuple[str, ...]:
     exponents = exponents_of(described)
     span = f"2^{min(exponents)}..2^{max(exponents) + 1}" if exponents else "-"
-    return (name, *share_cells(described), f"{described['unscaled'][SHARES[0]]:.1%}", span)
+    unscaled = f"{described['unscaled'][SHARES[0]]:.1%}"
+    return (name, *share_cells(described), unscaled, span, _lost_cell(described))
+
+
+def _lost_cell(described: Mapping[str, Any]) -> str:
+    """The share of updates that bfloat16 loses, or the low dtype that a variable has."""
+    lost = described.get("lost_updates") or {}
+    shares = [f"{lost[dtype]:.1%}" for dtype in ("bfloat16", "float16") if dtype in lost]
+    return shares[0] if shares else "-"
+
+
+def lost_updates_text(record: Mapping[str, Any]) -> str | None:
+    """Returns a sentence of the updates of weights that rounding loses, if there is a figure."""
+    lost = record.get("lost_updates")
+    if not lost:
+        return None
+    found = [f"{lost[dtype]:.1%} in {dtype}" for dtype in LOW_PRECISION if dtype in lost]
+    return (
+        f"updates of weights that rounding to nearest loses, at step {lost['step']}: "
+        f"{', '.join(found)}; master_weights or weight_rounding keep them"
+    )
 
 
 def share_cells(described: Mapping[str, Any]) -> list[str]:

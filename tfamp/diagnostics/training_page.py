@@ -15,6 +15,7 @@ from tfamp.diagnostics import plots
 from tfamp.diagnostics.records import (
     HEADINGS,
     all_rows,
+    lost_updates_text,
     raised,
     records_of,
     scale_text,
@@ -129,6 +130,9 @@ def _monitor_sections(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     )
     scale = _picture(plots.plot_loss_scale(records), "Loss scale over the steps")
     yield _section("Loss scale", scale, _element("p", _skips(records)))
+    if (sentence := lost_updates_text(last)) is not None:
+        words = sentence[0].upper() + sentence[1:]
+        yield _section("Do weights need more than 16 bits?", _element("p", f"{words}."))
     rows = all_rows(last)
     bad = [False, *(bool(last["variables"][name]["nonfinite"]) for name, *_ in rows[1:])]
     # Only what is ours: a name may have such a sign too.

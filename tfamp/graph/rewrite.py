@@ -28,6 +28,7 @@ from tfamp.graph.transforms import (
     as_sums,
     as_zeros,
     join_products,
+    keep_choices_finite,
     read_before_loops,
     sums_are_better,
     without_idle_sums,
@@ -212,6 +213,8 @@ def convert(graph_def: Any, request: Request) -> Decision:
     decision = decide(indexes, weights, request, _measured(graph_def, indexes, request, sums))
     before = control_inputs(graph_def)
     apply_plan(graph_def, decision.plan)
+    if request.updates != "low":
+        keep_choices_finite(graph_def, decision.plan)
     verify_rewrite(before, graph_def, decision.scopes, decision.plan)
     plan = without_idle_sums(graph_def, decision.plan, sums)
     for text in decision.idle:

@@ -3,6 +3,7 @@
 Products that are added up become one, Einsums of attention become batches of products, gradients of
 biases become sums or zeros, weights that a loop reads are read before it, and, in a graph whose
 weights are constants, what a loop casts is cast before it and a constant that is cast is stored so.
+A constant that Selects choose stays finite.
 """
 
 from __future__ import annotations
@@ -397,7 +398,7 @@ def _is_einsum(node: Any, device: str) -> bool:
 
 def _attention_product(node: Any, attrs: Mapping[str, Any]) -> _AttentionProduct | None:
     """How an Einsum is multiplied; None for one that is no batch of products of two matrices."""
-    batches = _batches(node.attr["equation"].s.decode())
+    batches = _batches(node.attr["equation"].s.decode(errors="backslashreplace"))
     if batches is None:
         return None
     sizes: dict[str, int] = {}
@@ -853,6 +854,45 @@ def _cast_before(graph: Any, loop: Any, i: int, low: int) -> None:
     graph.node.append(cast_node(name, loop.input[i], types[i], low, loop.device))
     types[i] = low
     loop.input[i] = name
+
+
+# ---- Constants that are chosen -------------------------------------------------------------------
+#
+# softmax(where(mask, logits, -2e38)): float32's softmax gives a row that is masked as a whole equal
+# weights. Cast to float16, the constant is -inf, and that row NaN.
+
+_CHOICES = frozenset({"Select", "SelectV2"})
+
+
+def keep_choices_finite(graph_def: Any, plan: RewritePlan) -> None:
+    """Ends constants at the largest value of the dtype they are cast to for a Select, in place.
+
+    Only those that nothing but Selects take, which hand them on as they are: in arithmetic,
+    infinity is an error that shows, and another value one that does not.
+    """
+    limit = tf.as_dtype(plan.dtype).max
+    changes = {scope.scope: scope.casts for scope in plan.scopes if scope.casts}
+    for scope, nodes, _ in bodies(graph_def):
+        if scope not in changes:
+            continue
+        by_name = {node.name: node for node in nodes}
+        uses = Counter(node_name(name) for node in nodes for name in node.input)
+        for cast in changes[scope]:
+            constant = by_name.get(cast.producer)
+            if constant is None or constant.op != "Const" or uses[constant.name] > 1:
+                continue
+            users = [by_name.get(consumer) for consumer, _ in cast.consumers]
+            if all(user is not None and user.op in _CHOICES for user in users):
+                _end_at(constant, limit)
+
+
+def _end_at(constant: Any, limit: float) -> None:
+    value = tf.make_ndarray(constant.attr["value"].tensor)
+    beyond = np.isfinite(value) & (np.abs(value) > limit)
+    if beyond.any():
+        ended = np.where(beyond, np.copysign(limit, value), value)
+        tensor = tf.make_tensor_proto(ended, value.dtype, value.shape)
+        constant.attr["value"].tensor.CopyFrom(tensor)
 
 
 # ---- Constants that are cast ---------------------------------------------------------------------

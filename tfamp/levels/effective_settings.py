@@ -70,6 +70,7 @@ class PrecisionSettings:
         grad_clip: How gradients are clipped, None for not at all.
         master_weights: Whether low weights have float32 copies in the optimizer.
         weight_rounding: How their updates are rounded where they have none, None for to nearest.
+        slots: With that, the dtype of what the optimizer keeps of them; None without an optimizer.
         keep_float32: Paths of the layers that the user keeps in float32.
         reasons: A sentence for every choice that was left open.
         layers: The layers that compute something, in the model's order.
@@ -96,6 +97,7 @@ class PrecisionSettings:
     layers: tuple[LayerSettings, ...]
     graph_rewrite: Callable[..., Any] | None = None
     weight_rounding: str | None = None
+    slots: str | None = None
 
     def rewrite(self, function: Callable[..., Any] | None = None) -> Any:
         """Makes a step of a custom loop run as `fit` runs the model's own.
@@ -142,6 +144,7 @@ class PrecisionSettings:
     def _facts(self) -> list[tuple[str, str]]:
         copies = ", float32 copies in the optimizer" if self.master_weights else ""
         copies += "" if self.weight_rounding is None else f", {_ROUNDED[self.weight_rounding]}"
+        copies += "" if self.slots is None else f", {self.slots} slots"
         is_low = self.level == "O3" or bool(copies)
         stored = sorted({layer.variable_dtype for layer in self.layers}) or ["float32"]
         own = ", ".join(stored) + copies
@@ -193,6 +196,7 @@ def settings_of(
         ),
         graph_rewrite=rewrite,
         weight_rounding=rounding,
+        slots=_slots_of(optimizer),
     )
 
 
@@ -211,7 +215,13 @@ def own_settings_of(model: Any) -> PrecisionSettings:
         reasons=("prepare has not made it: each layer has the policy it was made with.",),
         layers=tuple(_described(layer, layer.compute_dtype, _own_why(layer)) for layer in layers),
         weight_rounding=getattr(optimizer, "weight_rounding", None),
+        slots=_slots_of(optimizer),
     )
+
+
+def _slots_of(optimizer: Any) -> str | None:
+    low = optimizer.stored_weights.low if isinstance(optimizer, LossScaleOptimizer) else None
+    return None if low is None else low.slots
 
 
 def _single_layers_of(model: Any) -> list[Any]:

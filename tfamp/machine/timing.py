@@ -31,9 +31,8 @@ def in_own_thread(
     waits: `interrupted` is to end the function soon.
     """
     with ThreadPoolExecutor(1) as own_thread:
-        result = own_thread.submit(function)
-        try:
-            return result.result()
+        try:  # Ctrl-C may come while the thread starts: nobody waits for it then.
+            return own_thread.submit(function).result()
         except BaseException:
             interrupted()
             raise

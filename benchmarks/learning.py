@@ -1,0 +1,324 @@
+"""What models learn whose weights are stored in 16 bits, beside float32.
+
+    python -m benchmarks.learning [--models M ...] [--ways W ...] [--seeds N] [--small]
+                                  [--json F] [--plot F] [--markdown]
+
+A character transformer learns with AdamW, LeNet-5 with Adam and with SGD and momentum, on data that
+are never used up: the standard library's source and scikit-learn's digits, shifted and with noise.
+Each way starts from the same weights and sees the same batches. Shown is the loss on batches that
+none has seen. Runs that the file of --json has are not made again; each is added when it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+from keras import layers
+
+import tfamp
+from benchmarks import data
+from benchmarks.models import transformer
+from benchmarks.progress import reporting
+from benchmarks.tables import Table, show, to_markdown
+
+# ---- What is trained, and how it is stored -------------------------------------------------------
+
+# What `prepare` is told.
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "to nearest": {"master_weights": False},
+    "stochastic": {"weight_rounding": "stochastic"},
+    "split": {"weight_rounding": "split"},
+    "split, low slots": {"weight_rounding": "split", "slots": "bfloat16"},
+    "kahan": {"weight_rounding": "kahan"},
+}
+FLOAT32 = "float32"
+RUNS = (
+    FLOAT32,
+    *(f"bfloat16, {way}" for way in WAYS),
+    *(f"float16, {way}" for way in WAYS if "split" not in way),
+)
+
+
+def lenet5() -> keras.Model:
+    """LeNet-5 for 32 x 32 pixels, as LeCun et al. (1998) drew it, with ReLU and maxima."""
+    return keras.Sequential(
+        [
+            keras.Input((32, 32, 1)),
+            layers.Conv2D(6, 5, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(16, 5, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(120, activation="relu"),
+            layers.Dense(84, activation="relu"),
+            layers.Dense(data.DIGITS),
+        ]
+    )
+
+
+def characters() -> keras.Model:
+    """A transformer that tells the next character."""
+    size = {"vocabulary": data.CHARACTERS, "tokens": 32, "width": 64, "heads": 4, "layers": 2}
+    return transformer(size)
+
+
+def _digit(batch: int, number: int) -> data.Batch:
+    images, digits = data.digit_images(batch, 32, number)
+    return images[..., :1], digits
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its optimizer and its data.
+
+    Attributes:
+        model: Makes the model.
+        optimizer: Makes the optimizer for a schedule of rates.
+        rate: The rate that the schedule starts with.
+        batch: Makes a batch of a size, by number.
+        size: Of a batch.
+        steps: How many it learns from.
+    """
+
+    model: Callable[[], keras.Model]
+    optimizer: Callable[[Any], keras.optimizers.Optimizer]
+    rate: float
+    batch: Callable[[int, int], data.Batch]
+    size: int
+    steps: int
+
+
+TASKS: Mapping[str, Task] = {
+    "transformer, AdamW": Task(
+        *(characters, keras.optimizers.AdamW, 3e-3),
+        *(lambda batch, number: data.characters(batch, 32, number), 32, 400),
+    ),
+    "LeNet-5, Adam": Task(lenet5, keras.optimizers.Adam, 1e-3, _digit, 32, 600),
+    "LeNet-5, SGD with momentum": Task(
+        *(lenet5, lambda rate: keras.optimizers.SGD(rate, momentum=0.9), 1e-2, _digit, 32, 600)
+    ),
+}
+# Batches that no seed comes to.
+_UNSEEN = range(10**9, 10**9 + 64)
+_SMALL_STEPS = 4
+
+
+# ---- A run ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What a run came to.
+
+    Attributes:
+        task: The name of the task.
+        way: The dtype and the way of rounding.
+        seed: That of weights and data.
+        losses: That of every step.
+        loss: The mean loss on unseen batches.
+        accuracy: The share of right answers there.
+        size: Bytes of weights, gradients and optimizer for each parameter.
+    """
+
+    task: str
+    way: str
+    seed: int
+    losses: Sequence[float]
+    loss: float
+    accuracy: float
+    size: float
+
+
+class _Losses(keras.callbacks.Callback):
+    """Keeps the loss of every step, of which Keras tells the mean so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[float] = []
+        self._sum = 0.0
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Keeps it."""
+        total = float((logs or {})["loss"]) * (batch + 1)
+        self.values.append(total - self._sum)
+        self._sum = total
+
+
+def _batches(task: Task, numbers: Sequence[int]) -> data.Batch:
+    inputs, answers = zip(*(task.batch(task.size, number) for number in numbers), strict=True)
+    return np.concatenate(inputs), np.concatenate(answers)
+
+
+def learn(name: str, way: str, seed: int, steps: int | None = None) -> Learnt:
+    """Trains the model of a task in one way."""
+    task = TASKS[name]
+    steps = task.steps if steps is None else steps
+    keras.utils.set_random_seed(seed)
+    rate = keras.optimizers.schedules.CosineDecay(task.rate, steps)
+    model, optimizer = _prepared(way, task.model(), task.optimizer(rate))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], auto_scale_loss=False)
+    first = seed * 10**6
+    x, y = _batches(task, range(first, first + steps))
+    losses = _Losses()
+    model.fit(x, y, batch_size=task.size, shuffle=False, verbose=0, callbacks=[losses])
+    unseen = _batches(task, _UNSEEN)
+    found = model.evaluate(*unseen, batch_size=task.size, verbose=0, return_dict=True)
+    kept = [*model.trainable_variables, *model.trainable_variables, *optimizer.variables]
+    size = sum(variable.numpy().nbytes for variable in kept) / model.count_params()
+    return Learnt(name, way, seed, losses.values, found["loss"], found["accuracy"], size)
+
+
+def _prepared(way: str, model: keras.Model, optimizer: Any) -> Any:
+    if way == FLOAT32:
+        return tfamp.prepare(model, optimizer, level="O0")
+    dtype, _, rounding = way.partition(", ")
+    scale = {"loss_scale": "dynamic"} if dtype == "float16" else {}
+    return tfamp.prepare(model, optimizer, level="O3", dtype=dtype, **WAYS[rounding], **scale)
+
+
+def learn_all(
+    tasks: Sequence[str], ways: Sequence[str], seeds: int, steps: int | None, file: Path | None
+) -> list[Learnt]:
+    """Makes the runs that a file has not, and adds each to it."""
+    found = [] if file is None or not file.exists() else _read(file)
+    done = {(run.task, run.way, run.seed): run for run in found}
+    # One seed after the other: a file that is not complete has all ways of the first ones.
+    wanted = [(task, way, seed) for seed, task, way in itertools.product(range(seeds), tasks, ways)]
+    missing = [each for each in wanted if each not in done]
+    with reporting("runs", len(missing)) as tell:
+        for task, way, seed in missing:
+            tell(f"{task}, {way}, seed {seed}")
+            run = done[task, way, seed] = learn(task, way, seed, steps)
+            keras.backend.clear_session()
+            if file is not None:
+                with file.open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps(asdict(run)) + "\n")
+    return [done[each] for each in wanted]
+
+
+def _read(file: Path) -> list[Learnt]:
+    return [Learnt(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+# ---- What is shown -------------------------------------------------------------------------------
+
+
+def table(task: str, runs: Sequence[Learnt]) -> Table:
+    """The runs of a task: a row for each way, over all seeds."""
+    rows = []
+    for way, own in _by_way(runs):
+        loss = statistics.fmean(run.loss for run in own)
+        accuracy = statistics.fmean(run.accuracy for run in own)
+        apart = [_range(ratios_of(way, runs, figure)) for figure in ("loss", "accuracy")]
+        size = f"{own[0].size:.1f}"
+        figures = f"{loss:.4f}", apart[0], f"{accuracy:.2%}", apart[1]
+        rows.append((way, str(len(own)), *figures, size))
+    return Table(
+        task,
+        ("stored in", "seeds", "loss", "of float32", "accuracy", "of float32", "bytes a parameter"),
+        tuple(rows),
+        notes=(
+            f"means over the seeds after {len(runs[0].losses)} steps, of batches of their own",
+            '"of float32": how far a seed is from its float32 run, the least and the most',
+        ),
+    )
+
+
+def _range(ratios: Sequence[float]) -> str:
+    if any(map(math.isnan, ratios)):
+        return "nan"
+    least, most = (f"{each - 1:+.2%}" for each in (min(ratios), max(ratios)))
+    return least if least == most else f"{least} to {most}"
+
+
+def _by_way(runs: Sequence[Learnt]) -> Iterator[tuple[str, list[Learnt]]]:
+    for way in dict.fromkeys(run.way for run in runs):
+        yield way, [run for run in runs if run.way == way]
+
+
+def ratios_of(way: str, runs: Sequence[Learnt], name: str) -> list[float]:
+    """The loss or accuracy of a way over that of float32, for each seed."""
+    exact = {run.seed: getattr(run, name) for run in runs if run.way == FLOAT32}
+    return [getattr(run, name) / exact[run.seed] for run in runs if run.way == way]
+
+
+def figure(task: str, runs: Sequence[Learnt]) -> Any:
+    """Losses over the steps, of the first seed, and at the end against the bytes a parameter."""
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = picture.subplots(1, 2, sharey=True)
+    ways = list(_by_way(runs))
+    for number, (way, own) in enumerate(ways):
+        color = _COLORS[number]
+        dashed = "--" if way.startswith("float16") else "-"
+        smooth = np.convolve(own[0].losses, np.ones(_SMOOTH) / _SMOOTH, "valid")
+        steps = np.arange(len(smooth)) + _SMOOTH / 2
+        # Most lie on each other: a later one is thinner.
+        left.plot(steps, smooth, dashed, color=color, linewidth=len(ways) - number, label=way)
+        mean = statistics.fmean(run.loss for run in own)
+        mark = "s" if dashed == "--" else "o"
+        right.plot(own[0].size, mean, mark, color=color, markersize=8, fillstyle=_fill(way))
+    left.set(xlabel="step", ylabel="loss", title=f"{task}: loss")
+    right.set(xlabel="bytes a parameter, gradients included", title="loss at the end and memory")
+    right.set_xlim(0, 18)
+    for axes in (left, right):
+        axes.grid(color="#d5dae1", linewidth=0.7)
+        axes.spines[["top", "right"]].set_visible(False)
+    picture.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    return picture
+
+
+# Steps that a curve's points are means of.
+_SMOOTH = 10
+_COLORS = (
+    *("#1c2430", "#d55e00", "#0072b2", "#009e73", "#e69f00", "#cc79a7"),
+    *("#d55e00", "#0072b2", "#cc79a7"),
+)
+
+
+def _fill(way: str) -> str:
+    return "none" if way.startswith("float16") else "full"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=TASKS, default=[*TASKS])
+    parser.add_argument("--ways", nargs="+", choices=RUNS, default=[*RUNS])
+    parser.add_argument("--seeds", type=int, default=3, help="how many weights and data")
+    parser.add_argument("--small", action="store_true", help="a few steps, to see that it runs")
+    parser.add_argument("--json", type=Path, help="a file of runs, made or gone on with")
+    parser.add_argument("--plot", type=Path, help="a file for the picture of the first model")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown")
+    args = parser.parse_args()
+    # What all others are compared with.
+    args.ways = [FLOAT32, *(way for way in args.ways if way != FLOAT32)]
+    steps = _SMALL_STEPS if args.small else None
+    runs = learn_all(args.models, args.ways, args.seeds, steps, args.json)
+    of_task = {task: [run for run in runs if run.task == task] for task in args.models}
+    tables = [table(*each) for each in of_task.items()]
+    if args.markdown:
+        print("\n".join(map(to_markdown, tables)))
+    else:
+        show(tables)
+    if args.plot is not None:
+        figure(args.models[0], of_task[args.models[0]]).savefig(args.plot, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
