@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -225,20 +226,22 @@ def table(task: str, runs: Sequence[Learnt]) -> Table:
         accuracy = statistics.fmean(run.accuracy for run in own)
         apart = [_range(ratios_of(way, runs, figure)) for figure in ("loss", "accuracy")]
         size = f"{own[0].size:.1f}"
-        rows.append((way, f"{loss:.4f}", apart[0], f"{accuracy:.2%}", apart[1], size))
-    seeds = len({run.seed for run in runs})
+        figures = f"{loss:.4f}", apart[0], f"{accuracy:.2%}", apart[1]
+        rows.append((way, str(len(own)), *figures, size))
     return Table(
         task,
-        ("stored in", "loss", "of float32", "accuracy", "of float32", "bytes a parameter"),
+        ("stored in", "seeds", "loss", "of float32", "accuracy", "of float32", "bytes a parameter"),
         tuple(rows),
         notes=(
-            f"means of up to {seeds} seeds, {len(runs[0].losses)} steps; of batches of their own",
+            f"means over the seeds after {len(runs[0].losses)} steps, of batches of their own",
             '"of float32": how far a seed is from its float32 run, the least and the most',
         ),
     )
 
 
 def _range(ratios: Sequence[float]) -> str:
+    if any(map(math.isnan, ratios)):
+        return "nan"
     least, most = (f"{each - 1:+.2%}" for each in (min(ratios), max(ratios)))
     return least if least == most else f"{least} to {most}"
 

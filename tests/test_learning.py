@@ -23,8 +23,8 @@ def test_a_loss_is_told_in_ratios_to_that_of_the_same_seed():
         *(a_run(RUNS[1], seed, loss) for seed, loss in enumerate((1.1, 2.0))),
     ]
     exact, low = table(TASK, runs).rows
-    assert exact == (FLOAT32, "1.5000", "+0.00%", "50.00%", "+0.00%", "16.0")
-    assert low[:5] == (RUNS[1], "1.5500", "+0.00% to +10.00%", "50.00%", "+0.00%")
+    assert exact == (FLOAT32, "2", "1.5000", "+0.00%", "50.00%", "+0.00%", "16.0")
+    assert low[:6] == (RUNS[1], "2", "1.5500", "+0.00% to +10.00%", "50.00%", "+0.00%")
     pytest.importorskip("matplotlib")
     left, right = figure(TASK, runs).axes
     assert [line.get_label() for line in left.lines] == [FLOAT32, RUNS[1]]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.core.dtypes import LOW_PRECISION, float_format
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.graph.apply import cast_node
 from tfamp.graph.functions import (
     bodies,
@@ -398,7 +398,7 @@ def _is_einsum(node: Any, device: str) -> bool:
 
 def _attention_product(node: Any, attrs: Mapping[str, Any]) -> _AttentionProduct | None:
     """How an Einsum is multiplied; None for one that is no batch of products of two matrices."""
-    batches = _batches(node.attr["equation"].s.decode())
+    batches = _batches(node.attr["equation"].s.decode(errors="backslashreplace"))
     if batches is None:
         return None
     sizes: dict[str, int] = {}
@@ -870,7 +870,7 @@ def keep_choices_finite(graph_def: Any, plan: RewritePlan) -> None:
     Only those that nothing but Selects take, which hand them on as they are: in arithmetic,
     infinity is an error that shows, and another value one that does not.
     """
-    limit = float_format(plan.dtype).max
+    limit = tf.as_dtype(plan.dtype).max
     changes = {scope.scope: scope.casts for scope in plan.scopes if scope.casts}
     for scope, nodes, _ in bodies(graph_def):
         if scope not in changes:

@@ -92,12 +92,12 @@ def _apply(weights: Weights, gradients: Gradients) -> None:
             return
         gradients = others
     gradients = gradients.unscaled()
+    if optimizer.gradient_accumulation_steps:
+        gradients = gradients.as_stored()
     low = weights.low
     if low is not None and chance is not None and low.updates_any(gradients.variables):
         low.apply(optimizer, gradients, chance)
         return
-    if optimizer.gradient_accumulation_steps:
-        gradients = gradients.as_stored()
     asked: list[bool] = []
     counts_itself = tf.distribute.has_strategy() and not strategy_needs_merge_call()
     view = optimizer

@@ -71,11 +71,12 @@ class Gradients:
         return replace(self, values=values, divisor=None)
 
     def as_stored(self) -> Gradients:
-        """The gradients of float16 and bfloat16 variables in their variable's dtype.
+        """The gradients in their variables' dtypes.
 
         Keras adds gradients up in sums of that dtype, and does not cast them itself there.
         """
-        return replace(self, values=[_narrowed(*pair) for pair in self.pairs()])
+        values = [g if is_next_value(v) else _in_dtype_of(v, g) for g, v in self.pairs()]
+        return replace(self, values=values)
 
     def all_finite(self) -> Any:
         """Whether no unchecked gradient is inf or NaN, unscaled and in its variable's dtype."""
@@ -239,8 +240,11 @@ def _can_be_squared(gradient: Any, variable: Any) -> bool:
 
 def _narrowed(gradient: Any, variable: Any) -> Any:
     """A gradient in the dtype of its variable, if that is a low one."""
-    if variable is None or dtype_name(variable) not in LOW_PRECISION:
-        return gradient
+    low = variable is not None and dtype_name(variable) in LOW_PRECISION
+    return _in_dtype_of(variable, gradient) if low else gradient
+
+
+def _in_dtype_of(variable: Any, gradient: Any) -> Any:
     return _mapped(lambda values: ops.cast(values, dtype_name(variable)), gradient)
 
 

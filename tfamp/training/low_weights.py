@@ -105,7 +105,11 @@ class LowVariable:
         return LowVariable(*own, update)
 
     @property
-    def value(self) -> Any:
+    def value(self) -> LowVariable:
+        """Itself: as that of Keras's variables it is read where it is used, not before."""
+        return self
+
+    def read(self) -> Any:
         """The float32 value."""
         if self.update is None:  # Perhaps outside of a replica, where there are no resources.
             parts = (native(each) for each in (self.variable, *self.beside))
@@ -141,32 +145,32 @@ class LowVariable:
 
     def assign_add(self, value: Any) -> None:
         """Adds a value."""
-        self.assign(self.value + value)
+        self.assign(self.read() + value)
 
     def assign_sub(self, value: Any) -> None:
         """Subtracts a value."""
-        self.assign(self.value - value)
+        self.assign(self.read() - value)
 
     def scatter_add(self, rows: tf.IndexedSlices) -> None:
         """Adds to some rows."""
-        self.assign(tf.tensor_scatter_nd_add(self.value, *_indexed(rows)))
+        self.assign(tf.tensor_scatter_nd_add(self.read(), *_indexed(rows)))
 
     def scatter_sub(self, rows: tf.IndexedSlices) -> None:
         """Subtracts from some rows."""
-        self.assign(tf.tensor_scatter_nd_sub(self.value, *_indexed(rows)))
+        self.assign(tf.tensor_scatter_nd_sub(self.read(), *_indexed(rows)))
 
     def scatter_update(self, rows: tf.IndexedSlices) -> None:
         """Replaces some rows."""
-        self.assign(tf.tensor_scatter_nd_update(self.value, *_indexed(rows)))
+        self.assign(tf.tensor_scatter_nd_update(self.read(), *_indexed(rows)))
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Any:
-        return tf.convert_to_tensor(self.value, dtype=dtype, name=name)
+        return tf.convert_to_tensor(self.read(), dtype=dtype, name=name)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.value[index]
+        return self.read()[index]
 
     def __neg__(self) -> Any:
-        return -self.value
+        return -self.read()
 
 
 def _indexed(rows: tf.IndexedSlices) -> tuple[Any, Any]:
@@ -176,8 +180,8 @@ def _indexed(rows: tf.IndexedSlices) -> tuple[Any, Any]:
 def _operator(name: str, reflected: bool) -> Callable[[LowVariable, Any], Any]:
     function = getattr(operator, name)
     if reflected:
-        return lambda self, other: function(other, self.value)
-    return lambda self, other: function(self.value, other)
+        return lambda self, other: function(other, self.read())
+    return lambda self, other: function(self.read(), other)
 
 
 for _name in _OPERATORS:
@@ -383,7 +387,7 @@ def _stepping(kind: type) -> type:
                 super().update_step(gradient, variable, learning_rate)
                 constraint = variable.bound
                 if constraint is not None:
-                    variable.assign(constraint(variable.value))
+                    variable.assign(constraint(variable.read()))
 
     return Stepping
 
