@@ -44,7 +44,6 @@ TESTS = [
     "tests/graph/test_rewrite.py",
 ]
 BACKEND_TESTS = ["tests/test_keras_backend.py"]
-KERASHUB = "keras-hub==0.32.*"
 
 
 @nox.session
@@ -72,7 +71,7 @@ def compat(session: nox.Session, row: str) -> None:
 @nox.session(python="3.11", default=False)
 def kerashub(session: nox.Session) -> None:
     """Every backbone of KerasHub; arguments after `--` go to benchmarks.kerashub."""
-    session.install(*ROWS["newest"][1], KERASHUB, "-e", ".", "rich>=13")
+    session.install(*ROWS["newest"][1], "-e", ".[models]", "rich>=13")
     session.run(
         "python",
         "-m",

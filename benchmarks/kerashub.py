@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -32,12 +33,21 @@ SLICE = (
 # Differences from float32 under Keras's policy, by each way of tfamp's, and back at O0; steps until
 # one is applied; the difference that saving makes.
 CHECKS = ("Keras", "policy", "autocast", "rewrite", "O1", "O2", "O0", "train", "reload")
+# Those that are compared with Keras's policy.
+_COMPARED = ("Keras", "policy", "autocast", "rewrite", "O1", "O2")
 # A small model's error is that of a few roundings: half as much again is not worse.
 _TOLERANCE = 1.5
+_SEED = 7
+# And where it has a few outputs only, as CLIP has, one set of weights decides by chance. How many
+# others a suspect gets.
+_OTHER_WEIGHTS = 12
 _MAX_STEPS = 12
 _UNMADE = "float32"  # in the place of the checks, where there is no model to check
 _SHOWN = 240  # characters of an error
 _ALSO = "under Keras's policy too: "
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+# How errors begin that tell the way to the fault, files of this machine included, before the fault.
+_ON_THE_WAY = ("in user code:", "Exception encountered when calling")
 # How many are reloaded by one process, and recorded together.
 _BATCH = 10
 START, END = "<!-- table: begin -->", "<!-- table: end -->"
@@ -56,12 +66,33 @@ def run_model(name: str, dtype: str, folder: Path) -> Outcomes:
         folder: Where the model is saved, with its inputs and predictions.
 
     Returns:
-        A difference, or an error, for each check.
+        A difference, or an error, for each check. Where one is worse than Keras's, all that are
+        compared with it are root mean squares over other weights.
     """
+    outcomes = _run_seed(name, dtype, folder, _SEED, CHECKS)
+    suspects = {check for check in worse_than_keras(outcomes) if check in _COMPARED}
+    if not any(isinstance(outcomes[check], float) for check in suspects):
+        return outcomes
+    with tempfile.TemporaryDirectory() as unused:
+        seeds = range(_SEED + 1, _SEED + 1 + _OTHER_WEIGHTS)
+        draws = [_run_seed(name, dtype, Path(unused), seed, _COMPARED) for seed in seeds]
+    return outcomes | {check: over_draws([each[check] for each in draws]) for check in _COMPARED}
+
+
+def over_draws(outcomes: Sequence[Outcome]) -> Outcome:
+    """The root mean square of differences; the first error, if there is one."""
+    errors = [each for each in outcomes if isinstance(each, str)]
+    squares = [each**2 for each in outcomes if not isinstance(each, str)]
+    return errors[0] if errors else math.sqrt(sum(squares) / len(squares))
+
+
+def _run_seed(
+    name: str, dtype: str, folder: Path, seed: int, wanted: Sequence[str]
+) -> dict[str, Outcome]:
     import keras
 
     keras.backend.clear_session()
-    keras.utils.set_random_seed(7)
+    keras.utils.set_random_seed(seed)
     try:
         model = MODELS[name]()
         x = inputs_of(model)
@@ -69,7 +100,7 @@ def run_model(name: str, dtype: str, folder: Path) -> Outcomes:
     except Exception as error:  # noqa: BLE001 - a row of the table
         return {_UNMADE: _said(error)}
     checks = _checks(name, dtype, model, x, expected, folder)
-    return {check: _outcome(checks[check]) for check in CHECKS if check in checks}
+    return {check: _outcome(checks[check]) for check in wanted if check in checks}
 
 
 def _outcome(check: Callable[[], Outcome]) -> Outcome:
@@ -80,7 +111,10 @@ def _outcome(check: Callable[[], Outcome]) -> Outcome:
 
 
 def _said(error: Exception) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())
+    text = _COLOURS.sub("", str(error)).partition("Arguments received by")[0].strip()
+    if any(begin in text for begin in _ON_THE_WAY):
+        text = text.rsplit("\n\n", 1)[-1]
+    text = " ".join(f"{type(error).__name__}: {text}".replace("|", "/").split())
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
 
 
@@ -283,6 +317,7 @@ def worse_than_keras(outcomes: Mapping[str, Outcome]) -> list[str]:
         return [_UNMADE]
     keras = outcomes["Keras"]
     limit = _TOLERANCE * keras if isinstance(keras, float) and math.isfinite(keras) else math.inf
+    no_number = isinstance(keras, float) and math.isnan(keras)
     faults = []
     for check, outcome in outcomes.items():
         if check == "Keras":
@@ -291,7 +326,7 @@ def worse_than_keras(outcomes: Mapping[str, Outcome]) -> list[str]:
         if isinstance(outcome, str):
             if not isinstance(keras, str) and not outcome.startswith(_ALSO):
                 faults.append(check)
-        elif not outcome <= bound:
+        elif not outcome <= bound and not (no_number and math.isnan(outcome)):
             faults.append(check)
     return faults
 

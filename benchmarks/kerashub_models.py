@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-_TOKENS, _SIDE, _BATCH = 8, 64, 2
+_TOKENS, _SIDE, _AUDIO, _BATCH = 8, 64, 1024, 2
 _VOCABULARY = 32
 
 _WORDS = {"vocabulary_size": _VOCABULARY}
@@ -117,7 +118,7 @@ _PLAIN: dict[str, dict[str, Any]] = {
     | {"filter_dim": 16, "encoder_num_layers": 1, "decoder_num_layers": 1, "hidden_dim": 16}
     | {"intermediate_dim": 32, "encoder_num_heads": 2, "decoder_num_heads": 2},
     "Whisper": _TEXT
-    | {"num_mels": 8, "max_encoder_sequence_length": 16, "max_decoder_sequence_length": 16},
+    | {"num_mels": 8, "max_encoder_sequence_length": _AUDIO, "max_decoder_sequence_length": 16},
     "PaliGemma": _GEMMA
     | {"image_size": 16, "vit_patch_size": 8, "vit_num_heads": 2, "vit_hidden_dim": 8}
     | {"vit_num_layers": 1, "vit_intermediate_dim": 16},
@@ -143,7 +144,6 @@ _PLAIN: dict[str, dict[str, Any]] = {
         "stackwise_block_types": ["v1"] * 2,
         "stackwise_force_input_filters": [0] * 2,
         "stackwise_nores_option": [False] * 2,
-        "num_features": 16,
     },
     "MiT": _IMAGE
     | {"layerwise_depths": [1, 1], "num_layers": 2, "layerwise_num_heads": [1, 2]}
@@ -205,10 +205,14 @@ _PLAIN: dict[str, dict[str, Any]] = {
 }
 
 
-def _make(name: str) -> Any:
-    from keras_hub import models
+# Those that keras_hub.models does not list, and where they are.
+_UNLISTED = {"RQVAE": "rqvae.rqvae_backbone", "VAE": "vae.vae_backbone"}
 
-    return getattr(models, f"{name}Backbone")(**_PLAIN[name])
+
+def _make(name: str) -> Any:
+    listed = name not in _UNLISTED
+    place = "keras_hub.models" if listed else f"keras_hub.src.models.{_UNLISTED[name]}"
+    return getattr(importlib.import_module(place), f"{name}Backbone")(**_PLAIN[name])
 
 
 def _resnet(**changes: Any) -> Any:
@@ -229,7 +233,7 @@ def _basnet() -> Any:
     return models.BASNetBackbone(
         image_encoder=_resnet(image_shape=(None, None, 3)),
         num_classes=1,
-        projection_filters=8,
+        projection_filters=64,
         **_IMAGE,
     )
 
@@ -265,7 +269,8 @@ def _metaclip2() -> Any:
 def _siglip() -> Any:
     from keras_hub import models
 
-    text = _TEXT | _LENGTH | {"embedding_dim": 16, "projection_dim": 16}
+    # Its positions are as many as its tokens, always.
+    text = _TEXT | {"max_sequence_length": _TOKENS, "embedding_dim": 16, "projection_dim": 16}
     return models.SigLIPBackbone(
         vision_encoder=models.SigLIPVisionEncoder(**_PATCHES | _VIT | _IMAGE),
         text_encoder=models.SigLIPTextEncoder(**text),
@@ -289,7 +294,7 @@ def _deeplab() -> Any:
 def _segformer() -> Any:
     from keras_hub import models
 
-    four = {"num_layers": 4, "hidden_dims": [8] * 4, "layerwise_depths": [1] * 4}
+    four = {"num_layers": 4, "hidden_dims": [8, 16, 24, 32], "layerwise_depths": [1] * 4}
     four |= {"layerwise_num_heads": [1] * 4, "layerwise_sr_ratios": [2, 2, 1, 1]}
     four |= {"layerwise_patch_sizes": [7, 3, 3, 3], "layerwise_strides": [4, 2, 2, 2]}
     encoder = models.MiTBackbone(**_PLAIN["MiT"] | four)
@@ -307,7 +312,7 @@ def _retinanet() -> Any:
 def _depth_anything() -> Any:
     from keras_hub import models
 
-    four = {"num_layers": 4, "patch_size": 14, "image_shape": (56, 56, 3)}
+    four = {"num_layers": 4, "patch_size": 14, "image_shape": (84, 84, 3)}
     encoder = models.DINOV2Backbone(**_PLAIN["DINOV2"] | four)
     return models.DepthAnythingBackbone(
         image_encoder=encoder,
@@ -373,4 +378,4 @@ def _batch(spec: Any, rng: np.random.Generator) -> np.ndarray:
 
 def _free(spec: Any) -> int:
     """The size of an axis that the model leaves open."""
-    return {4: _SIDE, 3: 1024}.get(len(spec.shape), _TOKENS)
+    return {4: _SIDE, 3: _AUDIO}.get(len(spec.shape), _TOKENS)

@@ -30,11 +30,11 @@ def main() -> None:
         print(profile.to_json())
         return
     print(profile.name)
-    print(f"{'':36}" + "".join(f"{dtype:>12}" for dtype in DTYPES) + "   bf16/f32  f16/f32")
+    print(f"{'':44}" + "".join(f"{dtype:>12}" for dtype in DTYPES) + "   bf16/f32  f16/f32")
     for kind, peaks in [*((kind, profile.peaks[kind]) for kind in KINDS), *profile.ops.items()]:
         row = "".join(f"{peaks[dtype] / 1e9:12.1f}" for dtype in DTYPES)
         ratios = [peaks[dtype] / peaks["float32"] for dtype in DTYPES[1:]]
-        print(f"{kind:36}{row}{ratios[0]:11.2f}{ratios[1]:9.2f}   10^9 per second")
+        print(f"{kind:44}{row}{ratios[0]:11.2f}{ratios[1]:9.2f}   10^9 per second")
     print(f"bandwidth {profile.bandwidth / 1e9:.1f} GB/s, Casts {profile.cast_bandwidth / 1e9:.1f}")
     print(f"overhead of an op {profile.op_overhead * 1e6:.1f} us")
 

@@ -1,6 +1,6 @@
 """The same products written in several ways, by turns: which way the kernels here are fastest.
 
-    python -m benchmarks.products [--dtype bfloat16] [--rounds N]
+    python -m benchmarks.products [--dtype bfloat16] [--rounds N] [--sizes 16 128 512 8]
 
 The first way of each is what TensorFlow makes of a training step of Keras's layers.
 """
@@ -8,6 +8,7 @@ The first way of each is what TensorFlow makes of a training step of Keras's lay
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,20 @@ def _rows(x: tf.Tensor) -> tf.Tensor:
 
 def _heads(x: tf.Tensor) -> tf.Tensor:
     return tf.transpose(x, _HEADS_FIRST)
+
+
+# Those of scores and of values, and the gradients of both.
+_ATTENTION: Mapping[str, Way] = {
+    "BTNH,BSNH->BNTS": lambda a, b: tf.matmul(_heads(a), _heads(b), transpose_b=True),
+    "BNTS,BSNH->BTNH": lambda a, b: _heads(tf.matmul(a, _heads(b))),
+    "BNTS,BTNH->BSNH": lambda a, b: _heads(tf.matmul(a, _heads(b), transpose_a=True)),
+    "BTNH,BNTS->BSNH": lambda a, b: _heads(tf.matmul(b, _heads(a), transpose_a=True)),
+}
+
+
+def operands(equation: str) -> list[str]:
+    """The labels of what an Einsum multiplies."""
+    return equation.partition("->")[0].split(",")
 
 
 def products(batch: int, tokens: int, width: int, heads: int) -> list[Product]:
@@ -87,23 +102,13 @@ def products(batch: int, tokens: int, width: int, heads: int) -> list[Product]:
                 "transposed before": lambda a, b: tf.matmul(a, tf.transpose(b)),
             },
         ),
-        Product(
-            "attention, BNTS,BTNH->BSNH",
-            scores,
-            each,
-            {
-                "Einsum": lambda a, b: tf.einsum("BNTS,BTNH->BSNH", a, b),
-                "BatchMatMulV2": lambda a, b: _heads(tf.matmul(a, _heads(b), transpose_a=True)),
-            },
-        ),
-        Product(
-            "attention, BTNH,BNTS->BSNH",
-            each,
-            scores,
-            {
-                "Einsum": lambda a, b: tf.einsum("BTNH,BNTS->BSNH", a, b),
-                "BatchMatMulV2": lambda a, b: _heads(tf.matmul(b, _heads(a), transpose_a=True)),
-            },
+        *(
+            Product(
+                f"attention, {equation}",
+                *(scores if operand.startswith("BN") else each for operand in operands(equation)),
+                {"Einsum": functools.partial(tf.einsum, equation), "BatchMatMulV2": way},
+            )
+            for equation, way in _ATTENTION.items()
         ),
     ]
 
@@ -146,9 +151,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
     parser.add_argument("--rounds", type=int, default=40, help="how often each way is timed")
+    parser.add_argument(
+        "--sizes",
+        nargs=4,
+        type=int,
+        metavar=("BATCH", "TOKENS", "WIDTH", "HEADS"),
+        default=(16, 128, 512, 8),
+        help="of the transformer",
+    )
     parser.add_argument("--small", action="store_true", help="tiny ones, to see that all runs")
     args = parser.parse_args()
-    sizes = (2, 8, 16, 2) if args.small else (16, 128, 512, 8)
+    sizes = (2, 8, 16, 2) if args.small else args.sizes
     found: list[tuple[str, ...]] = []
     for each in products(*sizes):
         found += rows(each, measure(each, args.dtype, args.rounds))

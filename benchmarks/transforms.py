@@ -23,6 +23,7 @@ from benchmarks.workloads import WORKLOADS, Workload
 
 TRANSFORMS = {
     "join_products": "one product for the gradient of a projection",
+    "as_batches": "batches of products for Einsums of attention",
     "as_zeros": "zeros for biases in front of BatchNormalization",
 }
 _HEADERS = ("workload", "without", "times as long", "quartiles", "step, ms")

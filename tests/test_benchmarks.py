@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 pytest.importorskip("benchmarks", reason="the benchmarks are no part of the package")
 
 import tfamp
-from benchmarks import data, measured, plot, report, results, scaling, tables
+from benchmarks import data, measured, plot, report, results, scaling, serving, tables
 from benchmarks.__main__ import main
 from benchmarks.casts import count_casts
 from benchmarks.interleaved import Options, WorkerError, workers
@@ -474,3 +475,42 @@ def test_placements_are_compared_by_turns(capsys):
     # TFAMP_PROFILE is builtin here.
     name, timed, seconds, share, differ, *_ = row.split()
     assert (name, timed, seconds, share, differ) == ("mlp", "0", "0.0", "0%", "0")
+    measured.main(["--plans", "--workloads", "mlp", "--size", "small"])
+    _, title, _, _, row, *_ = capsys.readouterr().out.splitlines()
+    assert title.endswith("the same plan for 1 of 1")
+    assert row.split()[-2:] == ["0", "0.00%"]
+
+
+# Serving
+
+
+def test_clients_share_a_load_and_every_request_counts():
+    together = threading.Barrier(2, timeout=60)  # Passed only by two threads at once.
+    latencies, rate = serving.put_under_load(together.wait, 2, 0.0)
+    assert len(latencies) == 2
+    assert all(latency > 0 for latency in latencies)
+    assert 0 < rate <= 1 / min(latencies) * 2
+    assert len(serving.put_under_load(lambda: None, 1, 0.01)[0]) > 1
+    assert [serving.percentile_95(range(1, n + 1)) for n in (1, 2, 20, 100)] == [1, 2, 19, 95]
+
+
+@pytest.mark.slow
+def test_saved_models_are_served_in_all_ways(tmp_path, capsys):
+    pytest.importorskip("keras_hub")
+    page = tmp_path / "page.md"
+    page.write_text(f"{report.BEGIN}\n{report.END}\n", encoding="utf-8")
+    arguments = ["--small", "--models", "bert", "--rounds", "1", "--seconds", "0.02"]
+    serving.main([*arguments, "--page", str(page)])
+    lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    files = {row[1]: row[2:] for row in lines if len(row) == 5 and row[0] == "bert"}
+    assert list(files) == ["float32", *serving.WAYS]
+    bytes_on_disk, signatures, errors = zip(*files.values(), strict=True)
+    assert set(signatures) == {"as before"}
+    assert [float(error) for error in errors] == [0, 0, *[pytest.approx(0.005, abs=0.005)] * 2]
+    assert float(errors[2]) > 0
+    assert float(bytes_on_disk[3]) < float(bytes_on_disk[1]) < float(bytes_on_disk[0])
+    loads = [row for row in lines if row[0] in ("1", "2", "4")]
+    assert [(row[0], row[1]) for row in loads] == [
+        (str(clients), way) for clients in serving.CLIENTS for way in files
+    ]
+    assert page.read_text(encoding="utf-8").count("| bert | bfloat16, frozen |") == 1

@@ -133,13 +133,13 @@ def test_private_thread_policy():
     assert keras.config.dtype_policy().name == "float32"
 
 
-def test_private_global_seed_state():
+def test_private_global_seed_generator():
     keras.utils.set_random_seed(1)
-    assert keras_hooks.global_seed_state() is None
+    assert keras_hooks.global_seed_generator() is None
     keras.random.uniform(())
-    before = keras_hooks.global_seed_state().numpy().tolist()
+    before = keras_hooks.global_seed_generator().state.numpy().tolist()
     keras.random.uniform(())
-    assert keras_hooks.global_seed_state().numpy().tolist() != before
+    assert keras_hooks.global_seed_generator().state.numpy().tolist() != before
 
 
 def test_private_calling_layers():
@@ -204,6 +204,14 @@ def test_private_symbolic_dtype():
     x = keras.KerasTensor((2,))
     keras_hooks.set_symbolic_dtype(x, "float16")
     assert x.dtype == "float16"
+
+
+def test_private_outputs_are_those_a_model_returns():
+    x = keras.Input((2,))
+    model = keras.Model(x, {"a": x + 1.0, "b": x})
+    returned = list(model.outputs)
+    model.outputs.append(x - 1.0)
+    assert all(a is b for a, b in zip(keras_hooks.outputs_of(model), returned, strict=True))
 
 
 def test_private_set_outputs():

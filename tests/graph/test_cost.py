@@ -61,6 +61,36 @@ def test_an_op_with_figures_of_its_own_does_not_count_by_its_kind():
     assert times(index, costs, "r") == (0, 0)
 
 
+def depthwise_gradients(size, kernel, stride, padding):
+    def build():
+        x = tf.compat.v1.placeholder(tf.float32, (2, size, size, 4), name="x")
+        w = tf.zeros((kernel, kernel, 4, 1))
+        y = tf.nn.depthwise_conv2d(x, w, [1, stride, stride, 1], padding)
+        by_input, by_filter = tf.gradients(y, [x, w])
+        tf.identity(by_input, name="i")
+        tf.identity(by_filter, name="f")
+
+    return build
+
+
+def test_forms_of_depthwise_gradients_have_figures_of_their_own():
+    by_filter, by_input = (f"DepthwiseConv2dNativeBackprop{end}" for end in ("Filter", "Input"))
+    slow = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5}
+    own = {f"{by_filter} wide": slow, f"{by_input} strided": slow}
+    profile = dataclasses.replace(ARITHMETIC, ops=own)
+
+    def slower(*form):
+        (index,) = indexes_of(depthwise_gradients(*form))
+        costs = estimate(index, profile, "bfloat16")
+        names = {node.op: node.name for node in index.nodes}
+        pairs = [times(index, costs, names[op]) for op in (by_input, by_filter)]
+        return [low > high for high, low in pairs]
+
+    assert slower(16, 3, 1, "SAME") == slower(16, 3, 1, "VALID") == [False, False]
+    assert slower(16, 3, 2, "SAME") == slower(17, 3, 2, "VALID") == [True, False]
+    assert slower(16, 5, 1, "SAME") == slower(7, 7, 1, "VALID") == [False, True]
+
+
 def test_memory_is_counted_by_dtype():
     (index,) = indexes_of(dense())
     costs = estimate(index, MEMORY, "bfloat16")

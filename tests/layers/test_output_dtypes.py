@@ -704,6 +704,16 @@ def _build_and_drop():
     return [weakref.ref(obj) for obj in (*made, base)]
 
 
+def test_tensors_that_a_caller_adds_to_a_models_list_of_outputs_are_not_its_own():
+    x = keras.Input((8,))
+    first, second = (keras.Model(x, layers.Dense(2)(x)) for _ in range(2))
+    outputs = first.outputs
+    outputs.extend(second.outputs)
+    model = keras.Model(x, [layers.Activation("sigmoid")(y) for y in outputs])
+    assert_float32(model, X)
+    assert_all_say(["float32"], first, X)
+
+
 def test_nothing_is_kept_alive():
     dropped = _build_and_drop()
     keras.utils.clear_session()

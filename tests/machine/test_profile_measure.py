@@ -23,7 +23,7 @@ TINY = Sizes(
     elements=64,
     images=(2, 4, 4),
     traffic=64,
-    depthwise=((1, 4, 2, 3),),
+    depthwise=((1, 4, 2, 3, 1), (1, 8, 2, 5, 2)),
 )
 
 

@@ -9,12 +9,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.backend.common import global_state
 
 import tfamp
 from helpers.cases import first_of
 from helpers.graph_asserts import assert_computes_in
 from helpers.optimizers import plain_optimizers
 from helpers.tolerances import assert_close
+from tfamp.interop import keras_hooks
 from tfamp.rewriting import tuning
 from tfamp.rewriting.tune_report import TuneReport, TuneRow
 
@@ -73,6 +75,13 @@ def next_draws():
     )
 
 
+def seed_everything():
+    """Makes `next_draws` the same each time."""
+    keras.utils.set_random_seed(5)
+    # Keras 3.12 goes on with its generator, whatever the seed; later ones make a new one.
+    global_state.set_global_attribute("global_seed_generator", None)
+
+
 @pytest.fixture
 def timed(monkeypatch):
     """Makes candidates take given times: they run, and the clock is made up."""
@@ -97,11 +106,11 @@ def test_a_train_step_is_tuned_and_nothing_has_changed(name, timed):
     step = make_step(model, optimizer)
     step(*batch())  # So that slots and counters are not just zeros.
     before = bits(model, optimizer)
-    keras.utils.set_random_seed(5)
+    seed_everything()
     report = tfamp.tune(step, *batch(), **QUICK)
     drawn = next_draws()
     assert bits(model, optimizer) == before
-    keras.utils.set_random_seed(5)
+    seed_everything()
     assert next_draws() == drawn
     assert [row.low_nodes > 0 for row in report.rows] == [False, True, True]
     # Dropout drops the same values in each of them.
@@ -211,6 +220,52 @@ def test_iterators_are_where_they_were():
     assert report.rows[1].low_nodes > 0
     for iterator in (given, captured):
         assert (next(iterator).numpy() == first.numpy()).all()
+
+
+def test_variables_that_are_arguments_are_as_they_were():
+    variable, generator = tf.Variable(tf.ones((2, 2))), tf.random.Generator.from_seed(3)
+    state = generator.state.numpy().tolist()
+
+    def step(variable, generator):
+        product = variable @ generator.normal((2, 2))
+        variable.assign_add(product)
+        return product
+
+    report = tfamp.tune(step, variable, generator, **QUICK)
+    assert report.rows[1].low_nodes > 0
+    assert variable.numpy().tolist() == [[1.0, 1.0]] * 2
+    assert generator.state.numpy().tolist() == state
+
+
+def test_a_generator_of_keras_is_made_by_the_program_and_not_by_tuning(timed):
+    x = tf.ones((WIDTH, WIDTH))
+    keras.utils.set_random_seed(5)
+    expected = next_draws()
+    keras.utils.set_random_seed(5)
+    report = tfamp.tune(lambda x: x @ x + keras.random.normal(()), x, **QUICK)
+    assert next_draws() == expected
+    assert report.chosen.candidate == "min_cut"
+    state = keras_hooks.global_seed_generator().state
+    before = state.numpy().tolist()
+    report.best(x)
+    assert state.numpy().tolist() != before, "what is left draws from the program's"
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_dataset_that_notes_how_often_it_was_iterated_is_refused(is_captured):
+    def total(dataset):
+        return dataset.reduce(tf.zeros((2,)), lambda sums, x: sums + (x @ tf.ones((2, 2)))[0])
+
+    def tuned(dataset):
+        given = () if is_captured else (dataset,)
+        return tfamp.tune(lambda *args: total(*(args or [dataset])), *given, **QUICK)
+
+    data = tf.data.Dataset.from_tensors(tf.ones((1, 2))).repeat(3)
+    tuned(data.shuffle(3, seed=1, reshuffle_each_iteration=False))
+    with pytest.raises(ValueError, match="order of a dataset, .*reshuffle_each_iteration=True"):
+        tuned(data.shuffle(3, seed=1))
+    with pytest.raises(ValueError, match="RandomUniform is stateful"):
+        tuned(data.map(lambda x: x * tf.random.uniform(())))
 
 
 def test_what_cannot_be_put_back_is_refused():
@@ -391,6 +446,13 @@ def test_wrong_arguments_say_what_is_expected(layer, x):
         tfamp.tune(layer, x, candidates=["fast"])
     with pytest.raises(TypeError, match="a collection of names; got the string 'lists'"):
         tfamp.tune(layer, x, candidates="lists")
+    with pytest.raises(TypeError, match="a collection of names; got None"):
+        tfamp.tune(layer, x, candidates=None)
+    with pytest.raises(TypeError, match=r"takes \(x, \*, by\), .*argument: 'by'.* by position"):
+        tfamp.tune(lambda x, *, by: x * by, x)
+    for symbolic in (tf.TensorSpec((2, 64)), keras.Input((64,))):
+        with pytest.raises(TypeError, match="Tuning runs layer .* must have values"):
+            tfamp.tune(layer, symbolic)
     with pytest.raises(ValueError, match="rounds must be at least 1; got 0"):
         tfamp.tune(layer, x, rounds=0)
     with pytest.raises(ValueError, match="max_error must be a number in"):

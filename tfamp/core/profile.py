@@ -38,7 +38,9 @@ class MachineProfile:
         least_gain: Seconds that a placement must save over what the lists decide, to be taken in
             its place.
         ops: The same as `peaks` for single op types, which then do not count by their kind:
-            kernels of an error function or of a depthwise convolution are like no others.
+            kernels of an error function or of a depthwise convolution are like no others. A form
+            of an op that has kernels of its own is written behind it, as in
+            "DepthwiseConv2dNativeBackpropInput strided".
 
     Raises:
         ValueError: A kind or a dtype is missing or unknown, or a number is none that can be.
@@ -76,9 +78,9 @@ class MachineProfile:
             if getattr(self, name) != 0:
                 _check_number(name, getattr(self, name))
 
-    def peaks_of(self, op: str, kind: str) -> Mapping[str, float]:
-        """Returns what an op type reaches in each dtype: its own figures, or those of its kind."""
-        return self.ops.get(op, self.peaks[kind])
+    def peaks_of(self, op: str, kind: str, form: str = "") -> Mapping[str, float]:
+        """Returns what an op reaches in each dtype: figures of its form, its type or its kind."""
+        return self.ops.get(f"{op} {form}", self.ops.get(op, self.peaks[kind]))
 
     def to_json(self) -> str:
         """Returns the profile as a JSON object with the fields as keys."""
@@ -259,6 +261,9 @@ _RATIOS = {
     ("tpu", "float16"): _by_kind(1, 1, 1, 1, 1, 1),
 }
 
+# Forms of depthwise convolutions: filters of more than 3 x 3; strides of more than 1.
+WIDE, STRIDED = "wide", "strided"
+
 # Op types that CPUs compute at other speeds than their kind: 10^9 elements or operations per second
 # in float32, to go with the base; in parts of that bfloat16, native and not, and float16.
 _CPU_OPS = {
@@ -280,11 +285,14 @@ _CPU_OPS = {
     "SquaredDifference": (2.2, 0.2, 0.2, 0.7),
     "Mean": (2.6, 0.9, 0.9, 0.5),
     "Sum": (2.6, 0.9, 0.9, 0.5),
-    "DepthwiseConv2dNative": (20, 1.0, 0.57, 0.24),
-    "DepthwiseConv2dNativeBackpropFilter": (6, 0.8, 0.34, 1.0),
-    "DepthwiseConv2dNativeBackpropInput": (14, 1.1, 0.8, 0.2),
+    "DepthwiseConv2dNative": (20, 1.4, 0.57, 0.24),
+    "DepthwiseConv2dNativeBackpropFilter": (13, 1.2, 0.34, 1.0),
+    f"DepthwiseConv2dNativeBackpropFilter {WIDE}": (5, 0.45, 0.34, 1.0),
+    "DepthwiseConv2dNativeBackpropInput": (14, 1.3, 0.8, 0.2),
+    # In bfloat16 not one of oneDNN's kernels.
+    f"DepthwiseConv2dNativeBackpropInput {STRIDED}": (8, 0.1, 0.1, 0.2),
 }
-# Op types that a measured profile has figures of their own for.
+# Op types, and forms of them, that a measured profile has figures of their own for.
 OPS = tuple(_CPU_OPS)
 
 

@@ -24,9 +24,11 @@ from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
 from tfamp.graph.transforms import (
     Sums,
+    as_batches,
     as_sums,
     as_zeros,
     join_products,
+    keep_choices_finite,
     read_before_loops,
     sums_are_better,
     without_idle_sums,
@@ -199,6 +201,7 @@ def convert(graph_def: Any, request: Request) -> Decision:
     """
     if request.updates != "low":  # Grappler's own lists give Grappler's result, node by node.
         join_products(graph_def, request.choices.used_names)
+        as_batches(graph_def, request.device, request.choices.used_names)
         as_zeros(graph_def)
     convert_sums = sums_are_better(request.colors, request.dtype, request.device)
     sums = as_sums(graph_def, request.device) if convert_sums else {}
@@ -210,6 +213,8 @@ def convert(graph_def: Any, request: Request) -> Decision:
     decision = decide(indexes, weights, request, _measured(graph_def, indexes, request, sums))
     before = control_inputs(graph_def)
     apply_plan(graph_def, decision.plan)
+    if request.updates != "low":
+        keep_choices_finite(graph_def, decision.plan)
     verify_rewrite(before, graph_def, decision.scopes, decision.plan)
     plan = without_idle_sums(graph_def, decision.plan, sums)
     for text in decision.idle:

@@ -19,6 +19,7 @@ from tfamp.core.errors import UnsupportedBackendError
 from tfamp.interop.patching import Patch, foreign, foreign_symbol, wrap_method
 
 _POLICY = "dtype_policy"
+_SEEDS = "global_seed_generator"
 _STATE = "keras.src.backend.common.global_state"
 _VARIABLES = "keras.src.backend.common.variables"
 
@@ -72,13 +73,17 @@ def set_thread_policy(policy: Any) -> None:
     foreign(f"{_STATE}:set_global_attribute")(_POLICY, policy)
 
 
-def global_seed_state() -> Any:
-    """The variable behind the random numbers that Keras draws without a seed; None before any.
+def global_seed_generator() -> Any:
+    """What Keras draws random numbers from without a seed in this thread; None before any.
 
     Symbol: "global_seed_generator" in `keras.src.backend.common.global_state`.
     """
-    generator = foreign(f"{_STATE}:get_global_attribute")("global_seed_generator")
-    return None if generator is None else generator.state
+    return foreign(f"{_STATE}:get_global_attribute")(_SEEDS)
+
+
+def set_global_seed_generator(generator: Any) -> None:
+    """Gives this thread what `global_seed_generator` returned."""
+    foreign(f"{_STATE}:set_global_attribute")(_SEEDS, generator)
 
 
 def calling_layers() -> list[Any]:
@@ -159,6 +164,14 @@ def set_fed_dtype(input_layer: Any, dtype: str) -> None:
     """Changes the dtype in which an InputLayer is fed. Symbol: `InputLayer._dtype`."""
     for owner in (input_layer, input_layer.output):
         set_symbolic_dtype(owner, dtype)
+
+
+def outputs_of(functional: Any) -> list[Any]:
+    """What a Functional returns, flat. Symbol: `Function._outputs_struct`.
+
+    `functional.outputs` may hold more: it is the model's own list, and callers extend it.
+    """
+    return list(keras.tree.flatten(keras_symbol(functional, "_outputs_struct")))
 
 
 def set_outputs(functional: Any, outputs: Sequence[Any]) -> None:

@@ -277,7 +277,7 @@ def _output_makers(functional: Any) -> list[Any]:
 def _uncast_outputs(functional: Any) -> list[Any]:
     """A model's outputs as they were before casts were appended."""
     graph = graphs.get(functional)
-    outputs = list(functional.outputs)
+    outputs = keras_hooks.outputs_of(functional)
     for i in graph.casts if graph is not None else ():
         outputs[i] = keras_hooks.producer(outputs[i])[1].input_tensors[0]
     return outputs
@@ -288,7 +288,7 @@ def _cast_low_outputs(functional: Any) -> None:
     graph = graphs.get(functional)
     if graph is None or graph.nested:
         return
-    outputs, casts = list(functional.outputs), dict[int, Any]()
+    outputs, casts = keras_hooks.outputs_of(functional), dict[int, Any]()
     for i, tensor in enumerate(outputs):
         if tensor.dtype in LOW_PRECISION and any(map(wants_float32, output_makers([tensor]))):
             if id(tensor) not in casts:
@@ -357,7 +357,8 @@ def _tell_outer(functional: Any) -> None:
     model = functional if owner is None else owner
     # A list, not any(...) of a generator: every call is to be corrected.
     nodes = keras_hooks.inbound_nodes(model)
-    changed = [_copy_dtypes(functional.outputs, node.outputs) for node in nodes]
+    outputs = keras_hooks.outputs_of(functional)
+    changed = [_copy_dtypes(outputs, node.outputs) for node in nodes]
     if any(changed):
         retype_followers(model)
         _cast_and_tell(graph)
@@ -373,9 +374,11 @@ def own(functional: Any, sequential: Any) -> None:
 def appended_casts(functional: Any) -> list[Any]:
     """The layers appended to a model as casts; `functional` may be None or unknown."""
     graph = graphs.get(functional)
-    casts = sorted(graph.casts) if graph is not None else ()
+    if graph is None:
+        return []
+    outputs = keras_hooks.outputs_of(functional)
     # One cast may make several outputs.
-    return list(dict.fromkeys(keras_hooks.producer(functional.outputs[i])[0] for i in casts))
+    return list(dict.fromkeys(keras_hooks.producer(outputs[i])[0] for i in sorted(graph.casts)))
 
 
 def _spec_now(node: Any) -> list[Any]:

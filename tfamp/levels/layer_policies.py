@@ -67,7 +67,7 @@ def note_state(*roots: Any) -> Callable[[], None]:
     noted = [(x, wrapped_methods(x), policy_of(x), x.autocast) for x in layers]
     records = [(registry, x, registry.get(x)) for x in layers for registry in registries]
     records += [(output_dtypes.graphs, x, output_dtypes.graphs.get(x)) for x in functionals]
-    outputs = [tuple(x.outputs) for x in functionals]
+    outputs = [keras_hooks.outputs_of(x) for x in functionals]
     # Those behind a layer may be of ops that are no layers, such as a sum of two outputs.
     nodes = [
         n for x in layers for n in (*keras_hooks.inbound_nodes(x), *keras_hooks.outbound_nodes(x))
@@ -80,7 +80,8 @@ def note_state(*roots: Any) -> Callable[[], None]:
             give_policy(layer, policy)
             layer.autocast = autocast
         for functional, before in zip(functionals, outputs, strict=True):
-            if any(x is not y for x, y in zip(before, functional.outputs, strict=True)):
+            now = keras_hooks.outputs_of(functional)
+            if any(x is not y for x, y in zip(before, now, strict=True)):
                 keras_hooks.set_outputs(functional, before)
         for registry, key, value in records:
             registry.set(key, value)

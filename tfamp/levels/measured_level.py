@@ -13,6 +13,7 @@ from tfamp.levels.precision_config import EffectiveLevel, PrecisionConfig, effec
 from tfamp.levels.step_rewriting import keep_in_float32, step_settings
 from tfamp.machine import hardware
 from tfamp.rewriting.function import RewrittenFunction
+from tfamp.rewriting.function_state import kept_random_states
 from tfamp.rewriting.tune_report import FLOAT32, TuneReport, time_text
 from tfamp.rewriting.tuning import CANDIDATES, Candidate, candidates_of, compare_candidates
 
@@ -26,11 +27,7 @@ def check_measurable(model: Any, config: PrecisionConfig, batch: Any) -> None:
             f"example_batch is what level='auto' is measured on; level is {config.level!r}. Leave "
             "example_batch out, or give level='auto'."
         )
-    if not isinstance(batch, tuple | list) or not 1 <= len(batch) <= 3:
-        raise TypeError(
-            "example_batch must be a tuple as fit takes it, (x,), (x, y) or (x, y, sample_weight); "
-            f"got {type(batch).__name__}."
-        )
+    _check_batch(batch)
     if config.master_weights:
         raise ValueError(
             "master_weights=True stores the weights in a low dtype, which is not measured: leave "
@@ -41,6 +38,28 @@ def check_measurable(model: Any, config: PrecisionConfig, batch: Any) -> None:
             f"{model.name} is not compiled, so that it has no train step to measure: call "
             "model.compile(optimizer, loss) before prepare(level='auto', example_batch=...)."
         )
+    with model.distribute_strategy.scope():
+        if tf.distribute.has_strategy():
+            raise ValueError(
+                f"{model.name} was made under a {type(tf.distribute.get_strategy()).__name__}, "
+                "whose steps are not measured: leave example_batch out, or give a level."
+            )
+
+
+def _check_batch(batch: Any) -> None:
+    if not isinstance(batch, tuple | list) or not 1 <= len(batch) <= 3:
+        got = f"{len(batch)} of them" if isinstance(batch, tuple | list) else type(batch).__name__
+        raise TypeError(
+            "example_batch must be a tuple as fit takes it, (x,), (x, y) or (x, y, sample_weight); "
+            f"got {got}. Of a dataset give next(iter(dataset))."
+        )
+    for leaf in keras.tree.flatten(tuple(batch)):
+        has_values = hasattr(leaf, "__array__") and not isinstance(leaf, keras.KerasTensor)
+        if leaf is not None and not has_values:
+            raise TypeError(
+                "example_batch must hold arrays or tensors with values, as fit takes them; got "
+                f"{leaf!r}. Make arrays of lists by np.array."
+            )
 
 
 def measured_level(
@@ -63,7 +82,9 @@ def measured_level(
     names = (config.placement,) if config.placement else CANDIDATES
     ways = candidates_of(train_step_of(model), settings, RewrittenFunction, names)
     if level.level == _MIXED:
-        ways.append(Candidate(_MIXED, mixed_step(data), fresh=lambda: None, is_copy=True))
+        with kept_random_states():  # Python code that is traced may draw.
+            step = mixed_step(data)
+        ways.append(Candidate(_MIXED, step, fresh=lambda: None, is_copy=True))
     with keep_in_float32(kept):
         report = compare_candidates(ways, (data,), name=model.name, dtype=low.dtype)
     return _found(report, config)

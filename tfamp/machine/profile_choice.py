@@ -47,7 +47,7 @@ _FLAGS = (
     "NVIDIA_TF32_OVERRIDE",
 )
 # Raised when what a profile holds, or how it is measured, changes: older files are then not used.
-_FORMAT = 3
+_FORMAT = 4
 # Two measurements at once would slow each other.
 MEASURING = threading.Lock()
 

@@ -22,7 +22,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.core.profile import DTYPES, KINDS, OPS, MachineProfile, builtin_profile
+from tfamp.core.profile import (
+    DTYPES,
+    KINDS,
+    OPS,
+    STRIDED,
+    WIDE,
+    MachineProfile,
+    builtin_profile,
+)
 from tfamp.machine import gpu_sharing, hardware
 from tfamp.machine.timing import NO_KERNEL_ERRORS, in_own_thread, some_values
 
@@ -65,7 +73,8 @@ class Sizes:
             their arithmetic that is timed and not the memory.
         images: (batch, height and width, channels) for pooling, normalization, softmax and so on.
         traffic: Elements of what is read and written to time the memory: more than a cache holds.
-        depthwise: (batch, height and width, channels, kernel) of each depthwise convolution.
+        depthwise: (batch, height and width, channels, kernel, stride) of each depthwise
+            convolution: one with a wide filter and one with a stride of more than 1 among them.
     """
 
     matmuls: tuple[tuple[int, int, int], ...] = (
@@ -81,7 +90,11 @@ class Sizes:
     elements: int = 1 << 19
     images: tuple[int, int, int] = (16, 32, 32)
     traffic: int = 1 << 22
-    depthwise: tuple[tuple[int, int, int, int], ...] = ((8, 14, 128, 3), (8, 14, 128, 7))
+    depthwise: tuple[tuple[int, int, int, int, int], ...] = (
+        (8, 14, 128, 3, 1),
+        (8, 14, 128, 7, 1),
+        (8, 28, 128, 3, 2),
+    )
 
     @staticmethod
     def of(device: str) -> Sizes:
@@ -94,7 +107,7 @@ class Sizes:
             elements=1 << 22,
             images=(64, 56, 64),
             traffic=1 << 25,
-            depthwise=((64, 56, 128, 3), (64, 14, 256, 7)),
+            depthwise=((64, 56, 128, 3, 1), (64, 14, 256, 7, 1), (64, 56, 128, 3, 2)),
         )
 
 
@@ -140,7 +153,8 @@ def measure_profile(
         tf.errors.OpError: It cannot be measured, for want of memory for instance.
 
     Example:
-        >>> tiny = Sizes(((8, 8, 8),), ((1, 4, 2, 2, 3),), 64, (2, 4, 4), 64, ((1, 4, 2, 3),))
+        >>> depthwise = ((1, 4, 2, 3, 1), (1, 4, 2, 5, 1), (1, 4, 2, 3, 2))
+        >>> tiny = Sizes(((8, 8, 8),), ((1, 4, 2, 2, 3),), 64, (2, 4, 4), 64, depthwise)
         >>> measure_profile("cpu", seconds=0.01, sizes=tiny).peaks["matmul"]["float32"] > 1
         True
     """
@@ -330,9 +344,10 @@ def works(sizes: Sizes) -> Iterator[Work]:
     for batch, size, channels, filters, kernel in sizes.convolutions:
         weights = [kernel, kernel, channels, filters]
         yield from _convolution("Conv2D", [batch, size, size], weights)
-    for batch, size, channels, kernel in sizes.depthwise:
+    for batch, size, channels, kernel, stride in sizes.depthwise:
         weights = [kernel, kernel, channels, 1]
-        yield from _convolution("DepthwiseConv2dNative", [batch, size, size], weights, channels)
+        name, places = "DepthwiseConv2dNative", [batch, size, size]
+        yield from _convolution(name, places, weights, channels, stride)
     yield from _functions(sizes.elements)
     yield from _special(*sizes.images)
     yield from _traffic(sizes.traffic)
@@ -351,20 +366,23 @@ def _matmuls(rows: int, depth: int, columns: int) -> Iterator[Work]:
 
 
 def _convolution(
-    op: str, places: list[int], weights: list[int], filters: int | None = None
+    op: str, places: list[int], weights: list[int], filters: int | None = None, stride: int = 1
 ) -> Iterator[Work]:
     """A convolution and its gradients by input and by filter."""
-    x, y = [*places, weights[2]], [*places, filters or weights[3]]
+    made = [places[0], *(math.ceil(size / stride) for size in places[1:])]
+    x, y = [*places, weights[2]], [*made, filters or weights[3]]
     by_input, by_filter = f"{op}BackpropInput", f"{op}BackpropFilter"
-    options: dict[str, Any] = {"strides": [1, 1, 1, 1], "padding": "SAME"}
+    options: dict[str, Any] = {"strides": [1, stride, stride, 1], "padding": "SAME"}
+    forms = {by_input: STRIDED if stride > 1 else "", by_filter: WIDE if weights[0] > 3 else ""}
     for kind, name, shapes, sizes in (
         ("conv", op, {"input": x, "filter": weights}, {}),
         ("conv_input", by_input, {"filter": weights, "out_backprop": y}, {"input_sizes": x}),
         ("conv_filter", by_filter, {"input": x, "out_backprop": y}, {"filter_sizes": weights}),
     ):
         make = _run(name, shapes, **options, **sizes)
-        kind = name if name in OPS else kind
-        yield Work(kind, 2.0 * math.prod(places) * math.prod(weights), make)
+        own = f"{name} {forms.get(name, '')}".strip()
+        kind = own if own in OPS else kind
+        yield Work(kind, 2.0 * math.prod(made) * math.prod(weights), make)
 
 
 def _run(

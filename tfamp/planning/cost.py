@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tfamp.core.profile import MachineProfile
+from tfamp.core.profile import STRIDED, WIDE, MachineProfile
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,
@@ -170,7 +170,7 @@ class _Estimate:
         if node.op in (*FREE_OPS, ARGUMENT, RESULT) or node.calls:
             return [(0.0, 0.0)] * len(node.slots)
         kind, work = self._arithmetic(position)
-        peaks = self._profile.peaks_of(node.op, kind)
+        peaks = self._profile.peaks_of(node.op, kind, self._form(position))
         times = []
         for slot in node.slots:
             own = index.slots[slot].dtype
@@ -197,6 +197,18 @@ class _Estimate:
         inputs = {number: self._shapes.get(t) for number, t in self._inputs[position].items()}
         outputs = {port: self._shapes.get((position, port)) for port in rule.outputs}
         return rule.kind, rule.flops(inputs, outputs, node.equation) or 0.0
+
+    def _form(self, position: int) -> str:
+        """The form of a depthwise convolution's gradient, as its shapes tell it."""
+        op, made = self._index.nodes[position].op, self._shapes.get((position, 0), ())
+        if op == "DepthwiseConv2dNativeBackpropFilter":
+            return WIDE if max(made[:2], default=0) > 3 else ""
+        if op == "DepthwiseConv2dNativeBackpropInput":
+            shapes = {i: self._shapes.get(t, ()) for i, t in self._inputs[position].items()}
+            sizes = zip(made[1:3], shapes[2][1:3], shapes[1], strict=False)
+            # Without strides a filter takes less than its size off.
+            return STRIDED if any(image >= left + size for image, left, size in sizes) else ""
+        return ""
 
     def _elements(self, slot: int, op: str) -> float:
         """How many elements an op reads and writes in the dtype of a slot."""

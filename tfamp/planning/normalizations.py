@@ -13,7 +13,7 @@ cancel in the sums that follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tfamp.planning.structures import FLOAT32, GraphIndex, Reason, op_types, reach
@@ -175,7 +175,7 @@ class _Finder:
                 found.update(dict.fromkeys(reach([last], before), last) | found)
         return found
 
-    def gradients_of(self, squared: Iterable[int], lasts: Mapping[int, int]) -> Iterable[int]:
+    def gradients_of(self, squared: Collection[int], lasts: Mapping[int, int]) -> Iterable[int]:
         """What takes more than the result of normalizations, and what that is computed from.
 
         Up to the gradient that comes from behind and the sum that goes on: all between is computed
@@ -184,12 +184,13 @@ class _Finder:
         inside = lasts.keys() - set(lasts.values())
         beside = {each for node in inside for each in self._consumers[node]} - lasts.keys()
         given = {each for node in beside for each in self._inputs[node]} - lasts.keys()
-        known = {*inside, *given, *squared, *self._stored}
+        # The gradient of a quotient starts from one more such quotient: a result is known too.
+        known = {*lasts, *given, *squared, *self._stored}
         between: set[int] = set()
         found: set[int] = set()
         for node in self._order:
             sources = self._inputs[node]
-            is_new = sources and node not in lasts and node not in self._stored
+            is_new = sources and not any(node in of for of in (lasts, squared, self._stored))
             if is_new and self._ops[node] in _GRADIENTS and known.issuperset(sources):
                 known.add(node)
                 between.add(node)

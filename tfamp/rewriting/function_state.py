@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,10 @@ from tfamp.rewriting.pipeline import all_nodes
 _VARIABLE = "tensorflow::Var"
 _ITERATOR = "tensorflow::data::IteratorResource"
 _TABLE = "tensorflow::lookup::LookupInterface"
+# Datasets that note in themselves how often they were iterated.
+_RESHUFFLES = "reshuffle_each_iteration"
 _TABLE_WRITES = ("LookupTableImportV2", "LookupTableInsertV2", "LookupTableRemoveV2")
-# Of `SerializeIterator`: an error where a part of the pipeline has a state that is not saved.
+# Of what serializes pipelines: an error where a part of the pipeline has a state that is not saved.
 _FAIL = 2
 
 
@@ -29,15 +32,21 @@ class RandomStates:
     python: Any
     numpy: Any
     operations: Any
-    keras: Sequence[tuple[Any, Any]]
+    keras_generator: Any
+    keras_state: Sequence[tuple[Any, Any]]
 
     @classmethod
     def now(cls) -> RandomStates:
         """Notes the states: Python's, NumPy's, those of TensorFlow's eager ops and of Keras."""
-        seeds, seed_state = tf_private.operation_seeds(), keras_hooks.global_seed_state()
-        held = () if seed_state is None else held_variables([keras_hooks.native(seed_state).handle])
+        seeds, generator = tf_private.operation_seeds(), keras_hooks.global_seed_generator()
+        handles = [] if generator is None else [keras_hooks.native(generator.state).handle]
         operations = None if seeds is None else seeds.getstate()
-        return cls(random.getstate(), np.random.get_state(), operations, held)
+        held = held_variables(handles)
+        return cls(random.getstate(), np.random.get_state(), operations, generator, held)
+
+    def keras_has_another(self) -> bool:
+        """Whether Keras's generator of this thread is another one than it was, as the first."""
+        return keras_hooks.global_seed_generator() is not self.keras_generator
 
     def put_back(self) -> None:
         """Gives the generators the states that were noted."""
@@ -45,7 +54,18 @@ class RandomStates:
         np.random.set_state(self.numpy)
         if self.operations is not None:
             tf_private.operation_seeds().setstate(self.operations)
-        put_back(self.keras)
+        keras_hooks.set_global_seed_generator(self.keras_generator)
+        put_back(self.keras_state)
+
+
+@contextlib.contextmanager
+def kept_random_states() -> Iterator[RandomStates]:
+    """Gives the states that there are, and puts them back in the end."""
+    randoms = RandomStates.now()
+    try:
+        yield randoms
+    finally:
+        to_the_end(randoms.put_back)
 
 
 @dataclass(frozen=True)
@@ -66,7 +86,11 @@ class FunctionState:
         Raises:
             ValueError: There is something that could not be put back, and what to do instead.
         """
-        handles = _handles(traces, args)
+        values = _values(traces, args)
+        for each in values:
+            if each.dtype == tf.variant:
+                _check_no_dataset_reshuffles(each)
+        handles = [each for each in values if each.dtype == tf.resource]
         kinds: dict[str, list[Any]] = {_VARIABLE: [], _ITERATOR: [], _TABLE: []}
         for handle in handles:
             kind = tf_private.resource_kind(handle)
@@ -99,11 +123,47 @@ def random_ops(trace: Any) -> list[tuple[str, int, int]]:
     )
 
 
-def _handles(traces: Iterable[Any], args: Any) -> list[Any]:
+def to_the_end(put_back: Callable[[], None]) -> None:
+    """Puts something back, and begins anew where Ctrl-C interrupts it; raises that afterwards."""
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            put_back()
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
+def _values(traces: Iterable[Any], args: Any) -> list[Any]:
+    """The tensors and resources that traces get, from their arguments and from around them."""
     leaves = [leaf for leaf in tf.nest.flatten(args, expand_composites=True) if tf.is_tensor(leaf)]
+    given = [each for leaf in leaves for each in _resources(leaf)]
     captured = [each for trace in traces for each in trace.captured_inputs]
-    resources = (each for each in (*leaves, *captured) if each.dtype == tf.resource)
-    return list({id(each): each for each in resources}.values())
+    return list({id(each): each for each in (*given, *captured)}.values())
+
+
+def _resources(leaf: Any) -> list[Any]:
+    """A tensor, or what a variable is in the graph: one for each replica that has its own."""
+    if isinstance(leaf, tf.distribute.DistributedValues):
+        return [each.handle for each in leaf.values]
+    return [leaf.handle if isinstance(leaf, tf.Variable) else leaf]
+
+
+def _check_no_dataset_reshuffles(variant: Any) -> None:
+    """Raises a ValueError for a dataset that another iteration changes."""
+    try:
+        graph = tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=_FAIL)
+    except tf.errors.InvalidArgumentError:  # A list of tensors, for instance: a value.
+        return
+    except tf.errors.OpError as error:
+        cause = error.message.partition("\n")[0]
+        raise ValueError(_cannot_put_back(f"a dataset ({cause})")) from error
+    nodes = all_nodes(tf.compat.v1.GraphDef.FromString(graph.numpy()))
+    if any(node.attr[_RESHUFFLES].b for node in nodes if _RESHUFFLES in node.attr):
+        what = "the order of a dataset, whose shuffle() has reshuffle_each_iteration=True"
+        raise ValueError(_cannot_put_back(what))
 
 
 def _check_tables_are_read(traces: Iterable[Any]) -> None:

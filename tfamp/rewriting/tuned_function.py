@@ -40,7 +40,8 @@ def tune(
         fn: What `tfamp.rewrite` takes: a `tf.function`, a concrete function, a Keras model or a
             Python function, which is run as a `tf.function`. Or what `tfamp.rewrite` returned: then
             its arguments, such as `keep_float32` and `op_lists`, hold for all candidates.
-        *args: The arguments of a call.
+        *args: The arguments of a call, with values. Those by name are given by a function of your
+            own, such as `lambda x: fn(x, training=True)`.
         dtype: "float16" or "bfloat16"; None is what this machine multiplies natively, and bfloat16
             where that is neither.
         candidates: Names of placements of `tfamp.rewrite`; "float32" is added where it is missing.
@@ -56,7 +57,8 @@ def tune(
 
     Raises:
         TypeError, ValueError: An argument is wrong, or the function changes something that could
-            not be put back, such as a lookup table; the message says what to do.
+            not be put back, such as a lookup table or the order of a dataset that shuffles anew
+            in each iteration; the message says what to do.
         RewriteError: The graph cannot be rewritten.
 
     Example:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import keras
 import tensorflow as tf
 
 from tfamp.autocasting.state import current_modes
@@ -24,7 +25,13 @@ from tfamp.core.options import PLACEMENTS, checked_count, checked_number
 from tfamp.machine.profile_measure import together
 from tfamp.machine.progress import progress
 from tfamp.planning.choices import check_choice
-from tfamp.rewriting.function_state import FunctionState, RandomStates, random_ops
+from tfamp.rewriting.function_state import (
+    FunctionState,
+    RandomStates,
+    kept_random_states,
+    random_ops,
+    to_the_end,
+)
 from tfamp.rewriting.pipeline import RewriteSettings
 from tfamp.rewriting.traced_function import TracedFunction
 from tfamp.rewriting.tune_report import FLOAT32, TuneReport, TuneRow
@@ -62,6 +69,8 @@ def candidates_of(
     """Makes candidates of a function, float32 first; a ValueError names those that there are."""
     if isinstance(names, str):
         raise TypeError(f"candidates must be a collection of names; got the string {names!r}.")
+    if not isinstance(names, Iterable):
+        raise TypeError(f"candidates must be a collection of names; got {names!r}.")
     chosen = tuple(dict.fromkeys((FLOAT32, *names)))
     for name in chosen:
         check_choice("candidates", name, tuple(_MAKERS))
@@ -115,19 +124,17 @@ def compare_candidates(
         raise RewriteError("Tuning runs functions: call it where no function is being traced.")
     if tf.config.functions_run_eagerly():
         raise RewriteError("Tuning needs graphs: tf.config.run_functions_eagerly(True) is on.")
-    with _undisturbed():
-        randoms = RandomStates.now()
-        try:
-            traces = [each.function.get_concrete_function(*args) for each in candidates]
-            with tf.init_scope():  # A tape around it must not record the runs.
-                found = _measured(candidates, args, traces, randoms, rounds)
-        finally:
-            randoms.put_back()
+    check_call(candidates[0].function, args, name)
+    with _undisturbed(), kept_random_states() as randoms:
+        traces = [each.function.get_concrete_function(*args) for each in candidates]
+        draws_from_new = randoms.keras_has_another()
+        with tf.init_scope():  # A tape around it must not record the runs.
+            found = _measured(candidates, args, traces, randoms, rounds)
         low_nodes = [_low_nodes(each.function, args) for each in candidates]
     draws = [random_ops(trace) for trace in traces]
     rows = _rows(candidates, found, low_nodes, max_error)
     chosen = candidates[next(i for i, row in enumerate(rows) if row.chosen)]
-    anew = chosen.is_copy or any(draws)
+    anew = chosen.is_copy or any(draws) or draws_from_new
     return TuneReport(
         function=name,
         dtype=dtype,
@@ -137,6 +144,25 @@ def compare_candidates(
         best=chosen.fresh() if anew else chosen.function,
         notes=tuple(_notes(rows, draws)),
     )
+
+
+def check_call(function: Any, args: Sequence[Any], name: str) -> None:
+    """Raises a TypeError for arguments that a `tf.function` cannot be run on."""
+    signature = TracedFunction.of(function).signature
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} takes {signature}, and the arguments to tune it on do not fit: {error}. They "
+            "are given by position: for others tune a function that gives them, such as "
+            f"lambda x: {name}(x, training=True)."
+        ) from None
+    for leaf in tf.nest.flatten(list(args)):
+        if isinstance(leaf, tf.TypeSpec | keras.KerasTensor):
+            raise TypeError(
+                f"Tuning runs {name} on the arguments, which must have values: give a batch of "
+                f"data, got {leaf!r}."
+            )
 
 
 @contextlib.contextmanager
@@ -182,7 +208,7 @@ def _measured(
                 known.append(together(call, count))
                 move_on()
     finally:
-        state.put_back()
+        to_the_end(state.put_back)
     return list(zip(errors, times, strict=True))
 
 
