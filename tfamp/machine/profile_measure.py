@@ -153,7 +153,8 @@ def measure_profile(
         tf.errors.OpError: It cannot be measured, for want of memory for instance.
 
     Example:
-        >>> tiny = Sizes(((8, 8, 8),), ((1, 4, 2, 2, 3),), 64, (2, 4, 4), 64, ((1, 4, 2, 3),))
+        >>> depthwise = ((1, 4, 2, 3, 1), (1, 4, 2, 5, 1), (1, 4, 2, 3, 2))
+        >>> tiny = Sizes(((8, 8, 8),), ((1, 4, 2, 2, 3),), 64, (2, 4, 4), 64, depthwise)
         >>> measure_profile("cpu", seconds=0.01, sizes=tiny).peaks["matmul"]["float32"] > 1
         True
     """
