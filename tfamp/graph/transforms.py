@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.core.dtypes import LOW_PRECISION, float_format
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.graph.apply import cast_node
 from tfamp.graph.functions import (
     bodies,
@@ -643,7 +643,7 @@ def keep_choices_finite(graph_def: Any, plan: RewritePlan) -> None:
     Only those that nothing but Selects take, which hand them on as they are: in arithmetic,
     infinity is an error that shows, and another value one that does not.
     """
-    limit = float_format(plan.dtype).max
+    limit = float(tf.as_dtype(plan.dtype).max)
     changes = {scope.scope: scope.casts for scope in plan.scopes if scope.casts}
     for scope, nodes, _ in bodies(graph_def):
         if scope not in changes:
