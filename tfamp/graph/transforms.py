@@ -870,7 +870,7 @@ def keep_choices_finite(graph_def: Any, plan: RewritePlan) -> None:
     Only those that nothing but Selects take, which hand them on as they are: in arithmetic,
     infinity is an error that shows, and another value one that does not.
     """
-    limit = tf.as_dtype(plan.dtype).max
+    limit = float(tf.as_dtype(plan.dtype).max)
     changes = {scope.scope: scope.casts for scope in plan.scopes if scope.casts}
     for scope, nodes, _ in bodies(graph_def):
         if scope not in changes:
