@@ -167,7 +167,7 @@ def _update_in_one_pass(
                 if rule.run is not None and not low:
                     rule.run(optimizer, step, its_own)
                 else:
-                    _run_compiled(rule, step, its_own, low)
+                    _run_compiled(rule, step, its_own)
 
 
 def _update_of(optimizer: Any, rule: _Rule, gradient: Any, variable: Any) -> _Update:
@@ -192,19 +192,24 @@ def form_of_slot(slot: Any) -> Form:
 NUMBERS_OF_ONE = 16
 
 
-def load(form: Form, handles: Sequence[Any]) -> Any:
-    """The float32 number that is stored in resources."""
+def load(form: Form, handles: Sequence[Any], shape: Any = None) -> Any:
+    """The float32 number that is stored in resources, in another shape if given."""
     pairs = zip(handles, form.dtypes, strict=True)
-    return form.decode(*(tf.raw_ops.ReadVariableOp(resource=h, dtype=dtype) for h, dtype in pairs))
+    parts = [tf.raw_ops.ReadVariableOp(resource=h, dtype=dtype) for h, dtype in pairs]
+    return form.decode(*(parts if shape is None else [tf.reshape(part, shape) for part in parts]))
 
 
-def store(form: Form, handles: Sequence[Any], value: Any, chance: Chance, number: Any) -> list[Any]:
-    """Stores a float32 number in resources and returns the ops that do.
+def store(
+    form: Form, handles: Sequence[Any], value: Any, chance: Chance, number: Any, shape: Any = None
+) -> list[Any]:
+    """Stores a float32 number in resources, of another shape if given, and returns the ops that do.
 
     `chance` and its own `number` among all of a step decide how it is rounded.
     """
-    parts = zip(handles, form.encode(value, lambda: chance.words(number, value)), strict=True)
-    return [tf.raw_ops.AssignVariableOp(resource=handle, value=part) for handle, part in parts]
+    parts = form.encode(value, lambda: chance.words(number, value))
+    parts = parts if shape is None else [tf.reshape(part, shape) for part in parts]
+    pairs = zip(handles, parts, strict=True)
+    return [tf.raw_ops.AssignVariableOp(resource=handle, value=part) for handle, part in pairs]
 
 
 # ---- The rules -----------------------------------------------------------------------------------
@@ -370,14 +375,15 @@ def _rule_of(optimizer: keras.optimizers.Optimizer) -> _Rule | None:
 # ---- Compiled ------------------------------------------------------------------------------------
 
 
-def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update], low: bool) -> None:
+def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update]) -> None:
     parts = (_update_slots, _update_value) if rule.next_slots is not None else (_update_value,)
     parts = parts[::-1] if rule.value_first else parts
     gradients, decays, forms, handles, numbers = zip(*updates, strict=True)
+    dtypes = tuple(gradient.dtype for gradient in gradients)
     # What is computed of float32 slots takes them from the memory they were just written to. Low
     # ones XLA would compute a second time, so what is computed of them is compiled by itself.
-    for each in [(part,) for part in parts] if low else [parts]:
-        dtypes = tuple(gradient.dtype for gradient in gradients)
+    wide = all(form.dtypes == FLOAT32.dtypes for own in forms for form in own[1:])
+    for each in [parts] if wide else [(part,) for part in parts]:
         compiled = _compiled(rule, each, decays, forms, dtypes, len(step.numbers))
         compiled(step, list(gradients), list(handles), tf.constant(numbers, tf.int32))
 
@@ -397,10 +403,12 @@ def _compiled(
         for i, (gradient, own) in enumerate(zip(gradients, handles, strict=True)):
             first = numbers[i] * NUMBERS_OF_ONE
             pairs = enumerate(zip(forms[i], own, strict=True))
-            cells = [_Cell(*pair, first + j) for j, pair in pairs]
-            wide = gradient if dtypes[i] == tf.float32 else widened(gradient)
+            cells = [_Cell(*pair, first + j, tf.shape(gradient)) for j, pair in pairs]
+            # Flat: a row that is no multiple of the processor's vectors costs a remainder each.
+            flat = tf.reshape(gradient, [-1])
+            wide = flat if dtypes[i] == tf.float32 else widened(flat)
             for part in parts:
-                part(rule, step, wide / step.divisor, decays[i], cells)
+                part(rule, step, wide, decays[i], cells)
 
     step = _Step(_SCALAR, _SCALAR, (_SCALAR,) * scalars, Chance(_COUNT, _COUNT))
     resources = [[[_RESOURCE] * len(form.dtypes) for form in own] for own in forms]
@@ -410,40 +418,61 @@ def _compiled(
 
 
 class _Cell(NamedTuple):
-    """A number that is stored."""
+    """A number that is stored, and read and written as a flat one."""
 
     form: Form
     handles: Sequence[Any]
     number: Any
+    shape: Any
+
+    def load(self) -> Any:
+        return load(self.form, self.handles, [-1])
+
+    def store(self, value: Any, chance: Chance) -> None:
+        store(self.form, self.handles, value, chance, self.number, self.shape)
 
 
 def _update_value(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: Any) -> None:
     times = functools.partial(_product, step.chance.step)
-    value, *slots = (load(cell.form, cell.handles) for cell in cells)
+    value, *slots = (cell.load() for cell in cells)
     if decays:
         # Not multiplied by 0: a weight may be infinite, as in a mask.
         decayed = value - times(value, step.decay)
         value = tf.where(tf.equal(step.decay, 0.0), value, decayed)
-    new = rule.next_value(times, step.numbers, gradient, value, *slots)
-    store(cells[0].form, cells[0].handles, new, step.chance, cells[0].number)
+    new = rule.next_value(times, step.numbers, _unscaled(step, gradient, 0), value, *slots)
+    cells[0].store(new, step.chance)
 
 
 def _update_slots(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: Any) -> None:
     times = functools.partial(_product, step.chance.step)
-    slots = [load(cell.form, cell.handles) for cell in cells[1:]]
-    new = () if rule.next_slots is None else rule.next_slots(times, step.numbers, gradient, *slots)
-    for cell, value in zip(cells[1:], new, strict=True):
-        store(cell.form, cell.handles, value, step.chance, cell.number)
+    slots = [cell.load() for cell in cells[1:]]
+    if rule.next_slots is None:
+        return
+    for i, cell in enumerate(cells[1:]):
+        new = rule.next_slots(times, step.numbers, _unscaled(step, gradient, i + 1), *slots)
+        cell.store(new[i], step.chance)
+
+
+def _unscaled(step: _Step, gradient: Any, number: int) -> Any:
+    """The gradient divided, for each `number` by itself.
+
+    The compiler would divide once and keep the quotients, of all variables at a time.
+    """
+    return gradient / _disguised(step.chance.step, step.divisor, number)
 
 
 def _product(step: Any, left: Any, right: Any) -> Any:
-    """A product that is rounded by itself, and not together with a sum that it is a part of.
+    """A product that is rounded by itself, and not together with a sum that it is a part of."""
+    return _disguised(step, left * right, 0)
 
-    The compiler does not know that the sign bit of the number of steps is zero.
+
+def _disguised(step: Any, value: Any, number: int) -> Any:
+    """The same value, but not for the compiler, nor the same for two numbers.
+
+    It does not know that the upper bits of the number of steps are zero.
     """
-    zero = tf.cast(tf.bitwise.right_shift(step, tf.constant(63, tf.int64)), tf.int32)
-    bits = tf.bitcast(left * right, tf.int32)
-    return tf.bitcast(tf.bitwise.bitwise_xor(bits, zero), tf.float32)
+    zero = tf.cast(tf.bitwise.right_shift(step, tf.constant(63 - number, tf.int64)), tf.int32)
+    return tf.bitcast(tf.bitwise.bitwise_xor(tf.bitcast(value, tf.int32), zero), tf.float32)
 
 
 _SCALAR = tf.TensorSpec([], tf.float32)
