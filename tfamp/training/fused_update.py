@@ -192,24 +192,19 @@ def form_of_slot(slot: Any) -> Form:
 NUMBERS_OF_ONE = 16
 
 
-def load(form: Form, handles: Sequence[Any], shape: Any = None) -> Any:
-    """The float32 number that is stored in resources, in another shape if given."""
+def load(form: Form, handles: Sequence[Any]) -> Any:
+    """The float32 number that is stored in resources."""
     pairs = zip(handles, form.dtypes, strict=True)
-    parts = [tf.raw_ops.ReadVariableOp(resource=h, dtype=dtype) for h, dtype in pairs]
-    return form.decode(*(parts if shape is None else [tf.reshape(part, shape) for part in parts]))
+    return form.decode(*(tf.raw_ops.ReadVariableOp(resource=h, dtype=dtype) for h, dtype in pairs))
 
 
-def store(
-    form: Form, handles: Sequence[Any], value: Any, chance: Chance, number: Any, shape: Any = None
-) -> list[Any]:
-    """Stores a float32 number in resources, of another shape if given, and returns the ops that do.
+def store(form: Form, handles: Sequence[Any], value: Any, chance: Chance, number: Any) -> list[Any]:
+    """Stores a float32 number in resources and returns the ops that do.
 
     `chance` and its own `number` among all of a step decide how it is rounded.
     """
-    parts = form.encode(value, lambda: chance.words(number, value))
-    parts = parts if shape is None else [tf.reshape(part, shape) for part in parts]
-    pairs = zip(handles, parts, strict=True)
-    return [tf.raw_ops.AssignVariableOp(resource=handle, value=part) for handle, part in pairs]
+    parts = zip(handles, form.encode(value, lambda: chance.words(number, value)), strict=True)
+    return [tf.raw_ops.AssignVariableOp(resource=handle, value=part) for handle, part in parts]
 
 
 # ---- The rules -----------------------------------------------------------------------------------
@@ -403,10 +398,8 @@ def _compiled(
         for i, (gradient, own) in enumerate(zip(gradients, handles, strict=True)):
             first = numbers[i] * NUMBERS_OF_ONE
             pairs = enumerate(zip(forms[i], own, strict=True))
-            cells = [_Cell(*pair, first + j, tf.shape(gradient)) for j, pair in pairs]
-            # Flat: a row that is no multiple of the processor's vectors costs a remainder each.
-            flat = tf.reshape(gradient, [-1])
-            wide = flat if dtypes[i] == tf.float32 else widened(flat)
+            cells = [_Cell(*pair, first + j) for j, pair in pairs]
+            wide = gradient if dtypes[i] == tf.float32 else widened(gradient)
             for part in parts:
                 part(rule, step, wide, decays[i], cells)
 
@@ -418,18 +411,17 @@ def _compiled(
 
 
 class _Cell(NamedTuple):
-    """A number that is stored, and read and written as a flat one."""
+    """A number that is stored."""
 
     form: Form
     handles: Sequence[Any]
     number: Any
-    shape: Any
 
     def load(self) -> Any:
-        return load(self.form, self.handles, [-1])
+        return load(self.form, self.handles)
 
     def store(self, value: Any, chance: Chance) -> None:
-        store(self.form, self.handles, value, chance, self.number, self.shape)
+        store(self.form, self.handles, value, chance, self.number)
 
 
 def _update_value(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: Any) -> None:
