@@ -167,7 +167,7 @@ def _update_in_one_pass(
                 if rule.run is not None and not low:
                     rule.run(optimizer, step, its_own)
                 else:
-                    _run_compiled(rule, step, its_own, low)
+                    _run_compiled(rule, step, its_own)
 
 
 def _update_of(optimizer: Any, rule: _Rule, gradient: Any, variable: Any) -> _Update:
@@ -370,14 +370,15 @@ def _rule_of(optimizer: keras.optimizers.Optimizer) -> _Rule | None:
 # ---- Compiled ------------------------------------------------------------------------------------
 
 
-def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update], low: bool) -> None:
+def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update]) -> None:
     parts = (_update_slots, _update_value) if rule.next_slots is not None else (_update_value,)
     parts = parts[::-1] if rule.value_first else parts
     gradients, decays, forms, handles, numbers = zip(*updates, strict=True)
+    dtypes = tuple(gradient.dtype for gradient in gradients)
     # What is computed of float32 slots takes them from the memory they were just written to. Low
     # ones XLA would compute a second time, so what is computed of them is compiled by itself.
-    for each in [(part,) for part in parts] if low else [parts]:
-        dtypes = tuple(gradient.dtype for gradient in gradients)
+    wide = all(form.dtypes == FLOAT32.dtypes for own in forms for form in own[1:])
+    for each in [parts] if wide else [(part,) for part in parts]:
         compiled = _compiled(rule, each, decays, forms, dtypes, len(step.numbers))
         compiled(step, list(gradients), list(handles), tf.constant(numbers, tf.int32))
 
@@ -400,7 +401,7 @@ def _compiled(
             cells = [_Cell(*pair, first + j) for j, pair in pairs]
             wide = gradient if dtypes[i] == tf.float32 else widened(gradient)
             for part in parts:
-                part(rule, step, wide / step.divisor, decays[i], cells)
+                part(rule, step, wide, decays[i], cells)
 
     step = _Step(_SCALAR, _SCALAR, (_SCALAR,) * scalars, Chance(_COUNT, _COUNT))
     resources = [[[_RESOURCE] * len(form.dtypes) for form in own] for own in forms]
@@ -416,34 +417,54 @@ class _Cell(NamedTuple):
     handles: Sequence[Any]
     number: Any
 
+    def load(self) -> Any:
+        return load(self.form, self.handles)
+
+    def store(self, value: Any, chance: Chance) -> None:
+        store(self.form, self.handles, value, chance, self.number)
+
 
 def _update_value(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: Any) -> None:
     times = functools.partial(_product, step.chance.step)
-    value, *slots = (load(cell.form, cell.handles) for cell in cells)
+    value, *slots = (cell.load() for cell in cells)
     if decays:
         # Not multiplied by 0: a weight may be infinite, as in a mask.
         decayed = value - times(value, step.decay)
         value = tf.where(tf.equal(step.decay, 0.0), value, decayed)
-    new = rule.next_value(times, step.numbers, gradient, value, *slots)
-    store(cells[0].form, cells[0].handles, new, step.chance, cells[0].number)
+    new = rule.next_value(times, step.numbers, _unscaled(step, gradient, 0), value, *slots)
+    cells[0].store(new, step.chance)
 
 
 def _update_slots(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: Any) -> None:
     times = functools.partial(_product, step.chance.step)
-    slots = [load(cell.form, cell.handles) for cell in cells[1:]]
-    new = () if rule.next_slots is None else rule.next_slots(times, step.numbers, gradient, *slots)
-    for cell, value in zip(cells[1:], new, strict=True):
-        store(cell.form, cell.handles, value, step.chance, cell.number)
+    slots = [cell.load() for cell in cells[1:]]
+    if rule.next_slots is None:
+        return
+    for i, cell in enumerate(cells[1:]):
+        new = rule.next_slots(times, step.numbers, _unscaled(step, gradient, i + 1), *slots)
+        cell.store(new[i], step.chance)
+
+
+def _unscaled(step: _Step, gradient: Any, number: int) -> Any:
+    """The gradient divided, for each `number` by itself.
+
+    The compiler would divide once and keep the quotients, of all variables at a time.
+    """
+    return gradient / _disguised(step.chance.step, step.divisor, number)
 
 
 def _product(step: Any, left: Any, right: Any) -> Any:
-    """A product that is rounded by itself, and not together with a sum that it is a part of.
+    """A product that is rounded by itself, and not together with a sum that it is a part of."""
+    return _disguised(step, left * right, 0)
 
-    The compiler does not know that the sign bit of the number of steps is zero.
+
+def _disguised(step: Any, value: Any, number: int) -> Any:
+    """The same value, but not for the compiler, nor the same for two numbers.
+
+    It does not know that the upper bits of the number of steps are zero.
     """
-    zero = tf.cast(tf.bitwise.right_shift(step, tf.constant(63, tf.int64)), tf.int32)
-    bits = tf.bitcast(left * right, tf.int32)
-    return tf.bitcast(tf.bitwise.bitwise_xor(bits, zero), tf.float32)
+    zero = tf.cast(tf.bitwise.right_shift(step, tf.constant(63 - number, tf.int64)), tf.int32)
+    return tf.bitcast(tf.bitwise.bitwise_xor(tf.bitcast(value, tf.int32), zero), tf.float32)
 
 
 _SCALAR = tf.TensorSpec([], tf.float32)

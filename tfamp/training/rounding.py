@@ -15,6 +15,7 @@ from tfamp.core.dtypes import float_format
 _HALF = 1 << 15
 _EXPONENT = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
+_NAN = 0x7FC00000
 
 
 def nearest(value: Any, dtype: Any) -> Any:
@@ -23,11 +24,12 @@ def nearest(value: Any, dtype: Any) -> Any:
     Ties away from zero leave differences of exactly 16 bits, which `split` keeps. Ties to even do
     not: a number with an even last bit is then the nearest one to 2**16 + 1 float32 numbers.
     """
-    rounded = nearest_of_numbers(value, dtype)
     if tf.as_dtype(dtype) != tf.bfloat16:
-        return rounded
-    nan = _and(_bits(value), _MAGNITUDE) > _unsigned(_EXPONENT)
-    return tf.where(nan, tf.constant(float("nan"), tf.bfloat16), rounded)
+        return nearest_of_numbers(value, dtype)
+    bits = _bits(value)
+    nan = _and(bits, _MAGNITUDE) > _unsigned(_EXPONENT)
+    # Chosen as patterns: XLA chooses between bfloat16 numbers as float32 ones and rounds again.
+    return _upper_half(tf.where(nan, _unsigned(_NAN), bits + _unsigned(_HALF)))
 
 
 def nearest_of_numbers(value: Any, dtype: Any) -> Any:
@@ -41,7 +43,8 @@ def stochastic(value: Any, dtype: Any, words: Any) -> Any:
     """Rounds float32 to one of the two float16 or bfloat16 neighbours, at random, unbiased.
 
     The probability of the farther neighbour is the share of the distance to the nearer one. What
-    is representable stays, inf and NaN too; beyond the largest finite number it rounds to nearest.
+    is representable stays, inf too; beyond the largest finite number it rounds to nearest. A NaN
+    stays one if it is of the kind that arithmetic makes.
     `words` are uniform uint32 numbers, one for each element.
 
     Source: Zamirai et al., "Revisiting BFloat16 Training", 2020, which rounds bfloat16 weights so.
@@ -56,8 +59,7 @@ def _stochastic_bfloat16(value: Any, words: Any) -> Any:
     bits = _bits(value)
     last = _unsigned(0x7F7F0000)  # the largest finite bfloat16
     inside = _and(bits, _MAGNITUDE) < last
-    carried = _upper_half(bits + _shifted(words, 16))
-    return tf.where(inside, carried, nearest(value, "bfloat16"))
+    return _upper_half(bits + tf.where(inside, _shifted(words, 16), _unsigned(_HALF)))
 
 
 def _stochastic_float16(value: Any, words: Any) -> Any:
@@ -78,9 +80,8 @@ def _stochastic_float16(value: Any, words: Any) -> Any:
 
 def split(master: Any) -> tuple[Any, Any]:
     """Splits float32 into the nearest bfloat16 number and the int16 difference of the patterns."""
-    weight = nearest(master, "bfloat16")
-    difference = tf.bitcast(_bits(master) - _raised(weight), tf.int32)
-    return weight, tf.cast(difference, tf.int16)
+    # The patterns are off by the lower half, which is less than zero where it was rounded up.
+    return nearest(master, "bfloat16"), tf.bitcast(_lower_half(_bits(master)), tf.int16)
 
 
 def joined(weight: Any, difference: Any) -> Any:
@@ -173,6 +174,10 @@ def _shifted(bits: Any, places: int) -> Any:
 
 def _upper_half(bits: Any) -> Any:
     return tf.bitcast(tf.cast(_shifted(bits, 16), tf.uint16), tf.bfloat16)
+
+
+def _lower_half(bits: Any) -> Any:
+    return tf.cast(_and(bits, 0xFFFF), tf.uint16)
 
 
 def _raised(low: Any) -> Any:
