@@ -135,6 +135,36 @@ def test_clipping_and_masters_keep_the_update_one_pass(name, arguments):
     platform.machine().lower() not in {"x86_64", "amd64"} or tf.config.list_physical_devices("GPU"),
     reason="compilers for other processors contract a * b + c into one rounding",
 )
+def updated_at_once():
+    """Weights after an update, and how many compiled calls that was."""
+    random = np.random.default_rng(3)
+    shapes = [(4, 4)] * 5 + [(3,)] * 2 + [(40,)]
+    weights = [keras.Variable(random.standard_normal(each).astype("float32")) for each in shapes]
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.AdamW(0.01))
+    optimizer.build(weights)
+
+    @tf.function
+    def step():
+        slopes = [tf.cos(tf.convert_to_tensor(each)) for each in weights]
+        optimizer.apply(slopes, weights, unscaled=True)
+
+    step()
+    graph_def = step.get_concrete_function().graph.as_graph_def()
+    nodes = [*graph_def.node, *(n for each in graph_def.library.function for n in each.node_def)]
+    return weights, sum("update_all" in node.attr["f"].func.name for node in nodes)
+
+
+def test_many_weights_are_updated_in_groups_with_the_same_result(monkeypatch):
+    whole, calls = updated_at_once()
+    assert calls == 1
+    monkeypatch.setattr("tfamp.training.fused_update._GROUP", 32)
+    grouped, calls = updated_at_once()
+    # Twice two of the matrices; the fifth; both vectors; and the one that is larger than a group.
+    assert 1 < calls <= len(whole)
+    for one, other in zip(whole, grouped, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
 @pytest.mark.parametrize("scale", [3.0, 2.0**-30, 2.0**32])
 def test_any_scale(scale):
     make = OPTIMIZERS["adam"]

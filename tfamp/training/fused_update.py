@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop.keras_hooks import native, runs_tensorflow
+from tfamp.interop.tf_private import device_kind_of
 from tfamp.training.forms import FLOAT32, Chance, Form, form_of, wide_form
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value
 from tfamp.training.replicas import several_replicas
@@ -166,8 +167,9 @@ def _update_in_one_pass(
             with tf.device(device):
                 if rule.run is not None and not low:
                     rule.run(optimizer, step, its_own)
-                else:
-                    _run_compiled(rule, step, its_own)
+                    continue
+                for group in _groups(its_own, device):
+                    _run_compiled(rule, step, group)
 
 
 def _update_of(optimizer: Any, rule: _Rule, gradient: Any, variable: Any) -> _Update:
@@ -369,6 +371,42 @@ def _rule_of(optimizer: keras.optimizers.Optimizer) -> _Rule | None:
 
 # ---- Compiled ------------------------------------------------------------------------------------
 
+# How many weights are updated together on a CPU. In float32, with two slots and a gradient, they
+# take 8 MiB: what a cache that cores share holds.
+_GROUP = 1 << 19
+
+
+def _groups(updates: list[_Update], device: str) -> list[list[_Update]]:
+    """Updates that are compiled together: on GPUs all of them, on CPUs what caches hold.
+
+    What is computed of numbers that were just written then finds them in a cache; and groups of the
+    same shapes, as layers that repeat have them, are compiled once.
+    """
+    if device_kind_of(device) != "cpu":
+        return [updates]
+    kinds: dict[Any, list[_Update]] = defaultdict(list)
+    for each in updates:
+        kinds[each.gradient.shape, each.gradient.dtype, each.decays, each.forms].append(each)
+    groups: list[list[_Update]] = []
+    others: list[_Update] = []
+    for alike in kinds.values():
+        count = max(1, _GROUP // max(1, _size(alike[0])))
+        whole = len(alike) - len(alike) % count
+        groups += [alike[i : i + count] for i in range(0, whole, count)]
+        others += alike[whole:]
+    room = 0
+    for each in others:
+        if _size(each) > room:
+            groups.append([])
+            room = _GROUP
+        groups[-1].append(each)
+        room -= _size(each)
+    return groups
+
+
+def _size(update: _Update) -> int:
+    return int(update.gradient.shape.num_elements())
+
 
 def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update]) -> None:
     parts = (_update_slots, _update_value) if rule.next_slots is not None else (_update_value,)
@@ -432,7 +470,7 @@ def _update_value(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: 
         decayed = value - times(value, step.decay)
         value = tf.where(tf.equal(step.decay, 0.0), value, decayed)
     new = rule.next_value(times, step.numbers, _unscaled(step, gradient, 0), value, *slots)
-    cells[0].store(new, step.chance)
+    cells[0].store(_kept(step, new) if len(cells[0].handles) > 1 else new, step.chance)
 
 
 def _update_slots(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: Any) -> None:
@@ -453,6 +491,11 @@ def _unscaled(step: _Step, gradient: Any, number: int) -> Any:
     return gradient / _disguised(step.chance.step, step.divisor, number)
 
 
+def _kept(step: _Step, value: Any) -> Any:
+    """The same value, computed once, however many use it: quotients are what the compiler keeps."""
+    return value / _disguised(step.chance.step, _number(1.0), _NO_CELL)
+
+
 def _product(step: Any, left: Any, right: Any) -> Any:
     """A product that is rounded by itself, and not together with a sum that it is a part of."""
     return _disguised(step, left * right, 0)
@@ -467,6 +510,8 @@ def _disguised(step: Any, value: Any, number: int) -> Any:
     return tf.bitcast(tf.bitwise.bitwise_xor(tf.bitcast(value, tf.int32), zero), tf.float32)
 
 
+# The number of no cell.
+_NO_CELL = NUMBERS_OF_ONE
 _SCALAR = tf.TensorSpec([], tf.float32)
 _COUNT = tf.TensorSpec([], tf.int64)
 _RESOURCE = tf.TensorSpec([], tf.resource)
