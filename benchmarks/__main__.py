@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, or reads a run, and shows and writes what was asked for; returns an exit code."""
     args = _parser().parse_args(arguments)
     if args.read is not None:
-        run = results.from_json(json.loads(args.read.read_text(encoding="utf-8")))
+        read = [json.loads(path.read_text(encoding="utf-8")) for path in args.read]
+        run = results.together([results.from_json(each) for each in read])
     else:
         run = _measure(args)
     show(report.all_tables(run))
@@ -140,7 +141,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="write every number")
     add("--plot", type=Path, metavar="FILE", help="write a picture of the ratios")
     add("--markdown", type=Path, metavar="PAGE", help="put the tables between the page's marks")
-    add("--read", type=Path, metavar="FILE", help="measure nothing: show what --json wrote")
+    help_read = "measure nothing: show what --json wrote, of several runs as of one"
+    add("--read", type=Path, nargs="+", metavar="FILE", help=help_read)
     add("--torch-python", default=sys.executable, metavar="PYTHON", help="where PyTorch is")
     return parser
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from benchmarks.systems import BASE, CHOSEN, OWN, PEERS, SYSTEMS
 
 SCHEMA = 1
+_DURATION = "measured in"
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,24 @@ class Run:
     loss_steps: int = 0
     workloads: list[WorkloadRun] = field(default_factory=list)
     scaling: list[ScalingRun] = field(default_factory=list)
+
+
+def together(runs: Sequence[Run]) -> Run:
+    """Runs of some workloads each, on one machine, as one run of all."""
+    first, *others = runs
+    for each in others:
+        if (each.dtype, each.machine["CPU"]) != (first.dtype, first.machine["CPU"]):
+            raise ValueError("Runs of one dtype on one machine go together; these differ in them.")
+    machine = {
+        name: text for name, text in first.machine.items() if name != _DURATION or not others
+    }
+    return replace(
+        first,
+        machine=machine,
+        rounds=min(each.rounds for each in runs),
+        workloads=[workload for each in runs for workload in each.workloads],
+        scaling=[scaling for each in runs for scaling in each.scaling],
+    )
 
 
 def spread(values: Sequence[float]) -> Spread:

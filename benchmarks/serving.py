@@ -71,7 +71,8 @@ def export(name: str, small: bool, path: Path) -> Request:
     """Writes a model with random weights; returns a request for it."""
     keras.utils.set_random_seed(0)
     model, size = MODELS[name](small), _SMALL_BERT if small else _BERT
-    model.set_weights(accuracy.weights_of(model, 0))
+    initial = [(each.path, each.numpy()) for each in model.weights]
+    model.set_weights(accuracy.weights_of(initial, 0))
     model.export(str(path), verbose=False)
     inputs = accuracy.inputs_of(model, size, 0)
     return inputs if isinstance(inputs, Mapping) else {model.input.name: inputs}

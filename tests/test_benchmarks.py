@@ -224,6 +224,18 @@ def test_a_run_is_shown_and_written_again_without_measuring(tmp_path, capsys):
     assert re.search(r"^tfamp.rewrite, min_cut +2.00$", capsys.readouterr().out, re.M)
 
 
+def test_runs_on_one_machine_are_shown_as_one(tmp_path, capsys):
+    paths = [tmp_path / name for name in ("one.json", "two.json")]
+    for path, workload in zip(paths, ("mlp", "lstm"), strict=True):
+        run = a_run()
+        run.workloads[0].workload = workload
+        path.write_text(json.dumps(results.to_json(run)), encoding="utf-8")
+    assert main(["--read", *map(str, paths)]) == 0
+    assert re.search(r"^times as fast as float32 +mlp +lstm$", capsys.readouterr().out, re.M)
+    with pytest.raises(ValueError, match="these differ"):
+        results.together([run, dataclasses.replace(run, dtype="float16")])
+
+
 def test_the_picture_has_a_bar_for_each_ratio():
     pytest.importorskip("matplotlib")
     axes = plot.figure(a_run()).axes[0]

@@ -142,8 +142,10 @@ def test_only_what_is_not_frozen_moves(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_lora_on_a_quantized_backbone_trains_under_a_policy(dtype):
+def test_lora_on_a_quantized_backbone_trains_under_a_policy():
+    dtype = "bfloat16"
+    with pytest.raises(ValueError, match="doesn't work well with compute_dtype='float16'"):
+        encoder("float16")[0].quantize("int8")  # Keras itself has no integers in float16.
     backbone, x = encoder(dtype)
     before = kerashub.predict(backbone, x)
     backbone.quantize("int8")
