@@ -162,9 +162,16 @@ ENDS = {
 }
 
 
+def _when(number):
+    """Every ninth case always, every sixth of the others in CI, the rest at night."""
+    if number % len(OPTIMIZERS) == 0:
+        return ()
+    return pytest.mark.nightly if number % (len(ENDS) + 1) else pytest.mark.slow
+
+
 # Each end is always met, with an optimizer of its own.
 CASES = [
-    pytest.param(*each, marks=pytest.mark.slow if number % len(OPTIMIZERS) else ())
+    pytest.param(*each, marks=_when(number))
     for number, each in enumerate(itertools.product(OPTIMIZERS, ENDS))
 ]
 
