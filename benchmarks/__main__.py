@@ -26,7 +26,7 @@ from benchmarks.interleaved import Options, measure, stages
 from benchmarks.progress import reporting
 from benchmarks.results import Run
 from benchmarks.scaling import measure_scaling, sizes
-from benchmarks.systems import BASE, DEFAULT_SYSTEMS, SYSTEMS, torch_version
+from benchmarks.systems import BASE, SYSTEMS, torch_version
 from benchmarks.tables import show
 from benchmarks.workloads import DEFAULT, WORKLOADS, Workload
 
@@ -119,9 +119,9 @@ def _parser() -> argparse.ArgumentParser:
         "--system",
         nargs="+",
         choices=tuple(SYSTEMS),
-        default=DEFAULT_SYSTEMS,
+        default=tuple(SYSTEMS),
         metavar="S",
-        help=f"some of {', '.join(SYSTEMS)}; default all but rewrite_fused and rewrite_marked",
+        help=f"some of {', '.join(SYSTEMS)}; default all",
     )
     add("--dtype", choices=("float16", "bfloat16"), help="default: what this machine has")
     add("--rounds", type=_at_least(1), help=f"steps to time of each; default {_ROUNDS}")

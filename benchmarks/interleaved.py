@@ -61,8 +61,6 @@ class WorkerProcess:
 
     def __init__(self, system: str, options: Options) -> None:
         python = options.torch_python if _is_torch(system) else sys.executable
-        xla = SYSTEMS.get(system, CONTROL).xla_flags
-        flags = {"TF_XLA_FLAGS": xla} if xla else {}
         paths = (str(_ROOT), os.environ.get("PYTHONPATH", ""))
         # Open as long as the process is; `close` closes it.
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
@@ -72,7 +70,7 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | flags,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )
 
     def send(self, do: str, **arguments: Any) -> None:

@@ -22,8 +22,6 @@ from benchmarks.step_graph import trace
 from benchmarks.systems import BASE, CONTROL, SYSTEMS, grappler_options
 from benchmarks.workloads import Sizes, Workload
 from tfamp.machine.profile_choice import find_profile
-from tfamp.rewriting.function import RewrittenFunction
-from tfamp.rewriting.pipeline import RewriteSettings
 
 Step = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 _MOMENTUM = 0.9
@@ -41,7 +39,6 @@ class Trainer:
         self._system, self._dtype = system, dtype
         self._step: Step | None = None
         self._about = SYSTEMS.get(system, CONTROL)
-        self._compiled = self._about.xla and not self._about.xla_flags
         self.rewrite_seconds = 0.0
         tf.ones(1).numpy()  # Starts TensorFlow, whose memory is no part of a model's.
         if system.startswith("keras_policy"):
@@ -61,11 +58,8 @@ class Trainer:
         if self._system == CONTROL.name:
             for each in model.trainable_variables:
                 each.assign(tf.cast(tf.cast(each.value, self._dtype), each.dtype))
-        step = models.train_step(model, self._with_loss_scale(optimizer), xla=self._compiled)
-        if self._about.fuse:
-            settings = RewriteSettings(self._dtype, placement=self._about.placement, fuse=True)
-            step = RewrittenFunction(step, settings)
-        elif self._about.placement:
+        step = models.train_step(model, self._with_loss_scale(optimizer), xla=self._about.xla)
+        if self._about.placement:
             step = tfamp.rewrite(step, dtype=self._dtype, placement=self._about.placement)
         self._step = step
 
@@ -96,10 +90,13 @@ class Trainer:
 
     def casts(self, batch: Any) -> CastTotals | None:
         """Counts the Casts between float dtypes that run in a step; None for what XLA makes."""
-        if self._about.xla or self._about.fuse:
+        if self._about.xla:
             return None
+        concrete = self.concrete(batch)
+        if any(op.type == "PartitionedCall" for op in concrete.graph.get_operations()):
+            return None  # XLA compiles parts of the step.
         options = grappler_options(self._system, self._dtype)
-        return count_casts(trace(self.concrete(batch), batch, rewriter_options=options).nodes)
+        return count_casts(trace(concrete, batch, rewriter_options=options).nodes)
 
     def _with_loss_scale(self, optimizer: Any) -> Any:
         if self._system in (BASE, "float32_xla", CONTROL.name):

@@ -26,10 +26,8 @@ class System:
         title: What it is called in tables.
         base: The system in float32 that its loss is compared with.
         torch: Whether it is PyTorch's.
-        xla: Whether XLA compiles its step, or parts of it.
+        xla: Whether XLA compiles its step.
         placement: Which of tfamp's placements a rewrite is made with; None for no rewrite.
-        xla_flags: What TF_XLA_FLAGS is in its process. Such systems are measured where asked for.
-        fuse: Whether a rewrite marks the arithmetic between products for XLA. Likewise.
         losses: Whether its losses are looked at too, which takes long where XLA compiles again.
     """
 
@@ -39,8 +37,6 @@ class System:
     torch: bool = False
     xla: bool = False
     placement: str | None = None
-    xla_flags: str = ""
-    fuse: bool = False
     losses: bool = True
 
 
@@ -54,32 +50,16 @@ _ALL = (
     System("rewrite_lists", "tfamp.rewrite, lists", placement="lists"),
     System("rewrite", "tfamp.rewrite, min_cut", placement="min_cut"),
     System("rewrite_measured", "tfamp.rewrite, measured", placement="measured"),
-    System(
-        "rewrite_fused",
-        "tfamp.rewrite, min_cut, XLA between the products",
-        xla=True,
-        placement="min_cut",
-        xla_flags="--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit --tf_xla_ops_to_cluster=FUSIBLE",
-        losses=False,
-    ),
-    System(
-        "rewrite_marked",
-        'tfamp.rewrite, candidate "fused" of tune',
-        placement="min_cut",
-        fuse=True,
-        losses=False,
-    ),
+    System("rewrite_fused", "tfamp.rewrite, fused", placement="fused"),
     # Whichever of these and float32 is fastest by its own measurement: its losses are theirs.
     System("tune", "tfamp.tune", losses=False),
     System("torch_float32", "PyTorch, float32", "torch_float32", torch=True),
     System("torch_autocast", "PyTorch, autocast", "torch_float32", torch=True),
 )
 SYSTEMS = {each.name: each for each in _ALL}
-_ON_REQUEST = ("rewrite_fused", "rewrite_marked")
-DEFAULT_SYSTEMS = tuple(name for name in SYSTEMS if name not in _ON_REQUEST)
 # What a user would have without tfamp, and tfamp's own candidates beside the one that it chooses.
 PEERS = ("float32", "float32_xla", "keras_policy", "keras_policy_xla", "tensorflow_amp")
-OWN = tuple(name for name in DEFAULT_SYSTEMS if SYSTEMS[name].placement)
+OWN = tuple(name for name in SYSTEMS if SYSTEMS[name].placement)
 # What a user is advised to take: the first of these that was measured.
 CHOSEN = ("tune", "rewrite_measured")
 # float32 again, from initial weights rounded to the low dtype: how far that alone takes the loss.

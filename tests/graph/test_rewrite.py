@@ -335,7 +335,11 @@ CHAIN = "x>A>i"
 @pytest.mark.parametrize(
     ("choices", "error", "message"),
     [
-        ({"placement": "best"}, ValueError, "must be one of min_cut, measured, lists; got 'best'"),
+        (
+            {"placement": "best"},
+            ValueError,
+            "must be one of min_cut, measured, lists, fused; got 'best'",
+        ),
         (
             {"profile": {"matmul": 1}},
             TypeError,

@@ -1,5 +1,6 @@
-"""The candidate "fused" of `tfamp.tune`: XLA compiles what is between products, and only that."""
+"""The placement "fused": XLA compiles what is between products, and only that."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -8,7 +9,8 @@ import tfamp
 from helpers.tolerances import assert_close
 from tfamp.rewriting import tuning
 
-WIDTH = 32
+WIDTH = 64
+ROWS = 256
 
 
 @pytest.fixture
@@ -18,23 +20,28 @@ def fused_wins(monkeypatch):
     def together(call, count):
         del count
         call()
-        settings = getattr(call.func, "settings", None)
-        return 1.0 if getattr(settings, "fuse", False) else 2.0
+        return 1.0 if placement_of(call.func) == "fused" else 2.0
 
     monkeypatch.setattr(tuning, "together", together)
 
 
+def placement_of(function):
+    return getattr(getattr(function, "settings", None), "placement", None)
+
+
 def tuned(function, *args, candidates=("min_cut", "fused")):
-    report = tfamp.tune(function, *args, dtype="bfloat16", candidates=candidates, rounds=1)
-    assert report.chosen.candidate == "fused"
-    return report
+    options = {"dtype": "bfloat16", "rounds": 1, "measure_seconds": 0}
+    return tfamp.tune(function, *args, candidates=candidates, **options)
 
 
-def marks(function, *args):
-    """Op types that XLA is to compile: of the graph, and of its functions."""
+def compiled(function, *args):
+    """Op types that XLA compiles, and those that it does not."""
     graph = function.concrete(*args).graph.as_graph_def()
-    bodies = (graph.node, [node for each in graph.library.function for node in each.node_def])
-    return [[node.op for node in nodes if "_XlaCompile" in node.attr] for nodes in bodies]
+    called = {node.attr["f"].func.name for node in graph.node if node.op == "PartitionedCall"}
+    functions = [each for each in graph.library.function if each.signature.name in called]
+    assert all(each.attr["_XlaMustCompile"].b for each in functions)
+    inside = {node.op for each in functions for node in each.node_def}
+    return inside, {node.op for node in graph.node}
 
 
 def data(*shape):
@@ -54,19 +61,20 @@ class Layer(tf.Module):
 
 
 def test_a_tuned_function_computes_the_same(fused_wins):
-    layer, x = Layer(), data(16, WIDTH)
+    layer, x = Layer(), data(ROWS, WIDTH)
     report = tuned(layer, x)
     by_name = {row.candidate: row for row in report.rows}
+    assert report.chosen.candidate == "fused"
     assert by_name["fused"].low_nodes == by_name["min_cut"].low_nodes > 0
     assert by_name["fused"].error < 2 * by_name["min_cut"].error
-    marked, _ = marks(report.best, x)
-    assert {"Sub", "Mul"} <= set(marked)
-    assert not any("MatMul" in op for op in marked)
+    inside, outside = compiled(report.best, x)
+    assert {"Sub", "Mul"} <= inside
+    assert "MatMul" in outside - inside
     assert_close(report.best(x), layer(x), "bfloat16", depth=4)
 
 
 def test_gradients_are_the_same_inside_and_around(fused_wins):
-    layer, x = Layer(), data(16, WIDTH)
+    layer, x = Layer(), data(ROWS, WIDTH)
 
     def gradient_of(function):
         with tf.GradientTape() as tape:
@@ -80,37 +88,74 @@ def test_gradients_are_the_same_inside_and_around(fused_wins):
 
     expected = gradient_of(layer)
     around, inside = tuned(layer, x).best, tuned(step, x).best
-    assert "Sum" in marks(inside, x)[0], "gradients of broadcasts are compiled too"
+    assert "Sum" in compiled(inside, x)[0], "gradients of broadcasts are compiled too"
     assert_close(gradient_of(around), expected, "bfloat16", depth=8)
     assert_close(inside(x), expected, "bfloat16", depth=8)
+    twice = tf.function(inside, jit_compile=True)
+    assert_close(twice(x), expected, "bfloat16", depth=8)
 
 
-def test_loops_are_left_alone(fused_wins):
+def test_a_custom_gradient_of_what_is_compiled(fused_wins):
+    layer, x = Layer(), data(ROWS, WIDTH)
+
+    @tf.custom_gradient
+    def swish(x):
+        inner = tf.sigmoid(x)
+        return x * inner, lambda upstream: upstream * (inner + x * inner * (1 - inner))
+
+    def function(x):
+        return tf.reduce_sum(swish(layer(x) * 2.0 + 1.0) - 0.5)
+
+    def gradient_of(function):
+        with tf.GradientTape() as tape:
+            loss = function(x)
+        return tape.gradient(loss, layer.weights)
+
+    assert_close(gradient_of(tuned(function, x).best), gradient_of(function), "bfloat16", depth=8)
+
+
+def test_where_nothing_is_to_be_compiled_there_is_no_such_candidate(fused_wins, monkeypatch):
     layer, x = Layer(), data(4, WIDTH)
 
     def looped(x):
         return tf.while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, layer(x)), (0, x))[1]
 
-    best = tuned(looped, x).best
-    assert marks(best, x) == [[], []]
-    assert_close(best(x), layer(layer(layer(x))), "bfloat16", depth=12)
+    assert [row.candidate for row in tuned(looped, x).rows] == ["float32", "min_cut"]
+    monkeypatch.setattr(tuning, "xla_works", lambda device: False)
+    rows = tuned(layer, data(ROWS, WIDTH)).rows
+    assert [row.candidate for row in rows] == ["float32", "min_cut"]
 
 
-def test_what_other_candidates_are_of_a_fused_function(fused_wins):
-    layer, x = Layer(), data(16, WIDTH)
-    fused = tuned(layer, x).best
-    again = tfamp.tune(fused, x, candidates=("min_cut",), rounds=1)
-    assert again.best is not fused
-    assert not getattr(getattr(again.best, "settings", None), "fuse", False)
+def test_other_batches_and_cached_weights(fused_wins):
+    layer = Layer()
+    signature = [tf.TensorSpec((None, WIDTH))]
+    options = {"dtype": "bfloat16", "placement": "fused", "measure_seconds": 0}
+    rewritten = tfamp.rewrite(tf.function(layer, signature), cache_weights=True, **options)
+    for rows in (ROWS, 2 * ROWS, 1):
+        x = data(rows, WIDTH)
+        assert_close(rewritten(x), layer(x), "bfloat16", depth=4)
+
+
+def test_fit_runs_what_level_auto_found(fused_wins):
+    model = keras.Sequential([keras.Input((WIDTH,)), *(block() for _ in range(2))])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    x, y = data(ROWS, WIDTH), data(ROWS, WIDTH)
+    prepared = tfamp.prepare(model, level="auto", dtype="bfloat16", example_batch=(x, y))
+    assert "(fused)" in str(prepared.settings)
+    losses = model.fit(x, y, epochs=3, batch_size=ROWS, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+
+
+def block():
+    return keras.Sequential([keras.layers.Dense(WIDTH, "gelu"), keras.layers.LayerNormalization()])
 
 
 def test_it_is_saved_and_loaded(fused_wins, tmp_path):
-    layer, x = Layer(), data(16, WIDTH)
+    layer, x = Layer(), data(ROWS, WIDTH)
     module = tf.Module()
     module.layer, module.run = layer, tuned(layer, x).best
     tf.saved_model.save(module, str(tmp_path))
     loaded = tf.saved_model.load(str(tmp_path))
     graph = loaded.run.get_concrete_function(x).graph.as_graph_def()
-    bodies = [graph.node, *(each.node_def for each in graph.library.function)]
-    assert any("_XlaCompile" in node.attr for nodes in bodies for node in nodes)
+    assert any(each.attr["_XlaMustCompile"].b for each in graph.library.function)
     assert_close(loaded.run(x), layer(x), "bfloat16", depth=4)

@@ -282,7 +282,7 @@ def test_a_level_without_a_rewrite_has_no_placement(level):
         ({"measure_seconds": -1}, ValueError, "finite and not negative; got -1"),
         ({"measure_seconds": float("nan")}, ValueError, "finite and not negative"),
         ({"measure_seconds": "10"}, TypeError, "must be a number; got '10'"),
-        ({"placement": "fastest"}, ValueError, "measured, lists, tune; got 'fastest'"),
+        ({"placement": "fastest"}, ValueError, "lists, fused, tune; got 'fastest'"),
     ],
 )
 def test_wrong_arguments_are_refused(options, error, text):

@@ -1,24 +1,34 @@
-"""Elementwise arithmetic between products and convolutions, marked for XLA to fuse.
+"""Elementwise arithmetic between products and convolutions, as functions that XLA compiles.
 
 TensorFlow's kernels take a pass over memory for each op; XLA makes one of many. Products and
-convolutions are not marked: on CPUs oneDNN's kernels for low precision are faster than XLA's.
-TensorFlow clusters the marked nodes when it runs the graph, as those of
-`tf.xla.experimental.jit_scope`.
+convolutions stay: on CPUs oneDNN's kernels for low precision are faster than XLA's.
+
+What may be one call: of two nodes on a way that leads through a product, the product waits for the
+first and the second for the product. So every node has a depth, how often the longest way to it
+goes into arithmetic or out of it, and what hangs together at one depth is a group: no way leads out
+of it and back. A node that only one later group uses belongs to that: its result is not stored.
+
+Groups that are alike, as layers that repeat have them, call one function, which is compiled once.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.planning.structures import FLOAT32, node_name, op_types, reach
+from tfamp.core.errors import RewriteError
+from tfamp.graph.functions import has_old_control_flow, library_of, replace_nodes
+from tfamp.graph.op_signatures import OpSignature, first_ports, registered_signature
+from tfamp.planning.structures import FLOAT32, free_name, op_types, producers_first, reach
 
-_MARK = "_XlaCompile"
-_FLOATS = {tf.as_dtype(name).as_datatype_enum for name in (*LOW_PRECISION, FLOAT32)}
 # What computes with floats, as many passes over memory as there are ops.
 _COMPUTES = op_types("""
     Abs Add AddN AddV2 BiasAdd BiasAddGrad Cast Div DivNoNan Elu EluGrad Equal Erf Erfc Exp Expm1
@@ -28,61 +38,159 @@ _COMPUTES = op_types("""
     SoftplusGrad SparseSoftmaxCrossEntropyWithLogits Sqrt SqrtGrad Square SquaredDifference Sub Sum
     Tanh TanhGrad
 """)
-# What moves values, or says of which shape they are, counts in no group, but may stand between
-# what computes: gradients of broadcasts are Sums over axes that are found from shapes.
-_MOVES = op_types("""
-    All Any BroadcastGradientArgs BroadcastTo ExpandDims LogicalAnd LogicalNot LogicalOr OnesLike
-    Pack Reshape Squeeze Tile Transpose ZerosLike
+# What gives a tensor another shape, which takes no time.
+_RESHAPES = op_types("ExpandDims Reshape Squeeze")
+# What moves values, and counts in no group, but may stand between what computes.
+_MOVES = _RESHAPES | op_types("""
+    All Any BroadcastTo LogicalAnd LogicalNot LogicalOr OnesLike Tile Transpose ZerosLike
 """)
-# TensorFlow compiles every cluster that is asked for, and each is a call.
+# What is known when a function is compiled if its inputs are.
+_KNOWN_IF_INPUTS_ARE = op_types("BroadcastGradientArgs Cast ConcatV2 Pack StridedSlice")
+_FLOATS = {tf.as_dtype(name).as_datatype_enum for name in (*LOW_PRECISION, FLOAT32)}
+_MOST_KNOWN = 64
+# With fewer ops, or on tensors with fewer elements, a call takes what it gains.
 _LEAST = 4
+_LEAST_ELEMENTS = 1 << 14
+# What is computed again where that saves storing it: no reductions, and no error functions.
+_CHEAP = (_COMPUTES | _RESHAPES) - op_types("""
+    AddN BiasAddGrad Erf Erfc Max Mean Min Pow SparseSoftmaxCrossEntropyWithLogits Sum
+""")
+_MOST_COPIES = 12
+_NOWHERE = frozenset({-1})
+# A tensor of so many times fewer elements is stored in no time.
+_SMALL = 16
+_SHAPES = "_output_shapes"
+_COMPILED = "_XlaMustCompile"
+_CALL = "/fused"  # In the name of each call.
 
 
-def mark_fusible(graph_def: Any, least: int = _LEAST) -> int:
-    """Marks the fusible nodes of a graph that hang together, in place; returns how many.
-
-    Their constants too, which are not counted.
+def fuse(graph_def: Any, keep: Collection[str] = (), least: int = _LEAST) -> int:
+    """Puts calls of compiled functions in the place of groups of fusible nodes, in place.
 
     Args:
-        graph_def: The graph. Nodes of its functions, as of loops, are left alone.
-        least: How many ops that compute a group has at least.
+        graph_def: The graph. Nodes of its functions, as of loops, are left alone, and so is all of
+            a graph with control flow of TensorFlow 1.
+        keep: Names of nodes or tensors that are used from outside: these names stay.
+        least: How many ops that compute with large tensors a group has at least.
+
+    Returns:
+        How many calls there are now.
     """
-    fusible = {node.name: node for node in graph_def.node if _is_fusible(node)}
-    neighbours = _neighbours(fusible)
-    marked: set[str] = set()
-    seen: set[str] = set()
-    for name in fusible:
-        if name not in seen:
-            group = reach([name], neighbours.__getitem__)
-            seen.update(group)
-            if sum(fusible[each].op in _COMPUTES for each in group) >= least:
-                marked.update(group)
-    for name in marked:
-        fusible[name].attr[_MARK].b = True
-    _mark_constants(graph_def, marked)
-    return len(marked)
+    if has_old_control_flow(graph_def.node):
+        return 0
+    graph = _Graph.of(graph_def, keep)
+    groups = _Groups.of(graph, least)
+    library = _Library(graph_def)
+    calls = [library.call(groups, number) for number in range(len(groups.own))]
+    gone = {name for call in calls for name in call.gone}
+    left = [node for name, node in graph.nodes.items() if name not in gone]
+    replace_nodes(graph_def.node, [*left, *(node for call in calls for node in call.nodes)])
+    return len(calls)
 
 
-def _neighbours(nodes: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
-    """The nodes that each of them takes from or gives to."""
-    found = defaultdict[str, list[str]](list)
-    for node in nodes.values():
-        for name in map(node_name, node.input):
-            if name in nodes:
-                found[node.name].append(name)
-                found[name].append(node.name)
-    return found
+def has_fused(graph: tf.Graph) -> bool:
+    """Whether a graph has a call that `fuse` has made."""
+    ends = (op.name for op in graph.get_operations() if op.type == "PartitionedCall")
+    return any(_CALL in name for name in ends)
 
 
-def _mark_constants(graph_def: Any, marked: Set[str]) -> None:
-    """Marks the constants that marked nodes alone use: XLA computes with their values."""
-    users = defaultdict[str, set[str]](set)
-    for node in graph_def.node:
-        for name in map(node_name, node.input):
-            users[name].add(node.name)
-    for node in graph_def.node:
-        if node.op == "Const" and users[node.name] and users[node.name] <= marked:
-            node.attr[_MARK].b = True
+def _producer(tensor: str) -> str:
+    return tensor.removeprefix("^").partition(":")[0]
+
+
+# ---- Groups --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A graph and what of it can be fused.
+
+    Attributes:
+        nodes: By name.
+        fusible: The names of those that can be part of a group.
+        known: Nodes whose values are known when a function is compiled: small constants, shapes,
+            and what is computed from them.
+        inputs: For each node those that run before it, without the known ones.
+        users: For each node those that run behind it; "" for what is outside.
+        ordered: The names, each behind those of its inputs.
+    """
+
+    nodes: Mapping[str, Any]
+    fusible: Set[str]
+    known: Mapping[str, Any]
+    inputs: Mapping[str, Sequence[str]]
+    users: Mapping[str, Set[str]]
+    ordered: Sequence[str]
+
+    @classmethod
+    def of(cls, graph_def: Any, keep: Iterable[str]) -> _Graph:
+        """Returns what can be fused of a graph some names of which are used from outside."""
+        given = {node.name: node for node in graph_def.node}
+        nodes = {name: _with_known_shape(node, given) for name, node in given.items()}
+        known = _known_nodes(nodes)
+        users = defaultdict[str, set[str]](set)
+        for name in keep:
+            users[_producer(name)].add("")
+        inputs = {}
+        for name, node in nodes.items():
+            before = dict.fromkeys(map(_producer, node.input))
+            for each in before:
+                users[each].add(name)
+            inputs[name] = [each for each in before if each in nodes and each not in known]
+        fusible = {name for name in nodes.keys() - known.keys() if _is_fusible(nodes[name])}
+        ordered = producers_first(inputs, inputs.__getitem__)
+        return cls(nodes, fusible, known, inputs, users, ordered)
+
+    @functools.cached_property
+    def places(self) -> Mapping[str, int]:
+        """How many nodes run before each."""
+        return {name: number for number, name in enumerate(self.ordered)}
+
+    def groups(self) -> Iterator[list[str]]:
+        """Nodes that can be one call, in the order they run in."""
+        depths = self._depths()
+        linked = defaultdict[str, list[str]](list)
+        for name in self.fusible:
+            for each in self.inputs[name]:
+                same = each in self.fusible and depths[each] == depths[name]
+                if same and self.nodes[each].device == self.nodes[name].device:
+                    linked[name].append(each)
+                    linked[each].append(name)
+        seen: set[str] = set()
+        for name in self.ordered:
+            if name in self.fusible and name not in seen:
+                group = reach([name], linked.__getitem__)
+                seen.update(group)
+                yield sorted(group, key=self.places.__getitem__)
+
+    def _depths(self) -> dict[str, int]:
+        depths: dict[str, int] = {}
+        later = defaultdict[str, set[int]](set)
+        for name in self.ordered:
+            inside = name in self.fusible
+            ways = (depths[i] + (inside != (i in self.fusible)) for i in self.inputs[name])
+            depths[name] = max(ways, default=0)
+        for name in reversed(self.ordered):
+            inside = name in self.fusible
+            if inside and len(later[name]) == 1 and -1 not in later[name]:
+                (depths[name],) = later[name]
+            for each in self.inputs[name]:
+                later[each].add(depths[name] if inside else -1)
+        return depths
+
+    def pays(self, group: Sequence[str], least: int) -> bool:
+        """Whether a call takes less than the ops of a group."""
+        large = (name for name in group if self._passes_over_much(self.nodes[name]))
+        return len(list(itertools.islice(large, least))) == least
+
+    def _passes_over_much(self, node: Any) -> bool:
+        tensors = (node.name, *(name for name in node.input if not name.startswith("^")))
+        return node.op in _COMPUTES and max(map(self.elements, tensors)) >= _LEAST_ELEMENTS
+
+    def elements(self, tensor: str) -> float:
+        """How many elements a tensor has; infinity if the graph does not tell."""
+        shape = _static_shape(tensor, self.nodes)
+        return math.inf if shape is None else math.prod(shape)
 
 
 def _is_fusible(node: Any) -> bool:
@@ -91,3 +199,295 @@ def _is_fusible(node: Any) -> bool:
         return True
     dtypes = {node.attr[name].type for name in ("T", "SrcT", "DstT") if name in node.attr}
     return node.op in _COMPUTES and bool(dtypes) and dtypes <= _FLOATS
+
+
+def _known_nodes(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    for name in producers_first(nodes, lambda each: map(_producer, nodes[each].input)):
+        node = nodes[name]
+        if node.op == "Const":
+            dims = node.attr["value"].tensor.tensor_shape.dim
+            is_known = math.prod(dim.size for dim in dims) <= _MOST_KNOWN
+        else:
+            ends = all(_producer(each) in known for each in node.input)
+            is_known = ends and node.op in _KNOWN_IF_INPUTS_ARE
+        if is_known:
+            known[name] = node
+    return known
+
+
+def _static_shape(tensor: str, nodes: Mapping[str, Any]) -> list[int] | None:
+    """The shape of a tensor; None unless the graph tells all of it."""
+    node = nodes.get(_producer(tensor))
+    while node is not None and node.op == "Cast" and _SHAPES not in node.attr:
+        tensor = node.input[0]  # Of a Cast that was inserted.
+        node = nodes.get(_producer(tensor))
+    port = int(tensor.partition(":")[2] or 0)
+    shapes = node.attr[_SHAPES].list.shape if node is not None and _SHAPES in node.attr else ()
+    if port >= len(shapes) or shapes[port].unknown_rank:
+        return None
+    shape = [int(dim.size) for dim in shapes[port].dim]
+    return None if -1 in shape else shape
+
+
+def _with_known_shape(node: Any, nodes: Mapping[str, Any]) -> Any:
+    """The node; a constant for one that gives a shape that the graph tells."""
+    shape = _static_shape(node.input[0], nodes) if node.op == "Shape" else None
+    if shape is None:
+        return node
+    dtype = node.attr["out_type"].type if "out_type" in node.attr else 0
+    value = tf.make_tensor_proto(shape, tf.as_dtype(dtype) if dtype else tf.int32)
+    constant = tf.compat.v1.NodeDef(name=node.name, op="Const", device=node.device)
+    constant.input[:] = [name for name in node.input if name.startswith("^")]
+    constant.attr["dtype"].type = value.dtype
+    constant.attr["value"].tensor.CopyFrom(value)
+    return constant
+
+
+# ---- What is computed again ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The groups of a graph that are calls.
+
+    Attributes:
+        graph: The graph.
+        own: The nodes of each group.
+        copies: The nodes of others that each computes again.
+    """
+
+    graph: _Graph
+    own: Sequence[Sequence[str]]
+    copies: Sequence[Set[str]]
+
+    @classmethod
+    def of(cls, graph: _Graph, least: int) -> _Groups:
+        """Returns the groups of at least so many ops that compute with large tensors."""
+        own = [group for group in graph.groups() if graph.pays(group, least)]
+        owners = {name for group in own for name in group}
+        return cls(graph, own, [_copies(graph, group, owners) for group in own])
+
+    def members(self, number: int) -> list[str]:
+        """What a group computes, in the order it runs in."""
+        place = self.graph.places
+        return sorted({*self.own[number], *self.copies[number]}, key=place.__getitem__)
+
+    @functools.cached_property
+    def computing(self) -> Mapping[str, Set[int]]:
+        """For each node the groups that compute it."""
+        found = defaultdict[str, set[int]](set)
+        for number in range(len(self.own)):
+            for name in self.members(number):
+                found[name].add(number)
+        return found
+
+    @functools.cached_property
+    def staying(self) -> Set[str]:
+        """The nodes of groups that stay in the graph too.
+
+        What others take in another shape they reshape themselves: it is not stored twice.
+        """
+        stays: set[str] = set()
+        for name in reversed(self.graph.ordered):
+            reshapes = name in self.computing and self.graph.nodes[name].op in _RESHAPES
+            if reshapes and self.is_used_outside(name, stays):
+                stays.add(name)
+        return stays
+
+    def is_used_outside(self, name: str, stays: Set[str]) -> bool:
+        """Whether something takes what a group computes, and not in that group or again."""
+        return any(
+            user in stays or not self.computing.get(user, _NOWHERE) <= self.computing[name]
+            for user in self.graph.users[name]
+        )
+
+
+def _copies(graph: _Graph, group: Sequence[str], fused: Set[str]) -> set[str]:
+    """What a group takes from others and computes faster than it is stored and read.
+
+    From tensors that it takes anyway, and from small ones.
+    """
+    inside = set(group)
+    taken = {each for name in group for each in graph.inputs[name]}
+    given = sorted(taken - inside, key=graph.places.__getitem__)
+    there = {name for name in given if name not in fused}
+    copies: set[str] = set()
+    for name in given:
+        found = _computed_from(graph, name, there | copies, fused) if name in fused else None
+        if found is None:
+            there.add(name)
+        else:
+            copies |= found
+    return copies
+
+
+def _computed_from(graph: _Graph, name: str, there: Set[str], fused: Set[str]) -> set[str] | None:
+    """The nodes that compute a tensor of what is there; None if others or too many would."""
+    small = graph.elements(name) / _SMALL
+    found: set[str] = set()
+    pending = [name]
+    while pending:
+        each = pending.pop()
+        if each in there or each in found or (each != name and graph.elements(each) <= small):
+            continue
+        found.add(each)
+        if each not in fused or graph.nodes[each].op not in _CHEAP or len(found) > _MOST_COPIES:
+            return None
+        pending += graph.inputs[each]
+    return found
+
+
+# ---- Calls ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a function.
+
+    Attributes:
+        nodes: The node that calls, and what stands for nodes whose results others take.
+        gone: The nodes that are in the function now.
+    """
+
+    nodes: Sequence[Any]
+    gone: Sequence[str]
+
+
+class _Library:
+    """The functions of a graph; of those that are alike there is one."""
+
+    def __init__(self, graph_def: Any) -> None:
+        self._functions = graph_def.library.function
+        self._names = set(library_of(graph_def))
+        self._nodes = {node.name for node in graph_def.node}
+        self._made: dict[bytes, str] = {}
+
+    def call(self, groups: _Groups, number: int) -> _Call:
+        """Returns what stands in the place of a group."""
+        group, nodes = groups.own[number], groups.graph.nodes
+        gone = [name for name in group if name not in groups.staying]
+        results = [name for name in gone if groups.is_used_outside(name, groups.staying)]
+        body = _Body(groups.graph, groups.members(number), results)
+        name = free_name(f"{group[0]}{_CALL}", self._nodes)
+        self._nodes.add(name)
+        node = tf.compat.v1.NodeDef(name=name, op="PartitionedCall", device=nodes[group[0]].device)
+        node.input[:] = [*body.given, *_control_inputs(groups.graph, group)]
+        node.attr["f"].func.name = self._named(body.function)
+        node.attr[_COMPILED].b = True
+        for attr, args in (("Tin", "input_arg"), ("Tout", "output_arg")):
+            types = [each.type for each in getattr(body.function.signature, args)]
+            node.attr[attr].list.type.extend(types)
+        ports = itertools.count()
+        taken = [[next(ports) for _ in body.dtypes[each]] for each in results]
+        stand_ins = (
+            _stand_in(nodes[each], body.dtypes[each], [f"{name}:{port}" for port in own])
+            for each, own in zip(results, taken, strict=True)
+        )
+        return _Call([node, *stand_ins], gone)
+
+    def _named(self, function: Any) -> str:
+        key = function.SerializeToString(deterministic=True)
+        if key not in self._made:
+            self._made[key] = function.signature.name = free_name("fused", self._names)
+            self._names.add(function.signature.name)
+            self._functions.append(function)
+        return self._made[key]
+
+
+def _control_inputs(graph: _Graph, group: Sequence[str]) -> list[str]:
+    inside = {f"^{name}" for name in group}
+    waits = (each for name in group for each in graph.nodes[name].input if each.startswith("^"))
+    return [each for each in dict.fromkeys(waits) if each not in inside]
+
+
+def _stand_in(node: Any, dtypes: Sequence[int], tensors: Sequence[str]) -> Any:
+    """A node of the same name that passes on what a call has computed, and tells its shape."""
+    made = tf.compat.v1.NodeDef(name=node.name, op="IdentityN", device=node.device)
+    made.input[:] = tensors
+    if len(tensors) > 1:
+        made.attr["T"].list.type.extend(dtypes)
+        return made
+    made.op = "Identity"
+    made.attr["T"].type = dtypes[0]
+    if _SHAPES in node.attr:
+        made.op = "EnsureShape"
+        made.attr["shape"].shape.CopyFrom(node.attr[_SHAPES].list.shape[0])
+        made.attr[_SHAPES].CopyFrom(node.attr[_SHAPES])
+    return made
+
+
+class _Body:
+    """A function that computes some nodes. Its names tell nothing of theirs.
+
+    Attributes:
+        function: The function, which has no name yet.
+        given: The tensors of the graph that it is called with.
+        dtypes: Those of the outputs of each node.
+    """
+
+    def __init__(self, graph: _Graph, names: Sequence[str], results: Iterable[str]) -> None:
+        self._graph = graph
+        self.function = tf.compat.v1.GraphDef().library.function.add()
+        self.given: list[str] = []
+        self.dtypes: dict[str, list[int]] = {}
+        self._spelled: dict[str, str] = {}
+        for name in names:
+            self._add(graph.nodes[name])
+        for name in results:
+            for port, dtype in enumerate(self.dtypes[name]):
+                result = self.function.signature.output_arg.add(type=dtype)
+                result.name = f"result{len(self.function.ret)}"
+                self.function.ret[result.name] = self._spelled[_spelling(name, port)]
+        for attr in (_COMPILED, "_noinline"):
+            self.function.attr[attr].b = True
+
+    def _add(self, node: Any) -> None:
+        own = _signature(node)
+        taken = (name for name in node.input if not name.startswith("^"))
+        inputs = [
+            self._tensor(name, dtype)
+            for name, dtype in zip(taken, _dtypes(node, own, own.inputs), strict=True)
+        ]
+        copy = self.function.node_def.add(name=f"node{len(self.function.node_def)}", op=node.op)
+        copy.input[:] = inputs
+        for attr, value in node.attr.items():
+            if not attr.startswith("_"):
+                copy.attr[attr].CopyFrom(value)
+        firsts = sorted((first, output) for output, first in first_ports(own, node).items())
+        self.dtypes[node.name] = _dtypes(node, own, own.outputs)
+        for port in range(len(self.dtypes[node.name])):
+            first, output = max(each for each in firsts if each[0] <= port)
+            self._spelled[_spelling(node.name, port)] = f"{copy.name}:{output}:{port - first}"
+
+    def _tensor(self, tensor: str, dtype: int) -> str:
+        """How a tensor reads in the function, which is given it if it does not compute it."""
+        tensor = tensor.removesuffix(":0")
+        if tensor not in self._spelled and _producer(tensor) in self._graph.known:
+            self._add(self._graph.known[_producer(tensor)])
+        if tensor not in self._spelled:
+            name = self._spelled[tensor] = f"given{len(self.given)}"
+            self.function.signature.input_arg.add(name=name, type=dtype)
+            self.given.append(tensor)
+        return self._spelled[tensor]
+
+
+def _spelling(name: str, port: int) -> str:
+    return f"{name}:{port}" if port else name
+
+
+def _signature(node: Any) -> OpSignature:
+    own = registered_signature(node.op)
+    if own is None:
+        raise RewriteError(f"TensorFlow does not know the op {node.op!r} of node {node.name!r}.")
+    return own
+
+
+def _dtypes(node: Any, own: OpSignature, arguments: Iterable[Any]) -> list[int]:
+    """The dtype of each input or output of a node."""
+    found: list[int] = []
+    for arg in arguments:
+        count = own.value(node, arg.number_attr, 1) if arg.number_attr else 1
+        dtype = arg.type or tf.as_dtype(own.value(node, arg.type_attr)).as_datatype_enum
+        found += [dtype] * count
+    return found

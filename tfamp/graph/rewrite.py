@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
-from tfamp.core.options import PLACEMENTS
+from tfamp.core.options import MEASURED, PLACEMENTS
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.apply import apply_plan, control_inputs, verify_rewrite
 from tfamp.graph.functions import copied, inline_calls
@@ -75,7 +75,9 @@ def rewrite_graph_def(
             the times that `profile` gives for the shapes in the graph. They are there in
             `graph.as_graph_def(add_shapes=True)`. Without them, and where the cut gains next to
             nothing, the lists decide, as with "lists". "measured": the same by the times of the
-            graph's own ops and Casts, measured on this machine, of which the plan tells.
+            graph's own ops and Casts, measured on this machine, of which the plan tells. "fused":
+            as "measured", and XLA compiles the arithmetic between products and convolutions; the
+            plan tells of the nodes as they were before.
         device: Kind of device of the nodes that are pinned to none: "cpu", "gpu", "tpu", or "auto"
             for this machine's. A node without a kernel there stays float32. "gpu" needs a
             TensorFlow that has kernels for GPUs, not a GPU.
@@ -171,9 +173,9 @@ def check_seconds(seconds: Any) -> None:
 def _check_measurable(placement: str, device: str) -> None:
     """Raises a ValueError unless this machine has the kind of device that is to be measured."""
     here = ("cpu", tf_private.default_device_kind())
-    if placement == "measured" and device not in here:
+    if placement in MEASURED and device not in here:
         raise ValueError(
-            f"placement='measured' times the ops of the graph on this machine, which has no "
+            f"placement={placement!r} times the ops of the graph on this machine, which has no "
             f"{device}. Give placement='min_cut', which estimates times, or rewrite on a machine "
             "that has one."
         )
@@ -217,6 +219,10 @@ def convert(graph_def: Any, request: Request) -> Decision:
         keep_choices_finite(graph_def, decision.plan)
     verify_rewrite(before, graph_def, decision.scopes, decision.plan)
     plan = without_idle_sums(graph_def, decision.plan, sums)
+    if request.placement == "fused":
+        from tfamp.graph.fusion import fuse  # Nothing else needs it.
+
+        fuse(graph_def, request.choices.used_names)
     for text in decision.idle:
         warnings.warn(text, TfampWarning, stacklevel=4)
     if not plan.summary.low_nodes:
@@ -227,7 +233,7 @@ def convert(graph_def: Any, request: Request) -> Decision:
 def _measured(
     graph_def: Any, indexes: Sequence[GraphIndex], request: Request, sums: Sums
 ) -> MeasuredTimes | None:
-    if request.placement != "measured":
+    if request.placement not in MEASURED:
         return None
     from tfamp.graph.op_works import measured_times
 

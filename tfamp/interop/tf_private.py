@@ -10,6 +10,7 @@ and the versions tested. Each function has its own test, so a release that chang
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.interop.patching import foreign, foreign_symbol
+
+_logger = logging.getLogger(__name__)
 
 
 def strategy_needs_merge_call() -> bool:
@@ -379,3 +382,17 @@ def private(symbol: str) -> Any:
 def private_symbol(owner: Any, name: str) -> Any:
     """Returns what a module or class has under a name, or says it is missing."""
     return foreign_symbol(owner, name, "TensorFlow")
+
+
+@functools.cache
+def xla_works(device: str) -> bool:
+    """Whether XLA compiles and runs a function on a device; tried once per process."""
+    try:
+        with tf.init_scope(), tf.device(device):
+            compiled = tf.function(tf.sqrt, jit_compile=True, autograph=False)
+            return bool(tf.reduce_all(tf.equal(compiled(tf.ones(4)), 1.0)))
+    except tf.errors.OpError as error:
+        _logger.info(
+            "XLA does not work on %s, nothing is compiled: %s", device or "this machine", error
+        )
+        return False

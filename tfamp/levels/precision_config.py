@@ -104,7 +104,7 @@ class PrecisionConfig:
         keep_float32: What stays float32: names of layers, regular expressions, layer classes or
             layers.
         master_weights: True to store weights in the low dtype with float32 copies in the optimizer.
-        placement: "lists", "min_cut" or "measured": at level O1 what decides which ops are
+        placement: "lists", "min_cut", "measured" or "fused": at level O1 what decides which ops are
             converted. None is "lists", and with level "auto" "min_cut".
         measure_seconds: With "measured", about how long to measure at most; None is 10.
         weight_rounding: "stochastic", "split" or "kahan" to store weights in the low dtype without

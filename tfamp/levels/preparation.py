@@ -163,7 +163,8 @@ def prepare(
             copies in the optimizer. None is False, but at O3 True for optimizers that keep averages
             of squared gradients, Adam for one: they learn nothing from low variables alone.
         placement: At level O1 what decides which ops are converted, as for `tfamp.rewrite`:
-            "lists", "min_cut" or "measured". None is "lists", and with level "auto" "min_cut".
+            "lists", "min_cut", "measured" or "fused". None is "lists", and with level "auto"
+            "min_cut".
         measure_seconds: With "measured", about how long to measure at most; None is 10.
         weight_rounding: "stochastic", "split" or "kahan" stores the weights in the low dtype at
             level O2 or O3 without float32 copies, and rounds their updates so that none is lost;

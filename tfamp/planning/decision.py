@@ -59,12 +59,12 @@ class Request:
         colors: Colour of every op type that is on a list.
         updates: How far arithmetic on gradients, on its way to variables, may be low.
         device: Kind of device of nodes that are pinned to none.
-        placement: "min_cut", "measured" or "lists".
+        placement: "min_cut", "measured", "lists" or "fused".
         profile: How fast the machine is.
         ranges: What was measured, if anything was.
         limits: From where on measured values need float32, unless the caller forces them low.
         cached: Names of handles of variables whose Casts take no time.
-        measure_seconds: With "measured", about how long to measure.
+        measure_seconds: With "measured" and "fused", about how long to measure.
         exact_statistics: Whether normalizations stay float32, unless the caller forces them low.
     """
 

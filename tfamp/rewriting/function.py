@@ -81,9 +81,10 @@ def rewrite(
             Variables are as before afterwards.
         placement: "min_cut": the lists decide what may be low, a minimum cut what is worth it on
             this machine, by estimated times. "measured": the same, by the times of the graph's own
-            ops and Casts, measured on this machine. "lists": the lists decide alone. "tune": what
-            is the fastest of these and float32 on `example_args`, which are run some dozen times;
-            see `tfamp.tune`.
+            ops and Casts, measured on this machine. "fused": as "measured", and XLA compiles the
+            elementwise arithmetic between products and convolutions. "lists": the lists decide
+            alone. "tune": what is the fastest of these and float32 on `example_args`, which are run
+            some dozen times; see `tfamp.tune`.
         profile: What min_cut goes by: a `tfamp.graph.MachineProfile`, "builtin" for fixed figures,
             or None for this machine's, measured in 3 s once and cached; see `TFAMP_PROFILE`.
         on_error: "raise", or "keep": warn and run the float32 function where a graph cannot be

@@ -95,7 +95,7 @@ class RewriteSettings:
     """How to rewrite a graph; see `rewrite` and `rewrite_saved_model`.
 
     A pattern that matches no node is an error, and one that changes none a warning, but for those
-    in `may_miss`. With `fuse` XLA compiles the arithmetic between products and convolutions.
+    in `may_miss`.
     """
 
     dtype: str | None = None
@@ -110,7 +110,6 @@ class RewriteSettings:
     cache_weights: bool = False
     may_miss: tuple[str, ...] = ()
     measure_seconds: float = 10.0
-    fuse: bool = False
 
     def __post_init__(self) -> None:
         check_choice("on_error", self.on_error, _ON_ERROR)
@@ -164,12 +163,7 @@ class RewriteSettings:
         data, cached = self.calibration, frozenset(cached)
         limits = None if data is None else data.limits(self.dtype)
         request = dataclasses.replace(request, ranges=ranges, limits=limits, cached=cached)
-        decision = convert(graph_def, request)
-        if self.fuse:
-            from tfamp.graph.fusion import mark_fusible
-
-            mark_fusible(graph_def)
-        return decision
+        return convert(graph_def, request)
 
 
 AS_IT_IS = RewriteSettings()
@@ -276,12 +270,24 @@ class _CustomGradient:
         try:
             found = self._find(op, tensor, graph)
         except (KeyError, ValueError) as error:
+            if self.host.settings.placement == "fused" and tensor.op.inputs:
+                return self._again(op, tensor)
             raise RewriteError(
                 f"Node {op.name!r} ({op.type}): its custom gradient uses the tensor "
                 f"{tensor.name!r} of {graph.name!r}, which the rewritten graph does not have. Pass "
                 "it to the function with the custom gradient as an argument."
             ) from error
         return found if found.dtype == tensor.dtype else tf.cast(found, tensor.dtype)
+
+    def _again(self, op: Any, tensor: Any) -> Any:
+        """Computes what a compiled function computes and does not return."""
+        node = tensor.op
+        attrs = {name: value for name, value in node.node_def.attr.items() if name[0] != "_"}
+        inputs = [self._counterpart(op, each) for each in node.inputs]
+        dtypes = [output.dtype for output in node.outputs]
+        graph = tf.compat.v1.get_default_graph()
+        made = graph.create_op(node.type, inputs, dtypes, attrs=attrs)
+        return made.outputs[tensor.value_index]
 
     def _find(self, op: Any, tensor: Any, graph: Any) -> Any:
         if graph is self.host.traced:

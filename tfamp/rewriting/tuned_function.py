@@ -45,8 +45,7 @@ def tune(
         dtype: "float16" or "bfloat16"; None is what this machine multiplies natively, and bfloat16
             where that is neither.
         candidates: Names of placements of `tfamp.rewrite`; "float32" is added where it is missing.
-            Also "fused", which is "min_cut" with the elementwise arithmetic between products and
-            convolutions compiled by XLA: its first calls take longer, and it takes more memory.
+            "fused" is left out where there is nothing for XLA to compile, or no XLA.
         max_error: Largest error of the outputs against float32's for a candidate to be chosen; see
             `TuneRow.error`. None is no bound, but results must be finite where float32's are.
         rounds: How often each candidate has its turn.

@@ -22,6 +22,8 @@ import tensorflow as tf
 from tfamp.autocasting.state import current_modes
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
 from tfamp.core.options import PLACEMENTS, checked_count, checked_number
+from tfamp.graph.fusion import has_fused
+from tfamp.interop.tf_private import xla_works
 from tfamp.machine.profile_measure import together
 from tfamp.machine.progress import progress
 from tfamp.planning.choices import check_choice
@@ -37,7 +39,6 @@ from tfamp.rewriting.traced_function import TracedFunction
 from tfamp.rewriting.tune_report import FLOAT32, TuneReport, TuneRow
 
 ROUNDS = 10
-# By minimum cut, and XLA compiles the arithmetic between products.
 FUSED = "fused"
 # Short calls are repeated for this long at each turn.
 _LEAST_SECONDS = 3e-3
@@ -74,7 +75,9 @@ def candidates_of(
     chosen = tuple(dict.fromkeys((FLOAT32, *names)))
     for name in chosen:
         check_choice("candidates", name, tuple(_MAKERS))
-    return [_MAKERS[name](fn, settings, rewritten) for name in chosen]
+    return [
+        _MAKERS[name](fn, settings, rewritten) for name in chosen if name != FUSED or xla_works("")
+    ]
 
 
 def _as_it_is(fn: Any, settings: RewriteSettings, rewritten: Maker) -> Candidate:
@@ -86,9 +89,7 @@ def _as_it_is(fn: Any, settings: RewriteSettings, rewritten: Maker) -> Candidate
 
 
 def _placed(name: str, fn: Any, settings: RewriteSettings, rewritten: Maker) -> Candidate:
-    fuse = name == FUSED
-    placement = "min_cut" if fuse else name
-    settings = dataclasses.replace(settings, placement=placement, fuse=fuse)
+    settings = dataclasses.replace(settings, placement=name)
     made = functools.partial(rewritten, fn, settings)
     return Candidate(name, made(), made)
 
@@ -96,10 +97,10 @@ def _placed(name: str, fn: Any, settings: RewriteSettings, rewritten: Maker) -> 
 # All candidates there are: from a function and settings, and what rewrites one by the other.
 _MAKERS: Mapping[str, Callable[[Any, RewriteSettings, Maker], Candidate]] = {
     FLOAT32: _as_it_is,
-    **{name: functools.partial(_placed, name) for name in (*PLACEMENTS, FUSED)},
+    **{name: functools.partial(_placed, name) for name in PLACEMENTS},
 }
 # Those of `tune` unless others are given.
-CANDIDATES = tuple(each for each in (FLOAT32, "lists", "min_cut", "measured") if each in _MAKERS)
+CANDIDATES = (FLOAT32, "lists", "min_cut", "measured", FUSED)
 
 
 def compare_candidates(
@@ -126,7 +127,10 @@ def compare_candidates(
         raise RewriteError("Tuning needs graphs: tf.config.run_functions_eagerly(True) is on.")
     check_call(candidates[0].function, args, name)
     with _undisturbed(), kept_random_states() as randoms:
-        traces = [each.function.get_concrete_function(*args) for each in candidates]
+        traced = [(each, each.function.get_concrete_function(*args)) for each in candidates]
+        # One in which there is nothing to compile is "measured" once more.
+        traced = [pair for pair in traced if pair[0].name != FUSED or has_fused(pair[1].graph)]
+        candidates, traces = zip(*traced, strict=True)
         draws_from_new = randoms.keras_has_another()
         with tf.init_scope():  # A tape around it must not record the runs.
             found = _measured(candidates, args, traces, randoms, rounds)

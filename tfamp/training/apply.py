@@ -14,9 +14,9 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import UnsupportedVersionError
 from tfamp.interop.keras_hooks import as_tensor, native, runs_tensorflow
-from tfamp.interop.tf_private import strategy_needs_merge_call
+from tfamp.interop.tf_private import strategy_needs_merge_call, xla_works
 from tfamp.training.forms import Chance
-from tfamp.training.fused_update import fused_update, has_fused_update, xla_works
+from tfamp.training.fused_update import fused_update, has_fused_update
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value, variable_name
 from tfamp.training.low_weights import LowWeights
 from tfamp.training.optimizer_view import view_of

@@ -14,7 +14,6 @@ bit in whatever form its variables are stored.
 from __future__ import annotations
 
 import functools
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,13 +24,12 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop.keras_hooks import native, runs_tensorflow
-from tfamp.interop.tf_private import device_kind_of
+from tfamp.interop.tf_private import device_kind_of, xla_works
 from tfamp.training.forms import FLOAT32, Chance, Form, form_of, wide_form
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value
 from tfamp.training.replicas import several_replicas
 from tfamp.training.rounding import widened
 
-_logger = logging.getLogger(__name__)
 # What `Optimizer.apply` consists of: an optimizer with one of its own does something else.
 _REPLACED = (
     "apply",
@@ -127,18 +125,6 @@ def _fits(rule: _Rule | None, gradient: Any, variable: Any) -> bool:
 def _is_low(target: Any) -> bool:
     """Whether it stands for a variable that is stored in another form."""
     return getattr(target, "form", FLOAT32) is not FLOAT32
-
-
-@functools.cache
-def xla_works(device: str) -> bool:
-    """Whether XLA compiles and runs a function on a device; tried once per process."""
-    try:
-        with tf.init_scope(), tf.device(device):
-            compiled = tf.function(tf.sqrt, jit_compile=True, autograph=False)
-            return bool(tf.reduce_all(tf.equal(compiled(tf.ones(4)), 1.0)))
-    except tf.errors.OpError as error:
-        _logger.info("XLA does not work on %s, updates are not compiled: %s", device, error)
-        return False
 
 
 def _update_in_one_pass(
