@@ -338,7 +338,7 @@ CHAIN = "x>A>i"
         (
             {"placement": "best"},
             ValueError,
-            "must be one of min_cut, measured, lists, fused; got 'best'",
+            "measured, lists, fused; got 'best'",
         ),
         (
             {"profile": {"matmul": 1}},
