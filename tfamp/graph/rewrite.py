@@ -203,7 +203,7 @@ def convert(graph_def: Any, request: Request) -> Decision:
         join_products(graph_def, request.choices.used_names)
         as_batches(graph_def, request.device, request.choices.used_names)
         as_zeros(graph_def)
-        _add_up_behind_loops(graph_def, request)
+        sums_behind_loops(graph_def, request)
     convert_sums = sums_are_better(request.colors, request.dtype, request.device)
     sums = as_sums(graph_def, request.device) if convert_sums else {}
     indexes = build_indexes(graph_def, dtype=request.dtype, device=request.device)
@@ -225,7 +225,8 @@ def convert(graph_def: Any, request: Request) -> Decision:
     return dataclasses.replace(decision, plan=plan)
 
 
-def _add_up_behind_loops(graph_def: Any, request: Request) -> None:
+def sums_behind_loops(graph_def: Any, request: Request) -> None:
+    """Makes what loops of gradients add up one op behind the loop, in place."""
     if any(node.op in LOOPS for node in graph_def.node):
         from tfamp.graph.loop_sums import add_up_behind_loops
 
