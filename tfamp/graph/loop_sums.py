@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.graph.functions import library_of, replace_nodes
+from tfamp.graph.op_signatures import first_ports, registered_signature
 from tfamp.graph.transforms import (
     add_constant,
     add_loop_variable,
@@ -176,7 +177,7 @@ def _sums(loop: Any, body: Any, condition: Any) -> Iterator[_Sum]:
         found = [name for name, _ in ends.values()]
         others = [name for name in found if name != argument.name]
         term = made.get(node_name(others[0])) if len(found) == 2 and len(others) == 1 else None
-        dims = _row_dims(term, attrs, uses) if term is not None else []
+        dims = _row_dims(term, made, attrs, uses) if term is not None else []
         if dims:
             yield _Sum(i, argument.name, term, total, copies, dims)
 
@@ -199,7 +200,9 @@ def _is_free(node: Any, inputs: int, uses: Mapping[str, int]) -> bool:
     return uses[node.name] == 1 and len(node.input) == inputs and not control_inputs_of(node)
 
 
-def _row_dims(term: Any, attrs: Mapping[str, Any], uses: Mapping[str, int]) -> list[list[int]]:
+def _row_dims(
+    term: Any, made: Mapping[str, Any], attrs: Mapping[str, Any], uses: Mapping[str, int]
+) -> list[list[int]]:
     """The dimensions of what a node takes, if it adds up rows and they are known; else []."""
     product = term.op == _PRODUCT
     if not product and term.op != _BIAS or not _is_free(term, 1 + product, uses):
@@ -208,8 +211,19 @@ def _row_dims(term: Any, attrs: Mapping[str, Any], uses: Mapping[str, int]) -> l
         return []
     if product and (_is_set(term, "transpose_b") or not _is_set(term, "transpose_a")):
         return []
-    dims = [dims_of(tensor, attrs) for tensor in term.input]
+    dims = [dims_of(_by_port(tensor, made), attrs) for tensor in term.input]
     return dims if all(len(each) == 2 and each[1] >= 1 for each in dims) else []
+
+
+def _by_port(tensor: str, made: Mapping[str, Any]) -> str:
+    """A tensor of a function, written as in graphs."""
+    name, _, output = tensor.partition(":")
+    node = made.get(name)
+    own = registered_signature(node.op) if node is not None else None
+    output, _, place = output.partition(":")
+    if own is None or not place.isdigit():
+        return tensor
+    return f"{name}:{first_ports(own, node).get(output, 0) + int(place)}"
 
 
 def _is_set(node: Any, attr: str) -> bool:
