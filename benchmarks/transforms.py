@@ -25,6 +25,7 @@ TRANSFORMS = {
     "join_products": "one product for the gradient of a projection",
     "as_batches": "batches of products for Einsums of attention",
     "as_zeros": "zeros for biases in front of BatchNormalization",
+    "sums_behind_loops": "one product for the gradient of a weight in a loop",
 }
 _HEADERS = ("workload", "without", "times as long", "quartiles", "step, ms")
 

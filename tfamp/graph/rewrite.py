@@ -39,7 +39,7 @@ from tfamp.planning.choices import NodeChoices, check_choice
 from tfamp.planning.coloring import Updates
 from tfamp.planning.decision import Decision, Request, decide
 from tfamp.planning.ranges import RULE as CALIBRATION
-from tfamp.planning.structures import GraphIndex, RewritePlan, RewriteResult
+from tfamp.planning.structures import LOOPS, GraphIndex, RewritePlan, RewriteResult
 
 if TYPE_CHECKING:
     from tfamp.planning.measured_costs import MeasuredTimes
@@ -205,6 +205,7 @@ def convert(graph_def: Any, request: Request) -> Decision:
         join_products(graph_def, request.choices.used_names)
         as_batches(graph_def, request.device, request.choices.used_names)
         as_zeros(graph_def)
+        sums_behind_loops(graph_def, request)
     convert_sums = sums_are_better(request.colors, request.dtype, request.device)
     sums = as_sums(graph_def, request.device) if convert_sums else {}
     indexes = build_indexes(graph_def, dtype=request.dtype, device=request.device)
@@ -228,6 +229,14 @@ def convert(graph_def: Any, request: Request) -> Decision:
     if not plan.summary.low_nodes:
         warnings.warn(_nothing_converted(plan, decision), NothingConvertedWarning, stacklevel=4)
     return dataclasses.replace(decision, plan=plan)
+
+
+def sums_behind_loops(graph_def: Any, request: Request) -> None:
+    """Makes what loops of gradients add up one op behind the loop, in place."""
+    if any(node.op in LOOPS for node in graph_def.node):
+        from tfamp.graph.loop_sums import add_up_behind_loops
+
+        add_up_behind_loops(graph_def, request.choices.used_names)
 
 
 def _measured(

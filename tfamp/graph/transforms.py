@@ -86,7 +86,7 @@ def as_sums(graph_def: Any, device: str) -> Sums:
     sums: dict[tuple[str, str], Any] = {}
     for scope, nodes, function in bodies(graph_def):
         gradients = [node for node in nodes if _is_gradient(node, device)]
-        attrs = _attributes(nodes, function) if gradients else {}
+        attrs = attributes_of(nodes, function) if gradients else {}
         for node in gradients:
             rank = _rank(node.input[0], attrs)
             given = node.attr["data_format"].s if "data_format" in node.attr else b"NHWC"
@@ -96,7 +96,7 @@ def as_sums(graph_def: Any, device: str) -> Sums:
             before = sums[scope, node.name] = type(node)()
             before.CopyFrom(node)
             axes = [axis for axis in range(rank) if axis != channels % rank]
-            _add_constant(nodes, _axes_name(node), axes, node.device)
+            add_constant(nodes, _axes_name(node), axes, node.device)
             _become_sum(node, "" if scope == MAIN_GRAPH else ":output:0")
     return sums
 
@@ -136,7 +136,7 @@ def _is_gradient(node: Any, device: str) -> bool:
     return bool(node.attr["T"].type == _FLOAT32 and place == "cpu")
 
 
-def _attributes(nodes: Iterable[Any], function: Any) -> dict[str, Any]:
+def attributes_of(nodes: Iterable[Any], function: Any) -> dict[str, Any]:
     """The attributes of nodes, and of arguments where there are some, by name."""
     arguments = enumerate(function.signature.input_arg if function else ())
     known = {arg.name: function.arg_attr[i].attr for i, arg in arguments if i in function.arg_attr}
@@ -145,10 +145,10 @@ def _attributes(nodes: Iterable[Any], function: Any) -> dict[str, Any]:
 
 def _rank(tensor: str, attrs: Mapping[str, Any]) -> int:
     """The rank of a tensor, as far as the graph tells; else 0."""
-    return len(_dims(tensor, attrs))
+    return len(dims_of(tensor, attrs))
 
 
-def _dims(tensor: str, attrs: Mapping[str, Any]) -> list[int]:
+def dims_of(tensor: str, attrs: Mapping[str, Any]) -> list[int]:
     """The dimensions of a tensor, -1 for one that the graph does not tell; [] for no known rank."""
     name, _, place = tensor.partition(":")
     shapes = attrs[name][_SHAPES].list.shape if _SHAPES in attrs.get(name, ()) else ()
@@ -193,7 +193,7 @@ def join_products(graph_def: Any, keep: Collection[str] = ()) -> None:
             continue
         uses = Counter(node_name(name) for node in nodes for name in node.input)
         uses.update(map(node_name, function.ret.values() if function else keep))
-        attrs = _attributes(nodes, function)
+        attrs = attributes_of(nodes, function)
         made = {node.name: node for node in nodes}
         for total in [node for node in nodes if node.op == _SUM and len(node.input) > 1]:
             product = batched.get(node_name(total.input[0]))
@@ -218,14 +218,14 @@ def _join(
     product.attr["T"].type = dtype
     for name, value in {"transpose_a": True, "transpose_b": False, **grads}.items():
         product.attr[name].b = value
-    _set_shape(product, widths)
-    total.input[:] = [f"{product.name}{'' if main else ':product:0'}", *_control(total)]
+    set_shape(product, widths)
+    total.input[:] = [f"{product.name}{'' if main else ':product:0'}", *control_inputs_of(total)]
     _become_identity(total, dtype)
 
 
 def _is_batch_of_gradients(node: Any) -> bool:
     """Whether a node multiplies transposed matrices, as gradients by weights do."""
-    data = len(node.input) - len(_control(node))
+    data = len(node.input) - len(control_inputs_of(node))
     transposed = "adj_x" in node.attr and node.attr["adj_x"].b
     plain = transposed and not ("adj_y" in node.attr and node.attr["adj_y"].b)
     known = "T" in node.attr and node.attr["T"].type in _FLOATS
@@ -236,7 +236,7 @@ def _joined_widths(
     product: Any, total: Any, attrs: Mapping[str, Any], made: Mapping[str, Any]
 ) -> list[int]:
     """The widths of the matrices, if a sum over all of their batch, and no more, follows; or []."""
-    left, right = (_dims(name, attrs) for name in product.input[:2])
+    left, right = (dims_of(name, attrs) for name in product.input[:2])
     axes = made.get(node_name(total.input[1]))
     if axes is None or not len(left) == len(right) > 2 or min(left[-1], right[-1]) < 1:
         return []
@@ -266,7 +266,7 @@ def _are_batch_axes(axes: Any, tensor: str, count: int, attrs: Mapping[str, Any]
     if axes.op != _GRADIENT_AXES or len(axes.input) < 2:
         return False
     second = tensor.endswith((":1", ":r1:0"))
-    batch, weight = (_dims(name, attrs) for name in axes.input[:2][:: 1 if second else -1])
+    batch, weight = (dims_of(name, attrs) for name in axes.input[:2][:: 1 if second else -1])
     return weight == [0] and batch == [count]
 
 
@@ -277,27 +277,31 @@ def _as_rows(
     shape_name, name = (
         free_name(f"{product.name}/{'xy'[i]}{what}", attrs) for what in ("_shape", "_rows")
     )
-    shape = _add_constant(nodes, shape_name, [-1, width], product.device)
+    shape = add_constant(nodes, shape_name, [-1, width], product.device)
     rows = nodes.add(name=name, op="Reshape", device=product.device)
     rows.input[:] = [product.input[i], f"{shape_name}{suffix}"]
     rows.attr["T"].type = product.attr["T"].type
     rows.attr["Tshape"].type = tf.int32.as_datatype_enum
-    above = _dims(product.input[i], attrs)[:-1]
-    _set_shape(rows, [None if -1 in above else math.prod(above), width])
+    above = dims_of(product.input[i], attrs)[:-1]
+    set_shape(rows, [None if -1 in above else math.prod(above), width])
     attrs |= {shape_name: shape.attr, name: rows.attr}
     return f"{name}{suffix}"
 
 
-def _set_shape(node: Any, dims: Iterable[int | None]) -> None:
+def set_shape(node: Any, dims: Iterable[int | None]) -> None:
+    """Says of a node that it makes one tensor, and of which shape."""
     del node.attr[_SHAPES].list.shape[:]
     node.attr[_SHAPES].list.shape.append(tf.TensorShape(dims).as_proto())
 
 
-def _add_constant(nodes: Any, name: str, values: Sequence[int], device: str) -> Any:
+def add_constant(
+    nodes: Any, name: str, values: Sequence[int], device: str, dtype: Any = tf.int32
+) -> Any:
+    """Adds a vector of integers to nodes."""
     constant = nodes.add(name=name, op="Const", device=device)
-    constant.attr["dtype"].type = tf.int32.as_datatype_enum
-    constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(values, tf.int32))
-    _set_shape(constant, [len(values)])
+    constant.attr["dtype"].type = dtype.as_datatype_enum
+    constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(values, dtype))
+    set_shape(constant, [len(values)])
     return constant
 
 
@@ -377,7 +381,7 @@ def as_batches(graph_def: Any, device: str, keep: Collection[str] = ()) -> None:
         einsums = [node for node in nodes if _is_einsum(node, device)]
         if not einsums:
             continue
-        attrs = _attributes(nodes, function)
+        attrs = attributes_of(nodes, function)
         found = [_attention_product(node, attrs) for node in einsums]
         known = [each for each in found if each is not None]
         paying = _paying([p for p in known if function is not None or p.node.name not in kept])
@@ -391,7 +395,7 @@ def _is_einsum(node: Any, device: str) -> bool:
     """Whether a node is an Einsum of two floats that runs on the CPU."""
     if node.op != _EINSUM or "equation" not in node.attr or "T" not in node.attr:
         return False
-    data = len(node.input) - len(_control(node))
+    data = len(node.input) - len(control_inputs_of(node))
     place = device_kind_of(node.device) or device
     return bool(data == 2 and place == "cpu" and node.attr["T"].type in _FLOATS)
 
@@ -404,7 +408,7 @@ def _attention_product(node: Any, attrs: Mapping[str, Any]) -> _AttentionProduct
     sizes: dict[str, int] = {}
     given = batches.operands[:: -1 if batches.exchanged else 1]
     for tensor, labels in zip(node.input[:2], given, strict=True):
-        dims = _dims(tensor, attrs)
+        dims = dims_of(tensor, attrs)
         if len(dims) != len(labels):
             return None
         sizes |= {a: dim for a, dim in zip(labels, dims, strict=True) if dim >= sizes.get(a, -1)}
@@ -466,15 +470,15 @@ def _multiply(
         if given != needed and key not in moved:
             name = free_name(f"{node.name}/{end}_transposed", attrs)
             made = _add_transpose(nodes, name, key, node.attr["T"].type, attrs, main)
-            _set_shape(made, product.shape(needed))
+            set_shape(made, product.shape(needed))
             moved[key] = name if main else f"{name}:y:0"
         tensors.append(tensor if given == needed else moved[key])
     dtype = node.attr["T"].type
     _become(node, _BATCHED)
     node.attr["T"].type = dtype
     node.attr["adj_x"].b, node.attr["adj_y"].b = batches.adjoint
-    node.input[:] = [*tensors, *_control(node)]
-    _set_shape(node, product.shape(batches.product))
+    node.input[:] = [*tensors, *control_inputs_of(node)]
+    set_shape(node, product.shape(batches.product))
 
 
 def _move_results(
@@ -496,7 +500,7 @@ def _move_results(
         key = (node.device, f"{node.name}{output}", order)
         dtype = node.attr["T"].type
         made = _add_transpose(nodes, names[node.name], key, dtype, attrs, function is None)
-        _set_shape(made, each.shape(batches.result))
+        set_shape(made, each.shape(batches.result))
 
 
 def _add_transpose(
@@ -509,7 +513,7 @@ def _add_transpose(
 ) -> Any:
     """Adds a Transpose of a device, a tensor and an order."""
     device, tensor, order = key
-    constant = _add_constant(nodes, free_name(f"{name}/perm", attrs), order, device)
+    constant = add_constant(nodes, free_name(f"{name}/perm", attrs), order, device)
     perm = constant.name if main else f"{constant.name}:output:0"
     made = nodes.add(name=name, op="Transpose", input=[tensor, perm], device=device)
     made.attr["T"].type = dtype
@@ -594,7 +598,7 @@ def read_before_loops(graph_def: Any, keep: Collection[str] = ()) -> frozenset[t
     kept = set(map(node_name, keep))
     library = library_of(graph_def)
     added = []
-    for body, condition, loops in _own_functions(graph_def, library):
+    for body, condition, loops in own_functions(graph_def, library):
         loop = loops[0]
         if len(loops) == 1 and loop.name not in kept and not _writes(loop, library):
             reads = _invariant_reads(loop, body)
@@ -605,7 +609,7 @@ def read_before_loops(graph_def: Any, keep: Collection[str] = ()) -> frozenset[t
     return frozenset(added)
 
 
-def _own_functions(graph: Any, library: Mapping[str, Any]) -> Iterator[tuple[Any, Any, list[Any]]]:
+def own_functions(graph: Any, library: Mapping[str, Any]) -> Iterator[tuple[Any, Any, list[Any]]]:
     """Each body and condition with the loops of the graph that run them, if nothing else does.
 
     Several loops share those of one model where a graph has several signatures.
@@ -694,30 +698,43 @@ def _hoist(
     graph: Any, loop: Any, body: Any, condition: Any, read: Any, handle: str
 ) -> tuple[str, str]:
     """Reads a variable before a loop, and gives the loop what was read."""
-    place = _place(loop)
     before = _read_before(graph, loop, read, handle)
-    _extend_loop(loop, place, before)
-    _renumber(graph.node, loop.name, place)
-    name = _free_argument(read.name, (body, condition))
-    for function in (body, condition):
-        for table in (function.arg_attr, function.resource_arg_unique_id):
-            _make_room(table, place)
-        _insert_argument(function.signature.input_arg, place, name)
-        if _SHAPES in before.attr:
-            function.arg_attr[place].attr[_SHAPES].CopyFrom(before.attr[_SHAPES])
-    _insert_argument(body.signature.output_arg, place, name)
-    body.ret[name] = name
-    read.input[:] = [name, *_control(read)]
+    wanted = f"{read.name}_before"
+    name = add_loop_variable(graph, loop, (body, condition), before, _FLOAT32, wanted)
+    read.input[:] = [name, *control_inputs_of(read)]
     _become_identity(read, _FLOAT32)
     respell(body, {f"{read.name}:value:0": f"{read.name}:output:0"})
     return body.signature.name, name
 
 
-def _insert_argument(arguments: Any, position: int, name: str) -> None:
-    arguments.insert(position, type(arguments[0])(name=name, type=_FLOAT32))
+def add_loop_variable(
+    graph: Any, loop: Any, functions: tuple[Any, Any], start: Any, dtype: int, wanted: str
+) -> str:
+    """Gives a loop one more variable, which starts as what a node makes; its body returns it as is.
+
+    Returns the name of the argument, of the body's result and of the condition's argument.
+    """
+    place = new_place(loop)
+    _extend_loop(loop, place, start, dtype)
+    _renumber(graph.node, loop.name, place)
+    name = _free_argument(wanted, functions)
+    for function in functions:
+        for table in (function.arg_attr, function.resource_arg_unique_id):
+            _make_room(table, place)
+        _insert_argument(function.signature.input_arg, place, name, dtype)
+        if _SHAPES in start.attr:
+            function.arg_attr[place].attr[_SHAPES].CopyFrom(start.attr[_SHAPES])
+    body = functions[0]
+    _insert_argument(body.signature.output_arg, place, name, dtype)
+    body.ret[name] = name
+    return name
 
 
-def _place(loop: Any) -> int:
+def _insert_argument(arguments: Any, position: int, name: str, dtype: int) -> None:
+    arguments.insert(position, type(arguments[0])(name=name, type=dtype))
+
+
+def new_place(loop: Any) -> int:
     """Where a new variable of a loop goes: TensorFlow differentiates those before it only."""
     attrs = loop.attr
     return int(attrs[_ORIGINAL].i) if _ORIGINAL in attrs else len(attrs["T"].list.type)
@@ -725,7 +742,7 @@ def _place(loop: Any) -> int:
 
 def _read_before(graph: Any, loop: Any, read: Any, handle: str) -> Any:
     name = free_name(f"{loop.name}/{read.name}", {node.name for node in graph.node})
-    inputs = [handle, *_control(loop)]
+    inputs = [handle, *control_inputs_of(loop)]
     node = graph.node.add(name=name, op="ReadVariableOp", input=inputs, device=loop.device)
     for attr in ("dtype", _SHAPES):
         if attr in read.attr:
@@ -733,23 +750,24 @@ def _read_before(graph: Any, loop: Any, read: Any, handle: str) -> Any:
     return node
 
 
-def _control(node: Any) -> list[str]:
+def control_inputs_of(node: Any) -> list[str]:
+    """What a node waits for, as it is written among its inputs."""
     return [name for name in node.input if name.startswith("^")]
 
 
-def _extend_loop(loop: Any, place: int, read: Any) -> None:
-    loop.input.insert(place, read.name)
-    loop.attr["T"].list.type.insert(place, _FLOAT32)
+def _extend_loop(loop: Any, place: int, start: Any, dtype: int) -> None:
+    loop.input.insert(place, start.name)
+    loop.attr["T"].list.type.insert(place, dtype)
     for name in ("output_shapes", _SHAPES):
         if name in loop.attr and len(loop.attr[name].list.shape):
-            loop.attr[name].list.shape.insert(place, _shape(read))
+            loop.attr[name].list.shape.insert(place, _shape(start))
     if _ORIGINAL in loop.attr:
         loop.attr[_ORIGINAL].i += 1
 
 
-def _shape(read: Any) -> Any:
-    if _SHAPES in read.attr and len(read.attr[_SHAPES].list.shape):
-        return read.attr[_SHAPES].list.shape[0]
+def _shape(node: Any) -> Any:
+    if _SHAPES in node.attr and len(node.attr[_SHAPES].list.shape):
+        return node.attr[_SHAPES].list.shape[0]
     return tf.TensorShape(None).as_proto()
 
 
@@ -784,11 +802,11 @@ def _become_identity(node: Any, dtype: int) -> None:
     node.attr["T"].type = dtype
 
 
-def _free_argument(read: str, functions: Iterable[Any]) -> str:
+def _free_argument(wanted: str, functions: Iterable[Any]) -> str:
     """A name that functions have for no argument, result or node, for a new argument."""
     parts = ((f.signature.input_arg, f.signature.output_arg, f.node_def) for f in functions)
     taken = {each.name for part in itertools.chain(*parts) for each in part}
-    return free_name(f"{read.replace('/', '_').lower()}_before", taken)
+    return free_name(wanted.replace("/", "_").lower(), taken)
 
 
 # ---- Constants that a loop carries unchanged and casts in every iteration ------------------------
@@ -809,7 +827,7 @@ def cast_before_loops(graph_def: Any) -> tuple[Any, frozenset[tuple[str, str]]]:
     library = library_of(result)
     used = {name.removeprefix("^") for node in result.node for name in node.input}
     gone: set[tuple[str, str]] = set()
-    for body, condition, loops in _own_functions(result, library):
+    for body, condition, loops in own_functions(result, library):
         for i, number in enumerate(list(loops[0].attr["T"].list.type)):
             outputs = {loop.name if i == 0 else f"{loop.name}:{i}" for loop in loops}
             if number != _FLOAT32 or outputs & used:
