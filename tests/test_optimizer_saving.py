@@ -13,6 +13,7 @@ import tfamp
 from helpers.cases import first_of
 from helpers.training import (
     assert_identical,
+    assert_same_values,
     data,
     scaled_gradients,
     small_model,
@@ -73,12 +74,6 @@ def test_config_of_keras_own_optimizer_is_accepted():
     )
     ours = tfamp.LossScaleOptimizer.from_config(theirs.get_config())
     assert (ours.initial_scale, ours.dynamic_growth_steps) == (64.0, 10)
-
-
-def assert_same_values(actual, expected):
-    """As assert_identical, for models whose variables have other paths."""
-    for value, wanted in zip(actual.values(), expected.values(), strict=True):
-        np.testing.assert_array_equal(value, wanted)
 
 
 def train(model, optimizer, batches, traced=True):
