@@ -355,7 +355,7 @@ WORKER = textwrap.dedent(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # CI has them in tests/integration/test_distribution.py, without the bytes.
 def test_two_workers(two_replicas):
     """Two processes: the same numbers as two replicas in one, and the same bytes."""
     workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
