@@ -6,7 +6,8 @@ stochastically; split, whose lower halves the optimizer keeps; and with Kahan's 
 Printed are bits per character on unseen files and the bytes of weights and optimizer for each
 parameter; the losses are plotted in one picture.
 
-    python examples/pure_bfloat16.py [--dtype bfloat16] [--epochs 2] [--small] [--plot curves.png]
+    python examples/pure_bfloat16.py [--dtype bfloat16] [--ways stochastic split] [--epochs 2]
+        [--small] [--plot curves.png]
 """
 
 from __future__ import annotations
@@ -95,8 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Trains in every way and prints a table."""
     parser = make_parser(__doc__, epochs=2, small_epochs=1)
     parser.add_argument("--plot", type=Path, help="a file for the picture of the losses")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="default: all")
     parser.set_defaults(dtype="bfloat16")
     args = parse(parser, argv)
+    # What all others are compared with, and what the dtype has.
+    ways = [n for n in WAYS if n == "float32" or n in args.ways]
+    ways = [n for n in ways if args.dtype == "bfloat16" or "split" not in n]
     text = standard_library(40_000 if args.small else 1_000_000)
     held_out = len(text) // 10
     table = Table(title=f"character transformer, AdamW, stored in {args.dtype}")
@@ -107,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     curves: dict[str, list[float]] = {}
     sizes: dict[str, float] = {}
     with progress(console) as display:
-        for name in WAYS if args.dtype == "bfloat16" else [n for n in WAYS if "split" not in n]:
+        for name in ways:
             model, optimizer, curves[name] = train(name, text[:-held_out], args, display)
             bits = model.evaluate(windows(text[-held_out:]), verbose=0) / math.log(2)
             reference = bits if reference is None else reference

@@ -111,3 +111,16 @@ def two_replicas() -> tf.distribute.MirroredStrategy:
     instance".
     """
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+@pytest.fixture
+def times_folder(tmp_path, monkeypatch):
+    """An empty cache of times of ops, and TFAMP_PROFILE not set."""
+    from tfamp.machine import op_times
+
+    folder = tmp_path / "cache"
+    monkeypatch.delenv("TFAMP_PROFILE")
+    monkeypatch.setattr(op_times, "cache_folder", lambda: folder)
+    op_times._store.cache_clear()
+    yield folder
+    op_times._store.cache_clear()

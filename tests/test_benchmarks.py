@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -446,15 +445,14 @@ def test_nothing_is_compared_with_a_float32_that_fails(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.nightly)])
-def test_a_tiny_run_from_the_command_line(tmp_path, dtype):
+def test_a_tiny_run_from_the_command_line(tmp_path, dtype, capsys):
     pytest.importorskip("matplotlib")
     written = {name: tmp_path / f"run.{name}" for name in ("json", "png")}
-    command = [sys.executable, "-m", "benchmarks", "--small", "--workload", "mlp"]
-    command += ["--system", "rewrite", "--dtype", dtype]
-    command += ["--rounds", "2", "--loss-steps", "10"]
-    command += ["--json", str(written["json"]), "--plot", str(written["png"])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    arguments = ["--small", "--workload", "mlp", "--system", "rewrite", "--dtype", dtype]
+    arguments += ["--rounds", "2", "--loss-steps", "10"]
+    arguments += ["--json", str(written["json"]), "--plot", str(written["png"])]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
     run = results.from_json(json.loads(written["json"].read_text(encoding="utf-8")))
     (mlp,) = run.workloads
     assert run.machine["TensorFlow"] == tf.__version__
@@ -472,8 +470,8 @@ def test_a_tiny_run_from_the_command_line(tmp_path, dtype):
     assert abs(results.loss_difference(mlp, "rewrite")) < 0.05
     assert abs(results.control_difference(mlp)) < 0.05
     assert written["png"].read_bytes().startswith(b"\x89PNG")
-    assert SYSTEMS["rewrite"].title in done.stdout
-    assert not re.search(r"[\x00-\x08\x0b-\x1f]", done.stdout)
+    assert SYSTEMS["rewrite"].title in printed
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", printed)
 
 
 @pytest.mark.slow

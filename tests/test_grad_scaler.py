@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import tfamp
 from helpers.cases import one_of_each
+from helpers.replicas import per_replica
 from helpers.training import assert_identical, data, small_model, snapshot
 
 MODES = {"eager": lambda f: f, "function": tf.function, "xla": tf.function(jit_compile=True)}
@@ -777,12 +778,6 @@ def distributed_step(strategy, scaler, model, optimizer, unscale, update_inside)
         return strategy.experimental_local_results(applied)
 
     return step
-
-
-def per_replica(strategy, *values):
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(values[context.replica_id_in_sync_group])
-    )
 
 
 @pytest.mark.parametrize(("traced", "unscale", "update_inside"), one_of_each(*([True, False],) * 3))

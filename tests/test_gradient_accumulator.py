@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfamp
 from helpers.collectives import bytes_sent
+from helpers.replicas import halves
 from helpers.tolerances import assert_close
 from helpers.training import assert_identical, data, scaled_gradients, small_model, snapshot
 
@@ -204,13 +205,6 @@ def test_checkpoint_resumes_bit_identically(tmp_path, done):
 
 
 # ---- Replicas ----------------------------------------------------------------------------------
-
-
-def halves(strategy, value):
-    parts = np.split(value, 2)
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(parts[context.replica_id_in_sync_group])
-    )
 
 
 def spread(strategy, **arguments):

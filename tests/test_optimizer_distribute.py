@@ -7,14 +7,9 @@ import tensorflow as tf
 
 import tfamp
 from helpers.cases import first_of, one_of_each
+from helpers.replicas import per_replica
 from helpers.tolerances import assert_close
 from helpers.training import assert_identical, data, small_model, snapshot, train_step
-
-
-def per_replica(strategy, *values):
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(values[context.replica_id_in_sync_group])
-    )
 
 
 def replica_values(variable):

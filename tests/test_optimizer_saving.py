@@ -1,9 +1,5 @@
 """Saving and resuming: every way restores everything, and training goes on bit-identically."""
 
-import subprocess
-import sys
-import textwrap
-
 import keras
 import numpy as np
 import pytest
@@ -13,6 +9,7 @@ import tfamp
 from helpers.cases import first_of
 from helpers.training import (
     assert_identical,
+    assert_same_values,
     data,
     scaled_gradients,
     small_model,
@@ -73,12 +70,6 @@ def test_config_of_keras_own_optimizer_is_accepted():
     )
     ours = tfamp.LossScaleOptimizer.from_config(theirs.get_config())
     assert (ours.initial_scale, ours.dynamic_growth_steps) == (64.0, 10)
-
-
-def assert_same_values(actual, expected):
-    """As assert_identical, for models whose variables have other paths."""
-    for value, wanted in zip(actual.values(), expected.values(), strict=True):
-        np.testing.assert_array_equal(value, wanted)
 
 
 def train(model, optimizer, batches, traced=True):
@@ -169,60 +160,6 @@ def test_weights_file_and_backup_and_restore(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(backup(), Killed())
     assert_equal_state(run(backup()), run())
-
-
-PROGRAM = textwrap.dedent(
-    """
-    import sys, keras, numpy as np, tensorflow as tf, tfamp
-
-    tf.config.experimental.enable_op_determinism()
-    keras.utils.set_random_seed(0)
-    tfamp.set_global_policy("mixed_bfloat16")
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
-    optimizer = tfamp.LossScaleOptimizer(
-        keras.optimizers.Adam(0.01), initial_scale=2.0**10, dynamic_growth_steps=5
-    )
-    optimizer.build(model.trainable_variables)
-    checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer, done=tf.Variable(0))
-    manager = tf.train.CheckpointManager(checkpoint, sys.argv[1], max_to_keep=1)
-    checkpoint.restore(manager.latest_checkpoint)
-
-    @tf.function
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = optimizer.get_scaled_loss(tf.reduce_mean(tf.square(model(x) - 1.0)))
-        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-
-    for number in range(int(checkpoint.done), 60):
-        if number == int(sys.argv[2]):
-            import os, signal
-            os.kill(os.getpid(), signal.SIGKILL)
-        x = np.random.default_rng(number).standard_normal((8, 4)).astype("float32")
-        step(tf.constant(x * (np.nan if number % 9 == 4 else 1.0), tf.float32))
-        checkpoint.done.assign(number + 1)
-        if number % 10 == 9:
-            manager.save()
-    np.savez(sys.argv[3], *[v.numpy() for v in model.variables + optimizer.variables])
-    """
-)
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_equals_uninterrupted(tmp_path):
-    def run(folder, kill_at):
-        arguments = [tmp_path / folder, str(kill_at), tmp_path / f"{folder}.npz"]
-        return subprocess.run(
-            [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=300
-        )
-
-    assert run("killed", 37).returncode == -9
-    for folder in ("killed", "whole"):
-        result = run(folder, -1)
-        assert result.returncode == 0, result.stderr
-    killed, whole = (np.load(tmp_path / f"{name}.npz") for name in ("killed", "whole"))
-    for name in whole.files:
-        np.testing.assert_array_equal(killed[name], whole[name])
 
 
 @pytest.mark.slow

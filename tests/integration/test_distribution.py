@@ -110,7 +110,7 @@ def test_random_faults_of_one_replica_in_one_process(kinds, ways, steps):
 
 
 WORKER_CASES = [
-    pytest.param(2, ("policy",), 50, marks=pytest.mark.slow),
+    pytest.param(2, ("policy", "float16_reduce"), 50, marks=pytest.mark.slow),
     pytest.param(2, ("scaler",), 50, marks=pytest.mark.nightly),
     pytest.param(3, ("policy", "scaler"), 50, marks=pytest.mark.nightly),
     pytest.param(2, WAYS, 500, marks=pytest.mark.nightly),

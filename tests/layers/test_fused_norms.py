@@ -12,21 +12,13 @@ from keras import layers
 from tensorflow.python.framework import config
 
 import tfamp
-from helpers.cases import first_of
 from helpers.graph_asserts import concrete, op_dtypes
 from helpers.tolerances import assert_close
 from tfamp.interop import tf_private
 from tfamp.layers import fused_norms
 
-MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+pytestmark = pytest.mark.usefixtures("low")
 RANKS = {2: (24, 8), 3: (4, 6, 8), 4: (4, 3, 5, 8), 5: (2, 3, 2, 4, 8)}
-
-
-@pytest.fixture(params=first_of(MIXED, pytest.mark.nightly), autouse=True)
-def low(request):
-    """The low dtype of the mixed policy in force."""
-    tfamp.set_global_policy(request.param)
-    return MIXED[request.param]
 
 
 def sample(shape, dtype="float32", *, center=2.0, spread=3.0, seed=0):

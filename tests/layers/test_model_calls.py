@@ -12,19 +12,12 @@ import tensorflow as tf
 from keras import layers
 
 import tfamp
-from helpers.cases import first_of, one_in
+from helpers.cases import one_in
 from helpers.graph_asserts import assert_has_low_precision
 from helpers.tolerances import tolerance
 
-MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+pytestmark = pytest.mark.usefixtures("low")
 X = np.linspace(-1, 1, 24, dtype="float32").reshape(3, 8)
-
-
-@pytest.fixture(params=first_of(MIXED, pytest.mark.nightly), autouse=True)
-def low(request):
-    """The low dtype of the mixed policy in force."""
-    tfamp.set_global_policy(request.param)
-    return MIXED[request.param]
 
 
 @keras.saving.register_keras_serializable("tfamp_tests")

@@ -20,16 +20,9 @@ from helpers.tolerances import assert_close
 from tfamp.layers.float_policies import managed_layers
 from tfamp.layers.output_dtypes import graphs
 
-MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+pytestmark = pytest.mark.usefixtures("low")
 X = np.linspace(-1, 1, 24, dtype="float32").reshape(3, 8)
 SEQUENCE = np.linspace(-1, 1, 48, dtype="float32").reshape(2, 4, 6)
-
-
-@pytest.fixture(params=first_of(MIXED, pytest.mark.nightly), autouse=True)
-def low(request):
-    """The low dtype of the mixed policy in force."""
-    tfamp.set_global_policy(request.param)
-    return MIXED[request.param]
 
 
 def flat_dtypes(value):
@@ -766,7 +759,7 @@ class _Maker:
 @settings(max_examples=25)
 @given(steps=_graph, picks=st.lists(st.integers(0, 9), min_size=1, max_size=3))
 def test_any_graph_and_any_outputs(steps, picks):
-    for policy in MIXED:
+    for policy in ("mixed_float16", "mixed_bfloat16"):
         with tfamp.policy_scope(policy):
             tensors = [keras.Input((4,))]
             maker = _Maker()

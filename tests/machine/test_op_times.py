@@ -33,16 +33,6 @@ def pair(size, **options):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """An empty cache, and TFAMP_PROFILE not set."""
-    monkeypatch.delenv("TFAMP_PROFILE")
-    monkeypatch.setattr(op_times, "cache_folder", lambda: tmp_path / "cache")
-    op_times._store.cache_clear()
-    yield tmp_path / "cache"
-    op_times._store.cache_clear()
-
-
-@pytest.fixture
 def timed(monkeypatch):
     """What was timed, by a clock that takes no time: float32 takes 2 s, others 1 s."""
     calls = []
@@ -153,7 +143,7 @@ WHERE = [in_a_trace, in_a_graph, taped, autocast, eager_functions, under_a_strat
 
 
 @pytest.mark.parametrize("where", one_in(3, WHERE), ids=lambda f: f.__name__)
-def test_ops_are_timed_wherever_it_is_asked_for_and_no_random_state_changes(where, folder):
+def test_ops_are_timed_wherever_it_is_asked_for_and_no_random_state_changes(where, times_folder):
     tf.random.set_seed(1)
     generator = tf.random.get_global_generator()
     random.seed(2)
@@ -172,7 +162,7 @@ def test_ops_are_timed_wherever_it_is_asked_for_and_no_random_state_changes(wher
 # How often
 
 
-def test_works_are_timed_until_two_times_agree_the_important_ones_first(folder, monkeypatch):
+def test_works_are_timed_until_two_times_agree_the_important_ones_first(times_folder, monkeypatch):
     factors = {1: [1.0, 1.01], 2: [9.0, 5.0, 1.0, 1.02], 3: [9.0 - n for n in range(9)]}
     order = []
 
@@ -188,7 +178,7 @@ def test_works_are_timed_until_two_times_agree_the_important_ones_first(folder, 
     assert [times[pair(n).works[0]] for n in (1, 2, 3)] == [1.0, 1.0, 4.0]
 
 
-def test_no_seconds_measure_nothing_and_give_what_is_known(folder, timed):
+def test_no_seconds_measure_nothing_and_give_what_is_known(times_folder, timed):
     assert op_times.op_times([pair(1)], 0) == {}
     op_times.op_times([pair(1)], 60.0)
     count = len(timed)
@@ -198,7 +188,7 @@ def test_no_seconds_measure_nothing_and_give_what_is_known(folder, timed):
     assert len(timed) == count == 2
 
 
-def test_ctrl_c_ends_measuring_soon_and_keeps_nothing(folder, monkeypatch):
+def test_ctrl_c_ends_measuring_soon_and_keeps_nothing(times_folder, monkeypatch):
     calls = []
 
     def time_by_turns(turns):
@@ -217,12 +207,12 @@ def test_ctrl_c_ends_measuring_soon_and_keeps_nothing(folder, monkeypatch):
     finally:
         signal.signal(signal.SIGINT, handler)
     assert len(calls) < 99, "the rest was not timed"
-    assert not folder.exists()
+    assert not times_folder.exists()
     monkeypatch.setattr(op_timing, "time_by_turns", lambda t: dict.fromkeys(t.works, 2.0))
     assert op_times.op_times([pair(1)], 60.0) == dict.fromkeys(pair(1).works, 2.0)
 
 
-def test_a_terminal_shows_progress_when_it_takes_a_while(folder, timed, monkeypatch, capsys):
+def test_a_terminal_shows_progress_when_it_takes_a_while(times_folder, timed, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     op_times.op_times([pair(1)], 60.0)
     assert capsys.readouterr().out == ""
@@ -231,28 +221,28 @@ def test_a_terminal_shows_progress_when_it_takes_a_while(folder, timed, monkeypa
     assert "4/4" in capsys.readouterr().out
 
 
-def test_what_takes_too_long_is_left_out(folder, timed):
+def test_what_takes_too_long_is_left_out(times_folder, timed):
     long = Turns(pair(1).works, 1e3)
     times = op_times.op_times([long, pair(2)], 60.0)
     assert times.keys() == set(pair(2).works)
 
 
-def test_what_cannot_be_timed_now_keeps_its_estimate_and_is_tried_again(folder, monkeypatch):
+def test_what_cannot_be_timed_now_keeps_its_estimate_and_is_tried_again(times_folder, monkeypatch):
     def fails(turns):
         raise tf.errors.ResourceExhaustedError(None, None, "out of memory")
 
     monkeypatch.setattr(op_timing, "time_by_turns", fails)
     assert op_times.op_times([pair(1)], 60.0) == {}
-    (store,) = [op_times._store(tuple(op_times.machine_key().items()), folder)]
+    (store,) = [op_times._store(tuple(op_times.machine_key().items()), times_folder)]
     assert not store.has(pair(1))
 
 
 # The file
 
 
-def test_a_second_process_measures_nothing(folder, timed):
+def test_a_second_process_measures_nothing(times_folder, timed):
     first = op_times.op_times([pair(1), pair(2)], 60.0)
-    (path,) = folder.iterdir()
+    (path,) = times_folder.iterdir()
     assert path.name.startswith("ops-")
     count = len(timed)
     another_process()
@@ -260,7 +250,7 @@ def test_a_second_process_measures_nothing(folder, timed):
     assert len(timed) == count
 
 
-def test_what_has_no_kernel_is_known_as_such(folder, monkeypatch):
+def test_what_has_no_kernel_is_known_as_such(times_folder, monkeypatch):
     calls = []
 
     def time_by_turns(turns):
@@ -274,14 +264,16 @@ def test_what_has_no_kernel_is_known_as_such(folder, monkeypatch):
     assert len(calls) == 2
 
 
-def test_builtin_measures_nothing_and_measure_leaves_the_cache_alone(folder, timed, monkeypatch):
+def test_builtin_measures_nothing_and_measure_leaves_the_cache_alone(
+    times_folder, timed, monkeypatch
+):
     monkeypatch.setenv("TFAMP_PROFILE", "builtin")
     assert op_times.op_times([pair(1)], 60.0) == {}
     monkeypatch.setenv("TFAMP_PROFILE", "measure")
     for _ in range(2):
         assert len(op_times.op_times([pair(1)], 60.0)) == 2
     assert len(timed) == 2
-    assert not folder.exists()
+    assert not times_folder.exists()
 
 
 @pytest.mark.parametrize(
@@ -297,9 +289,9 @@ def test_builtin_measures_nothing_and_measure_leaves_the_cache_alone(folder, tim
         lambda text: json.dumps(json.loads(text) | {"seconds": 3}),
     ],
 )
-def test_a_file_that_cannot_be_read_is_measured_anew(spoil, folder, timed):
+def test_a_file_that_cannot_be_read_is_measured_anew(spoil, times_folder, timed):
     first = op_times.op_times([pair(1)], 60.0)
-    (path,) = folder.iterdir()
+    (path,) = times_folder.iterdir()
     path.write_text(spoil(path.read_text("utf-8")), "utf-8")
     another_process()
     assert op_times.op_times([pair(1)], 60.0) == first
@@ -308,9 +300,9 @@ def test_a_file_that_cannot_be_read_is_measured_anew(spoil, folder, timed):
 
 
 @pytest.mark.parametrize("value", [-1.0, 10**400, math.inf, math.nan, "1.0", True, [1.0], {}])
-def test_a_damaged_entry_is_measured_anew_and_others_are_not(value, folder, timed):
+def test_a_damaged_entry_is_measured_anew_and_others_are_not(value, times_folder, timed):
     first = op_times.op_times([pair(1), pair(2)], 60.0)
-    (path,) = folder.iterdir()
+    (path,) = times_folder.iterdir()
     found = json.loads(path.read_text("utf-8"))
     found["seconds"][pair(2).works[1].key()] = value
     path.write_text(json.dumps(found), "utf-8")
@@ -320,18 +312,18 @@ def test_a_damaged_entry_is_measured_anew_and_others_are_not(value, folder, time
     assert set(timed) == {pair(2)}
 
 
-def test_the_oldest_are_dropped(folder, timed, monkeypatch):
+def test_the_oldest_are_dropped(times_folder, timed, monkeypatch):
     monkeypatch.setattr(op_times, "MOST_KEPT", 4)
     for size in (1, 2, 3):
         op_times.op_times([pair(size)], 60.0)
-    (path,) = folder.iterdir()
+    (path,) = times_folder.iterdir()
     kept = {each.key() for size in (2, 3) for each in pair(size).works}
     assert json.loads(path.read_text("utf-8"))["seconds"].keys() == kept
 
 
-def test_a_cache_that_cannot_be_written_is_a_warning_and_the_times_hold(folder, timed):
-    folder.parent.mkdir(exist_ok=True)
-    folder.write_text("a file in the place of the folder")
+def test_a_cache_that_cannot_be_written_is_a_warning_and_the_times_hold(times_folder, timed):
+    times_folder.parent.mkdir(exist_ok=True)
+    times_folder.write_text("a file in the place of the folder")
     with pytest.warns(TfampWarning, match="times of ops cannot be kept"):
         first = op_times.op_times([pair(1)], 60.0)
     with warnings.catch_warnings():
@@ -340,8 +332,8 @@ def test_a_cache_that_cannot_be_written_is_a_warning_and_the_times_hold(folder, 
     assert len(timed) == 2
 
 
-def test_writers_at_once_leave_a_whole_file_with_what_others_wrote_before(folder, timed):
-    stores = [op_times._Store({"cpu": "mine"}, folder) for _ in range(4)]
+def test_writers_at_once_leave_a_whole_file_with_what_others_wrote_before(times_folder, timed):
+    stores = [op_times._Store({"cpu": "mine"}, times_folder) for _ in range(4)]
 
     def write(number):
         for count in range(20):
@@ -352,16 +344,16 @@ def test_writers_at_once_leave_a_whole_file_with_what_others_wrote_before(folder
         each.start()
     for each in threads:
         each.join()
-    (path,) = folder.iterdir()
+    (path,) = times_folder.iterdir()
     found = json.loads(path.read_text("utf-8"))["seconds"]
     # Each knows what it wrote itself, so that at least the last writer's is all there.
     assert any({f"{number} {count}" for count in range(20)} <= found.keys() for number in range(4))
-    late = op_times._Store({"cpu": "mine"}, folder)
+    late = op_times._Store({"cpu": "mine"}, times_folder)
     late.add({"late": 2.0})
     assert json.loads(path.read_text("utf-8"))["seconds"].keys() == {*found, "late"}
 
 
-def test_another_job_on_the_gpu_is_not_disturbed(folder, timed, monkeypatch):
+def test_another_job_on_the_gpu_is_not_disturbed(times_folder, timed, monkeypatch):
     monkeypatch.setattr(
         op_times.gpu_sharing, "used_by_others", lambda: "it is busy 90 % of the time"
     )

@@ -31,16 +31,6 @@ def step(x):
     return loss, tape.gradient(loss, [WEIGHTS, BIAS])
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """An empty cache, and TFAMP_PROFILE not set."""
-    monkeypatch.delenv("TFAMP_PROFILE")
-    monkeypatch.setattr(op_times, "cache_folder", lambda: tmp_path / "cache")
-    op_times._store.cache_clear()
-    yield tmp_path / "cache"
-    op_times._store.cache_clear()
-
-
 class Clock:
     """Stands for a machine: by default float32 takes 1 ms and low precision half of it."""
 
@@ -64,7 +54,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(cache, monkeypatch):
+def clock(times_folder, monkeypatch):
     made = Clock()
     monkeypatch.setattr(op_timing, "time_by_turns", made.time_by_turns)
     return made
@@ -75,7 +65,7 @@ def rewritten(fn=step, **options):
     return tfamp.rewrite(fn, **options)
 
 
-def test_the_machine_itself_is_measured_and_the_result_is_right(cache):
+def test_the_machine_itself_is_measured_and_the_result_is_right(times_folder):
     variables = [each.numpy() for each in (WEIGHTS, BIAS)]
     fast = rewritten()
     loss, gradients = fast(X)
@@ -87,7 +77,7 @@ def test_the_machine_itself_is_measured_and_the_result_is_right(cache):
     assert all(node.cost > 0 for node in plan.nodes if node.measured)
     for variable, before in zip((WEIGHTS, BIAS), variables, strict=True):
         np.testing.assert_array_equal(variable, before)
-    (path,) = cache.iterdir()
+    (path,) = times_folder.iterdir()
     assert path.name.startswith("ops-")
 
 
@@ -298,7 +288,7 @@ def test_a_device_that_is_not_here_cannot_be_measured(tmp_path):
 
 
 @pytest.mark.slow
-def test_models_of_every_kind_of_layer_are_measured_without_a_warning(cache):
+def test_models_of_every_kind_of_layer_are_measured_without_a_warning(times_folder):
     keras.utils.set_random_seed(0)
     inputs = keras.Input((8, 8, 4))
     x = keras.layers.Conv2D(8, 3, padding="same")(inputs)

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import tfamp
 from helpers.collectives import bytes_sent
+from helpers.replicas import halves
 from helpers.tolerances import assert_close
 from helpers.training import assert_identical, data, small_model, snapshot, train_step
 
@@ -29,13 +30,6 @@ def make(strategy, inner=momentum, **arguments):
         optimizer = tfamp.LossScaleOptimizer(inner(), **arguments)
         optimizer.build(model.trainable_variables)
     return model, optimizer
-
-
-def halves(strategy, value):
-    parts = np.split(value, 2)
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(parts[context.replica_id_in_sync_group])
-    )
 
 
 def spread(strategy, step, traced=True):
@@ -361,7 +355,7 @@ WORKER = textwrap.dedent(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # CI has them in tests/integration/test_distribution.py, without the bytes.
 def test_two_workers(two_replicas):
     """Two processes: the same numbers as two replicas in one, and the same bytes."""
     workers = [f"127.0.0.1:{port}" for port in free_ports(2)]

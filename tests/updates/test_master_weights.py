@@ -7,9 +7,11 @@ import tensorflow as tf
 
 import tfamp
 from helpers.cases import first_of
+from helpers.replicas import halves
 from helpers.tolerances import assert_close
 from helpers.training import (
     assert_identical,
+    assert_same_values,
     data,
     scaled_gradients,
     small_model,
@@ -279,11 +281,6 @@ def train(model, optimizer, batches):
         step(x, y)
 
 
-def assert_same_values(actual, expected):
-    for value, wanted in zip(actual.values(), expected.values(), strict=True):
-        np.testing.assert_array_equal(value, wanted)
-
-
 @pytest.mark.parametrize(("dtype", "built"), [("float16", False), ("bfloat16", True)])
 def test_checkpoint_resumes_bit_identically(tmp_path, dtype, built):
     model, optimizer = low_model(dtype), make()
@@ -360,11 +357,6 @@ def test_replicas_update_their_masters_alike(two_replicas, arguments):
     with two_replicas.scope():
         other, spread = low_model("bfloat16"), make(keras.optimizers.SGD(0.01), **arguments)
 
-    def half(value):
-        return two_replicas.experimental_distribute_values_from_function(
-            lambda context: tf.constant(np.split(value, 2)[context.replica_id_in_sync_group])
-        )
-
     def replica_step(x, y):
         grads = scaled_gradients(other, spread, x, y)
         grads = [g / 2 for g in grads]  # The mean over both halves is half the sum of the means.
@@ -372,7 +364,7 @@ def test_replicas_update_their_masters_alike(two_replicas, arguments):
 
     step = tf.function(lambda x, y: two_replicas.run(replica_step, args=(x, y)))
     for _ in range(3):
-        step(half(x), half(y))
+        step(halves(two_replicas, x), halves(two_replicas, y))
     for variable in other.trainable_variables + spread.master_variables:
         first, second = variable.value.values
         np.testing.assert_array_equal(first.numpy(), second.numpy())
@@ -384,7 +376,7 @@ def test_replicas_update_their_masters_alike(two_replicas, arguments):
         assert tf.reduce_all(rounded == variable.value.values[0])
     for variable in other.trainable_variables:
         variable.assign(tf.zeros(variable.shape, variable.dtype))
-    step(half(x), half(y))
+    step(halves(two_replicas, x), halves(two_replicas, y))
     kernel = spread.master_variables[0].numpy()
     assert np.all(np.abs(kernel) < 0.5), "assigned weights hold"
 

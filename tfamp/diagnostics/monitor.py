@@ -71,8 +71,9 @@ class NumericsMonitor(keras.callbacks.Callback):
       out, that are under half the distance to the next number of that dtype and lost when they are
       rounded to it; "step" is when. Each of "variables" has its own. Of weights stored in a low
       dtype with no exact value beside, the share that has not moved, for that dtype only. None for
-      a step that was skipped, and where several steps are executed at once. In an eager loop it is
-      the step before.
+      a step that was skipped. None too with `steps_per_execution` over 1: weights are compared
+      between executions, so that the step itself has nothing more to do, and what several updates
+      come to together does not tell which of them are lost. In an eager loop it is the step before.
 
     In `model.fit` each epoch's logs get "loss_scale" and "skipped_steps" as they are at its end,
     and of the last record "suggested_scale" and the shares "gradients_under_2**-14",

@@ -1,7 +1,8 @@
 """How many updates of weights 16-bit dtypes lose, seen from outside of a training step.
 
 Nothing is added to the step: its weights are copied before it and compared behind it, on the
-device. The host reads the counts when a record is made.
+device. The host reads the counts when a record is made. Of steps that are executed together it
+sees only the sum of their updates, which hides those that are lost, so that nothing is counted.
 """
 
 from __future__ import annotations

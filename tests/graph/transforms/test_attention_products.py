@@ -8,14 +8,12 @@ import tensorflow as tf
 
 import tfamp
 from helpers.graph_asserts import graph_op_dtypes
+from helpers.rewritten_graphs import random, rewritten, run, traced
 from helpers.tolerances import tolerance
 from tfamp import OpLists
-from tfamp.graph import rewrite_graph_def
-from tfamp.graph.functions import rename_functions
 
 BATCH, TOKENS, KEYS, HEADS, WIDTH = 32, 24, 32, 16, 8
 SIZES = {"B": BATCH, "T": TOKENS, "S": KEYS, "N": HEADS, "H": WIDTH, "C": 4}
-RULES = {"device": "cpu", "placement": "lists"}
 SCORES, VALUES = "BTNH,BSNH->BNTS", "BNTS,BSNH->BTNH"
 
 
@@ -30,40 +28,12 @@ def gradients(q, k, v):
     return tape.gradient(loss, [q, k, v])
 
 
-def random(*shapes):
-    numbers = np.random.default_rng(0)
-    return [tf.constant(numbers.standard_normal(shape), tf.float32) for shape in shapes]
-
-
 def shapes_of(equation):
     operands = equation.partition("->")[0].split(",")
     return [tuple(SIZES[label] for label in labels) for labels in operands]
 
 
 QKV = [shapes_of(SCORES)[0], *[shapes_of(SCORES)[1]] * 2]
-
-
-def traced(function, *shapes):
-    specs = [tf.TensorSpec(shape) for shape in shapes]
-    return tf.function(function, autograph=False).get_concrete_function(*specs)
-
-
-def rewritten(concrete, dtype="bfloat16", fetches=(), **choices):
-    graph = concrete.graph.as_graph_def(add_shapes=True)
-    names = [each.name for each in concrete.outputs]
-    return rewrite_graph_def(graph, [*names, *fetches], dtype=dtype, **{**RULES, **choices})
-
-
-def run(concrete, result, *args):
-    graph = rename_functions(result.graph_def, "_rewritten")
-    names = [each.name for each in concrete.outputs]
-
-    def imported(*args):
-        given = dict(zip((each.name for each in concrete.inputs), args, strict=True))
-        return tf.graph_util.import_graph_def(graph, given, names)
-
-    with tf.device("CPU:0"):
-        return tf.compat.v1.wrap_function(imported, [tf.TensorSpec(a.shape) for a in args])(*args)
 
 
 def counts(result):

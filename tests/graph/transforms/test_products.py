@@ -6,13 +6,12 @@ import tensorflow as tf
 
 import tfamp
 from helpers.graph_asserts import graph_op_dtypes
+from helpers.rewritten_graphs import RULES, random, rewritten, run, traced
 from helpers.tolerances import tolerance
 from tfamp import OpLists
 from tfamp.graph import rewrite_graph_def
-from tfamp.graph.functions import rename_functions
 
 BATCH, ROWS, WIDTH, OUT = 16, 24, 32, 20
-RULES = {"device": "cpu", "placement": "lists"}
 
 
 def gradients(x, w):
@@ -24,37 +23,9 @@ def gradients(x, w):
     return tape.gradient(loss, [x, w])
 
 
-def traced(function, *specs):
-    specs = [each if isinstance(each, tf.TensorSpec) else tf.TensorSpec(each) for each in specs]
-    return tf.function(function, autograph=False).get_concrete_function(*specs)
-
-
-def rewritten(concrete, dtype="bfloat16", fetches=(), **choices):
-    graph = concrete.graph.as_graph_def(add_shapes=True)
-    names = [each.name for each in concrete.outputs]
-    return rewrite_graph_def(graph, [*names, *fetches], dtype=dtype, **{**RULES, **choices})
-
-
-def run(concrete, result, *args):
-    graph = rename_functions(result.graph_def, "_rewritten")
-    names = [each.name for each in concrete.outputs]
-
-    def imported(*args):
-        given = dict(zip((each.name for each in concrete.inputs), args, strict=True))
-        return tf.graph_util.import_graph_def(graph, given, names)
-
-    with tf.device("CPU:0"):
-        return tf.compat.v1.wrap_function(imported, [tf.TensorSpec(a.shape) for a in args])(*args)
-
-
 def counts(result):
     ops = [node.op for node in result.graph_def.node]
     return {op: ops.count(op) for op in ("BatchMatMulV2", "MatMul", "Sum")}
-
-
-def random(*shapes):
-    numbers = np.random.default_rng(0)
-    return [tf.constant(numbers.standard_normal(shape), tf.float32) for shape in shapes]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

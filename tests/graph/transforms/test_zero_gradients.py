@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from helpers.rewritten_graphs import random, rewritten, run, traced
 from tfamp import OpLists
 from tfamp.graph import rewrite_graph_def
-from tfamp.graph.functions import rename_functions
 
 SHAPES = [(8, 6, 6, 3), (3, 3, 3, 4), (4,), (4,), (4,)]
 NAME = "gradient_tape/BiasAdd/BiasAddGrad"
@@ -27,28 +27,8 @@ def gradients(x, w, bias, scale, offset, *, training=True, also=None):
     return tape.gradient(loss, [w, bias, scale, offset])
 
 
-def traced(function=gradients, **choices):
-    specs = [tf.TensorSpec(shape) for shape in SHAPES]
-    step = tf.function(lambda *args: function(*args, **choices), autograph=False)
-    return step.get_concrete_function(*specs)
-
-
-def rewritten(concrete, **choices):
-    names = [each.name for each in concrete.outputs]
-    rules = {"dtype": "bfloat16", "device": "cpu", "placement": "lists", **choices}
-    return rewrite_graph_def(concrete.graph.as_graph_def(add_shapes=True), names, **rules)
-
-
-def run(concrete, result, args):
-    graph = rename_functions(result.graph_def, "_rewritten")
-
-    def imported(*args):
-        given = dict(zip((each.name for each in concrete.inputs), args, strict=True))
-        names = [each.name for each in concrete.outputs]
-        return tf.graph_util.import_graph_def(graph, given, names)
-
-    with tf.device("CPU:0"):
-        return tf.compat.v1.wrap_function(imported, [tf.TensorSpec(a.shape) for a in args])(*args)
+def step(function=gradients, **choices):
+    return traced(lambda *args: function(*args, **choices), *SHAPES)
 
 
 def op_of(result):
@@ -57,21 +37,16 @@ def op_of(result):
     return op
 
 
-def arguments():
-    numbers = np.random.default_rng(0)
-    return [tf.constant(numbers.standard_normal(shape), tf.float32) for shape in SHAPES]
-
-
 # The convolution stays float32, so that its gradients can be compared to rounding.
 FLOAT32 = {"keep_float32": ["Conv2D", "gradient_tape"]}
 
 
 @pytest.mark.filterwarnings("ignore::tfamp.TfampWarning")
 def test_they_are_zeros_and_all_others_as_before():
-    concrete, args = traced(), arguments()
+    concrete, args = step(), random(*SHAPES)
     result = rewritten(concrete, **FLOAT32)
     assert op_of(result) == "ZerosLike"
-    by_w, by_bias, by_scale, by_offset = run(concrete, result, args)
+    by_w, by_bias, by_scale, by_offset = run(concrete, result, *args)
     expected = concrete(*args)
     for found, other in zip((by_w, by_scale, by_offset), expected[::2] + expected[3:], strict=True):
         np.testing.assert_allclose(found, other, rtol=1e-4, atol=1e-4)
@@ -83,7 +58,7 @@ def test_they_are_zeros_and_all_others_as_before():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_they_need_no_cast_in_low_precision(dtype):
-    plan = rewritten(traced(), dtype=dtype).plan
+    plan = rewritten(step(), dtype=dtype).plan
     (node,) = [each for each in plan.nodes if each.name == NAME]
     assert (node.op, node.dtype) == ("ZerosLike", "float32")
     assert plan.summary.low_nodes
@@ -98,10 +73,10 @@ def test_in_the_body_of_a_loop():
 
         return tf.while_loop(lambda i, *_: i < 3, body, (0, w, bias))[1:]
 
-    concrete, args = traced(steps), arguments()
+    concrete, args = step(steps), random(*SHAPES)
     result = rewritten(concrete)
     assert op_of(result) == "ZerosLike"
-    np.testing.assert_array_equal(run(concrete, result, args)[1], args[2])
+    np.testing.assert_array_equal(run(concrete, result, *args)[1], args[2])
 
 
 @pytest.mark.parametrize(
@@ -110,11 +85,11 @@ def test_in_the_body_of_a_loop():
     ids=["given statistics", "used before it too"],
 )
 def test_where_it_is_not_zero_it_is_computed(choices):
-    concrete, args = traced(**choices), arguments()
+    concrete, args = step(**choices), random(*SHAPES)
     result = rewritten(concrete)
     assert op_of(result) in ("BiasAddGrad", "Sum")
     expected = concrete(*args)[1]
-    found = run(concrete, result, args)[1]
+    found = run(concrete, result, *args)[1]
     assert np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected)
 
 
@@ -127,7 +102,7 @@ def changed(graph, op, **attrs):
 
 
 def test_channels_in_another_place_are_added_up():
-    concrete = traced()
+    concrete = step()
     other = tf.compat.v1.AttrValue(s=b"NCHW")
     graph = changed(concrete.graph.as_graph_def(add_shapes=True), "BiasAddGrad", data_format=other)
     names = [each.name for each in concrete.outputs]
@@ -136,5 +111,5 @@ def test_channels_in_another_place_are_added_up():
 
 
 def test_with_grapplers_lists_it_is_as_grappler_leaves_it():
-    result = rewritten(traced(), op_lists=OpLists.grappler("bfloat16"))
+    result = rewritten(step(), op_lists=OpLists.grappler("bfloat16"))
     assert op_of(result) == "BiasAddGrad"
