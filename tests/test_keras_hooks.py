@@ -133,6 +133,12 @@ def test_private_thread_policy():
     assert keras.config.dtype_policy().name == "float32"
 
 
+def test_activity_losses_are_averaged_where_keras_does():
+    layer = keras.layers.Identity(activity_regularizer=keras.ops.sum)
+    layer(np.ones((4, 2), "float32"))
+    assert float(layer.losses[0]) == (2.0 if keras_hooks.averages_activity_losses() else 8.0)
+
+
 def test_private_global_seed_generator():
     keras.utils.set_random_seed(1)
     assert keras_hooks.global_seed_generator() is None

@@ -76,9 +76,18 @@ def dtypes(graph_def):
     }
 
 
+@functools.cache
+def infer_joins_behind_allow():
+    """Whether the float16 pass converts an infer op behind a product: that of 2.19 does not."""
+    (painted,) = references(dsl_case("x>A>I"), "float16")[:1]
+    return dtypes(painted)["i"] == {"T": tf.float16.as_datatype_enum}
+
+
 @pytest.mark.parametrize("dtype", grappler.PASSES)
 @pytest.mark.parametrize("case", CASES)
 def test_same_dtypes_and_no_more_casts(case, dtype, cases):
+    if dtype == "float16" and not infer_joins_behind_allow():
+        pytest.skip("the float16 pass of this TensorFlow converts infer ops only between others")
     assert_painted_alike(cases[case], dtype)
 
 

@@ -11,6 +11,7 @@ from keras import layers
 import tfamp
 from helpers.tolerances import tolerance
 
+KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
 X = np.random.default_rng(0).standard_normal((16, 8)).astype("float32")
 Y = X[:, :1]
 
@@ -115,6 +116,8 @@ def test_losses_are_float32_and_those_of_float32(name, way, dtype):
     float32 = reference()
     float32(X)
     model, optimizer = WAYS[way](make, dtype)
+    if name == "nested" and way != "O1" and KERAS_VERSION < (3, 14):
+        pytest.skip("L1 of this Keras multiplies a float32 constant with what is low, by itself")
     for old, new in zip(float32.weights, model.weights, strict=True):
         new.assign(keras.ops.cast(old, new.dtype))
     float32(X), model(X)

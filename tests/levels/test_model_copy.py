@@ -11,8 +11,10 @@ from keras import layers
 
 import tfamp
 from helpers.cases import one_of_each
+from helpers.seeds import set_random_seed
 from helpers.tolerances import tolerance
 
+KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
 MASTERS = {"level": "O2", "master_weights": True}
 
 
@@ -115,10 +117,10 @@ def test_weights_that_exist_are_not_initialized(make, arguments, dtype, monkeypa
                 pytest.fail(f"{type(self).__name__} was called")
 
             monkeypatch.setattr(kind, "__call__", refuse)
-    keras.utils.set_random_seed(1)
+    set_random_seed(1)
     made, _ = tfamp.prepare(model, dtype=dtype, **arguments)
     drawn = random.random(), float(np.random.random()), float(keras.random.uniform(()))
-    keras.utils.set_random_seed(1)
+    set_random_seed(1)
     assert drawn == (random.random(), float(np.random.random()), float(keras.random.uniform(())))
     assert Costly.calls == []
     assert dtype in {weight.dtype for weight in made.weights}
@@ -208,7 +210,9 @@ def test_lora_enabled_since_is_enabled_in_the_copy(make, arguments, dtype):
     made, _ = tfamp.prepare(model, dtype=dtype, loss_scale="none", **arguments)
     after = np.asarray(made(x), "float32")
     np.testing.assert_allclose(after, before, atol=tolerance(dtype, depth=8) * np.abs(before).max())
-    assert {weight.dtype for weight in made.weights} == {"float32", dtype}
+    # Keras 3.15 keeps LoRA's weights in float32, earlier ones have them in their layer's dtype.
+    kept = {"float32"} if KERAS_VERSION >= (3, 15) or "master_weights" in arguments else set()
+    assert {weight.dtype for weight in made.weights} == {dtype} | kept
     values = [np.asarray(weight) for weight in made.weights]
     made.fit(x, y, verbose=0)
     for value, weight in zip(values, made.weights, strict=True):

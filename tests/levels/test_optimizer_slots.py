@@ -22,7 +22,7 @@ KERAS = plain_optimizers()
 
 def test_every_optimizer_of_keras_is_in_the_table():
     classes = set(optimizer_classes())
-    assert classes > {"SGD", "Muon", *WRAPPERS}
+    assert classes >= {"SGD", "Muon", *WRAPPERS} - {"MultiOptimizer"}  # which is new in Keras 3.15
     assert classes - set(SLOTS) == set(), "say in SLOTS what they keep"
 
 
@@ -45,6 +45,9 @@ def _prepared(optimizer, **arguments):
     ("name", "dtype"), one_of_each([*sorted(KERAS), "MultiOptimizer"], ["float16", "bfloat16"])
 )
 def test_all_but_sgd_get_masters_or_a_warning(name, dtype):
+    if name == "MultiOptimizer" and not hasattr(keras.optimizers, name):
+        pytest.skip("this Keras has no MultiOptimizer")
+
     def make():
         if name != "MultiOptimizer":
             return KERAS[name]()

@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from helpers.seeds import set_random_seed
 from tfamp.rewriting import function_state, tuning
 
 CANDIDATES = ("float32", "lists", "min_cut")
@@ -38,7 +39,7 @@ class Program:
     """A train step that changes whatever a step can change, begun in a known state."""
 
     def __init__(self, optimizer):
-        keras.utils.set_random_seed(5)
+        set_random_seed(5)
         layers = [keras.layers.Dense(WIDTH, "relu"), keras.layers.Dropout(0.5)]
         self.model = keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(WIDTH)])
         self.optimizer = OPTIMIZERS[optimizer]()
@@ -83,6 +84,14 @@ def without_tuning(optimizer):
     program = Program(optimizer)
     program.step(program.given)
     return program.what_follows()
+
+
+@pytest.fixture(autouse=True)
+def interrupts():
+    """Ctrl-C does what it does in a terminal, also where a shell runs this in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupt():

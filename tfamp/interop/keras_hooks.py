@@ -86,6 +86,12 @@ def set_global_seed_generator(generator: Any) -> None:
     foreign(f"{_STATE}:set_global_attribute")(_SEEDS, generator)
 
 
+def averages_activity_losses() -> bool:
+    """Whether Keras divides what an activity regularizer gives by the batch size: since 3.14."""
+    release = keras.__version__.split(".")[:2]
+    return tuple(int(part) for part in release) >= (3, 14)
+
+
 def calling_layers() -> list[Any]:
     """The layers whose call, build or tracing this thread is in, the outermost first.
 

@@ -106,9 +106,9 @@ def add_losses_in_float32(layer: Any) -> None:
 
 
 def _activity_loss(regularizer: Callable[[Any], Any], output: Any) -> Any:
-    """What Keras adds for one output of a layer: a mean over the batch."""
+    """What Keras adds for one output of a layer: from Keras 3.14 on a mean over the batch."""
     loss = regularizer(float_policies.in_float32(output))
-    if keras.ops.ndim(output) == 0:
+    if keras.ops.ndim(output) == 0 or not keras_hooks.averages_activity_losses():
         return loss
     batch_size = keras.ops.cast(keras.ops.shape(output)[0], loss.dtype)
     return keras.ops.divide_no_nan(loss, batch_size)

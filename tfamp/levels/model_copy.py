@@ -261,7 +261,7 @@ def _copy_weights(model: Any, made: Any, values: Any) -> None:
         target.assign(keras.ops.cast(value, target.dtype))
         regularizer = getattr(target, "regularizer", None)
         if regularizer is not None and target.dtype in LOW_PRECISION:
-            target.regularizer = _in_float32(regularizer)
+            target.regularizer = _InFloat32(regularizer)
 
 
 def _copy_adapted(layer: Any, made: Any) -> None:
@@ -296,9 +296,17 @@ def _what_is_different(model: Any, made: Any) -> str:
     )
 
 
-def _in_float32(regularizer: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a regularizer that computes in float32, in which Keras adds it to the loss."""
-    return lambda variable: regularizer(keras.ops.cast(variable, "float32"))
+class _InFloat32(keras.regularizers.Regularizer):
+    """A regularizer that computes in float32, in which Keras adds it to the loss.
+
+    Variables of Keras up to 3.14 take nothing else than a `Regularizer`.
+    """
+
+    def __init__(self, regularizer: Callable[[Any], Any]) -> None:
+        self.regularizer = regularizer
+
+    def __call__(self, x: Any) -> Any:
+        return self.regularizer(keras.ops.cast(x, "float32"))
 
 
 def _check_range(value: Any, target: Any) -> None:
