@@ -7,6 +7,7 @@ import tensorflow as tf
 from helpers.tolerances import tolerance
 from tfamp.graph import rewrite_graph_def
 from tfamp.graph.fusion import fuse
+from tfamp.interop import tf_private
 
 v1 = tf.compat.v1
 RULES = {"dtype": "bfloat16", "device": "cpu", "placement": "lists"}
@@ -89,6 +90,12 @@ def test_a_gradient_computes_again_what_it_need_not_store():
     assert stored <= 3, "the product with its bias, the tanh and the result"
     error = np.linalg.norm(run(graph, *values) - expected) / np.linalg.norm(expected)
     assert error < tolerance("bfloat16", depth=8)
+
+
+def test_without_xla_it_is_refused(monkeypatch):
+    monkeypatch.setattr(tf_private, "xla_works", lambda device: False)
+    with pytest.raises(ValueError, match="XLA does not work here. Give placement='measured'"):
+        rewrite_graph_def(v1.GraphDef(), [], **{**RULES, "placement": "fused"})
 
 
 def test_small_groups_small_tensors_and_integers_stay():

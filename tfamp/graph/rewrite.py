@@ -179,6 +179,11 @@ def _check_measurable(placement: str, device: str) -> None:
             f"{device}. Give placement='min_cut', which estimates times, or rewrite on a machine "
             "that has one."
         )
+    if placement == "fused" and not tf_private.xla_works(""):
+        raise ValueError(
+            "placement='fused' has XLA compile arithmetic, and XLA does not work here. Give "
+            "placement='measured', which is the same without it."
+        )
 
 
 @contextlib.contextmanager
