@@ -277,6 +277,13 @@ def test_huge_gradients_whose_squares_overflow_are_finite():
     assert int(optimizer.skipped_steps) == 1
 
 
+def test_a_scale_whose_inverse_is_subnormal():
+    weight = keras.Variable([1.0])
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.5), loss_scale=2.0**127)
+    optimizer.apply([tf.constant([2.0**125])], [weight], unscaled=False)
+    np.testing.assert_allclose(weight.numpy(), [0.5], rtol=1e-5)
+
+
 def test_gradients_that_overflow_when_unscaled_are_not_finite():
     weight = keras.Variable([1.0])
     optimizer = tfamp.LossScaleOptimizer(

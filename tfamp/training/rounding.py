@@ -94,14 +94,20 @@ def compensated(master: Any, dtype: Any, words: Any) -> tuple[Any, Any]:
     """Splits float32 into the nearest low number and, in another one, what that is off by.
 
     That one is rounded stochastically: an update too small even for it is not lost on average.
+    A NaN stays one if it is of the kind that arithmetic makes.
 
     Source: Kahan, "Pracniques: further remarks on reducing truncation errors", 1965.
     """
-    weight = nearest(master, dtype)
-    error = (master - widened(weight)) * _unit_of_errors(dtype)
-    # What has overflown has no error that is a number.
-    error = tf.where(tf.math.is_finite(error), error, 0.0)
-    return weight, stochastic(error, dtype, words)
+    weight = nearest_of_numbers(master, dtype)
+    if tf.as_dtype(dtype) != tf.bfloat16:
+        error = (master - widened(weight)) * _UNIT_OF_ERRORS
+        # What has overflown has no error that is a number.
+        return weight, stochastic(tf.where(tf.math.is_finite(error), error, 0.0), dtype, words)
+    error = _bits(master - widened(weight))
+    finite = _and(error, _MAGNITUDE) < _unsigned(_EXPONENT)
+    rounded = _shifted(error + _shifted(words, 16), 16)
+    # An error is far from the largest number; what has overflown has none that is a number.
+    return weight, _pattern(tf.where(finite, rounded, _unsigned(0)))
 
 
 def with_compensation(weight: Any, compensation: Any) -> Any:
@@ -109,16 +115,16 @@ def with_compensation(weight: Any, compensation: Any) -> Any:
 
     It is not where a value was assigned to the weight since.
     """
-    wide = widened(weight)
-    error = widened(compensation) / _unit_of_errors(weight.dtype)
+    wide, error = widened(weight), widened(compensation)
+    if weight.dtype != tf.bfloat16:
+        error = error / _UNIT_OF_ERRORS
     # A little less, as an error that was rounded up to half a step would be a tie.
-    nearly = widened(nearest(wide + error * (1 - 2.0**-7), weight.dtype))
+    nearly = widened(nearest_of_numbers(wide + error * (1 - 2.0**-7), weight.dtype))
     return tf.where(tf.equal(nearly, wide), wide + error, wide)
 
 
-def _unit_of_errors(dtype: Any) -> float:
-    # float16 has no exponents for the errors of its smaller numbers: they are stored larger.
-    return 1.0 if tf.as_dtype(dtype) == tf.bfloat16 else 2.0**11
+# float16 has no exponents for the errors of its smaller numbers: they are stored larger.
+_UNIT_OF_ERRORS = 2.0**11
 
 
 # ---- Random numbers ------------------------------------------------------------------------------
@@ -132,9 +138,20 @@ def random_words(key: tuple[Any, Any], shape: Any) -> Any:
     Source: a multiply-and-shift hash of the element's number, as in Wellons, "Prospecting for hash
     functions", 2018: a few instructions, where Philox would take longer than the update.
     """
-    count = tf.reduce_prod(shape)
-    index = tf.reshape(tf.bitcast(tf.range(count, dtype=tf.int32), tf.uint32), shape)
-    return _hashed(tf.bitwise.bitwise_xor(index, key[0]), key[1])
+    return _hashed(tf.bitwise.bitwise_xor(_numbers(shape), key[0]), key[1])
+
+
+def _numbers(shape: Any) -> Any:
+    """The number of each element of a shape, row by row.
+
+    As a sum of a row's number and a column's: compiled, those of a row are counted in 32 bits.
+    """
+    shape = tf.convert_to_tensor(shape)
+    columns = tf.reduce_prod(shape[-1:])
+    rows = tf.reduce_prod(shape[:-1])
+    first, column = (tf.bitcast(tf.range(n), tf.uint32) for n in (rows, columns))
+    first = first * tf.cast(columns, tf.uint32)
+    return tf.reshape(first[:, None] + column, shape)
 
 
 def keys(seed: Any, step: Any, number: Any) -> tuple[Any, Any]:
@@ -173,7 +190,12 @@ def _shifted(bits: Any, places: int) -> Any:
 
 
 def _upper_half(bits: Any) -> Any:
-    return tf.bitcast(tf.cast(_shifted(bits, 16), tf.uint16), tf.bfloat16)
+    return _pattern(_shifted(bits, 16))
+
+
+def _pattern(bits: Any) -> Any:
+    """The bfloat16 numbers of patterns in the lower half."""
+    return tf.bitcast(tf.cast(bits, tf.uint16), tf.bfloat16)
 
 
 def _lower_half(bits: Any) -> Any:
