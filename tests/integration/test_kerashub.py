@@ -86,18 +86,12 @@ def test_differences_are_relative_to_all_outputs_together():
 # Models
 
 
-@pytest.mark.parametrize(
-    "models",
-    [
-        pytest.param(kerashub.SLICE, marks=pytest.mark.slow, id="kinds"),
-        pytest.param(kerashub.ALIKE, marks=pytest.mark.nightly, id="alike"),
-    ],
-)
-def test_families_are_no_worse_than_under_kerass_policy(models):
+@pytest.mark.slow
+def test_ten_families_are_no_worse_than_under_kerass_policy():
     pytest.importorskip("keras_hub", reason="KerasHub is not installed")
-    found = kerashub.run(models, ("bfloat16",), None)
+    found = kerashub.run(kerashub.SLICE, ("bfloat16",), None)
     assert {key: kerashub.worse_than_keras(outcomes) for key, outcomes in found.items()} == {
-        f"{name}-bfloat16": [] for name in models
+        f"{name}-bfloat16": [] for name in kerashub.SLICE
     }
     for key, outcomes in found.items():
         assert set(outcomes) == set(kerashub.CHECKS), key

@@ -5,8 +5,9 @@ convolutions stay: on CPUs oneDNN's kernels for low precision are faster than XL
 
 What may be one call: of two nodes on a way that leads through a product, the product waits for the
 first and the second for the product. So every node has a depth, how often the longest way to it
-goes into arithmetic or out of it, and what hangs together at one depth is a group: no way leads out
-of it and back. A node that only one later group uses belongs to that: its result is not stored.
+goes into a device's arithmetic or out of it, and what hangs together at one depth is a group: no
+way leads out of it and back. A node that only one later group uses belongs to that: its result is
+not stored.
 
 Groups that are alike, as layers that repeat have them, call one function, which is compiled once.
 """
@@ -152,8 +153,7 @@ class _Graph:
         linked = defaultdict[str, list[str]](list)
         for name in self.fusible:
             for each in self.inputs[name]:
-                same = each in self.fusible and depths[each] == depths[name]
-                if same and self.nodes[each].device == self.nodes[name].device:
+                if self._place(each) == self._place(name) and depths[each] == depths[name]:
                     linked[name].append(each)
                     linked[each].append(name)
         seen: set[str] = set()
@@ -163,19 +163,24 @@ class _Graph:
                 seen.update(group)
                 yield sorted(group, key=self.places.__getitem__)
 
+    def _place(self, name: str) -> str | None:
+        """The device of a node that can be part of a group; None for others."""
+        return str(self.nodes[name].device) if name in self.fusible else None
+
     def _depths(self) -> dict[str, int]:
         depths: dict[str, int] = {}
-        later = defaultdict[str, set[int]](set)
+        later = defaultdict[str, set[tuple[str | None, int]]](set)
         for name in self.ordered:
-            inside = name in self.fusible
-            ways = (depths[i] + (inside != (i in self.fusible)) for i in self.inputs[name])
+            here = self._place(name)
+            ways = (depths[i] + (here != self._place(i)) for i in self.inputs[name])
             depths[name] = max(ways, default=0)
         for name in reversed(self.ordered):
-            inside = name in self.fusible
-            if inside and len(later[name]) == 1 and -1 not in later[name]:
-                (depths[name],) = later[name]
+            here = self._place(name)
+            if here is not None and len(later[name]) == 1:
+                ((there, depth),) = later[name]
+                depths[name] = depth if there == here else depths[name]
             for each in self.inputs[name]:
-                later[each].add(depths[name] if inside else -1)
+                later[each].add((here, depths[name]))
         return depths
 
     def pays(self, group: Sequence[str], least: int) -> bool:
