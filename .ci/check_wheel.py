@@ -4,8 +4,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-# Bytes. 300,000 was the aim; it is nearly all code, and diagnostics and levels took the rest.
-LARGEST = 500_000
+# Bytes. 300,000 was the aim; it is nearly all code, and diagnostics, levels, tuning and weights of
+# 16 bits took the rest.
+LARGEST = 550_000
 
 wheel = Path(sys.argv[1])
 names = zipfile.ZipFile(wheel).namelist()

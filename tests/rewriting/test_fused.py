@@ -1,5 +1,7 @@
 """The placement "fused": XLA compiles what is between products, and only that."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -159,3 +161,22 @@ def test_it_is_saved_and_loaded(fused_wins, tmp_path):
     graph = loaded.run.get_concrete_function(x).graph.as_graph_def()
     assert any(each.attr["_XlaMustCompile"].b for each in graph.library.function)
     assert_close(loaded.run(x), layer(x), "bfloat16", depth=4)
+
+
+def test_a_saved_model_is_compiled_where_it_is_frozen(tmp_path):
+    layer, x = Layer(), data(ROWS, WIDTH)
+    module = tf.Module()
+    module.layer = layer
+    module.run = tf.function(layer.__call__, [tf.TensorSpec((ROWS, WIDTH))])
+    tf.saved_model.save(module, str(tmp_path / "from"), signatures=module.run)
+    rewrite = functools.partial(
+        tfamp.rewrite_saved_model, tmp_path / "from", tmp_path / "to", dtype="bfloat16"
+    )
+    with pytest.raises(ValueError, match="give freeze=True too, or placement='measured'"):
+        rewrite(placement="fused", measure_seconds=0)
+    assert not (tmp_path / "to").exists()
+    rewrite(placement="fused", measure_seconds=0, freeze=True)
+    run = tf.saved_model.load(str(tmp_path / "to")).signatures["serving_default"]
+    assert any(op.type == "PartitionedCall" for op in run.graph.get_operations())
+    (found,) = run(x).values()
+    assert_close(found, layer(x), "bfloat16", depth=4)

@@ -65,7 +65,8 @@ def rewrite_saved_model(
         placement: "lists": the lists decide alone, as the model may run on another machine than
             this. "min_cut": they decide what may be low, a minimum cut what is worth it on a device
             of this kind, by the built-in table. "measured": the same by the times of the model's
-            own ops, measured on this machine.
+            own ops, measured on this machine. "fused", with `freeze` only: as "measured", and XLA
+            compiles the arithmetic between products where the model runs.
         device: Kind of device the model will run on: "cpu", "gpu", "tpu", or "auto" for this
             machine's. A node without a kernel there stays float32.
         overwrite: Whether a SavedModel in `dst` is replaced.
@@ -96,7 +97,7 @@ def rewrite_saved_model(
         saved_files.read_saved_model(source)  # It says what is missing.
     final = saved_files.check_target(source, target, overwrite)
     others = (op_lists, keep_float32, force_low, placement, device, measure_seconds)
-    settings = _settings(dtype, calibration, *others)
+    settings = _settings(freeze, dtype, calibration, *others)
     model, plan = _rewritten(source, settings, freeze)
     leave_out = {saved_files.GRAPH_FILE, saved_files.FINGERPRINT_FILE}
     if freeze:
@@ -144,19 +145,26 @@ def inspect_saved_model(
         TypeError, ValueError, SavedModelError, RewriteError: As `rewrite_saved_model`.
     """
     others = (op_lists, keep_float32, force_low, placement, device, measure_seconds)
-    settings = _settings(dtype, calibration, *others)
+    settings = _settings(freeze, dtype, calibration, *others)
     return _rewritten(Path(src), settings, freeze)[1]
 
 
-def _settings(dtype: Any, calibration: Any, *others: Any) -> RewriteSettings:
+def _settings(freeze: bool, dtype: Any, calibration: Any, *others: Any) -> RewriteSettings:
     """How to rewrite by the built-in table; the others are `op_lists` and so on, as they come."""
     names = ("op_lists", "keep_float32", "force_low", "placement", "device", "measure_seconds")
-    return RewriteSettings(
+    settings = RewriteSettings(
         dtype=required_dtype(dtype),
         calibration=calibration_of(calibration),
         profile="builtin",
         **dict(zip(names, others, strict=True)),
     )
+    if settings.placement == "fused" and not freeze:
+        raise ValueError(
+            "placement='fused' compiles the arithmetic of a graph, and a SavedModel that is not "
+            "frozen computes in functions, which are left alone: give freeze=True too, or "
+            "placement='measured', which is the same without compiling."
+        )
+    return settings
 
 
 def calibration_of(data: Any) -> Calibration | None:
