@@ -113,6 +113,48 @@ def products(batch: int, tokens: int, width: int, heads: int) -> list[Product]:
     ]
 
 
+def filter_gradients(batch: int, pixels: int, width: int) -> list[Product]:
+    """Gradients by filters: of convolutions of one pixel, of patches, and of three by three."""
+    small, few = (batch, pixels, pixels, width), (batch, pixels // 2, pixels // 2, width)
+    return [
+        _filter_gradient("1 x 1", small, small, 1, 1, _rows),
+        _filter_gradient(
+            "2 x 2 patches", small, few, 2, 2, lambda x: _rows(tf.nn.space_to_depth(x, 2))
+        ),
+        _filter_gradient("3 x 3", few, few, 3, 1, _shifted_side_by_side),
+    ]
+
+
+def _filter_gradient(
+    title: str,
+    image: Sequence[int],
+    upstream: Sequence[int],
+    taps: int,
+    stride: int,
+    seen: Callable[[tf.Tensor], tf.Tensor],
+) -> Product:
+    """That of a square filter; what it sees of each pixel is a row."""
+    sizes = [taps, taps, image[-1], upstream[-1]]
+    options = {"filter_sizes": sizes, "strides": [1, stride, stride, 1], "padding": "SAME"}
+    return Product(
+        f"gradient by a filter, {title}",
+        image,
+        upstream,
+        {
+            "Conv2DBackpropFilter": lambda x, y: tf.raw_ops.Conv2DBackpropFilter(
+                input=x, out_backprop=y, **options
+            ),
+            "one product": lambda x, y: tf.matmul(seen(x), _rows(y), transpose_a=True),
+        },
+    )
+
+
+def _shifted_side_by_side(x: tf.Tensor) -> tf.Tensor:
+    padded = tf.pad(x, [[0, 0], [1, 1], [1, 1], [0, 0]])
+    shifted = [tf.slice(padded, [0, i, j, 0], x.shape) for i in range(3) for j in range(3)]
+    return _rows(tf.concat(shifted, -1))
+
+
 def measure(product: Product, dtype: str, rounds: int) -> dict[str, list[float]]:
     """Seconds of each way in each round."""
     operands = [
@@ -159,11 +201,20 @@ def main() -> None:
         default=(16, 128, 512, 8),
         help="of the transformer",
     )
+    parser.add_argument(
+        "--images",
+        nargs=3,
+        type=int,
+        metavar=("BATCH", "PIXELS", "CHANNELS"),
+        default=(16, 16, 256),
+        help="of the convolutions",
+    )
     parser.add_argument("--small", action="store_true", help="tiny ones, to see that all runs")
     args = parser.parse_args()
     sizes = (2, 8, 16, 2) if args.small else args.sizes
     found: list[tuple[str, ...]] = []
-    for each in products(*sizes):
+    images = (2, 4, 8) if args.small else args.images
+    for each in [*products(*sizes), *filter_gradients(*images)]:
         found += rows(each, measure(each, args.dtype, args.rounds))
     show([Table(f"Products, {args.dtype}", _HEADERS, tuple(found), left=2)])
 

@@ -18,7 +18,7 @@ from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.options import MEASURED, PLACEMENTS
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.apply import apply_plan, control_inputs, verify_rewrite
-from tfamp.graph.functions import copied, inline_calls
+from tfamp.graph.functions import bodies, copied, inline_calls
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
@@ -39,7 +39,7 @@ from tfamp.planning.choices import NodeChoices, check_choice
 from tfamp.planning.coloring import Updates
 from tfamp.planning.decision import Decision, Request, decide
 from tfamp.planning.ranges import RULE as CALIBRATION
-from tfamp.planning.structures import LOOPS, GraphIndex, RewritePlan, RewriteResult
+from tfamp.planning.structures import FLOAT32, LOOPS, GraphIndex, RewritePlan, RewriteResult
 
 if TYPE_CHECKING:
     from tfamp.planning.measured_costs import MeasuredTimes
@@ -211,6 +211,7 @@ def convert(graph_def: Any, request: Request) -> Decision:
         as_batches(graph_def, request.device, request.choices.used_names)
         as_zeros(graph_def)
         sums_behind_loops(graph_def, request)
+        filters_as_products(graph_def, request)
     convert_sums = sums_are_better(request.colors, request.dtype, request.device)
     sums = as_sums(graph_def, request.device) if convert_sums else {}
     indexes = build_indexes(graph_def, dtype=request.dtype, device=request.device)
@@ -242,6 +243,17 @@ def sums_behind_loops(graph_def: Any, request: Request) -> None:
         from tfamp.graph.loop_sums import add_up_behind_loops
 
         add_up_behind_loops(graph_def, request.choices.used_names)
+
+
+def filters_as_products(graph_def: Any, request: Request) -> None:
+    """Makes gradients of convolutions by their filters products where that is faster, in place."""
+    if any(
+        node.op == "Conv2DBackpropFilter" for _, nodes, _ in bodies(graph_def) for node in nodes
+    ):
+        from tfamp.graph.filter_gradients import as_products
+
+        peaks = request.profile.peaks["matmul"]
+        as_products(graph_def, request.device, peaks[request.dtype] > peaks[FLOAT32])
 
 
 def _measured(

@@ -214,7 +214,7 @@ def _join(
         for i, name in enumerate(("grad_x", "grad_y"))
         if name in product.attr
     }
-    _become(product, "MatMul")
+    become(product, "MatMul")
     product.attr["T"].type = dtype
     for name, value in {"transpose_a": True, "transpose_b": False, **grads}.items():
         product.attr[name].b = value
@@ -294,14 +294,12 @@ def set_shape(node: Any, dims: Iterable[int | None]) -> None:
     node.attr[_SHAPES].list.shape.append(tf.TensorShape(dims).as_proto())
 
 
-def add_constant(
-    nodes: Any, name: str, values: Sequence[int], device: str, dtype: Any = tf.int32
-) -> Any:
-    """Adds a vector of integers to nodes."""
+def add_constant(nodes: Any, name: str, values: Any, device: str, dtype: Any = tf.int32) -> Any:
+    """Adds integers, mostly a vector, to nodes."""
     constant = nodes.add(name=name, op="Const", device=device)
     constant.attr["dtype"].type = dtype.as_datatype_enum
     constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(values, dtype))
-    set_shape(constant, [len(values)])
+    set_shape(constant, np.shape(values))
     return constant
 
 
@@ -474,7 +472,7 @@ def _multiply(
             moved[key] = name if main else f"{name}:y:0"
         tensors.append(tensor if given == needed else moved[key])
     dtype = node.attr["T"].type
-    _become(node, _BATCHED)
+    become(node, _BATCHED)
     node.attr["T"].type = dtype
     node.attr["adj_x"].b, node.attr["adj_y"].b = batches.adjoint
     node.input[:] = [*tensors, *control_inputs_of(node)]
@@ -545,7 +543,7 @@ def as_zeros(graph_def: Any) -> None:
             behind = made.get(name)
             if behind is not None and port in _FIRST and _sums_to_zero(node, behind):
                 scale = behind.input[2]
-                _become(node, "ZerosLike")
+                become(node, "ZerosLike")
                 node.attr["T"].type = _FLOAT32
                 node.input[0] = scale
                 spelled[f"{node.name}:output:0"] = f"{node.name}:y:0"
@@ -790,7 +788,7 @@ def _make_room(table: Any, place: int) -> None:
             table[position + 1] = value
 
 
-def _become(node: Any, op: str) -> None:
+def become(node: Any, op: str) -> None:
     """Makes a node one of another op, without the attributes of its own."""
     for name in [name for name in node.attr if not name.startswith("_")]:
         del node.attr[name]
@@ -798,7 +796,7 @@ def _become(node: Any, op: str) -> None:
 
 
 def _become_identity(node: Any, dtype: int) -> None:
-    _become(node, "Identity")
+    become(node, "Identity")
     node.attr["T"].type = dtype
 
 
@@ -1000,7 +998,7 @@ def _fold(constant: Any, casts: Iterable[Any]) -> None:
             _become_identity(node, low)
             continue
         values[low] = node.name
-        _become(node, "Const")
+        become(node, "Const")
         node.device = constant.device
         del node.input[:]
         node.attr["dtype"].type = low
