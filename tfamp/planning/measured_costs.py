@@ -31,7 +31,7 @@ Times: TypeAlias = tuple[float, float]
 
 # A measured time may be off by this part of it, and in a step this part of the whole is nothing.
 # Where the two times of a node differ by less, estimates decide: they do the same each time.
-NOISE = 0.2
+NOISE = 0.3
 NOTHING = 5e-4
 # Two placements cannot be told apart if their times differ by less than this part.
 LEAST_GAIN = 0.01
