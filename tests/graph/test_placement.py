@@ -160,8 +160,11 @@ def test_by_measured_times_it_is_the_best_beyond_noise_and_never_dearer_than_the
     by_lists = {**painting.low, **{slot: Reason("allow", "") for slot in sorted(lists & safe)}}
     apart, _ = MeasuredTimes().told_apart(index, costs, by_lists)
     assert_optimal((index, regions, painting, safe, apart))
-    low = frozenset(place(index, regions, painting, safe, apart).low)
+    wrong = dataclasses.replace(costs, slots=[each[::-1] for each in costs.slots])
     if allowed(index, regions, painting, frozenset(by_lists)):
+        lists = Painting(by_lists, painting.denied)
+        low = frozenset(MeasuredTimes().place(index, regions, lists, safe, wrong, costs).low)
+        assert allowed(index, regions, painting, low)
         assert seconds(index, costs, low) <= seconds(index, costs, by_lists) + 1e-12
 
 

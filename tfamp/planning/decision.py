@@ -143,16 +143,17 @@ def decide(
         if (number, position) not in chosen.forced
     }
     regions, painting = rules.paint({**found, **chosen.kept})
-    costs = [estimate(i, request.profile, request.dtype, request.cached) for i in indexes]
-    if times is not None:
-        costs = list(times.costs(indexes, costs))
+    estimates = [estimate(i, request.profile, request.dtype, request.cached) for i in indexes]
+    costs = estimates if times is None else times.costs(indexes, estimates)
     if request.placement != "lists":
         safe = rules.safe(regions, painting)
-        every = joined.join_costs(costs, safe)
-        least_gain = request.profile.least_gain
-        if times is not None:
-            every, least_gain = times.told_apart(joined.index, every, painting.low)
-        painting = place(joined.index, regions, painting, safe, every, least_gain)
+        estimated = joined.join_costs(estimates, safe)
+        if times is None:
+            least_gain = request.profile.least_gain
+            painting = place(joined.index, regions, painting, safe, estimated, least_gain)
+        else:
+            measured = joined.join_costs(costs, safe)
+            painting = times.place(joined.index, regions, painting, safe, estimated, measured)
     why_float32 = {**painting.left, **painting.denied, **regions.fixed}
     scopes = tuple(
         PaintedScope(

@@ -23,18 +23,19 @@ from tfamp.planning.cost import (
     counted_shape,
     scope_seconds,
 )
-from tfamp.planning.structures import GraphIndex, Tensor
+from tfamp.planning.placement import place
+from tfamp.planning.structures import GraphIndex, Painting, Regions, Tensor
 
 # In float32 and in the low dtype.
 Times: TypeAlias = tuple[float, float]
 
 # A measured time may be off by this part of it, and in a step this part of the whole is nothing.
-# Where the two times of a node differ by less, the lists decide: they decide the same each time.
-NOISE = 0.1
-NOTHING = 2e-4
+# Where the two times of a node differ by less, estimates decide: they do the same each time.
+NOISE = 0.3
+NOTHING = 5e-4
 # Two placements cannot be told apart if their times differ by less than this part.
 LEAST_GAIN = 0.01
-# What a node takes that is part of another one: next to nothing, in the dtype that the lists give.
+# What a node takes that is part of another one: next to nothing, in the dtype it has otherwise.
 PART = 1e-9
 
 
@@ -63,19 +64,48 @@ class MeasuredTimes:
             for number, (index, costs) in enumerate(zip(indexes, estimates, strict=True))
         )
 
+    def place(
+        self,
+        index: GraphIndex,
+        regions: Regions,
+        lists: Painting,
+        safe: frozenset[int],
+        estimated: ScopeCosts,
+        measured: ScopeCosts,
+    ) -> Painting:
+        """Lowers what is worth it by measured times, as far as that is not noise.
+
+        Args:
+            index: The scope.
+            regions: What its structure demands.
+            lists: What the lists decide.
+            safe: Slots that may be low, Casts left out.
+            estimated: What everything takes by estimate.
+            measured: What it takes by what was measured.
+
+        Returns:
+            What the cut by estimates decides, with the changes that are clear gains; or what the
+            lists do, if nothing is gained over them.
+        """
+        usual = place(index, regions, lists, safe, estimated)
+        leaning, least_gain = self.told_apart(index, measured, usual.low)
+        found = place(index, regions, usual, safe, leaning, least_gain)
+        by_lists, by_times = (scope_seconds(index, measured, p.low) for p in (lists, found))
+        return lists if by_lists - by_times < least_gain else found
+
     def told_apart(
         self, index: GraphIndex, costs: ScopeCosts, low: Collection[int]
     ) -> tuple[ScopeCosts, float]:
-        """Returns costs by which a cut does as the lists do where its gain may be noise.
+        """Returns costs by which a cut does the usual where its gain may be noise.
 
         Args:
             index: A scope, of which the times are.
             costs: What it takes.
-            low: The slots that the lists have low.
+            low: The slots that are low otherwise.
 
         Returns:
-            Costs with less of what a slot gains by not being as the lists have it, and what all
-            slots together must save.
+            Costs with less of what a slot gains by not being the usual, and what all slots
+            together must save.
         """
         whole = scope_seconds(index, costs, low)
 

@@ -3,9 +3,17 @@
 import pytest
 
 from tfamp.core.profile import builtin_profile
-from tfamp.planning.cost import estimate, scope_seconds
+from tfamp.planning.cost import ScopeCosts, estimate, scope_seconds
 from tfamp.planning.measured_costs import LEAST_GAIN, NOISE, NOTHING, PART, MeasuredTimes
-from tfamp.planning.structures import Edge, GraphIndex, IndexedNode, TypeSlot
+from tfamp.planning.structures import (
+    Edge,
+    GraphIndex,
+    IndexedNode,
+    Painting,
+    Reason,
+    Regions,
+    TypeSlot,
+)
 
 PROFILE = builtin_profile("cpu")
 # x -> Relu -> Tanh -> Tanh -> Exp; the last of these cannot be low.
@@ -74,7 +82,7 @@ def test_casts_are_told_by_their_elements_and_others_scaled_by_them():
     assert costs.casts[3, 0] == 0.0  # what is kept in low precision takes no Cast
 
 
-def test_gains_that_may_be_noise_count_for_what_the_lists_decide():
+def test_gains_that_may_be_noise_count_for_what_is_low_otherwise():
     index = made()
     costs, _ = costs_of(MeasuredTimes({(0, n): (1.0, 1.0) for n in range(1, 5)}))
     low = {1, 2}
@@ -86,3 +94,32 @@ def test_gains_that_may_be_noise_count_for_what_the_lists_decide():
     assert apart.slots[0] == costs.slots[0] == (0.0, 0.0)
     assert apart.casts == costs.casts
     assert least_gain == pytest.approx(LEAST_GAIN * whole)
+
+
+FAST, SLOW = (4e-3, 1e-3), (4e-3, 9e-3)  # in low precision
+
+
+def placed(*measured, estimated=FAST, lists=()):
+    """What is low of the second and the third node if they take so long in either dtype."""
+    index, regions = made(), Regions({}, (), {}, (), (), frozenset())
+    casts = dict.fromkeys(((n, 0) for n in range(4)), 1e-4)
+    costs = [
+        ScopeCosts([(0.0, 0.0), *each, (0.0, 0.0), (0.01, 0.01)], casts, [0.0] * 5)
+        for each in ([estimated] * 2, measured)
+    ]
+    painting = Painting(dict.fromkeys(lists, Reason("allow", "")), {})
+    return {*MeasuredTimes().place(index, regions, painting, frozenset({1, 2}), *costs).low}
+
+
+def test_noise_leaves_what_the_estimates_decide_and_clear_gains_change_it():
+    assert placed(FAST, (4.0e-3, 4.3e-3)) == {1, 2}
+    assert placed(FAST, SLOW) == {1}
+    assert placed(FAST, (4.3e-3, 4.0e-3), estimated=SLOW) == {1}
+    assert placed(FAST, FAST, estimated=SLOW) == {1, 2}
+
+
+def test_what_saves_next_to_nothing_over_the_lists_is_theirs():
+    even = 4.1e-3, 4.0e-3
+    assert placed(even, even) == set()
+    assert placed(even, even, estimated=SLOW, lists={1, 2}) == {1, 2}
+    assert placed(SLOW, SLOW, lists={1, 2}) == set()
