@@ -10,6 +10,10 @@ way leads out of it and back. A node that only one later group uses belongs to t
 not stored.
 
 Groups that are alike, as layers that repeat have them, call one function, which is compiled once.
+
+In a function all arithmetic is float32: a low one would be rounded behind every op, which takes
+XLA on CPUs longer than the op. What is stored is rounded, and so is what is computed of it there,
+so that overflow in float16 is seen by all or by none.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ _MOVES = _RESHAPES | op_types("""
 # What is known when a function is compiled if its inputs are.
 _KNOWN_IF_INPUTS_ARE = op_types("BroadcastGradientArgs Cast ConcatV2 Pack StridedSlice")
 _FLOATS = {tf.as_dtype(name).as_datatype_enum for name in (*LOW_PRECISION, FLOAT32)}
+_COMPUTED_IN = ("T", "SrcT", "DstT")  # The attributes that tell it.
 _MOST_KNOWN = 64
 # With fewer ops, or on tensors with fewer elements, a call takes what it gains.
 _LEAST = 4
@@ -62,6 +67,8 @@ _NOWHERE = frozenset({-1})
 _SMALL = 16
 _SHAPES = "_output_shapes"
 _COMPILED = "_XlaMustCompile"
+_WIDE = tf.float32.as_datatype_enum
+_LOW = _FLOATS - {_WIDE}
 _CALL = "/fused"  # In the name of each call.
 
 
@@ -128,6 +135,9 @@ class _Graph:
         """Returns what can be fused of a graph some names of which are used from outside."""
         given = {node.name: node for node in graph_def.node}
         nodes = {name: _with_known_shape(node, given) for name, node in given.items()}
+        for node in nodes.values():
+            if node.op == "Const":  # It waits for nothing.
+                del node.input[:]
         known = _known_nodes(nodes)
         users = defaultdict[str, set[str]](set)
         for name in keep:
@@ -202,7 +212,7 @@ def _is_fusible(node: Any) -> bool:
     """Whether a node moves values, or computes with floats, of which XLA has every kernel."""
     if node.op in _MOVES:
         return True
-    dtypes = {node.attr[name].type for name in ("T", "SrcT", "DstT") if name in node.attr}
+    dtypes = {node.attr[name].type for name in _COMPUTED_IN if name in node.attr}
     return node.op in _COMPUTES and bool(dtypes) and dtypes <= _FLOATS
 
 
@@ -423,47 +433,53 @@ def _stand_in(node: Any, dtypes: Sequence[int], tensors: Sequence[str]) -> Any:
 
 
 class _Body:
-    """A function that computes some nodes. Its names tell nothing of theirs.
+    """A function that computes some nodes, in float32. Its names tell nothing of theirs.
 
     Attributes:
         function: The function, which has no name yet.
         given: The tensors of the graph that it is called with.
-        dtypes: Those of the outputs of each node.
+        dtypes: Those of the outputs of each node, in the graph.
     """
 
-    def __init__(self, graph: _Graph, names: Sequence[str], results: Iterable[str]) -> None:
+    def __init__(self, graph: _Graph, names: Sequence[str], results: Sequence[str]) -> None:
         self._graph = graph
         self.function = tf.compat.v1.GraphDef().library.function.add()
         self.given: list[str] = []
         self.dtypes: dict[str, list[int]] = {}
         self._spelled: dict[str, str] = {}
         for name in names:
-            self._add(graph.nodes[name])
+            self._add(graph.nodes[name], stored=name in results)
         for name in results:
             for port, dtype in enumerate(self.dtypes[name]):
                 result = self.function.signature.output_arg.add(type=dtype)
                 result.name = f"result{len(self.function.ret)}"
-                self.function.ret[result.name] = self._spelled[_spelling(name, port)]
+                wide = self._spelled[_spelling(name, port)]
+                self.function.ret[result.name] = self._cast(wide, _wide(dtype), dtype)
         for attr in (_COMPILED, "_noinline"):
             self.function.attr[attr].b = True
 
-    def _add(self, node: Any) -> None:
+    def _add(self, node: Any, stored: bool = False) -> None:
         own = _signature(node)
         taken = (name for name in node.input if not name.startswith("^"))
         inputs = [
             self._tensor(name, dtype)
             for name, dtype in zip(taken, _dtypes(node, own, own.inputs), strict=True)
         ]
-        copy = self.function.node_def.add(name=f"node{len(self.function.node_def)}", op=node.op)
-        copy.input[:] = inputs
+        copy = self._node(node.op, inputs)
         for attr, value in node.attr.items():
             if not attr.startswith("_"):
                 copy.attr[attr].CopyFrom(value)
+            if attr in _COMPUTED_IN and value.type in _LOW:
+                copy.attr[attr].type = _WIDE
         firsts = sorted((first, output) for output, first in first_ports(own, node).items())
         self.dtypes[node.name] = _dtypes(node, own, own.outputs)
-        for port in range(len(self.dtypes[node.name])):
+        made = _dtypes(copy, own, own.outputs)
+        for port, dtype in enumerate(self.dtypes[node.name]):
             first, output = max(each for each in firsts if each[0] <= port)
-            self._spelled[_spelling(node.name, port)] = f"{copy.name}:{output}:{port - first}"
+            tensor = self._cast(f"{copy.name}:{output}:{port - first}", made[port], _wide(dtype))
+            if stored:
+                tensor = self._cast(self._cast(tensor, _wide(dtype), dtype), dtype, _wide(dtype))
+            self._spelled[_spelling(node.name, port)] = tensor
 
     def _tensor(self, tensor: str, dtype: int) -> str:
         """How a tensor reads in the function, which is given it if it does not compute it."""
@@ -471,10 +487,27 @@ class _Body:
         if tensor not in self._spelled and _producer(tensor) in self._graph.known:
             self._add(self._graph.known[_producer(tensor)])
         if tensor not in self._spelled:
-            name = self._spelled[tensor] = f"given{len(self.given)}"
+            name = f"given{len(self.given)}"
             self.function.signature.input_arg.add(name=name, type=dtype)
             self.given.append(tensor)
+            self._spelled[tensor] = self._cast(name, dtype, _wide(dtype))
         return self._spelled[tensor]
+
+    def _cast(self, tensor: str, given: int, dtype: int) -> str:
+        if given == dtype:
+            return tensor
+        cast = self._node("Cast", [tensor])
+        cast.attr["SrcT"].type, cast.attr["DstT"].type = given, dtype
+        return f"{cast.name}:y:0"
+
+    def _node(self, op: str, inputs: Sequence[str]) -> Any:
+        name = f"node{len(self.function.node_def)}"
+        return self.function.node_def.add(name=name, op=op, input=inputs)
+
+
+def _wide(dtype: int) -> int:
+    """The dtype in which a function has what is of a dtype in the graph."""
+    return _WIDE if dtype in _LOW else dtype
 
 
 def _spelling(name: str, port: int) -> str:
