@@ -12,8 +12,8 @@ not stored.
 Groups that are alike, as layers that repeat have them, call one function, which is compiled once.
 
 In a function all arithmetic is float32: a low one would be rounded behind every op, which takes
-XLA on CPUs longer than the op. What is stored is rounded, and so is what is computed of it there,
-so that overflow in float16 is seen by all or by none.
+XLA on CPUs longer than the op. What is stored is rounded; what is computed of a stored float16
+tensor is computed of the rounded one there too, so that overflow is seen by all or by none.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ _SHAPES = "_output_shapes"
 _COMPILED = "_XlaMustCompile"
 _WIDE = tf.float32.as_datatype_enum
 _LOW = _FLOATS - {_WIDE}
+_FLOAT16 = tf.float16.as_datatype_enum
 _CALL = "/fused"  # In the name of each call.
 
 
@@ -477,7 +478,7 @@ class _Body:
         for port, dtype in enumerate(self.dtypes[node.name]):
             first, output = max(each for each in firsts if each[0] <= port)
             tensor = self._cast(f"{copy.name}:{output}:{port - first}", made[port], _wide(dtype))
-            if stored:
+            if stored and dtype == _FLOAT16:
                 tensor = self._cast(self._cast(tensor, _wide(dtype), dtype), dtype, _wide(dtype))
             self._spelled[_spelling(node.name, port)] = tensor
 
