@@ -22,7 +22,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import RewriteError
+from tfamp.graph.cross_entropy import cross_entropy_function
 from tfamp.graph.functions import has_old_control_flow, library_of, replace_nodes
 from tfamp.graph.op_signatures import OpSignature, first_ports, registered_signature
 from tfamp.planning.structures import FLOAT32, free_name, op_types, producers_first, reach
@@ -70,6 +71,7 @@ _COMPILED = "_XlaMustCompile"
 _WIDE = tf.float32.as_datatype_enum
 _LOW = _FLOATS - {_WIDE}
 _FLOAT16 = tf.float16.as_datatype_enum
+_CROSS_ENTROPY = "SparseSoftmaxCrossEntropyWithLogits"
 _CALL = "/fused"  # In the name of each call.
 
 
@@ -384,7 +386,7 @@ class _Library:
         group, nodes = groups.own[number], groups.graph.nodes
         gone = [name for name in group if name not in groups.staying]
         results = [name for name in gone if groups.is_used_outside(name, groups.staying)]
-        body = _Body(groups.graph, groups.members(number), results)
+        body = _Body(groups.graph, groups.members(number), results, self._named)
         name = free_name(f"{group[0]}{_CALL}", self._nodes)
         self._nodes.add(name)
         node = tf.compat.v1.NodeDef(name=name, op="PartitionedCall", device=nodes[group[0]].device)
@@ -405,9 +407,10 @@ class _Library:
     def _named(self, function: Any) -> str:
         key = function.SerializeToString(deterministic=True)
         if key not in self._made:
-            self._made[key] = function.signature.name = free_name("fused", self._names)
-            self._names.add(function.signature.name)
-            self._functions.append(function)
+            self._made[key] = free_name("fused", self._names)
+            self._names.add(self._made[key])
+            self._functions.add().CopyFrom(function)
+            self._functions[-1].signature.name = self._made[key]
         return self._made[key]
 
 
@@ -442,8 +445,14 @@ class _Body:
         dtypes: Those of the outputs of each node, in the graph.
     """
 
-    def __init__(self, graph: _Graph, names: Sequence[str], results: Sequence[str]) -> None:
-        self._graph = graph
+    def __init__(
+        self,
+        graph: _Graph,
+        names: Sequence[str],
+        results: Sequence[str],
+        named: Callable[[Any], str],
+    ) -> None:
+        self._graph, self._named = graph, named
         self.function = tf.compat.v1.GraphDef().library.function.add()
         self.given: list[str] = []
         self.dtypes: dict[str, list[int]] = {}
@@ -466,6 +475,9 @@ class _Body:
             self._tensor(name, dtype)
             for name, dtype in zip(taken, _dtypes(node, own, own.inputs), strict=True)
         ]
+        if node.op == _CROSS_ENTROPY:
+            self._add_cross_entropy(node, inputs)
+            return
         copy = self._node(node.op, inputs)
         for attr, value in node.attr.items():
             if not attr.startswith("_"):
@@ -481,6 +493,17 @@ class _Body:
             if stored and dtype == _FLOAT16:
                 tensor = self._cast(self._cast(tensor, _wide(dtype), dtype), dtype, _wide(dtype))
             self._spelled[_spelling(node.name, port)] = tensor
+
+    def _add_cross_entropy(self, node: Any, inputs: Sequence[str]) -> None:
+        called = cross_entropy_function(node.attr["Tlabels"].type)
+        call = self._node("PartitionedCall", inputs)
+        call.attr["f"].func.name = self._named(called)
+        for attr, args in (("Tin", "input_arg"), ("Tout", "output_arg")):
+            types = [each.type for each in getattr(called.signature, args)]
+            call.attr[attr].list.type.extend(types)
+        self.dtypes[node.name] = [node.attr["T"].type] * 2
+        for port in range(2):
+            self._spelled[_spelling(node.name, port)] = f"{call.name}:output:{port}"
 
     def _tensor(self, tensor: str, dtype: int) -> str:
         """How a tensor reads in the function, which is given it if it does not compute it."""
