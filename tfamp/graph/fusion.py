@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -324,12 +324,12 @@ class _Groups:
 def _copies(graph: _Graph, group: Sequence[str], fused: Set[str]) -> set[str]:
     """What a group takes from others and computes faster than it is stored and read.
 
-    From tensors that it takes anyway, and from small ones.
+    From tensors that it takes anyway, from small ones, and from those of `_sources`.
     """
     inside = set(group)
     taken = {each for name in group for each in graph.inputs[name]}
     given = sorted(taken - inside, key=graph.places.__getitem__)
-    there = {name for name in given if name not in fused}
+    there = {name for name in given if name not in fused} | _sources(graph, given, fused)
     copies: set[str] = set()
     for name in given:
         found = _computed_from(graph, name, there | copies, fused) if name in fused else None
@@ -338,6 +338,31 @@ def _copies(graph: _Graph, group: Sequence[str], fused: Set[str]) -> set[str]:
         else:
             copies |= found
     return copies
+
+
+def _sources(graph: _Graph, given: Iterable[str], fused: Set[str]) -> set[str]:
+    """What is taken instead of tensors that are computed of it alone.
+
+    It is there anyway, as a product, or two need it: one is stored instead of two.
+    """
+    ways = [list(_way_up(graph, name, fused)) for name in given if name in fused]
+    counts = Counter(itertools.chain.from_iterable(ways))
+    found = (
+        next((each for each in reversed(way) if counts[each] > 1 or each not in fused), None)
+        for way in ways
+    )
+    return {each for each in found if each is not None}
+
+
+def _way_up(graph: _Graph, name: str, fused: Set[str]) -> Iterator[str]:
+    """A tensor, what it is computed of if that is only one that is not small, and so on."""
+    small = graph.elements(name) / _SMALL
+    for _ in range(_MOST_COPIES):
+        yield name
+        large = [each for each in graph.inputs[name] if graph.elements(each) > small]
+        if name not in fused or graph.nodes[name].op not in _CHEAP or len(large) != 1:
+            return
+        (name,) = large
 
 
 def _computed_from(graph: _Graph, name: str, there: Set[str], fused: Set[str]) -> set[str] | None:
