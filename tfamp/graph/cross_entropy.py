@@ -15,9 +15,7 @@ import tensorflow as tf
 
 @functools.cache
 def cross_entropy_function(labels_dtype: int) -> Any:
-    """Returns a function, without a name, of float32 logits and labels that computes what
-    SparseSoftmaxCrossEntropyWithLogits does: the losses and their gradients by the logits.
-    """
+    """A function, without a name, of float32 logits and labels: losses, gradients by the logits."""
     function = tf.function(_cross_entropy, autograph=False)
     with tf.Graph().as_default() as graph:
         logits = tf.compat.v1.placeholder(tf.float32, [None, None])
