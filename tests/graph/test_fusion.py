@@ -92,6 +92,61 @@ def test_a_gradient_computes_again_what_it_need_not_store():
     assert error < tolerance("bfloat16", depth=8)
 
 
+def test_two_tensors_computed_of_a_product_are_not_stored():
+    def exact(x, w):
+        with tf.GradientTape() as tape:
+            tape.watch(w)
+            loss = tf.reduce_sum(tf.square(tf.nn.gelu(x @ w) @ w))
+        return tape.gradient(loss, w)
+
+    graph = graph_of(exact)
+    product = next(node.name for node in graph.node if node.op == "MatMul")
+    fuse(graph, ["Identity:0"])
+    taken = [name.removesuffix(":0") for call in calls(graph) for name in call.input]
+    assert taken.count(product) == 2, "forward and by the gradient"
+    forward = next(f for f in graph.library.function if any(n.op == "Erfc" for n in f.node_def))
+    assert len(forward.signature.output_arg) <= 2, "the error function and the result"
+
+
+def test_all_arithmetic_in_a_function_is_float32_and_what_leaves_it_is_low():
+    graph = graph_of()
+    fuse(graph, ["Identity:0"])
+    (function,) = graph.library.function
+    computed = {n.attr["T"].type for n in function.node_def if n.op in ("Mul", "Mean", "Sub")}
+    assert computed == {tf.float32.as_datatype_enum}
+    low = tf.bfloat16.as_datatype_enum
+    assert [each.type for each in function.signature.input_arg] == [low]
+    assert low in {each.type for each in function.signature.output_arg}
+
+
+@pytest.mark.parametrize("dtype", [tf.int32, tf.int64], ids=lambda dtype: dtype.name)
+def test_cross_entropy_is_that_of_tensorflow(dtype):
+    def losses(x, labels):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            each = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, x * 2.0 - 1000.0)
+        return tf.concat([each[:, tf.newaxis], tape.gradient(each, x)], -1)
+
+    rows = np.random.default_rng(0).standard_normal((ROWS, WIDTH)).astype("float32") * 8
+    labels = np.arange(ROWS, dtype=dtype.as_numpy_dtype) % WIDTH
+    specs = tf.TensorSpec((ROWS, WIDTH)), tf.TensorSpec((ROWS,), dtype)
+    graph = tf.function(losses).get_concrete_function(*specs).graph.as_graph_def(add_shapes=True)
+    expected = losses(tf.constant(rows), labels).numpy()
+    assert fuse(graph, ["Identity:0"]) == 1
+    assert not any("SparseSoftmaxCrossEntropyWithLogits" in ops for ops in compiled(graph))
+
+    def run_with(labels):
+        with tf.Graph().as_default() as made, v1.Session(graph=made) as session:
+            tf.graph_util.import_graph_def(graph, name="")
+            return session.run("Identity:0", {"x:0": rows, "labels:0": labels})
+
+    # Of numbers around 1000, whose distance is that of float32 there.
+    assert np.abs(run_with(labels) - expected).max() < 1000 * 8 * np.finfo("float32").eps
+    labels[3] = WIDTH
+    (unknown,) = np.isnan(run_with(labels)).all(-1).nonzero()
+    assert unknown.tolist() == [3], "no class"
+
+
 def test_without_xla_it_is_refused(monkeypatch):
     monkeypatch.setattr(tf_private, "xla_works", lambda device: False)
     with pytest.raises(ValueError, match="XLA does not work here. Give placement='measured'"):

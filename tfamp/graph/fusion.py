@@ -10,6 +10,10 @@ way leads out of it and back. A node that only one later group uses belongs to t
 not stored.
 
 Groups that are alike, as layers that repeat have them, call one function, which is compiled once.
+
+In a function all arithmetic is float32: a low one would be rounded behind every op, which takes
+XLA on CPUs longer than the op. What is stored is rounded; what is computed of a stored float16
+tensor is computed of the rounded one there too, so that overflow is seen by all or by none.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +30,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import RewriteError
+from tfamp.graph.cross_entropy import cross_entropy_function
 from tfamp.graph.functions import has_old_control_flow, library_of, replace_nodes
 from tfamp.graph.op_signatures import OpSignature, first_ports, registered_signature
 from tfamp.planning.structures import FLOAT32, free_name, op_types, producers_first, reach
@@ -48,6 +53,7 @@ _MOVES = _RESHAPES | op_types("""
 # What is known when a function is compiled if its inputs are.
 _KNOWN_IF_INPUTS_ARE = op_types("BroadcastGradientArgs Cast ConcatV2 Pack StridedSlice")
 _FLOATS = {tf.as_dtype(name).as_datatype_enum for name in (*LOW_PRECISION, FLOAT32)}
+_COMPUTED_IN = ("T", "SrcT", "DstT")  # The attributes that tell it.
 _MOST_KNOWN = 64
 # With fewer ops, or on tensors with fewer elements, a call takes what it gains.
 _LEAST = 4
@@ -62,6 +68,10 @@ _NOWHERE = frozenset({-1})
 _SMALL = 16
 _SHAPES = "_output_shapes"
 _COMPILED = "_XlaMustCompile"
+_WIDE = tf.float32.as_datatype_enum
+_LOW = _FLOATS - {_WIDE}
+_FLOAT16 = tf.float16.as_datatype_enum
+_CROSS_ENTROPY = "SparseSoftmaxCrossEntropyWithLogits"
 _CALL = "/fused"  # In the name of each call.
 
 
@@ -128,6 +138,9 @@ class _Graph:
         """Returns what can be fused of a graph some names of which are used from outside."""
         given = {node.name: node for node in graph_def.node}
         nodes = {name: _with_known_shape(node, given) for name, node in given.items()}
+        for node in nodes.values():
+            if node.op == "Const":  # It waits for nothing.
+                del node.input[:]
         known = _known_nodes(nodes)
         users = defaultdict[str, set[str]](set)
         for name in keep:
@@ -202,7 +215,7 @@ def _is_fusible(node: Any) -> bool:
     """Whether a node moves values, or computes with floats, of which XLA has every kernel."""
     if node.op in _MOVES:
         return True
-    dtypes = {node.attr[name].type for name in ("T", "SrcT", "DstT") if name in node.attr}
+    dtypes = {node.attr[name].type for name in _COMPUTED_IN if name in node.attr}
     return node.op in _COMPUTES and bool(dtypes) and dtypes <= _FLOATS
 
 
@@ -311,12 +324,12 @@ class _Groups:
 def _copies(graph: _Graph, group: Sequence[str], fused: Set[str]) -> set[str]:
     """What a group takes from others and computes faster than it is stored and read.
 
-    From tensors that it takes anyway, and from small ones.
+    From tensors that it takes anyway, from small ones, and from those of `_sources`.
     """
     inside = set(group)
     taken = {each for name in group for each in graph.inputs[name]}
     given = sorted(taken - inside, key=graph.places.__getitem__)
-    there = {name for name in given if name not in fused}
+    there = {name for name in given if name not in fused} | _sources(graph, given, fused)
     copies: set[str] = set()
     for name in given:
         found = _computed_from(graph, name, there | copies, fused) if name in fused else None
@@ -325,6 +338,31 @@ def _copies(graph: _Graph, group: Sequence[str], fused: Set[str]) -> set[str]:
         else:
             copies |= found
     return copies
+
+
+def _sources(graph: _Graph, given: Iterable[str], fused: Set[str]) -> set[str]:
+    """What is taken instead of tensors that are computed of it alone.
+
+    It is there anyway, as a product, or two need it: one is stored instead of two.
+    """
+    ways = [list(_way_up(graph, name, fused)) for name in given if name in fused]
+    counts = Counter(itertools.chain.from_iterable(ways))
+    found = (
+        next((each for each in reversed(way) if counts[each] > 1 or each not in fused), None)
+        for way in ways
+    )
+    return {each for each in found if each is not None}
+
+
+def _way_up(graph: _Graph, name: str, fused: Set[str]) -> Iterator[str]:
+    """A tensor, what it is computed of if that is only one that is not small, and so on."""
+    small = graph.elements(name) / _SMALL
+    for _ in range(_MOST_COPIES):
+        yield name
+        large = [each for each in graph.inputs[name] if graph.elements(each) > small]
+        if name not in fused or graph.nodes[name].op not in _CHEAP or len(large) != 1:
+            return
+        (name,) = large
 
 
 def _computed_from(graph: _Graph, name: str, there: Set[str], fused: Set[str]) -> set[str] | None:
@@ -373,7 +411,7 @@ class _Library:
         group, nodes = groups.own[number], groups.graph.nodes
         gone = [name for name in group if name not in groups.staying]
         results = [name for name in gone if groups.is_used_outside(name, groups.staying)]
-        body = _Body(groups.graph, groups.members(number), results)
+        body = _Body(groups.graph, groups.members(number), results, self._named)
         name = free_name(f"{group[0]}{_CALL}", self._nodes)
         self._nodes.add(name)
         node = tf.compat.v1.NodeDef(name=name, op="PartitionedCall", device=nodes[group[0]].device)
@@ -394,9 +432,10 @@ class _Library:
     def _named(self, function: Any) -> str:
         key = function.SerializeToString(deterministic=True)
         if key not in self._made:
-            self._made[key] = function.signature.name = free_name("fused", self._names)
-            self._names.add(function.signature.name)
-            self._functions.append(function)
+            self._made[key] = free_name("fused", self._names)
+            self._names.add(self._made[key])
+            self._functions.add().CopyFrom(function)
+            self._functions[-1].signature.name = self._made[key]
         return self._made[key]
 
 
@@ -423,47 +462,73 @@ def _stand_in(node: Any, dtypes: Sequence[int], tensors: Sequence[str]) -> Any:
 
 
 class _Body:
-    """A function that computes some nodes. Its names tell nothing of theirs.
+    """A function that computes some nodes, in float32. Its names tell nothing of theirs.
 
     Attributes:
         function: The function, which has no name yet.
         given: The tensors of the graph that it is called with.
-        dtypes: Those of the outputs of each node.
+        dtypes: Those of the outputs of each node, in the graph.
     """
 
-    def __init__(self, graph: _Graph, names: Sequence[str], results: Iterable[str]) -> None:
-        self._graph = graph
+    def __init__(
+        self,
+        graph: _Graph,
+        names: Sequence[str],
+        results: Sequence[str],
+        named: Callable[[Any], str],
+    ) -> None:
+        self._graph, self._named = graph, named
         self.function = tf.compat.v1.GraphDef().library.function.add()
         self.given: list[str] = []
         self.dtypes: dict[str, list[int]] = {}
         self._spelled: dict[str, str] = {}
         for name in names:
-            self._add(graph.nodes[name])
+            self._add(graph.nodes[name], stored=name in results)
         for name in results:
             for port, dtype in enumerate(self.dtypes[name]):
                 result = self.function.signature.output_arg.add(type=dtype)
                 result.name = f"result{len(self.function.ret)}"
-                self.function.ret[result.name] = self._spelled[_spelling(name, port)]
+                wide = self._spelled[_spelling(name, port)]
+                self.function.ret[result.name] = self._cast(wide, _wide(dtype), dtype)
         for attr in (_COMPILED, "_noinline"):
             self.function.attr[attr].b = True
 
-    def _add(self, node: Any) -> None:
+    def _add(self, node: Any, stored: bool = False) -> None:
         own = _signature(node)
         taken = (name for name in node.input if not name.startswith("^"))
         inputs = [
             self._tensor(name, dtype)
             for name, dtype in zip(taken, _dtypes(node, own, own.inputs), strict=True)
         ]
-        copy = self.function.node_def.add(name=f"node{len(self.function.node_def)}", op=node.op)
-        copy.input[:] = inputs
+        if node.op == _CROSS_ENTROPY:
+            self._add_cross_entropy(node, inputs)
+            return
+        copy = self._node(node.op, inputs)
         for attr, value in node.attr.items():
             if not attr.startswith("_"):
                 copy.attr[attr].CopyFrom(value)
+            if attr in _COMPUTED_IN and value.type in _LOW:
+                copy.attr[attr].type = _WIDE
         firsts = sorted((first, output) for output, first in first_ports(own, node).items())
         self.dtypes[node.name] = _dtypes(node, own, own.outputs)
-        for port in range(len(self.dtypes[node.name])):
+        made = _dtypes(copy, own, own.outputs)
+        for port, dtype in enumerate(self.dtypes[node.name]):
             first, output = max(each for each in firsts if each[0] <= port)
-            self._spelled[_spelling(node.name, port)] = f"{copy.name}:{output}:{port - first}"
+            tensor = self._cast(f"{copy.name}:{output}:{port - first}", made[port], _wide(dtype))
+            if stored and dtype == _FLOAT16:
+                tensor = self._cast(self._cast(tensor, _wide(dtype), dtype), dtype, _wide(dtype))
+            self._spelled[_spelling(node.name, port)] = tensor
+
+    def _add_cross_entropy(self, node: Any, inputs: Sequence[str]) -> None:
+        called = cross_entropy_function(node.attr["Tlabels"].type)
+        call = self._node("PartitionedCall", inputs)
+        call.attr["f"].func.name = self._named(called)
+        for attr, args in (("Tin", "input_arg"), ("Tout", "output_arg")):
+            types = [each.type for each in getattr(called.signature, args)]
+            call.attr[attr].list.type.extend(types)
+        self.dtypes[node.name] = [node.attr["T"].type] * 2
+        for port in range(2):
+            self._spelled[_spelling(node.name, port)] = f"{call.name}:output:{port}"
 
     def _tensor(self, tensor: str, dtype: int) -> str:
         """How a tensor reads in the function, which is given it if it does not compute it."""
@@ -471,10 +536,27 @@ class _Body:
         if tensor not in self._spelled and _producer(tensor) in self._graph.known:
             self._add(self._graph.known[_producer(tensor)])
         if tensor not in self._spelled:
-            name = self._spelled[tensor] = f"given{len(self.given)}"
+            name = f"given{len(self.given)}"
             self.function.signature.input_arg.add(name=name, type=dtype)
             self.given.append(tensor)
+            self._spelled[tensor] = self._cast(name, dtype, _wide(dtype))
         return self._spelled[tensor]
+
+    def _cast(self, tensor: str, given: int, dtype: int) -> str:
+        if given == dtype:
+            return tensor
+        cast = self._node("Cast", [tensor])
+        cast.attr["SrcT"].type, cast.attr["DstT"].type = given, dtype
+        return f"{cast.name}:y:0"
+
+    def _node(self, op: str, inputs: Sequence[str]) -> Any:
+        name = f"node{len(self.function.node_def)}"
+        return self.function.node_def.add(name=name, op=op, input=inputs)
+
+
+def _wide(dtype: int) -> int:
+    """The dtype in which a function has what is of a dtype in the graph."""
+    return _WIDE if dtype in _LOW else dtype
 
 
 def _spelling(name: str, port: int) -> str:
