@@ -157,7 +157,7 @@ def test_by_measured_times_it_is_the_best_beyond_noise_and_never_dearer_than_the
     problem, lists
 ):
     index, regions, painting, safe, costs = problem
-    by_lists = {**painting.low, **{slot: Reason("allow", "") for slot in sorted(lists & safe)}}
+    by_lists = {**{slot: Reason("allow", "") for slot in sorted(lists & safe)}, **painting.low}
     apart, _ = MeasuredTimes().told_apart(index, costs, by_lists)
     assert_optimal((index, regions, painting, safe, apart))
     wrong = dataclasses.replace(costs, slots=[each[::-1] for each in costs.slots])
