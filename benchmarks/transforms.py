@@ -26,7 +26,7 @@ TRANSFORMS = {
     "as_batches": "batches of products for Einsums of attention",
     "as_zeros": "zeros for biases in front of BatchNormalization",
     "sums_behind_loops": "one product for the gradient of a weight in a loop",
-    "filters_as_products": "products for gradients of convolutions by their filters",
+    "gradients_by_filters": "other ops for gradients of convolutions by their filters",
 }
 _HEADERS = ("workload", "without", "times as long", "quartiles", "step, ms")
 

@@ -1,8 +1,12 @@
-"""Gradients of convolutions by their filters as products of matrices; graph -> graph, on CPUs.
+"""Gradients of convolutions by their filters as ops that are faster; graph -> graph, on CPUs.
 
 oneDNN's kernels for them take up to twice as long as its products of the same matrices
 (`python -m benchmarks.products`): the gradient by each tap of a filter is the product of the image,
 shifted by the tap and transposed, and of the upstream gradient.
+
+For depthwise convolutions it has none, and TensorFlow's takes long for large filters
+(`python -m benchmarks.depthwise`): there each image of a batch is convolved with its upstream
+gradient, all as channels of one image, which is a depthwise convolution too.
 """
 
 from __future__ import annotations
@@ -28,12 +32,18 @@ from tfamp.interop.tf_private import device_kind_of
 from tfamp.planning.structures import MAIN_GRAPH, free_name
 
 _GRADIENT = "Conv2DBackpropFilter"
+_DEPTHWISE_GRADIENT = "DepthwiseConv2dNativeBackpropFilter"
+_GRADIENTS = frozenset({_GRADIENT, _DEPTHWISE_GRADIENT})
 _FLOAT32 = tf.float32.as_datatype_enum
 _ONCE = [1, 1, 1, 1]
+# Names of results in functions, where they are no "output".
+_OUTPUTS = {"MatMul": "product", "Transpose": "y"}
 # With more pixels or fewer channels, copying shifted images takes what the product gains; and with
 # fewer channels, as images have, moving the pixels of patches together.
 _MOST_PIXELS, _LEAST_CHANNELS = 1 << 10, 1 << 7
 _LEAST_OF_PATCHES = 1 << 5
+# Of a depthwise filter: for smaller ones the gradient's own kernel is faster.
+_LEAST_TAPS = 25
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,11 @@ class _Convolution:
         )
 
     @property
+    def is_large(self) -> bool:
+        """Whether a depthwise filter, of one for each channel, is."""
+        return self._is_dense and self.filter[3] == 1 and math.prod(self.filter[:2]) >= _LEAST_TAPS
+
+    @property
     def _is_dense(self) -> bool:
         return list(self.stride) == [1, 1]
 
@@ -93,30 +108,34 @@ class _Convolution:
         return itertools.product(*map(range, self.filter[:2]))
 
 
-def as_products(graph_def: Any, device: str, low_is_faster: bool) -> None:
-    """Makes gradients by filters products where these are faster, in place.
+def by_faster_ops(graph_def: Any, device: str, low_is_faster: bool) -> None:
+    """Makes gradients by filters other ops where these are faster, in place.
 
     Args:
         graph_def: The graph; float32.
         device: The kind of device of nodes that are pinned to none.
         low_is_faster: Whether products of the low dtype are faster than float32's here: only there
-            do filters of more than one tap gain.
+            it is known of filters of more than one tap.
     """
     for scope, nodes, function in bodies(graph_def):
         gradients = [node for node in nodes if _is_gradient(node, device)]
         attrs = attributes_of(nodes, function) if gradients else {}
         for node in gradients:
             found = _convolution(node, attrs)
-            if found is not None:
-                builder = _Builder(nodes, node, attrs, scope == MAIN_GRAPH)
+            if found is None:
+                continue
+            builder = _Builder(nodes, node, attrs, scope == MAIN_GRAPH)
+            if node.op == _GRADIENT:
                 image = _image_of_taps(builder, found, low_is_faster)
                 if image:
                     builder.finish(builder.product(image, found), found)
+            elif low_is_faster and found.is_large:
+                builder.finish(builder.convolution(found), found)
 
 
 def _is_gradient(node: Any, device: str) -> bool:
     """Whether a node is a float32 gradient by a filter that runs on the CPU."""
-    if node.op != _GRADIENT or "T" not in node.attr or node.attr["T"].type != _FLOAT32:
+    if node.op not in _GRADIENTS or "T" not in node.attr or node.attr["T"].type != _FLOAT32:
         return False
     if len(node.input) - len(control_inputs_of(node)) != 3:
         return False
@@ -157,7 +176,7 @@ def _image_of_taps(builder: _Builder, found: _Convolution, low_is_faster: bool) 
     if low_is_faster and found.has_patches:
         return builder.patches(found)
     if low_is_faster and found.is_small:
-        image = builder.padded(found)
+        image = builder.padded(builder.image, found.image, found)
         return builder.joined([builder.shifted(image, tap, found) for tap in found.taps], found)
     return ""
 
@@ -178,13 +197,16 @@ class _Builder:
         dims = [*found.result[:3], size * size * found.image[3]]
         return self._add("patches", "SpaceToDepth", [self.image], dims, block_size=size)
 
-    def padded(self, found: _Convolution) -> str:
+    def padded(self, image: str, dims: Sequence[int | None], found: _Convolution) -> str:
         if not found.has_zeros:
-            return self.image
+            return image
         edges = [(0, 0), *found.zeros, (0, 0)]
-        dims = [size + sum(edge) for size, edge in zip(found.image, edges, strict=True)]
-        inputs = [self.image, self._constant("paddings", edges)]
-        return self._add("padded", "Pad", inputs, dims, Tpaddings=tf.int32)
+        sizes = [
+            None if size is None else size + sum(edge)
+            for size, edge in zip(dims, edges, strict=True)
+        ]
+        inputs = [image, self._constant("paddings", edges)]
+        return self._add("padded", "Pad", inputs, sizes, Tpaddings=tf.int32)
 
     def shifted(self, image: str, tap: Sequence[int], found: _Convolution) -> str:
         dims = [*found.result[:3], found.image[3]]
@@ -202,6 +224,42 @@ class _Builder:
         inputs = [self._rows(image, rows, width), self._rows(self._node.input[2], rows, columns)]
         transposed = {"transpose_a": True, "transpose_b": False}
         return self._add("product", "MatMul", inputs, [width, columns], **transposed)
+
+    def convolution(self, found: _Convolution) -> str:
+        """That of each image with its upstream gradient, added up over the batch."""
+        (batch, height, width, channels), taps = found.image, list(found.filter[:2])
+        columns = None if batch < 0 else batch * channels
+        image = self._as_channels(self.image, found.image, [1, height, width, -1])
+        image = self.padded(image, [1, height, width, columns], found)
+        upstream = self._node.input[2]
+        upstream = self._as_channels(upstream, found.result, [*found.result[1:3], -1, 1])
+        made = self._add(
+            "convolution",
+            "DepthwiseConv2dNative",
+            [image, upstream],
+            [1, *taps, columns],
+            strides=_ONCE,
+            dilations=_ONCE,
+            padding=b"VALID",
+            data_format=b"NHWC",
+        )
+        shape = self._constant("by_image/shape", [*taps, -1, channels])
+        dims = [*taps, None if batch < 0 else batch, channels]
+        inputs = [self._add("by_image", "Reshape", [made, shape], dims, Tshape=tf.int32)]
+        inputs.append(self._constant("axes", [2]))
+        return self._add("sum", "Sum", inputs, [*taps, channels], Tidx=tf.int32, keep_dims=False)
+
+    def _as_channels(self, images: str, dims: Sequence[int], shape: Sequence[int]) -> str:
+        """Images in a shape that has the batch of them as a part of its channels, -1."""
+        height, width, channels = dims[1:]
+        batch = None if dims[0] < 0 else dims[0]
+        order = self._constant("moved/perm", [1, 2, 0, 3])
+        sizes = [height, width, batch, channels]
+        moved = self._add("moved", "Transpose", [images, order], sizes, Tperm=tf.int32)
+        columns = None if batch is None else batch * channels
+        sizes = [columns if size < 0 else size for size in shape]
+        inputs = [moved, self._constant("as_channels/shape", shape)]
+        return self._add("as_channels", "Reshape", inputs, sizes, Tshape=tf.int32)
 
     def finish(self, product: str, found: _Convolution) -> None:
         """Makes the gradient a Reshape of a product; it keeps its name."""
@@ -237,7 +295,7 @@ class _Builder:
                 _set(made.attr[attr], value)
             set_shape(made, dims)
             self._attrs[name] = made.attr
-            output = "product" if op == "MatMul" else "output"
+            output = _OUTPUTS.get(op, "output")
             self._made[key] = name if self._main else f"{name}:{output}:0"
         return self._made[key]
 
@@ -250,5 +308,9 @@ def _set(attr: Any, value: Any) -> None:
         attr.type = value.as_datatype_enum
     elif isinstance(value, bool):
         attr.b = value
+    elif isinstance(value, bytes):
+        attr.s = value
+    elif isinstance(value, list):
+        attr.list.i.extend(value)
     else:
         attr.i = value

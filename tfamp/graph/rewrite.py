@@ -211,7 +211,7 @@ def convert(graph_def: Any, request: Request) -> Decision:
         as_batches(graph_def, request.device, request.choices.used_names)
         as_zeros(graph_def)
         sums_behind_loops(graph_def, request)
-        filters_as_products(graph_def, request)
+        gradients_by_filters(graph_def, request)
     convert_sums = sums_are_better(request.colors, request.dtype, request.device)
     sums = as_sums(graph_def, request.device) if convert_sums else {}
     indexes = build_indexes(graph_def, dtype=request.dtype, device=request.device)
@@ -245,15 +245,14 @@ def sums_behind_loops(graph_def: Any, request: Request) -> None:
         add_up_behind_loops(graph_def, request.choices.used_names)
 
 
-def filters_as_products(graph_def: Any, request: Request) -> None:
-    """Makes gradients of convolutions by their filters products where that is faster, in place."""
-    if any(
-        node.op == "Conv2DBackpropFilter" for _, nodes, _ in bodies(graph_def) for node in nodes
-    ):
-        from tfamp.graph.filter_gradients import as_products
+def gradients_by_filters(graph_def: Any, request: Request) -> None:
+    """Makes gradients of convolutions by their filters ops that are faster, in place."""
+    ops = (node.op for _, nodes, _ in bodies(graph_def) for node in nodes)
+    if any(op.endswith("BackpropFilter") for op in ops):
+        from tfamp.graph.filter_gradients import by_faster_ops
 
         peaks = request.profile.peaks["matmul"]
-        as_products(graph_def, request.device, peaks[request.dtype] > peaks[FLOAT32])
+        by_faster_ops(graph_def, request.device, peaks[request.dtype] > peaks[FLOAT32])
 
 
 def _measured(

@@ -1,4 +1,4 @@
-"""Gradients of convolutions by their filters become products, on CPUs, where these are faster."""
+"""Gradients of convolutions by their filters become ops that are faster, on CPUs."""
 
 from collections import Counter
 
@@ -13,6 +13,7 @@ from helpers.tolerances import tolerance
 from tfamp import OpLists
 
 NATIVE, PRODUCT = "Conv2DBackpropFilter", "MatMul"
+DEPTHWISE, FORWARD = "DepthwiseConv2dNativeBackpropFilter", "DepthwiseConv2dNative"
 UNEVEN = [[0, 0], [1, 0], [0, 1], [0, 0]]
 SMALL = (4, 8, 8, 128)
 
@@ -28,8 +29,19 @@ def gradient(padding, stride, dilation=1):
     return by_filter
 
 
-def counts(result):
-    return Counter(node.op for node in result.graph_def.node if node.op in (NATIVE, PRODUCT))
+def depthwise_gradient(padding, stride):
+    def by_filter(x, w):
+        with tf.GradientTape() as tape:
+            tape.watch(w)
+            y = tf.nn.depthwise_conv2d(x, w, [1, stride, stride, 1], padding)
+            loss = tf.reduce_sum(y * y)
+        return tape.gradient(loss, w)
+
+    return by_filter
+
+
+def counts(result, ops=(NATIVE, PRODUCT)):
+    return Counter(node.op for node in result.graph_def.node if node.op in ops)
 
 
 def error(concrete, result, *args):
@@ -103,3 +115,27 @@ def test_a_product_in_functions_of_the_graph():
     assert not ops[NATIVE]
     args = random(*shapes)
     assert error(concrete, result, *args) < tolerance("bfloat16", depth=4)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "padding", "stride", "batch", "convolutions"),
+    [
+        ((5, 5, 32, 1), "SAME", 1, 4, 2),
+        ((5, 7, 32, 1), "VALID", 1, None, 2),
+        ((6, 6, 32, 1), [[0, 0], [3, 2], [1, 3], [0, 0]], 1, 4, 2),
+        ((3, 3, 32, 1), "SAME", 1, 4, 1),
+        ((5, 5, 32, 1), "SAME", 2, 4, 1),
+        ((5, 5, 32, 2), "SAME", 1, 4, 1),  # Two filters a channel.
+    ],
+)
+def test_large_depthwise_filters_get_theirs_from_a_convolution(
+    kernel, padding, stride, batch, convolutions
+):
+    image = (4, 8, 9, 32) if stride == 1 else (4, 8, 8, 32)
+    concrete = traced(depthwise_gradient(padding, stride), (batch, *image[1:]), kernel)
+    result = rewritten(concrete)
+    assert counts(result, (FORWARD, DEPTHWISE)) == Counter(
+        {FORWARD: convolutions, DEPTHWISE: 2 - convolutions}
+    )
+    assert graph_op_dtypes(result.graph_def)[FORWARD] == {"bfloat16"}
+    assert error(concrete, result, *random(image, kernel)) < tolerance("bfloat16", depth=4)
