@@ -66,6 +66,8 @@ def functions(shape: Shape, batch: int) -> Iterator[tuple[str, dict[str, Callabl
             input=x, filter_sizes=weights, out_backprop=y, **options
         ),
     }
+    if shape.stride == 1:
+        ops["by filter, as a convolution"] = lambda x, w, y: _by_convolution(x, y, shape.kernel)
     low = [tf.cast(each, _LOW) for each in (x, w, y)]
     for name, op in ops.items():
         yield (
@@ -76,6 +78,21 @@ def functions(shape: Shape, batch: int) -> Iterator[tuple[str, dict[str, Callabl
                 "between Casts": _call(_between_casts(op), *low),
             },
         )
+
+
+def _by_convolution(x: tf.Tensor, y: tf.Tensor, kernel: int) -> tf.Tensor:
+    """The gradient by a filter: images are convolved with their upstream gradients, as channels."""
+    batch, height, width, channels = x.shape
+    edge = [(kernel - 1) // 2, kernel // 2]
+    image = tf.reshape(tf.transpose(x, (1, 2, 0, 3)), (1, height, width, batch * channels))
+    upstream = tf.reshape(tf.transpose(y, (1, 2, 0, 3)), (height, width, batch * channels, 1))
+    found = tf.raw_ops.DepthwiseConv2dNative(
+        input=tf.pad(image, [[0, 0], edge, edge, [0, 0]]),
+        filter=upstream,
+        strides=[1, 1, 1, 1],
+        padding="VALID",
+    )
+    return tf.reduce_sum(tf.reshape(found, (kernel, kernel, batch, channels)), 2)
 
 
 def _between_casts(op: Callable[..., Any]) -> Callable[..., Any]:
