@@ -1,6 +1,6 @@
 """Gradients of convolutions by their filters as ops that are faster; graph -> graph, on CPUs.
 
-oneDNN's kernels for them take up to twice as long as its products of the same matrices
+oneDNN's kernels for them take longer than its products of the same matrices
 (`python -m benchmarks.products`): the gradient by each tap of a filter is the product of the image,
 shifted by the tap and transposed, and of the upstream gradient.
 
@@ -96,8 +96,12 @@ class _Convolution:
 
     @property
     def is_large(self) -> bool:
-        """Whether a depthwise filter, of one for each channel, is."""
-        return self._is_dense and self.filter[3] == 1 and math.prod(self.filter[:2]) >= _LEAST_TAPS
+        """Whether a depthwise filter, of one for each channel, is; a batch may be none or unknown.
+
+        Then there may be no channels of which to make a convolution.
+        """
+        each_channel = self.filter[3] == 1 and self.pixels > 0
+        return self._is_dense and each_channel and math.prod(self.filter[:2]) >= _LEAST_TAPS
 
     @property
     def _is_dense(self) -> bool:
@@ -197,14 +201,11 @@ class _Builder:
         dims = [*found.result[:3], size * size * found.image[3]]
         return self._add("patches", "SpaceToDepth", [self.image], dims, block_size=size)
 
-    def padded(self, image: str, dims: Sequence[int | None], found: _Convolution) -> str:
+    def padded(self, image: str, dims: Sequence[int], found: _Convolution) -> str:
         if not found.has_zeros:
             return image
         edges = [(0, 0), *found.zeros, (0, 0)]
-        sizes = [
-            None if size is None else size + sum(edge)
-            for size, edge in zip(dims, edges, strict=True)
-        ]
+        sizes = [size + sum(edge) for size, edge in zip(dims, edges, strict=True)]
         inputs = [image, self._constant("paddings", edges)]
         return self._add("padded", "Pad", inputs, sizes, Tpaddings=tf.int32)
 
@@ -221,45 +222,37 @@ class _Builder:
     def product(self, image: str, found: _Convolution) -> str:
         """That of an image, transposed, and the upstream gradient."""
         rows, width, columns = found.pixels, math.prod(found.filter[:3]), found.filter[3]
-        inputs = [self._rows(image, rows, width), self._rows(self._node.input[2], rows, columns)]
+        upstream = self._reshaped(self._node.input[2], [rows, columns])
+        inputs = [self._reshaped(image, [rows, width]), upstream]
         transposed = {"transpose_a": True, "transpose_b": False}
         return self._add("product", "MatMul", inputs, [width, columns], **transposed)
 
     def convolution(self, found: _Convolution) -> str:
         """That of each image with its upstream gradient, added up over the batch."""
         (batch, height, width, channels), taps = found.image, list(found.filter[:2])
-        columns = None if batch < 0 else batch * channels
-        image = self._as_channels(self.image, found.image, [1, height, width, -1])
+        columns = batch * channels
+        image = self._as_channels(self.image, found.image, [1, height, width, columns])
         image = self.padded(image, [1, height, width, columns], found)
-        upstream = self._node.input[2]
-        upstream = self._as_channels(upstream, found.result, [*found.result[1:3], -1, 1])
+        filters = [*found.result[1:3], columns, 1]
         made = self._add(
             "convolution",
             "DepthwiseConv2dNative",
-            [image, upstream],
+            [image, self._as_channels(self._node.input[2], found.result, filters)],
             [1, *taps, columns],
             strides=_ONCE,
             dilations=_ONCE,
             padding=b"VALID",
             data_format=b"NHWC",
         )
-        shape = self._constant("by_image/shape", [*taps, -1, channels])
-        dims = [*taps, None if batch < 0 else batch, channels]
-        inputs = [self._add("by_image", "Reshape", [made, shape], dims, Tshape=tf.int32)]
-        inputs.append(self._constant("axes", [2]))
+        inputs = [self._reshaped(made, [*taps, batch, channels]), self._constant("axes", [2])]
         return self._add("sum", "Sum", inputs, [*taps, channels], Tidx=tf.int32, keep_dims=False)
 
     def _as_channels(self, images: str, dims: Sequence[int], shape: Sequence[int]) -> str:
-        """Images in a shape that has the batch of them as a part of its channels, -1."""
-        height, width, channels = dims[1:]
-        batch = None if dims[0] < 0 else dims[0]
-        order = self._constant("moved/perm", [1, 2, 0, 3])
-        sizes = [height, width, batch, channels]
-        moved = self._add("moved", "Transpose", [images, order], sizes, Tperm=tf.int32)
-        columns = None if batch is None else batch * channels
-        sizes = [columns if size < 0 else size for size in shape]
-        inputs = [moved, self._constant("as_channels/shape", shape)]
-        return self._add("as_channels", "Reshape", inputs, sizes, Tshape=tf.int32)
+        """Images in a shape that has the batch of them as a part of its channels."""
+        order = (1, 2, 0, 3)
+        inputs = [images, self._constant("perm", order)]
+        sizes = [dims[i] for i in order]
+        return self._reshaped(self._add("moved", "Transpose", inputs, sizes, Tperm=tf.int32), shape)
 
     def finish(self, product: str, found: _Convolution) -> None:
         """Makes the gradient a Reshape of a product; it keeps its name."""
@@ -268,11 +261,9 @@ class _Builder:
         become(node, "Reshape")
         node.attr["T"].type, node.attr["Tshape"].type = _FLOAT32, tf.int32.as_datatype_enum
 
-    def _rows(self, image: str, rows: int, width: int) -> str:
-        """The pixels of an image below each other."""
-        shape = self._constant("rows/shape", [-1, width])
-        dims = [None if rows < 0 else rows, width]
-        return self._add("rows", "Reshape", [image, shape], dims, Tshape=tf.int32)
+    def _reshaped(self, tensor: str, dims: Sequence[int]) -> str:
+        shape = self._constant("shape", dims)
+        return self._add("reshaped", "Reshape", [tensor, shape], dims, Tshape=tf.int32)
 
     def _constant(self, wanted: str, values: Any) -> str:
         key = wanted, str(values)
@@ -284,7 +275,7 @@ class _Builder:
         return self._made[key]
 
     def _add(
-        self, wanted: str, op: str, inputs: Sequence[str], dims: Sequence[int | None], **attrs: Any
+        self, wanted: str, op: str, inputs: Sequence[str], dims: Sequence[int], **attrs: Any
     ) -> str:
         key = op, *inputs
         if key not in self._made:
@@ -293,7 +284,7 @@ class _Builder:
             made.attr["T"].type = _FLOAT32
             for attr, value in attrs.items():
                 _set(made.attr[attr], value)
-            set_shape(made, dims)
+            set_shape(made, (None if size < 0 else size for size in dims))
             self._attrs[name] = made.attr
             output = _OUTPUTS.get(op, "output")
             self._made[key] = name if self._main else f"{name}:{output}:0"

@@ -81,6 +81,13 @@ def test_what_is_faster_as_a_product_is_one(image, kernel, padding, stride, op):
 def test_a_batch_that_is_not_known_and_what_is_left_alone():
     pointwise = traced(gradient("SAME", 1), (None, 8, 8, 16), (1, 1, 16, 8))
     assert counts(rewritten(pointwise)) == {PRODUCT: 1}
+    patches = traced(gradient("SAME", 2), (None, 8, 8, 32), (2, 2, 32, 48))
+    assert counts(rewritten(patches)) == {PRODUCT: 1}
+    for concrete, kernel in ((pointwise, (1, 1, 16, 8)), (patches, (2, 2, 32, 48))):
+        for batch in (0, 3):
+            args = random((batch, 8, 8, kernel[2]), kernel)
+            (found,), expected = run(concrete, rewritten(concrete), *args), concrete(*args)
+            np.testing.assert_allclose(found, expected, atol=0.1 * np.abs(expected).max())
     small = traced(gradient("SAME", 1), (None, *SMALL[1:]), (3, 3, 128, 128))
     assert counts(rewritten(small)) == {NATIVE: 1}
     lists = OpLists.grappler("bfloat16")
@@ -121,7 +128,8 @@ def test_a_product_in_functions_of_the_graph():
     ("kernel", "padding", "stride", "batch", "convolutions"),
     [
         ((5, 5, 32, 1), "SAME", 1, 4, 2),
-        ((5, 7, 32, 1), "VALID", 1, None, 2),
+        ((5, 7, 32, 1), "VALID", 1, 4, 2),
+        ((5, 5, 32, 1), "SAME", 1, None, 1),  # A batch of no image would have no channels.
         ((6, 6, 32, 1), [[0, 0], [3, 2], [1, 3], [0, 0]], 1, 4, 2),
         ((3, 3, 32, 1), "SAME", 1, 4, 1),
         ((5, 5, 32, 1), "SAME", 2, 4, 1),
