@@ -1,5 +1,6 @@
 """`tfamp.tune`: what is chosen, what is said, and that nothing is left changed."""
 
+import collections
 import itertools
 import json
 import math
@@ -361,6 +362,21 @@ def test_a_gain_that_may_be_noise_leaves_float32(seconds, chosen, layer, x, monk
     monkeypatch.setattr(tuning, "together", lambda call, count: next(clock))
     report = tfamp.tune(layer, x, dtype="bfloat16", candidates=["lists"], rounds=len(seconds))
     assert report.chosen.candidate == chosen
+
+
+def test_what_can_no_longer_be_chosen_is_not_run_again(layer, x, timed, monkeypatch):
+    timed["lists"], runs, together = 2.5, collections.Counter(), tuning.together
+
+    def counted(call, count):
+        seconds = together(call, count)
+        runs[seconds] += 1
+        return seconds
+
+    monkeypatch.setattr(tuning, "together", counted)
+    report = tfamp.tune(layer, x, dtype="bfloat16", candidates=["lists", "min_cut"], rounds=8)
+    # One call of each tells how often a turn repeats it; three of eight rounds are too many to lose.
+    assert runs == {2.0: 1 + 8, 2.5: 1 + 3, 0.5: 1 + 8}
+    assert [row.seconds for row in report.rows] == [2.0, 2.5, 0.5]
 
 
 def test_results_that_overflow_are_not_chosen(timed):

@@ -53,7 +53,7 @@ class TuneReport:
         dtype: The low dtype.
         rows: A row for each candidate, float32's first; exactly one is chosen.
         max_error: The bound that was asked for, or None.
-        rounds: How often each candidate had its turn.
+        rounds: How often each candidate that could still be chosen had its turn.
         best: The function to use from now on. Where float32 is chosen, that is the function as it
             was given, as a `tf.function`.
         notes: What else there is to know, in sentences.

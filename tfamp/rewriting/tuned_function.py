@@ -34,7 +34,8 @@ def tune(
     what leaves TensorFlow: files that are written, and what `tf.py_function` does.
 
     float32 is the function as it is, always a candidate: the result is never slower than that.
-    Another one is chosen only if it was faster in three quarters of the rounds, which noise is not.
+    Another one is chosen only if it was faster in three quarters of the rounds, which noise is not;
+    it is not run again once it cannot be.
 
     Args:
         fn: What `tfamp.rewrite` takes: a `tf.function`, a concrete function, a Keras model or a
