@@ -374,7 +374,7 @@ def test_what_can_no_longer_be_chosen_is_not_run_again(layer, x, timed, monkeypa
 
     monkeypatch.setattr(tuning, "together", counted)
     report = tfamp.tune(layer, x, dtype="bfloat16", candidates=["lists", "min_cut"], rounds=8)
-    # One call of each tells how often a turn repeats it; three of eight rounds are too many to lose.
+    # One call of each tells how often a turn repeats it; three of eight are too many to lose.
     assert runs == {2.0: 1 + 8, 2.5: 1 + 3, 0.5: 1 + 8}
     assert [row.seconds for row in report.rows] == [2.0, 2.5, 0.5]
 
