@@ -1,11 +1,13 @@
 """Where the time of one training step goes, by op type and dtype, beside the roofline.
 
     python -m benchmarks.profile --workload transformer --system rewrite [--markdown FILE]
+    python -m benchmarks.profile --workload transformer lstm ... --page docs/performance.md
 
-The step's graph runs in a session that records when every op starts and ends; ops that run at the
-same time are counted in full, so the sum of all ops may exceed the step. The roofline is what each
-op would take at the peaks of this machine's profile, on all cores: the longer of its arithmetic and
-its memory traffic.
+Of several workloads there are two tables for all: shares of the kinds of ops, and the ops that take
+3 % of a step and more. The step's graph runs in a session that records when every op starts and
+ends; ops that run at the same time are counted in full, so the sum of all ops may exceed the step.
+The roofline is what each op would take at the peaks of this machine's profile, on all cores: the
+longer of its arithmetic and its memory traffic.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+from benchmarks import report
 from benchmarks.roofline import compute_dtype, work
 from benchmarks.step_graph import Trace, trace
 from benchmarks.systems import BASE, SYSTEMS, grappler_options
@@ -29,6 +32,8 @@ from tfamp.core.profile import MachineProfile
 
 # Below this a ratio to the roofline tells only what starting an op takes.
 _NOTICEABLE = 1e-5
+# The share of a step from which an op is in the table of several workloads.
+_MUCH = 0.03
 _SYSTEMS = tuple(name for name, each in SYSTEMS.items() if not each.torch and not each.xla)
 HEADERS = ("op", "dtype", "count", "ms", "share", "roofline ms", "times roofline")
 KINDS = {
@@ -68,6 +73,10 @@ class Line:
         self.count += count
         self.seconds += seconds
         self.roofline += roofline
+
+    def times_roofline(self) -> str:
+        """How much longer they took; "-" where nothing was computed."""
+        return f"{self.seconds / self.roofline:.1f}" if self.roofline > _NOTICEABLE else "-"
 
 
 @dataclass(frozen=True)
@@ -134,7 +143,7 @@ def rows(lines: Sequence[Line], total: float, most: int) -> list[tuple[str, ...]
             f"{1e3 * line.seconds:.2f}",
             f"{line.seconds / total:.1%}" if total else "-",
             f"{1e3 * line.roofline:.2f}",
-            f"{line.seconds / line.roofline:.1f}" if line.roofline > _NOTICEABLE else "-",
+            line.times_roofline(),
         )
         for line in shown
     ]
@@ -153,37 +162,93 @@ def to_tables(title: str, found: StepProfile, machine: str, most: int) -> list[T
     ]
 
 
+def overview(title: str, found: Mapping[str, StepProfile], machine: str) -> list[Table]:
+    """The profiles of several workloads: shares of kinds, and all ops that take much of a step."""
+    kinds = [kind for kind in KINDS.values() if any(_share(each, kind) for each in found.values())]
+    shares = [
+        (name, f"{1e3 * each.step:.0f}", *(_percent(_share(each, kind)) for kind in kinds))
+        for name, each in found.items()
+    ]
+    ops = [
+        (
+            name,
+            line.op,
+            line.dtype,
+            str(line.count),
+            _percent(line.seconds / each.total),
+            line.times_roofline(),
+        )
+        for name, each in found.items()
+        for line in each.ops
+        if line.seconds >= _MUCH * each.total
+    ]
+    headers = ("workload", "op", "dtype", "count", "share", "times roofline")
+    return [
+        Table(f"{title}: kinds of ops", ("workload", "step, ms", *kinds), tuple(shares)),
+        Table(
+            f"{title}: ops of {_MUCH:.0%} of a step and more",
+            headers,
+            tuple(ops),
+            left=3,
+            notes=(f"Roofline: {machine}.",),
+        ),
+    ]
+
+
+def _share(found: StepProfile, kind: str) -> float:
+    return sum(line.seconds for line in found.kinds if line.op == kind) / found.total
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
 def main() -> None:
     args = _arguments()
-    from benchmarks.keras_side import Trainer
     from tfamp.machine.profile_choice import find_profile
 
-    workload = WORKLOADS[args.workload]
+    machine = find_profile().profile
+    found = {name: profile_step(_trace(name, args), machine) for name in args.workload}
+    dtype = "" if args.system == BASE else f", {args.dtype}"
+    title = f"{SYSTEMS[args.system].title}{dtype}"
+    shown = overview(title, found, machine.name) if args.page or len(found) > 1 else []
+    if not args.page:
+        for name, each in found.items():
+            shown += to_tables(f"{name}, {title}", each, machine.name, args.rows)
+    show(shown)
+    if args.page:
+        report.put_section(args.page, "\n".join(map(to_markdown, shown)))
+    if args.markdown:
+        args.markdown.write_text("\n".join(map(to_markdown, shown)), encoding="utf-8")
+
+
+def _trace(name: str, args: argparse.Namespace) -> Trace:
+    from benchmarks.keras_side import Trainer
+
+    workload = WORKLOADS[name]
     size = workload.sizes["small" if args.small else "full"]
     trainer = Trainer(args.system, args.dtype)
     batch = trainer.put(workload.batch(size, 0))
     trainer.build(workload, size)
     trainer.first_step(batch)
     options = grappler_options(args.system, args.dtype)
-    found = trace(trainer.concrete(batch), batch, runs=args.runs, rewriter_options=options)
-    machine = find_profile().profile
-    dtype = "" if args.system == BASE else f", {args.dtype}"
-    title = f"{args.workload}, {SYSTEMS[args.system].title}{dtype}"
-    shown = to_tables(title, profile_step(found, machine), machine.name, args.rows)
-    show(shown)
-    if args.markdown:
-        args.markdown.write_text("\n".join(map(to_markdown, shown)), encoding="utf-8")
+    return trace(trainer.concrete(batch), batch, runs=args.runs, rewriter_options=options)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--workload", choices=tuple(WORKLOADS), default="transformer")
+    parser.add_argument(
+        "--workload", nargs="+", choices=tuple(WORKLOADS), default=["transformer"], metavar="W"
+    )
     parser.add_argument("--system", choices=_SYSTEMS, default="rewrite")
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
     parser.add_argument("--runs", type=int, default=10, help="steps to trace; medians are shown")
     parser.add_argument("--rows", type=int, default=25, help="how many op types to list")
     parser.add_argument("--small", action="store_true", help="a small model")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write tables there too")
+    parser.add_argument(
+        "--page", type=Path, help="put the tables of all workloads between the page's marks"
+    )
     return parser.parse_args()
 
 

@@ -24,7 +24,7 @@ from benchmarks import data, measured, plot, report, results, scaling, serving, 
 from benchmarks.__main__ import main
 from benchmarks.casts import count_casts
 from benchmarks.interleaved import Options, WorkerError, workers
-from benchmarks.profile import profile_step, rows
+from benchmarks.profile import overview, profile_step, rows
 from benchmarks.results import Cell, Measured, Run, ScalingRun, WorkloadRun
 from benchmarks.roofline import compute_dtype, work
 from benchmarks.step_graph import Node, Tensor, plain_op, trace
@@ -421,6 +421,11 @@ def test_a_profile_adds_up_to_what_the_ops_took():
     assert len(shown) == 2
     assert other[0] == f"other {len(found.ops) - 2}"
     assert everything[2] == str(sum(by_op.values()))
+    kinds, ops = overview("both", {"one": found, "other": found}, "no machine")
+    assert [row[0] for row in kinds.rows] == ["one", "other"]
+    shares = [float(cell.rstrip("%")) for cell in kinds.rows[0][2:]]
+    assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))
+    assert {row[1] for row in ops.rows} <= {line.op for line in found.ops}
 
 
 # Runs
