@@ -1,18 +1,19 @@
 """Where the time of one training step goes, by op type and dtype, beside the roofline.
 
     python -m benchmarks.profile --workload transformer --system rewrite [--markdown FILE]
-    python -m benchmarks.profile --workload transformer lstm ... --page docs/performance.md
+    python -m benchmarks.profile --workload transformer lstm ... --system rewrite_fused keras_policy
 
-Of several workloads there are two tables for all: shares of the kinds of ops, and the ops that take
-3 % of a step and more. The step's graph runs in a session that records when every op starts and
-ends; ops that run at the same time are counted in full, so the sum of all ops may exceed the step.
-The roofline is what each op would take at the peaks of this machine's profile, on all cores: the
-longer of its arithmetic and its memory traffic.
+Of several there are two tables for all: what the kinds of ops take, and, of the first system, the
+ops that take 3 % of a step and more. Each runs in a process of its own. The step's graph runs in a
+session that records when every op starts and ends; ops that run at the same time are counted in
+full, so the sum of all ops may exceed the step. The roofline is what each op would take at the
+peaks of this machine's profile, on all cores: the longer of its arithmetic and its memory traffic.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from benchmarks import report
+from benchmarks.progress import reporting
 from benchmarks.roofline import compute_dtype, work
 from benchmarks.step_graph import Trace, trace
 from benchmarks.systems import BASE, SYSTEMS, grappler_options
@@ -162,31 +164,37 @@ def to_tables(title: str, found: StepProfile, machine: str, most: int) -> list[T
     ]
 
 
-def overview(title: str, found: Mapping[str, StepProfile], machine: str) -> list[Table]:
-    """The profiles of several workloads: shares of kinds, and all ops that take much of a step."""
-    kinds = [kind for kind in KINDS.values() if any(_share(each, kind) for each in found.values())]
-    shares = [
-        (name, f"{1e3 * each.step:.0f}", *(_percent(_share(each, kind)) for kind in kinds))
-        for name, each in found.items()
+def overview(found: Mapping[tuple[str, str], StepProfile], machine: str) -> list[Table]:
+    """The profiles of several workloads, each under several systems, by their names and titles.
+
+    What the kinds of ops take, and of the first system all ops that take much of a step.
+    """
+    kinds = [
+        kind for kind in KINDS.values() if any(_seconds(each, kind) for each in found.values())
     ]
+    by_kind = [
+        (*names, *(f"{1e3 * ms:.0f}" for ms in (each.step, *(_seconds(each, k) for k in kinds))))
+        for names, each in found.items()
+    ]
+    (_, first), *_ = found
     ops = [
         (
-            name,
+            workload,
             line.op,
             line.dtype,
             str(line.count),
-            _percent(line.seconds / each.total),
+            f"{line.seconds / each.total:.1%}",
             line.times_roofline(),
         )
-        for name, each in found.items()
+        for (workload, system), each in found.items()
         for line in each.ops
-        if line.seconds >= _MUCH * each.total
+        if system == first and line.seconds >= _MUCH * each.total
     ]
     headers = ("workload", "op", "dtype", "count", "share", "times roofline")
     return [
-        Table(f"{title}: kinds of ops", ("workload", "step, ms", *kinds), tuple(shares)),
+        Table("Kinds of ops, ms", ("workload", "system", "step", *kinds), tuple(by_kind), left=2),
         Table(
-            f"{title}: ops of {_MUCH:.0%} of a step and more",
+            f"Ops of {_MUCH:.0%} of a step and more, {first}",
             headers,
             tuple(ops),
             left=3,
@@ -195,12 +203,8 @@ def overview(title: str, found: Mapping[str, StepProfile], machine: str) -> list
     ]
 
 
-def _share(found: StepProfile, kind: str) -> float:
-    return sum(line.seconds for line in found.kinds if line.op == kind) / found.total
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
+def _seconds(found: StepProfile, kind: str) -> float:
+    return sum(line.seconds for line in found.kinds if line.op == kind)
 
 
 def main() -> None:
@@ -208,12 +212,20 @@ def main() -> None:
     from tfamp.machine.profile_choice import find_profile
 
     machine = find_profile().profile
-    found = {name: profile_step(_trace(name, args), machine) for name in args.workload}
-    dtype = "" if args.system == BASE else f", {args.dtype}"
-    title = f"{SYSTEMS[args.system].title}{dtype}"
-    shown = overview(title, found, machine.name) if args.page or len(found) > 1 else []
+    jobs = [(name, system) for name in args.workload for system in args.system]
+    found = {}
+    with (
+        # A system sets what holds for its process.
+        multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool,
+        reporting("profile", len(jobs)) as tell,
+    ):
+        for name, system in jobs:
+            tell(f"{name}, {system}")
+            title = SYSTEMS[system].title + ("" if system == BASE else f", {args.dtype}")
+            found[name, title] = profile_step(pool.apply(_trace, (name, system, args)), machine)
+    shown = overview(found, machine.name) if args.page or len(found) > 1 else []
     if not args.page:
-        for name, each in found.items():
+        for (name, title), each in found.items():
             shown += to_tables(f"{name}, {title}", each, machine.name, args.rows)
     show(shown)
     if args.page:
@@ -222,16 +234,16 @@ def main() -> None:
         args.markdown.write_text("\n".join(map(to_markdown, shown)), encoding="utf-8")
 
 
-def _trace(name: str, args: argparse.Namespace) -> Trace:
+def _trace(name: str, system: str, args: argparse.Namespace) -> Trace:
     from benchmarks.keras_side import Trainer
 
     workload = WORKLOADS[name]
     size = workload.sizes["small" if args.small else "full"]
-    trainer = Trainer(args.system, args.dtype)
+    trainer = Trainer(system, args.dtype)
     batch = trainer.put(workload.batch(size, 0))
     trainer.build(workload, size)
     trainer.first_step(batch)
-    options = grappler_options(args.system, args.dtype)
+    options = grappler_options(system, args.dtype)
     return trace(trainer.concrete(batch), batch, runs=args.runs, rewriter_options=options)
 
 
@@ -240,7 +252,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--workload", nargs="+", choices=tuple(WORKLOADS), default=["transformer"], metavar="W"
     )
-    parser.add_argument("--system", choices=_SYSTEMS, default="rewrite")
+    parser.add_argument("--system", nargs="+", choices=_SYSTEMS, default=["rewrite"], metavar="S")
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
     parser.add_argument("--runs", type=int, default=10, help="steps to trace; medians are shown")
     parser.add_argument("--rows", type=int, default=25, help="how many op types to list")
