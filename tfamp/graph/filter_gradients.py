@@ -100,7 +100,7 @@ class _Convolution:
 
         Then there may be no channels of which to make a convolution.
         """
-        each_channel = self.filter[3] == 1 and self.pixels > 0
+        each_channel = self.filter[3] == 1 and min(self.image[0], self.pixels) > 0
         return self._is_dense and each_channel and math.prod(self.filter[:2]) >= _LEAST_TAPS
 
     @property
@@ -215,6 +215,8 @@ class _Builder:
         return self._add("shifted", "Slice", [image, begin, size], dims, Index=tf.int32)
 
     def joined(self, images: Sequence[str], found: _Convolution) -> str:
+        if len(images) == 1:
+            return images[0]
         count, axis = len(images), self._constant("axis", 3)
         dims = [*found.result[:3], found.image[3] * count]
         return self._add("joined", "ConcatV2", [*images, axis], dims, N=count, Tidx=tf.int32)

@@ -56,6 +56,7 @@ def error(concrete, result, *args):
         ((4, 8, 9, 12), (1, 1, 12, 7), "SAME", 1, PRODUCT),
         ((4, 8, 9, 64), (1, 1, 64, 64), UNEVEN, 1, NATIVE),
         ((4, 8, 9, 64), (1, 1, 64, 64), "SAME", 2, NATIVE),
+        (SMALL, (1, 1, 128, 128), UNEVEN, 1, PRODUCT),
         ((4, 8, 6, 64), (2, 2, 64, 48), "VALID", 2, PRODUCT),
         ((4, 9, 8, 64), (2, 2, 64, 48), "VALID", 2, NATIVE),  # A row is in no patch.
         ((4, 8, 8, 64), (2, 2, 64, 48), UNEVEN, 2, NATIVE),
@@ -147,3 +148,21 @@ def test_large_depthwise_filters_get_theirs_from_a_convolution(
     )
     assert graph_op_dtypes(result.graph_def)[FORWARD] == {"bfloat16"}
     assert error(concrete, result, *random(image, kernel)) < tolerance("bfloat16", depth=4)
+
+
+def test_a_depthwise_gradient_of_images_of_an_unknown_batch_is_left_alone():
+    def by_filter(x, upstream):
+        return tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
+            input=x,
+            filter_sizes=[5, 5, 6, 1],
+            out_backprop=upstream,
+            strides=[1, 1, 1, 1],
+            padding="SAME",
+        )
+
+    concrete = traced(by_filter, (None, 8, 8, 6), (3, 8, 8, 6))
+    result = rewritten(concrete)
+    assert counts(result, (DEPTHWISE, FORWARD)) == {DEPTHWISE: 1}
+    assert error(concrete, result, *random((3, 8, 8, 6), (3, 8, 8, 6))) < tolerance(
+        "bfloat16", depth=4
+    )
