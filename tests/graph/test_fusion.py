@@ -193,3 +193,17 @@ def test_random_graphs_have_no_cycle_and_the_same_values(seed):
     found = run(graph, *values)
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
     assert error < tolerance("bfloat16", depth=24)
+
+
+def test_nodes_beside_one_that_is_compiled():
+    with tf.Graph().as_default() as built:
+        x, w = (v1.placeholder(tf.float32, (ROWS, WIDTH), name) for name in "xw")
+        inner = tf.tanh(x) * 2.0
+        with v1.colocate_with(inner.op):
+            ones = tf.linalg.cholesky(tf.eye(WIDTH))
+        tf.identity(tf.sigmoid(inner + 1.0) - inner @ ones - w, name="Identity")
+    graph = built.as_graph_def(add_shapes=True)
+    values = random(ROWS, WIDTH), random(ROWS, WIDTH)
+    expected = run(graph, *values)
+    assert fuse(graph, ["Identity:0"], least=2)
+    np.testing.assert_allclose(run(graph, *values), expected, rtol=1e-5, atol=1e-6)

@@ -73,6 +73,7 @@ _LOW = _FLOATS - {_WIDE}
 _FLOAT16 = tf.float16.as_datatype_enum
 _CROSS_ENTROPY = "SparseSoftmaxCrossEntropyWithLogits"
 _CALL = "/fused"  # In the name of each call.
+_CLASS, _BESIDE = "_class", "loc:@"  # The attribute, and the text, that tell of colocation.
 
 
 def fuse(graph_def: Any, keep: Collection[str] = (), least: int = _LEAST) -> int:
@@ -96,7 +97,21 @@ def fuse(graph_def: Any, keep: Collection[str] = (), least: int = _LEAST) -> int
     gone = {name for call in calls for name in call.gone}
     left = [node for name, node in graph.nodes.items() if name not in gone]
     replace_nodes(graph_def.node, [*left, *(node for call in calls for node in call.nodes)])
+    _forget_places(graph_def.node)
     return len(calls)
+
+
+def _forget_places(nodes: Any) -> None:
+    """Takes from nodes that they are where another one is, if that one is not there any more."""
+    there = {node.name for node in nodes}
+    for node in nodes:
+        if _CLASS in node.attr:
+            classes = node.attr[_CLASS].list.s
+            classes[:] = [each for each in classes if _is_there(each.decode(), there)]
+
+
+def _is_there(place: str, there: Collection[str]) -> bool:
+    return not place.startswith(_BESIDE) or place.removeprefix(_BESIDE) in there
 
 
 def has_fused(graph: tf.Graph) -> bool:
