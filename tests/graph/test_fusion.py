@@ -195,6 +195,26 @@ def test_random_graphs_have_no_cycle_and_the_same_values(seed):
     assert error < tolerance("bfloat16", depth=24)
 
 
+def by_itself(function):
+    """The graph of a function of x and w, both of one shape, as it is."""
+    specs = [tf.TensorSpec((ROWS, WIDTH))] * 2
+    concrete = tf.function(function).get_concrete_function(*specs)
+    return concrete.graph.as_graph_def(add_shapes=True)
+
+
+def test_what_is_rounded_on_purpose_is_rounded():
+    def rest(x, w):
+        hidden = tf.tanh(x) * w
+        return (hidden - tf.cast(tf.cast(hidden, tf.bfloat16), tf.float32)) * 2.0 - 1.0
+
+    graph = by_itself(rest)
+    values = random(ROWS, WIDTH), random(ROWS, WIDTH)
+    expected = run(graph, *values) + 1.0
+    assert fuse(graph, ["Identity:0"], least=2) == 2
+    assert np.any(expected)
+    np.testing.assert_allclose(run(graph, *values) + 1.0, expected, atol=1e-6)
+
+
 def test_nodes_beside_one_that_is_compiled():
     with tf.Graph().as_default() as built:
         x, w = (v1.placeholder(tf.float32, (ROWS, WIDTH), name) for name in "xw")

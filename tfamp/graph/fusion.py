@@ -167,6 +167,7 @@ class _Graph:
                 users[each].add(name)
             inputs[name] = [each for each in before if each in nodes and each not in known]
         fusible = {name for name in nodes.keys() - known.keys() if _is_fusible(nodes[name])}
+        fusible -= {name for name in fusible if _is_rounding(name, nodes, users)}
         ordered = producers_first(inputs, inputs.__getitem__)
         return cls(nodes, fusible, known, inputs, users, ordered)
 
@@ -232,6 +233,16 @@ def _is_fusible(node: Any) -> bool:
         return True
     dtypes = {node.attr[name].type for name in _COMPUTED_IN if name in node.attr}
     return node.op in _COMPUTES and bool(dtypes) and dtypes <= _FLOATS
+
+
+def _is_rounding(name: str, nodes: Mapping[str, Any], users: Mapping[str, Set[str]]) -> bool:
+    """Whether a Cast to a low dtype is cast back at once: it rounds, and XLA would leave it out."""
+    if nodes[name].op != "Cast" or nodes[name].attr["DstT"].type not in _LOW:
+        return False
+    return any(
+        user in nodes and nodes[user].op == "Cast" and nodes[user].attr["DstT"].type == _WIDE
+        for user in users[name]
+    )
 
 
 def _known_nodes(nodes: Mapping[str, Any]) -> dict[str, Any]:
