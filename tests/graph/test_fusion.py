@@ -215,6 +215,22 @@ def test_what_is_rounded_on_purpose_is_rounded():
     np.testing.assert_allclose(run(graph, *values) + 1.0, expected, atol=1e-6)
 
 
+def test_nan_is_seen_by_what_chooses():
+    def chosen(x, w):
+        best = tf.maximum(x * 2.0, w) + tf.maximum(tf.minimum(w, x - 1.0), 0.5)
+        return best * tf.reduce_max(x * 2.0, 0) + tf.reduce_min(best + 1.0, 0)
+
+    graph = by_itself(chosen)
+    values = random(ROWS, WIDTH), random(ROWS, WIDTH)
+    values[0][3, 5] = values[1][7, 9] = values[0][8, 11] = np.nan
+    values[0][9, 13] = np.inf
+    expected = run(graph, *values)
+    assert fuse(graph, ["Identity:0"], least=2)
+    (ops,) = {frozenset(each) for each in compiled(graph) if "SelectV2" in each}
+    assert not ops & {"Max", "Min"}
+    np.testing.assert_allclose(run(graph, *values), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_nodes_beside_one_that_is_compiled():
     with tf.Graph().as_default() as built:
         x, w = (v1.placeholder(tf.float32, (ROWS, WIDTH), name) for name in "xw")

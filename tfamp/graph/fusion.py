@@ -35,11 +35,12 @@ from tfamp.graph.functions import has_old_control_flow, library_of, replace_node
 from tfamp.graph.op_signatures import OpSignature, first_ports, registered_signature
 from tfamp.planning.structures import FLOAT32, free_name, op_types, producers_first, reach
 
-# What computes with floats, as many passes over memory as there are ops.
+# What computes with floats, as many passes over memory as there are ops. Not Max and Min, of which
+# XLA's take no notice of NaN on CPUs.
 _COMPUTES = op_types("""
     Abs Add AddN AddV2 BiasAdd BiasAddGrad Cast Div DivNoNan Elu EluGrad Equal Erf Erfc Exp Expm1
-    Greater GreaterEqual IsFinite LeakyRelu LeakyReluGrad Less LessEqual Log Log1p Max Maximum Mean
-    Min Minimum Mul MulNoNan Neg NotEqual Pow RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad
+    Greater GreaterEqual IsFinite LeakyRelu LeakyReluGrad Less LessEqual Log Log1p Maximum Mean
+    Minimum Mul MulNoNan Neg NotEqual Pow RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad
     ReluGrad Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Softplus
     SoftplusGrad SparseSoftmaxCrossEntropyWithLogits Sqrt SqrtGrad Square SquaredDifference Sub Sum
     Tanh TanhGrad
@@ -60,7 +61,7 @@ _LEAST = 4
 _LEAST_ELEMENTS = 1 << 14
 # What is computed again where that saves storing it: no reductions, and no error functions.
 _CHEAP = (_COMPUTES | _RESHAPES) - op_types("""
-    AddN BiasAddGrad Erf Erfc Max Mean Min Pow SparseSoftmaxCrossEntropyWithLogits Sum
+    AddN BiasAddGrad Erf Erfc Mean Pow SparseSoftmaxCrossEntropyWithLogits Sum
 """)
 _MOST_COPIES = 12
 _NOWHERE = frozenset({-1})
@@ -71,6 +72,8 @@ _COMPILED = "_XlaMustCompile"
 _WIDE = tf.float32.as_datatype_enum
 _LOW = _FLOATS - {_WIDE}
 _FLOAT16 = tf.float16.as_datatype_enum
+# XLA's take no notice of a NaN in their second operand.
+_CHOOSES = {"Maximum": "Greater", "Minimum": "Less"}
 _CROSS_ENTROPY = "SparseSoftmaxCrossEntropyWithLogits"
 _CALL = "/fused"  # In the name of each call.
 _CLASS, _BESIDE = "_class", "loc:@"  # The attribute, and the text, that tell of colocation.
@@ -529,6 +532,11 @@ class _Body:
         if node.op == _CROSS_ENTROPY:
             self._add_cross_entropy(node, inputs)
             return
+        if node.op in _CHOOSES:
+            chosen = self._chosen(_CHOOSES[node.op], *inputs)
+            self.dtypes[node.name] = [node.attr["T"].type]
+            self._note(node, 0, chosen, stored)
+            return
         copy = self._node(node.op, inputs)
         for attr, value in node.attr.items():
             if not attr.startswith("_"):
@@ -541,9 +549,22 @@ class _Body:
         for port, dtype in enumerate(self.dtypes[node.name]):
             first, output = max(each for each in firsts if each[0] <= port)
             tensor = self._cast(f"{copy.name}:{output}:{port - first}", made[port], _wide(dtype))
-            if stored and dtype == _FLOAT16:
-                tensor = self._cast(self._cast(tensor, _wide(dtype), dtype), dtype, _wide(dtype))
-            self._spelled[_spelling(node.name, port)] = tensor
+            self._note(node, port, tensor, stored)
+
+    def _note(self, node: Any, port: int, tensor: str, stored: bool) -> None:
+        dtype = self.dtypes[node.name][port]
+        if stored and dtype == _FLOAT16:
+            tensor = self._cast(self._cast(tensor, _wide(dtype), dtype), dtype, _wide(dtype))
+        self._spelled[_spelling(node.name, port)] = tensor
+
+    def _chosen(self, comparison: str, one: str, other: str) -> str:
+        """The one that compares so with the other, and NaN where either is."""
+        better, is_nan = self._node(comparison, [one, other]), self._node("NotEqual", [one, one])
+        either = self._node("LogicalOr", [f"{better.name}:z:0", f"{is_nan.name}:z:0"])
+        chosen = self._node("SelectV2", [f"{either.name}:z:0", one, other])
+        for node in (better, is_nan, chosen):
+            node.attr["T"].type = _WIDE
+        return f"{chosen.name}:output:0"
 
     def _add_cross_entropy(self, node: Any, inputs: Sequence[str]) -> None:
         called = cross_entropy_function(node.attr["Tlabels"].type)
