@@ -47,6 +47,9 @@ _COMPUTES = op_types("""
 """)
 # What gives a tensor another shape, which takes no time.
 _RESHAPES = op_types("ExpandDims Reshape Squeeze")
+# Of tensors it may ask whether one is taken from the other, as a largest value is: only where both
+# are rounded is it equal. With a constant it asks no such thing.
+_COMPARES = op_types("Equal Greater GreaterEqual Less LessEqual NotEqual")
 # What moves values, and counts in no group, but may stand between what computes.
 _MOVES = _RESHAPES | op_types("""
     All Any BroadcastTo LogicalAnd LogicalNot LogicalOr OnesLike Tile Transpose ZerosLike
@@ -169,7 +172,7 @@ class _Graph:
             for each in before:
                 users[each].add(name)
             inputs[name] = [each for each in before if each in nodes and each not in known]
-        fusible = {name for name in nodes.keys() - known.keys() if _is_fusible(nodes[name])}
+        fusible = {name for name in nodes.keys() - known.keys() if _is_fusible(nodes[name], known)}
         fusible -= {name for name in fusible if _is_rounding(name, nodes, users)}
         ordered = producers_first(inputs, inputs.__getitem__)
         return cls(nodes, fusible, known, inputs, users, ordered)
@@ -230,10 +233,12 @@ class _Graph:
         return math.inf if shape is None else math.prod(shape)
 
 
-def _is_fusible(node: Any) -> bool:
+def _is_fusible(node: Any, known: Collection[str]) -> bool:
     """Whether a node moves values, or computes with floats, of which XLA has every kernel."""
     if node.op in _MOVES:
         return True
+    if node.op in _COMPARES and not any(_producer(each) in known for each in node.input):
+        return False
     dtypes = {node.attr[name].type for name in _COMPUTED_IN if name in node.attr}
     return node.op in _COMPUTES and bool(dtypes) and dtypes <= _FLOATS
 
