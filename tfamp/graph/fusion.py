@@ -13,7 +13,9 @@ Groups that are alike, as layers that repeat have them, call one function, which
 
 In a function all arithmetic is float32: a low one would be rounded behind every op, which takes
 XLA on CPUs longer than the op. What is stored is rounded; what is computed of a stored float16
-tensor is computed of the rounded one there too, so that overflow is seen by all or by none.
+tensor is computed of the rounded one there too, so that overflow is seen by all or by none. Outside
+stays what asks for the rounding of a value: a Cast that is cast back at once, and comparisons of
+two tensors.
 """
 
 from __future__ import annotations
