@@ -131,7 +131,8 @@ def test_a_product_in_functions_of_the_graph():
     [
         ((5, 5, 32, 1), "SAME", 1, 4, 2),
         ((5, 7, 32, 1), "VALID", 1, 4, 2),
-        ((5, 5, 32, 1), "SAME", 1, None, 1),  # A batch of no image would have no channels.
+        ((5, 5, 32, 1), "SAME", 1, None, 2),
+        ((5, 7, 32, 1), "VALID", 1, None, 2),
         ((6, 6, 32, 1), [[0, 0], [3, 2], [1, 3], [0, 0]], 1, 4, 2),
         ((3, 3, 32, 1), "SAME", 1, 4, 1),
         ((5, 5, 32, 1), "SAME", 2, 4, 1),
@@ -149,9 +150,12 @@ def test_large_depthwise_filters_get_theirs_from_a_convolution(
     )
     assert graph_op_dtypes(result.graph_def)[FORWARD] == {"bfloat16"}
     assert error(concrete, result, *random(image, kernel)) < tolerance("bfloat16", depth=4)
+    if batch is None:  # One of no images too, though no convolution is of no channels.
+        (found,) = run(concrete, result, *random((0, *image[1:]), kernel))
+        np.testing.assert_array_equal(found, np.zeros(kernel))
 
 
-def test_a_depthwise_gradient_of_images_of_an_unknown_batch_is_left_alone():
+def test_a_depthwise_gradient_of_batches_of_which_only_one_is_known():
     def by_filter(x, upstream):
         return tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
             input=x,
@@ -161,12 +165,12 @@ def test_a_depthwise_gradient_of_images_of_an_unknown_batch_is_left_alone():
             padding="SAME",
         )
 
-    concrete = traced(by_filter, (None, 8, 8, 6), (3, 8, 8, 6))
-    result = rewritten(concrete)
-    assert counts(result, (DEPTHWISE, FORWARD)) == {DEPTHWISE: 1}
-    assert error(concrete, result, *random((3, 8, 8, 6), (3, 8, 8, 6))) < tolerance(
-        "bfloat16", depth=4
-    )
+    for batches in ((None, 3), (3, None)):
+        concrete = traced(by_filter, *((batch, 8, 8, 6) for batch in batches))
+        result = rewritten(concrete)
+        assert counts(result, (DEPTHWISE, FORWARD)) == {FORWARD: 1}
+        args = random((3, 8, 8, 6), (3, 8, 8, 6))
+        assert error(concrete, result, *args) < tolerance("bfloat16", depth=4)
 
 
 def test_loops_of_tensorflow_1_get_no_constants():
