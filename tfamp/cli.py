@@ -37,9 +37,9 @@ _COLORS = {
 }
 # The library's messages name its arguments; these are the same on the command line.
 _ARGUMENTS = re.compile(
-    r"\b(keep_float32|force_low|placement|measure_seconds|batch_size|(?:allow|infer|deny|clear)_add)\b=?"
+    r"\b(dtype|device|placement)=(?:'(\w+)'|None)"
+    r"|\b(keep_float32|force_low|placement|measure_seconds|batch_size|(?:allow|infer|deny|clear)_add)\b=?"
     r"|\b(overwrite|freeze|training)=True"
-    r"|\b(dtype|device)=(?:'(\w+)'|None)"
 )
 # Ending of a report's name -> what makes it.
 _REPORTS = {".html": "to_html", ".json": "to_json", ".txt": "to_text"}
@@ -219,7 +219,7 @@ def _as_options(message: str) -> str:
 
     def option(found: re.Match[str]) -> str:
         name = f"--{next(filter(None, found.groups())).replace('_', '-')}"
-        return f"{name} {found[4] or 'auto'}" if found[3] else name
+        return f"{name} {found[2] or 'auto'}" if found[1] else name
 
     return _ARGUMENTS.sub(option, message)
 

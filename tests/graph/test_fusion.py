@@ -193,3 +193,63 @@ def test_random_graphs_have_no_cycle_and_the_same_values(seed):
     found = run(graph, *values)
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
     assert error < tolerance("bfloat16", depth=24)
+
+
+def by_itself(function):
+    """The graph of a function of x and w, both of one shape, as it is."""
+    specs = [tf.TensorSpec((ROWS, WIDTH))] * 2
+    concrete = tf.function(function).get_concrete_function(*specs)
+    return concrete.graph.as_graph_def(add_shapes=True)
+
+
+def test_what_is_rounded_on_purpose_is_rounded():
+    def rest(x, w):
+        hidden = tf.tanh(x) * w
+        return (hidden - tf.cast(tf.cast(hidden, tf.bfloat16), tf.float32)) * 2.0 - 1.0
+
+    graph = by_itself(rest)
+    values = random(ROWS, WIDTH), random(ROWS, WIDTH)
+    expected = run(graph, *values) + 1.0
+    assert fuse(graph, ["Identity:0"], least=2) == 2
+    error = np.linalg.norm(run(graph, *values) + 1.0 - expected)  # Some are halfway between two.
+    assert error < 0.1 * np.linalg.norm(expected)
+
+
+def test_nan_is_seen_by_what_chooses():
+    def chosen(x, w):
+        best = tf.maximum(x * 2.0, w) + tf.maximum(tf.minimum(w, x - 1.0), 0.5)
+        return best * tf.reduce_max(x * 2.0, 0) + tf.reduce_min(best + 1.0, 0)
+
+    graph = by_itself(chosen)
+    values = random(ROWS, WIDTH), random(ROWS, WIDTH)
+    values[0][3, 5] = values[1][7, 9] = values[0][8, 11] = np.nan
+    values[0][9, 13] = np.inf
+    expected = run(graph, *values)
+    assert fuse(graph, ["Identity:0"], least=2)
+    assert not set().union(*compiled(graph)) & {"Max", "Min"}
+    np.testing.assert_allclose(run(graph, *values), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_was_taken_from_a_tensor_is_equal_to_it():
+    def largest(x, w):
+        hidden = tf.tanh(x @ w * 1.3 + 0.2) * x
+        best = tf.math.top_k(hidden, 1).values
+        return tf.reduce_sum(tf.cast(hidden >= best, tf.float32) * 2.0, -1) - 1.0
+
+    graph = graph_of(largest)
+    assert fuse(graph, ["Identity:0"], least=2)
+    assert run(graph, random(ROWS, WIDTH), random(WIDTH, WIDTH)).min() >= 1.0
+
+
+def test_nodes_beside_one_that_is_compiled():
+    with tf.Graph().as_default() as built:
+        x, w = (v1.placeholder(tf.float32, (ROWS, WIDTH), name) for name in "xw")
+        inner = tf.tanh(x) * 2.0
+        with v1.colocate_with(inner.op):
+            ones = tf.linalg.cholesky(tf.eye(WIDTH))
+        tf.identity((tf.sigmoid(inner + 1.0) - w) @ ones, name="Identity")
+    graph = built.as_graph_def(add_shapes=True)
+    values = random(ROWS, WIDTH), random(ROWS, WIDTH)
+    expected = run(graph, *values)
+    assert fuse(graph, ["Identity:0"], least=2)
+    np.testing.assert_allclose(run(graph, *values), expected, rtol=1e-5, atol=1e-6)

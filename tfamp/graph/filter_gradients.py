@@ -97,7 +97,7 @@ class _Convolution:
     @property
     def is_large(self) -> bool:
         """Whether a depthwise filter, of one for each channel, is."""
-        each_channel = self.filter[3] == 1 and self.pixels != 0
+        each_channel = self.filter[3] == 1 and 0 not in (self.image[0], self.pixels)
         return self._is_dense and each_channel and math.prod(self.filter[:2]) >= _LEAST_TAPS
 
     @property
@@ -214,6 +214,8 @@ class _Builder:
         return self._add("shifted", "Slice", [image, begin, size], dims, Index=tf.int32)
 
     def joined(self, images: Sequence[str], found: _Convolution) -> str:
+        if len(images) == 1:
+            return images[0]
         count, axis = len(images), self._constant("axis", 3)
         dims = [*found.result[:3], found.image[3] * count]
         return self._add("joined", "ConcatV2", [*images, axis], dims, N=count, Tidx=tf.int32)

@@ -194,7 +194,8 @@ CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _OPAQUE = ("_noinline", "_XlaMustCompile", "_XlaCompile", "_tpu_replicate")
 # Loops and conditionals of TensorFlow 1: a node is in one by what its inputs come from, so that a
 # body's constants would be left outside.
-_OLD_CONTROL_FLOW = frozenset({"Enter", "Merge", "Switch", "RefEnter", "RefMerge", "RefSwitch"})
+_FRAMES = frozenset({"Enter", "RefEnter"})
+_OLD_CONTROL_FLOW = _FRAMES | {"Merge", "Switch", "RefMerge", "RefSwitch"}
 
 
 def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
@@ -460,6 +461,11 @@ def _has_side_effects(op: str) -> bool:
 def has_old_control_flow(nodes: Iterable[Any]) -> bool:
     """Whether there is control flow of TensorFlow 1 among nodes."""
     return any(node.op in _OLD_CONTROL_FLOW for node in nodes)
+
+
+def has_frames(graph_def: Any) -> bool:
+    """Whether there are loops of TensorFlow 1: what is in one cannot take a new constant."""
+    return any(node.op in _FRAMES for _, nodes, _ in bodies(graph_def) for node in nodes)
 
 
 def _is_opaque(owner: Any) -> bool:

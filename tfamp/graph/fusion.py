@@ -13,7 +13,9 @@ Groups that are alike, as layers that repeat have them, call one function, which
 
 In a function all arithmetic is float32: a low one would be rounded behind every op, which takes
 XLA on CPUs longer than the op. What is stored is rounded; what is computed of a stored float16
-tensor is computed of the rounded one there too, so that overflow is seen by all or by none.
+tensor is computed of the rounded one there too, so that overflow is seen by all or by none. Outside
+stays what asks for the rounding of a value: a Cast that is cast back at once, and comparisons of
+two tensors.
 """
 
 from __future__ import annotations
@@ -35,17 +37,21 @@ from tfamp.graph.functions import has_old_control_flow, library_of, replace_node
 from tfamp.graph.op_signatures import OpSignature, first_ports, registered_signature
 from tfamp.planning.structures import FLOAT32, free_name, op_types, producers_first, reach
 
-# What computes with floats, as many passes over memory as there are ops.
+# What computes with floats, as many passes over memory as there are ops. Not Max and Min, of which
+# XLA's take no notice of NaN on CPUs.
 _COMPUTES = op_types("""
     Abs Add AddN AddV2 BiasAdd BiasAddGrad Cast Div DivNoNan Elu EluGrad Equal Erf Erfc Exp Expm1
-    Greater GreaterEqual IsFinite LeakyRelu LeakyReluGrad Less LessEqual Log Log1p Max Maximum Mean
-    Min Minimum Mul MulNoNan Neg NotEqual Pow RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad
+    Greater GreaterEqual IsFinite LeakyRelu LeakyReluGrad Less LessEqual Log Log1p Maximum Mean
+    Minimum Mul MulNoNan Neg NotEqual Pow RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad
     ReluGrad Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Softplus
     SoftplusGrad SparseSoftmaxCrossEntropyWithLogits Sqrt SqrtGrad Square SquaredDifference Sub Sum
     Tanh TanhGrad
 """)
 # What gives a tensor another shape, which takes no time.
 _RESHAPES = op_types("ExpandDims Reshape Squeeze")
+# Of tensors it may ask whether one is taken from the other, as a largest value is: only where both
+# are rounded is it equal. With a constant it asks no such thing.
+_COMPARES = op_types("Equal Greater GreaterEqual Less LessEqual NotEqual")
 # What moves values, and counts in no group, but may stand between what computes.
 _MOVES = _RESHAPES | op_types("""
     All Any BroadcastTo LogicalAnd LogicalNot LogicalOr OnesLike Tile Transpose ZerosLike
@@ -60,7 +66,7 @@ _LEAST = 4
 _LEAST_ELEMENTS = 1 << 14
 # What is computed again where that saves storing it: no reductions, and no error functions.
 _CHEAP = (_COMPUTES | _RESHAPES) - op_types("""
-    AddN BiasAddGrad Erf Erfc Max Mean Min Pow SparseSoftmaxCrossEntropyWithLogits Sum
+    AddN BiasAddGrad Erf Erfc Mean Pow SparseSoftmaxCrossEntropyWithLogits Sum
 """)
 _MOST_COPIES = 12
 _NOWHERE = frozenset({-1})
@@ -71,8 +77,11 @@ _COMPILED = "_XlaMustCompile"
 _WIDE = tf.float32.as_datatype_enum
 _LOW = _FLOATS - {_WIDE}
 _FLOAT16 = tf.float16.as_datatype_enum
+# XLA's take no notice of a NaN in their second operand.
+_CHOOSES = {"Maximum": "Greater", "Minimum": "Less"}
 _CROSS_ENTROPY = "SparseSoftmaxCrossEntropyWithLogits"
 _CALL = "/fused"  # In the name of each call.
+_CLASS, _BESIDE = "_class", "loc:@"  # The attribute, and the text, that tell of colocation.
 
 
 def fuse(graph_def: Any, keep: Collection[str] = (), least: int = _LEAST) -> int:
@@ -96,7 +105,21 @@ def fuse(graph_def: Any, keep: Collection[str] = (), least: int = _LEAST) -> int
     gone = {name for call in calls for name in call.gone}
     left = [node for name, node in graph.nodes.items() if name not in gone]
     replace_nodes(graph_def.node, [*left, *(node for call in calls for node in call.nodes)])
+    _forget_places(graph_def.node)
     return len(calls)
+
+
+def _forget_places(nodes: Any) -> None:
+    """Takes from nodes that they are where another one is, if that one is not there any more."""
+    there = {node.name for node in nodes}
+    for node in nodes:
+        if _CLASS in node.attr:
+            classes = node.attr[_CLASS].list.s
+            classes[:] = [each for each in classes if _is_there(each.decode(), there)]
+
+
+def _is_there(place: str, there: Collection[str]) -> bool:
+    return not place.startswith(_BESIDE) or place.removeprefix(_BESIDE) in there
 
 
 def has_fused(graph: tf.Graph) -> bool:
@@ -151,7 +174,8 @@ class _Graph:
             for each in before:
                 users[each].add(name)
             inputs[name] = [each for each in before if each in nodes and each not in known]
-        fusible = {name for name in nodes.keys() - known.keys() if _is_fusible(nodes[name])}
+        fusible = {name for name in nodes.keys() - known.keys() if _is_fusible(nodes[name], known)}
+        fusible -= {name for name in fusible if _is_rounding(name, nodes, users)}
         ordered = producers_first(inputs, inputs.__getitem__)
         return cls(nodes, fusible, known, inputs, users, ordered)
 
@@ -211,12 +235,24 @@ class _Graph:
         return math.inf if shape is None else math.prod(shape)
 
 
-def _is_fusible(node: Any) -> bool:
+def _is_fusible(node: Any, known: Collection[str]) -> bool:
     """Whether a node moves values, or computes with floats, of which XLA has every kernel."""
     if node.op in _MOVES:
         return True
+    if node.op in _COMPARES and not any(_producer(each) in known for each in node.input):
+        return False
     dtypes = {node.attr[name].type for name in _COMPUTED_IN if name in node.attr}
     return node.op in _COMPUTES and bool(dtypes) and dtypes <= _FLOATS
+
+
+def _is_rounding(name: str, nodes: Mapping[str, Any], users: Mapping[str, Set[str]]) -> bool:
+    """Whether a Cast to a low dtype is cast back at once: it rounds, and XLA would leave it out."""
+    if nodes[name].op != "Cast" or nodes[name].attr["DstT"].type not in _LOW:
+        return False
+    return any(
+        user in nodes and nodes[user].op == "Cast" and nodes[user].attr["DstT"].type == _WIDE
+        for user in users[name]
+    )
 
 
 def _known_nodes(nodes: Mapping[str, Any]) -> dict[str, Any]:
@@ -503,6 +539,11 @@ class _Body:
         if node.op == _CROSS_ENTROPY:
             self._add_cross_entropy(node, inputs)
             return
+        if node.op in _CHOOSES:
+            chosen = self._chosen(_CHOOSES[node.op], *inputs)
+            self.dtypes[node.name] = [node.attr["T"].type]
+            self._note(node, 0, chosen, stored)
+            return
         copy = self._node(node.op, inputs)
         for attr, value in node.attr.items():
             if not attr.startswith("_"):
@@ -515,9 +556,22 @@ class _Body:
         for port, dtype in enumerate(self.dtypes[node.name]):
             first, output = max(each for each in firsts if each[0] <= port)
             tensor = self._cast(f"{copy.name}:{output}:{port - first}", made[port], _wide(dtype))
-            if stored and dtype == _FLOAT16:
-                tensor = self._cast(self._cast(tensor, _wide(dtype), dtype), dtype, _wide(dtype))
-            self._spelled[_spelling(node.name, port)] = tensor
+            self._note(node, port, tensor, stored)
+
+    def _note(self, node: Any, port: int, tensor: str, stored: bool) -> None:
+        dtype = self.dtypes[node.name][port]
+        if stored and dtype == _FLOAT16:
+            tensor = self._cast(self._cast(tensor, _wide(dtype), dtype), dtype, _wide(dtype))
+        self._spelled[_spelling(node.name, port)] = tensor
+
+    def _chosen(self, comparison: str, one: str, other: str) -> str:
+        """The one that compares so with the other, and NaN where either is."""
+        better, is_nan = self._node(comparison, [one, other]), self._node("NotEqual", [one, one])
+        either = self._node("LogicalOr", [f"{better.name}:z:0", f"{is_nan.name}:z:0"])
+        chosen = self._node("SelectV2", [f"{either.name}:z:0", one, other])
+        for node in (better, is_nan, chosen):
+            node.attr["T"].type = _WIDE
+        return f"{chosen.name}:output:0"
 
     def _add_cross_entropy(self, node: Any, inputs: Sequence[str]) -> None:
         called = cross_entropy_function(node.attr["Tlabels"].type)

@@ -18,7 +18,7 @@ from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.options import MEASURED, PLACEMENTS
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.apply import apply_plan, control_inputs, verify_rewrite
-from tfamp.graph.functions import bodies, copied, inline_calls
+from tfamp.graph.functions import bodies, copied, has_frames, inline_calls
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
@@ -206,14 +206,16 @@ def convert(graph_def: Any, request: Request) -> Decision:
         ValueError: The graph has no node of a name, or that matches a pattern, of the request's.
         RewriteError: The graph is not valid or has an unknown op.
     """
-    if request.updates != "low":  # Grappler's own lists give Grappler's result, node by node.
+    framed = has_frames(graph_def)
+    # Grappler's own lists give Grappler's result, node by node.
+    if request.updates != "low" and not framed:
         join_products(graph_def, request.choices.used_names)
         as_batches(graph_def, request.device, request.choices.used_names)
         as_zeros(graph_def)
         sums_behind_loops(graph_def, request)
         gradients_by_filters(graph_def, request)
-    convert_sums = sums_are_better(request.colors, request.dtype, request.device)
-    sums = as_sums(graph_def, request.device) if convert_sums else {}
+    better = not framed and sums_are_better(request.colors, request.dtype, request.device)
+    sums = as_sums(graph_def, request.device) if better else {}
     indexes = build_indexes(graph_def, dtype=request.dtype, device=request.device)
     # Behind the index, which refuses graphs that are not valid.
     weights = read_before_loops(graph_def, request.choices.used_names)
