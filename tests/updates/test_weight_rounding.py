@@ -260,6 +260,27 @@ def test_float32_variables_and_constraints_are_as_ever():
     assert int(optimizer.iterations) == 1
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_ema": True, "ema_overwrite_frequency": 2}, {"gradient_accumulation_steps": 3}],
+)
+def test_constraints_hold_when_those_of_masters_do(settings):
+    def values(**how):
+        low = keras.Variable(np.linspace(-2, 2, 7), dtype="bfloat16")
+        low.constraint = keras.constraints.NonNeg()
+        inner = optimizers.SGD(0.3, ema_momentum=0.7, **settings)
+        optimizer = tfamp.LossScaleOptimizer(inner, **how)
+        step = tf.function(lambda gradient: optimizer.apply([gradient], [low], unscaled=True))
+        for number in range(4):
+            step(tf.fill([7], tf.cast(number - 1.3, "bfloat16")))
+            yield low.numpy()
+
+    for own, expected in zip(
+        values(weight_rounding="split"), values(master_weights=True), strict=True
+    ):
+        np.testing.assert_array_equal(own, expected)
+
+
 def test_one_compiled_pass_and_no_float32_copy_in_the_graph():
     own, optimizer = trained(INNER["AdamW"], 0, weight_rounding="stochastic")
     step = tf.function(lambda *g: optimizer.apply(list(g), own, unscaled=True))
