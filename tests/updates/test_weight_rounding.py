@@ -281,6 +281,33 @@ def test_constraints_hold_when_those_of_masters_do(settings):
         np.testing.assert_array_equal(own, expected)
 
 
+@pytest.mark.parametrize("how", [{"weight_rounding": "split"}, {}])
+def test_a_variable_given_twice_is_updated_twice(how):
+    # As the weights of two models that share a layer are.
+    dtype = "bfloat16" if how else "float32"
+    own = [keras.Variable(np.ones(3), dtype=each) for each in (dtype, "float32", dtype)]
+    shared, plain, other = own
+    optimizer = tfamp.LossScaleOptimizer(optimizers.Adam(0.25), **how)
+    bare = optimizers.Adam(0.25)
+    step = tf.function(lambda *g: optimizer.apply(list(g), [shared, shared, other], unscaled=True))
+    optimizer.build([shared, other])
+    for number in range(3):
+        values = [tf.fill([3], tf.cast(number - each, dtype)) for each in (0.5, 2.0, 1.0)]
+        step(*values)
+        bare.apply([tf.cast(value, "float32") for value in values[:2]], [plain, plain])
+    rounding = float_format(dtype).eps if how else 1e-6
+    np.testing.assert_allclose(shared.numpy().astype("float32"), plain.numpy(), rtol=rounding)
+
+
+@pytest.mark.parametrize("how", [{"weight_rounding": "kahan"}, {}])
+def test_variables_without_elements(how):
+    dtype = "bfloat16" if how else "float32"
+    own = [keras.Variable(np.ones(shape), dtype=dtype) for shape in [(0,), (2,)]]
+    optimizer = tfamp.LossScaleOptimizer(optimizers.Adam(0.5), **how)
+    optimizer.apply([tf.ones(v.shape, dtype) for v in own], own, unscaled=True)
+    np.testing.assert_allclose(own[1].numpy().astype("float32"), 0.5, rtol=1e-5)
+
+
 def test_one_compiled_pass_and_no_float32_copy_in_the_graph():
     own, optimizer = trained(INNER["AdamW"], 0, weight_rounding="stochastic")
     step = tf.function(lambda *g: optimizer.apply(list(g), own, unscaled=True))
