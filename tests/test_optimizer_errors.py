@@ -174,7 +174,9 @@ def test_unscaling_what_is_no_list(bad):
         wrapped().get_unscaled_gradients(bad)
 
 
-@pytest.mark.parametrize("loss", [None, "loss", tf.constant(3), {"a": 1.0}])
+@pytest.mark.parametrize(
+    "loss", [None, "loss", tf.constant(3), {"a": 1.0}, [tf.ones(()), tf.ones(2)]]
+)
 def test_losses_that_cannot_be_scaled(loss):
     with pytest.raises(TypeError, match="The loss must be a float tensor"):
         wrapped().get_scaled_loss(loss)

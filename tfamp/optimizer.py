@@ -229,6 +229,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # Every replica computes the same value: each updates its own copy, nothing is sent.
         return self.add_variable((), initializer=start, dtype=dtype, aggregation="none", name=name)
 
+    def _go_on_from(self, other: LossScaleOptimizer) -> None:
+        """Takes over what another one has counted and, where the rule is the same, its scale."""
+        self._skipped.assign(other._skipped)
+        self._consecutive.assign(other._consecutive)
+        if other.rule == self.rule:
+            self.dynamic_scale.assign(other.dynamic_scale)
+            self.step_counter.assign(other.step_counter)
+
     # ---- Building --------------------------------------------------------------------------------
 
     def build(self, var_list: Sequence[Any]) -> None:

@@ -93,3 +93,23 @@ def test_an_optimizer_built_for_another_model_is_an_error():
         tfamp.prepare(model, optimizer, level="O3", dtype="bfloat16")
     for old, new in zip(before, model.weights, strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+def test_skipped_steps_are_counted_on_in_a_copy():
+    model = _three_layers()
+    model.compile("sgd", "mse")
+    model, optimizer = tfamp.prepare(model, level="O2", dtype="float16")
+    variables = model.trainable_variables
+    optimizer.apply([keras.ops.full(v.shape, np.inf) for v in variables], variables, unscaled=True)
+    for level in ({"level": "O3", "loss_scale": "dynamic"}, {"level": "O2", "loss_scale": 8.0}):
+        model, optimizer = tfamp.prepare(model, dtype="float16", **level)
+        counts = optimizer.skipped_steps, optimizer.consecutive_skipped_steps
+        assert [int(count) for count in counts] == [1, 1]
+
+
+def test_an_optimizer_without_a_configuration_is_an_error_that_says_what_to_do():
+    sgd = keras.optimizers.SGD(0.1)
+    model, optimizer = _three_layers(), keras.optimizers.MultiOptimizer(lambda variable: sgd)
+    with pytest.raises(ValueError, match="keras.optimizers.OptimizerMap instead of a function"):
+        tfamp.prepare(model, optimizer, level="O3", dtype="bfloat16")
+    assert model.layers[0].compute_dtype == "float32"

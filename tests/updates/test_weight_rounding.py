@@ -260,6 +260,54 @@ def test_float32_variables_and_constraints_are_as_ever():
     assert int(optimizer.iterations) == 1
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_ema": True, "ema_overwrite_frequency": 2}, {"gradient_accumulation_steps": 3}],
+)
+def test_constraints_hold_when_those_of_masters_do(settings):
+    def values(**how):
+        low = keras.Variable(np.linspace(-2, 2, 7), dtype="bfloat16")
+        low.constraint = keras.constraints.NonNeg()
+        inner = optimizers.SGD(0.3, ema_momentum=0.7, **settings)
+        optimizer = tfamp.LossScaleOptimizer(inner, **how)
+        step = tf.function(lambda gradient: optimizer.apply([gradient], [low], unscaled=True))
+        for number in range(4):
+            step(tf.fill([7], tf.cast(number - 1.3, "bfloat16")))
+            yield low.numpy()
+
+    for own, expected in zip(
+        values(weight_rounding="split"), values(master_weights=True), strict=True
+    ):
+        np.testing.assert_array_equal(own, expected)
+
+
+@pytest.mark.parametrize("how", [{"weight_rounding": "split"}, {}])
+def test_a_variable_given_twice_is_updated_twice(how):
+    # As the weights of two models that share a layer are.
+    dtype = "bfloat16" if how else "float32"
+    own = [keras.Variable(np.ones(3), dtype=each) for each in (dtype, "float32", dtype)]
+    shared, plain, other = own
+    optimizer = tfamp.LossScaleOptimizer(optimizers.Adam(0.25), **how)
+    bare = optimizers.Adam(0.25)
+    step = tf.function(lambda *g: optimizer.apply(list(g), [shared, shared, other], unscaled=True))
+    optimizer.build([shared, other])
+    for number in range(3):
+        values = [tf.fill([3], tf.cast(number - each, dtype)) for each in (0.5, 2.0, 1.0)]
+        step(*values)
+        bare.apply([tf.cast(value, "float32") for value in values[:2]], [plain, plain])
+    rounding = float_format(dtype).eps if how else 1e-6
+    np.testing.assert_allclose(shared.numpy().astype("float32"), plain.numpy(), rtol=rounding)
+
+
+@pytest.mark.parametrize("how", [{"weight_rounding": "kahan"}, {}])
+def test_variables_without_elements(how):
+    dtype = "bfloat16" if how else "float32"
+    own = [keras.Variable(np.ones(shape), dtype=dtype) for shape in [(0,), (2,)]]
+    optimizer = tfamp.LossScaleOptimizer(optimizers.Adam(0.5), **how)
+    optimizer.apply([tf.ones(v.shape, dtype) for v in own], own, unscaled=True)
+    np.testing.assert_allclose(own[1].numpy().astype("float32"), 0.5, rtol=1e-5)
+
+
 def test_one_compiled_pass_and_no_float32_copy_in_the_graph():
     own, optimizer = trained(INNER["AdamW"], 0, weight_rounding="stochastic")
     step = tf.function(lambda *g: optimizer.apply(list(g), own, unscaled=True))
@@ -328,12 +376,16 @@ def test_find_nonfinite_names_compensations_and_slots():
     assert tfamp.diagnostics.find_nonfinite(model, x, y) is None
 
 
-def test_prepare_with_split_weights_starts_from_the_exact_ones():
-    pair = tfamp.prepare(
-        small_model(), optimizers.SGD(), level="O3", dtype="bfloat16", weight_rounding="split"
-    )
+@pytest.mark.parametrize("how", [{"weight_rounding": "split"}, {"master_weights": True}])
+def test_prepared_weights_start_from_the_exact_ones(how):
+    def model():
+        made = small_model()
+        made.weights[0].assign(tf.fill(made.weights[0].shape, 1 + 2.0**-8))  # a tie in bfloat16
+        return made
+
+    pair = tfamp.prepare(model(), optimizers.SGD(), level="O3", dtype="bfloat16", **how)
     back, _ = tfamp.prepare(*pair, level="O0")
-    for one, other in zip(back.get_weights(), small_model().get_weights(), strict=True):
+    for one, other in zip(back.get_weights(), model().get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
 
 

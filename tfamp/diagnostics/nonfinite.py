@@ -207,4 +207,5 @@ def _bad_stats(value: Any) -> TensorStats | None:
 def _where_bad(value: Any) -> str:
     bad = np.argwhere(~np.isfinite(np.asarray(value).astype(np.float64)))
     rows = len(np.unique(bad[:, 0])) if bad.shape[1] else 1
-    return f"the first such value is at index {bad[0].tolist()}, {rows} rows have one"
+    some = "1 row has one" if rows == 1 else f"{rows} rows have one"
+    return f"the first such value is at index {bad[0].tolist()}, {some}"

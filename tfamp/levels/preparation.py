@@ -141,9 +141,10 @@ def prepare(
     bfloat16 has float32's range: it gets no loss scale by default. Use what is returned. A model
     may be fresh, or built, trained and compiled: weights, the state of the optimizer, compiled
     losses and metrics are kept. Levels can follow each other; O0 leads back to float32, with the
-    very predictions of before. Where the weights get another dtype (O3, master weights, and back
-    from them) a new model is returned and the given one left as it was; otherwise it is changed
-    in place. Later calls of `model.compile` wrap their optimizer as well.
+    very predictions of before, but for what was stored low without a master. Where the weights get
+    another dtype (O3, master weights, and back from them) a new model is returned and the given one
+    left as it was; otherwise it is changed in place. Later calls of `model.compile` wrap their
+    optimizer as well.
 
     What is given here wins over `config`, and that over the environment variables TFAMP_LEVEL,
     TFAMP_DTYPE and so on, which count where there is no `config`.

@@ -75,7 +75,7 @@ def for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> An
             "the new ones. Give the model an optimizer of its own, or a new one."
         )
     after = [copies[id(variable)] for variable in before]
-    new = type(old).from_config(old.get_config())
+    new = _made_again(old)
     _exclude_like(old, new, copies, model.weights)
     wrapped = _wrapped(optimizer, new, level)
     if old.built or level.master_weights or level.config.weight_rounding:
@@ -87,6 +87,19 @@ def for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> An
         for target, source in zip(new.variables, old.variables, strict=True):
             target.assign(keras.ops.cast(source, target.dtype))
     return wrapped
+
+
+def _made_again(optimizer: Any) -> Any:
+    """A new optimizer of the same settings."""
+    try:
+        return type(optimizer).from_config(optimizer.get_config())
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{optimizer.name} ({type(optimizer).__name__}) cannot be made again from its "
+            "configuration, which takes an optimizer for weights of another dtype. Register its "
+            "classes and functions with keras.saving.register_keras_serializable; a MultiOptimizer "
+            "can take a keras.optimizers.OptimizerMap instead of a function."
+        ) from error
 
 
 def with_needed_masters(level: EffectiveLevel, optimizer: Any) -> EffectiveLevel:
@@ -207,9 +220,8 @@ def _wrapped(optimizer: Any, inner: Any, level: EffectiveLevel) -> Any:
         steps = optimizer.dynamic_growth_steps
         rule = dataclasses.replace(rule, initial_scale=start, growth_steps=steps)
     wrapped = LossScaleOptimizer(inner, loss_scale=rule, **features)
-    if own and optimizer.rule == rule:
-        wrapped.dynamic_scale.assign(optimizer.dynamic_scale)
-        wrapped.step_counter.assign(optimizer.step_counter)
+    if own:
+        wrapped._go_on_from(optimizer)
     _made_here.set(wrapped, True)
     return wrapped
 

@@ -203,6 +203,8 @@ class Weights:
         for variable, target, value in zip(variables, self.targets(variables), values, strict=True):
             if target is not variable:
                 target.assign(tf.cast(tf.convert_to_tensor(value), tf.float32))
+                if self.have_masters:  # Else a tie that was rounded otherwise is an assigned value.
+                    update_everywhere(variable, _round, (target,))
 
     def build(self, variables: Sequence[Any]) -> None:
         """Builds the optimizer for what it updates of variables."""

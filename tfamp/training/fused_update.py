@@ -14,7 +14,7 @@ bit in whatever form its variables are stored.
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -78,7 +78,9 @@ def fused_update(
     values, variables = optimizer._filter_empty_gradients(gradients.values, gradients.variables)
     gradients = replace(gradients, values=values, variables=variables, checked=None)
     rule = _rule_of(optimizer)
-    fits = [_fits(rule, *pair) for pair in gradients.pairs()]
+    keys = list(map(optimizer._var_key, variables))
+    once = [number == 1 for number in map(Counter(keys).__getitem__, keys)]
+    fits = [a and _fits(rule, *pair) for a, pair in zip(once, gradients.pairs(), strict=True)]
     if optimizer.clipnorm or optimizer.clipvalue or optimizer.global_clipnorm:
         if not all(fits):
             return gradients  # The norm may be that of all gradients together.
@@ -114,6 +116,7 @@ def _fits(rule: _Rule | None, gradient: Any, variable: Any) -> bool:
         and not isinstance(gradient, tf.IndexedSlices)
         and gradient.dtype != tf.float64
         and gradient.shape.is_fully_defined()
+        and 0 not in gradient.shape
         and (_is_low(target) or isinstance(target, tf.Variable))
         and target.dtype == tf.float32
         and getattr(variable, "constraint", None) is None

@@ -117,9 +117,13 @@ class LowVariable:
         pending = self.update.pending or {}
         return pending[id(self)][1] if id(self) in pending else load(self.form, self.handles)
 
-    def store(self, value: Any, chance: Chance) -> list[Any]:
-        """Stores a float32 value and returns the ops that do."""
-        return store(self.form, self.handles, value, chance, tf.constant(self.number))
+    def store(self, value: Any, chance: Chance, offset: int = 0) -> list[Any]:
+        """Stores a float32 value and returns the ops that do.
+
+        Values that are stored in the same step one after the other have offsets of their own.
+        """
+        number = tf.constant(self.number + offset)
+        return store(self.form, self.handles, value, chance, number)
 
     def assign(self, value: Any) -> None:
         """Assigns a value, at the end of the update of this variable where there is one."""
@@ -385,9 +389,19 @@ def _stepping(kind: type) -> type:
             with self._update.of_one_variable():
                 super()._apply_weight_decay([variable])
                 super().update_step(gradient, variable, learning_rate)
-                constraint = variable.bound
-                if constraint is not None:
-                    variable.assign(constraint(variable.read()))
+                if variable.bound is not None and not self._bounds_later():
+                    variable.assign(variable.bound(variable.read()))
+
+        def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+            super()._backend_apply_gradients(grads, trainable_variables)
+            for variable in trainable_variables if self._bounds_later() else ():
+                if variable.bound is not None:
+                    bounded = variable.bound(variable.read())
+                    variable.store(bounded, self._update.chance, NUMBERS_OF_ONE - 1)
+
+        def _bounds_later(self) -> bool:
+            """Whether averages are of unconstrained values, or some steps update nothing."""
+            return bool(self.use_ema or self.gradient_accumulation_steps)
 
     return Stepping
 

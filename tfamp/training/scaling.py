@@ -50,7 +50,7 @@ def scaled_loss(loss: Any, scale: Any) -> Any:
     """
     try:
         tensor = ops.convert_to_tensor(loss)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
         raise TypeError(
             f"The loss must be a float tensor; got {type(loss).__name__}. To scale several losses, "
             "scale each of them."
