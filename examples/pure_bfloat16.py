@@ -67,8 +67,7 @@ def train(
     model = build_model(1 if args.small else 2)
     model, optimizer = tfamp.prepare(model, optimizer, dtype=args.dtype, **WAYS[name])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # Compiling takes longer than it gains in a few steps.
-    model.compile(optimizer, loss, auto_scale_loss=False, jit_compile=not args.small)
+    model.compile(optimizer, loss, auto_scale_loss=False)
     losses = Losses()
     callbacks = [ProgressBar(display, name), losses]
     model.fit(batches, epochs=args.epochs, shuffle=False, verbose=0, callbacks=callbacks)

@@ -99,7 +99,7 @@ def test_split_is_training_with_masters_for_a_thousand_steps(name):
     assert {v.dtype for v in optimizer.variables if v.path.endswith("_split")} == {"int16"}
 
 
-@pytest.mark.parametrize("rounding", first_of(["stochastic", "kahan"]))
+@pytest.mark.parametrize("rounding", first_of(["stochastic", "kahan"], pytest.mark.nightly))
 @pytest.mark.parametrize("name", one_in(4, INNER))
 def test_every_way_to_run_a_step_gives_the_same(name, rounding):
     traced, optimizer = trained(INNER[name], weight_rounding=rounding)
