@@ -10,6 +10,7 @@ pytest.importorskip("benchmarks", reason="the benchmarks are no part of the pack
 
 from benchmarks import learning
 from benchmarks.learning import FLOAT32, RUNS, TASKS, Learnt, figure, learn, learn_all, table
+from helpers.cases import first_of
 
 TASK = "LeNet-5, Adam"
 
@@ -37,13 +38,8 @@ def few_unseen(monkeypatch):
     monkeypatch.setattr(learning, "_UNSEEN", range(10**9, 10**9 + 2))
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        pytest.param(task, marks=pytest.mark.nightly if "SGD" in task else pytest.mark.slow)
-        for task in TASKS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("task", first_of(sorted(TASKS), pytest.mark.nightly))
 def test_runs_are_added_to_a_file_and_not_made_again(task, tmp_path, few_unseen):
     file = tmp_path / "runs.jsonl"
     ways = [FLOAT32, "bfloat16, kahan"]
