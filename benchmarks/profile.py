@@ -1,25 +1,30 @@
 """Where the time of one training step goes, by op type and dtype, beside the roofline.
 
     python -m benchmarks.profile --workload transformer --system rewrite [--markdown FILE]
+    python -m benchmarks.profile --workload transformer lstm ... --system rewrite_fused keras_policy
 
-The step's graph runs in a session that records when every op starts and ends; ops that run at the
-same time are counted in full, so the sum of all ops may exceed the step. The roofline is what each
-op would take at the peaks of this machine's profile, on all cores: the longer of its arithmetic and
-its memory traffic.
+Of several there are two tables for all: what the kinds of ops take, and, of the first system, the
+ops that take 3 % of a step and more. Each runs in a process of its own. The step's graph runs in a
+session that records when every op starts and ends; ops that run at the same time are counted in
+full, so the sum of all ops may exceed the step. The roofline is what each op would take at the
+peaks of this machine's profile, on all cores: the longer of its arithmetic and its memory traffic.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+from benchmarks import report
+from benchmarks.progress import reporting
 from benchmarks.roofline import compute_dtype, work
 from benchmarks.step_graph import Trace, trace
 from benchmarks.systems import BASE, SYSTEMS, grappler_options
@@ -29,6 +34,8 @@ from tfamp.core.profile import MachineProfile
 
 # Below this a ratio to the roofline tells only what starting an op takes.
 _NOTICEABLE = 1e-5
+# The share of a step from which an op is in the table of several workloads.
+_MUCH = 0.03
 _SYSTEMS = tuple(name for name, each in SYSTEMS.items() if not each.torch and not each.xla)
 HEADERS = ("op", "dtype", "count", "ms", "share", "roofline ms", "times roofline")
 KINDS = {
@@ -68,6 +75,10 @@ class Line:
         self.count += count
         self.seconds += seconds
         self.roofline += roofline
+
+    def times_roofline(self) -> str:
+        """How much longer they took; "-" where nothing was computed."""
+        return f"{self.seconds / self.roofline:.1f}" if self.roofline > _NOTICEABLE else "-"
 
 
 @dataclass(frozen=True)
@@ -134,7 +145,7 @@ def rows(lines: Sequence[Line], total: float, most: int) -> list[tuple[str, ...]
             f"{1e3 * line.seconds:.2f}",
             f"{line.seconds / total:.1%}" if total else "-",
             f"{1e3 * line.roofline:.2f}",
-            f"{line.seconds / line.roofline:.1f}" if line.roofline > _NOTICEABLE else "-",
+            line.times_roofline(),
         )
         for line in shown
     ]
@@ -153,37 +164,103 @@ def to_tables(title: str, found: StepProfile, machine: str, most: int) -> list[T
     ]
 
 
+def overview(found: Mapping[tuple[str, str], StepProfile], machine: str) -> list[Table]:
+    """The profiles of several workloads, each under several systems, by their names and titles.
+
+    What the kinds of ops take, and of the first system all ops that take much of a step.
+    """
+    kinds = [
+        kind for kind in KINDS.values() if any(_seconds(each, kind) for each in found.values())
+    ]
+    by_kind = [
+        (*names, *(f"{1e3 * ms:.0f}" for ms in (each.step, *(_seconds(each, k) for k in kinds))))
+        for names, each in found.items()
+    ]
+    (_, first), *_ = found
+    ops = [
+        (
+            workload,
+            line.op,
+            line.dtype,
+            str(line.count),
+            f"{line.seconds / each.total:.1%}",
+            line.times_roofline(),
+        )
+        for (workload, system), each in found.items()
+        for line in each.ops
+        if system == first and line.seconds >= _MUCH * each.total
+    ]
+    headers = ("workload", "op", "dtype", "count", "share", "times roofline")
+    return [
+        Table("Kinds of ops, ms", ("workload", "system", "step", *kinds), tuple(by_kind), left=2),
+        Table(
+            f"Ops of {_MUCH:.0%} of a step and more, {first}",
+            headers,
+            tuple(ops),
+            left=3,
+            notes=(f"Roofline: {machine}.",),
+        ),
+    ]
+
+
+def _seconds(found: StepProfile, kind: str) -> float:
+    return sum(line.seconds for line in found.kinds if line.op == kind)
+
+
 def main() -> None:
     args = _arguments()
-    from benchmarks.keras_side import Trainer
     from tfamp.machine.profile_choice import find_profile
 
-    workload = WORKLOADS[args.workload]
-    size = workload.sizes["small" if args.small else "full"]
-    trainer = Trainer(args.system, args.dtype)
-    batch = trainer.put(workload.batch(size, 0))
-    trainer.build(workload, size)
-    trainer.first_step(batch)
-    options = grappler_options(args.system, args.dtype)
-    found = trace(trainer.concrete(batch), batch, runs=args.runs, rewriter_options=options)
     machine = find_profile().profile
-    dtype = "" if args.system == BASE else f", {args.dtype}"
-    title = f"{args.workload}, {SYSTEMS[args.system].title}{dtype}"
-    shown = to_tables(title, profile_step(found, machine), machine.name, args.rows)
+    jobs = [(name, system) for name in args.workload for system in args.system]
+    found = {}
+    with (
+        # A system sets what holds for its process.
+        multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool,
+        reporting("profile", len(jobs)) as tell,
+    ):
+        for name, system in jobs:
+            tell(f"{name}, {system}")
+            title = SYSTEMS[system].title + ("" if system == BASE else f", {args.dtype}")
+            found[name, title] = profile_step(pool.apply(_trace, (name, system, args)), machine)
+    shown = overview(found, machine.name) if args.page or len(found) > 1 else []
+    if not args.page:
+        for (name, title), each in found.items():
+            shown += to_tables(f"{name}, {title}", each, machine.name, args.rows)
     show(shown)
+    if args.page:
+        report.put_section(args.page, "\n".join(map(to_markdown, shown)))
     if args.markdown:
         args.markdown.write_text("\n".join(map(to_markdown, shown)), encoding="utf-8")
 
 
+def _trace(name: str, system: str, args: argparse.Namespace) -> Trace:
+    from benchmarks.keras_side import Trainer
+
+    workload = WORKLOADS[name]
+    size = workload.sizes["small" if args.small else "full"]
+    trainer = Trainer(system, args.dtype)
+    batch = trainer.put(workload.batch(size, 0))
+    trainer.build(workload, size)
+    trainer.first_step(batch)
+    options = grappler_options(system, args.dtype)
+    return trace(trainer.concrete(batch), batch, runs=args.runs, rewriter_options=options)
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--workload", choices=tuple(WORKLOADS), default="transformer")
-    parser.add_argument("--system", choices=_SYSTEMS, default="rewrite")
+    parser.add_argument(
+        "--workload", nargs="+", choices=tuple(WORKLOADS), default=["transformer"], metavar="W"
+    )
+    parser.add_argument("--system", nargs="+", choices=_SYSTEMS, default=["rewrite"], metavar="S")
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
     parser.add_argument("--runs", type=int, default=10, help="steps to trace; medians are shown")
     parser.add_argument("--rows", type=int, default=25, help="how many op types to list")
     parser.add_argument("--small", action="store_true", help="a small model")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write tables there too")
+    parser.add_argument(
+        "--page", type=Path, help="put the tables of all workloads between the page's marks"
+    )
     return parser.parse_args()
 
 

@@ -24,7 +24,7 @@ from benchmarks import data, measured, plot, report, results, scaling, serving, 
 from benchmarks.__main__ import main
 from benchmarks.casts import count_casts
 from benchmarks.interleaved import Options, WorkerError, workers
-from benchmarks.profile import profile_step, rows
+from benchmarks.profile import overview, profile_step, rows
 from benchmarks.results import Cell, Measured, Run, ScalingRun, WorkloadRun
 from benchmarks.roofline import compute_dtype, work
 from benchmarks.step_graph import Node, Tensor, plain_op, trace
@@ -421,6 +421,11 @@ def test_a_profile_adds_up_to_what_the_ops_took():
     assert len(shown) == 2
     assert other[0] == f"other {len(found.ops) - 2}"
     assert everything[2] == str(sum(by_op.values()))
+    both = {("product", "low"): found, ("product", "float32"): found}
+    kinds, ops = overview(both, "no machine")
+    assert [row[1] for row in kinds.rows] == ["low", "float32"]
+    assert len(ops.rows) <= len(found.ops)  # Of the first alone.
+    assert {row[1] for row in ops.rows} <= {line.op for line in found.ops}
 
 
 # Runs

@@ -128,6 +128,20 @@ def test_where_nothing_is_to_be_compiled_there_is_no_such_candidate(fused_wins, 
     assert [row.candidate for row in rows] == ["float32", "min_cut"]
 
 
+def test_what_overflows_when_it_is_stored_is_not_finite_inside():
+    def product(x):
+        hidden = x @ tf.eye(WIDTH)
+        squares = tf.nn.relu(hidden * hidden) + hidden - tf.abs(hidden)
+        return squares @ tf.eye(WIDTH), tf.reduce_all(tf.math.is_finite(squares))
+
+    options = {"dtype": "float16", "placement": "fused", "force_low": ["."], "measure_seconds": 0}
+    fused = tfamp.rewrite(product, **options)
+    for value, finite in ((100.0, True), (300.0, False)):  # float32 has the square of both.
+        x = tf.fill((2 * ROWS, WIDTH), value)
+        assert bool(fused(x)[1]) == finite == bool(np.isfinite(fused(x)[0]).all())
+    assert "IsFinite" in compiled(fused, x)[0]
+
+
 def test_other_batches_and_cached_weights(fused_wins):
     layer = Layer()
     signature = [tf.TensorSpec((None, WIDTH))]

@@ -96,11 +96,8 @@ class _Convolution:
 
     @property
     def is_large(self) -> bool:
-        """Whether a depthwise filter, of one for each channel, is; a batch may be none or unknown.
-
-        Then there may be no channels of which to make a convolution.
-        """
-        each_channel = self.filter[3] == 1 and self.pixels > 0
+        """Whether a depthwise filter, of one for each channel, is."""
+        each_channel = self.filter[3] == 1 and self.pixels != 0
         return self._is_dense and each_channel and math.prod(self.filter[:2]) >= _LEAST_TAPS
 
     @property
@@ -180,7 +177,7 @@ def _image_of_taps(builder: _Builder, found: _Convolution, low_is_faster: bool) 
     if low_is_faster and found.has_patches:
         return builder.patches(found)
     if low_is_faster and found.is_small:
-        image = builder.padded(builder.image, found.image, found)
+        image = builder.padded(builder.image, found.image, [(0, 0), *found.zeros, (0, 0)])
         return builder.joined([builder.shifted(image, tap, found) for tap in found.taps], found)
     return ""
 
@@ -201,11 +198,13 @@ class _Builder:
         dims = [*found.result[:3], size * size * found.image[3]]
         return self._add("patches", "SpaceToDepth", [self.image], dims, block_size=size)
 
-    def padded(self, image: str, dims: Sequence[int], found: _Convolution) -> str:
-        if not found.has_zeros:
+    def padded(self, image: str, dims: Sequence[int], edges: Sequence[tuple[int, int]]) -> str:
+        """An image with zeros in front of it and behind it, along each axis."""
+        if not any(map(any, edges)):
             return image
-        edges = [(0, 0), *found.zeros, (0, 0)]
-        sizes = [size + sum(edge) for size, edge in zip(dims, edges, strict=True)]
+        sizes = [
+            size if size < 0 else size + sum(edge) for size, edge in zip(dims, edges, strict=True)
+        ]
         inputs = [image, self._constant("paddings", edges)]
         return self._add("padded", "Pad", inputs, sizes, Tpaddings=tf.int32)
 
@@ -229,15 +228,20 @@ class _Builder:
 
     def convolution(self, found: _Convolution) -> str:
         """That of each image with its upstream gradient, added up over the batch."""
-        (batch, height, width, channels), taps = found.image, list(found.filter[:2])
-        columns = batch * channels
-        image = self._as_channels(self.image, found.image, [1, height, width, columns])
-        image = self.padded(image, [1, height, width, columns], found)
-        filters = [*found.result[1:3], columns, 1]
+        (batch, *rows, channels), taps = found.image, found.filter[:2]
+        columns = batch * channels if batch > 0 else -1
+        # A batch that is not known may be empty, and no convolution is of no channels.
+        more = (0, 0 if batch > 0 else channels)
+        dims = [1, *rows, columns]
+        image = self._as_channels(self.image, found.image, dims)
+        image = self.padded(image, dims, [(0, 0), *found.zeros, more])
+        dims = [*found.result[1:3], columns, 1]
+        upstream = self._as_channels(self._node.input[2], found.result, dims)
+        upstream = self.padded(upstream, dims, [(0, 0), (0, 0), more, (0, 0)])
         made = self._add(
             "convolution",
             "DepthwiseConv2dNative",
-            [image, self._as_channels(self._node.input[2], found.result, filters)],
+            [image, upstream],
             [1, *taps, columns],
             strides=_ONCE,
             dilations=_ONCE,

@@ -129,7 +129,8 @@ def test_a_product_in_functions_of_the_graph():
     [
         ((5, 5, 32, 1), "SAME", 1, 4, 2),
         ((5, 7, 32, 1), "VALID", 1, 4, 2),
-        ((5, 5, 32, 1), "SAME", 1, None, 1),  # A batch of no image would have no channels.
+        ((5, 5, 32, 1), "SAME", 1, None, 2),
+        ((5, 7, 32, 1), "VALID", 1, None, 2),
         ((6, 6, 32, 1), [[0, 0], [3, 2], [1, 3], [0, 0]], 1, 4, 2),
         ((3, 3, 32, 1), "SAME", 1, 4, 1),
         ((5, 5, 32, 1), "SAME", 2, 4, 1),
@@ -147,3 +148,6 @@ def test_large_depthwise_filters_get_theirs_from_a_convolution(
     )
     assert graph_op_dtypes(result.graph_def)[FORWARD] == {"bfloat16"}
     assert error(concrete, result, *random(image, kernel)) < tolerance("bfloat16", depth=4)
+    if batch is None:  # One of no images too, though no convolution is of no channels.
+        (found,) = run(concrete, result, *random((0, *image[1:]), kernel))
+        np.testing.assert_array_equal(found, np.zeros(kernel))
