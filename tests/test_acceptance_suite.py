@@ -21,10 +21,12 @@ SUITE = Path(__file__).parent / "gpu"
 
 
 # What takes longest is left to the night: a machine measured again and again, the largest models,
-# and faults of replicas in every way, which tests/integration has on CPUs too.
+# kernels in a second dtype, and faults in every way, which tests/integration has on CPUs too.
 _QUICKER = (
-    "not (doctor or test_training or (compiled and not policy)"
-    " or (several_gpus and test_faults and not policy))"
+    "not (doctor or measured_twice or test_training or (compiled and not policy)"
+    " or (test_trained and transformer) or (test_layers and bfloat16) or (test_recurrent and GRU)"
+    " or (several_gpus and test_faults and not policy)"
+    " or (test_faults.py and (test_loop or test_scaler)))"
 )
 
 

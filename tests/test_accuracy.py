@@ -3,14 +3,14 @@
 import pytest
 
 from benchmarks.accuracy import DTYPES, SIZES, WAYS, Errors, errors, table
+from helpers.cases import one_of_each
 
 # The shape of the table in docs/accuracy.md with fewer layers and tokens.
 SIZE = {**SIZES["full"], "layers": 3, "tokens": 32, "batch": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model", ["opt", "bert"])
+@pytest.mark.parametrize(("model", "dtype"), one_of_each(["opt", "bert"], DTYPES))
 def test_error_is_at_most_that_of_keras_own_policy(model, dtype):
     pytest.importorskip("keras_hub")
     found = errors(model, SIZE, dtype, WAYS, seeds=1)

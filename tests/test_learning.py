@@ -8,7 +8,9 @@ import pytest
 pytest.importorskip("sklearn")
 pytest.importorskip("benchmarks", reason="the benchmarks are no part of the package")
 
+from benchmarks import learning
 from benchmarks.learning import FLOAT32, RUNS, TASKS, Learnt, figure, learn, learn_all, table
+from helpers.cases import first_of
 
 TASK = "LeNet-5, Adam"
 
@@ -31,9 +33,14 @@ def test_a_loss_is_told_in_ratios_to_that_of_the_same_seed():
     assert [line.get_ydata()[0] for line in right.lines] == [1.5, 1.55]
 
 
+@pytest.fixture
+def few_unseen(monkeypatch):
+    monkeypatch.setattr(learning, "_UNSEEN", range(10**9, 10**9 + 2))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("task", TASKS)
-def test_runs_are_added_to_a_file_and_not_made_again(task, tmp_path):
+@pytest.mark.parametrize("task", first_of(sorted(TASKS), pytest.mark.nightly))
+def test_runs_are_added_to_a_file_and_not_made_again(task, tmp_path, few_unseen):
     file = tmp_path / "runs.jsonl"
     ways = [FLOAT32, "bfloat16, kahan"]
     found = learn_all([task], ways, 1, 2, file)
@@ -42,4 +49,9 @@ def test_runs_are_added_to_a_file_and_not_made_again(task, tmp_path):
     changed = replace(found[0], loss=-1.0)
     file.write_text("".join(json.dumps(asdict(run)) + "\n" for run in (changed, found[1])))
     assert learn_all([task], ways, 1, 2, file) == [changed, found[1]]
-    assert learn(task, ways[1], 0, 2).losses == found[1].losses
+
+
+@pytest.mark.slow
+def test_a_run_that_is_made_again_learns_the_same(few_unseen):
+    first, second = (learn(TASK, "bfloat16, kahan", 0, 2) for _ in range(2))
+    assert first == second

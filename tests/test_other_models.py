@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tfamp
 
+pytestmark = pytest.mark.models
 DTYPES = ["float16", "bfloat16"]
 
 

@@ -7,8 +7,6 @@ import importlib
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import keras
@@ -25,7 +23,7 @@ SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("[!_]*.py"))
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(monkeypatch, capfd, tmp_path):
     """Runs an example's main in an empty directory; returns its exit code and what it printed."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.chdir(tmp_path)
@@ -33,7 +31,7 @@ def run(monkeypatch, capsys, tmp_path):
     def run(name, *arguments):
         code = importlib.import_module(name).main(list(arguments))
         assert keras.config.dtype_policy().name == "float32", f"{name} left its policy behind"
-        return code, capsys.readouterr().out
+        return code, capfd.readouterr().out
 
     return run
 
@@ -159,8 +157,8 @@ def test_masters_learn_what_pure_float16_loses(run):
 @pytest.mark.parametrize(
     "ways",
     [
-        # Split is bit for bit what float32 masters are: tests/updates.
-        pytest.param(["to nearest", "stochastic", "kahan"], marks=pytest.mark.slow, id="some"),
+        # Split is bit for bit what float32 masters are, and Kahan's adds up alike: tests/updates.
+        pytest.param(["to nearest", "stochastic"], marks=pytest.mark.slow, id="some"),
         pytest.param(
             ["to nearest", "stochastic", "split", "split, low slots", "kahan"],
             marks=pytest.mark.nightly,
@@ -180,7 +178,8 @@ def test_pure_bfloat16_learns_with_every_rounding_but_to_nearest(run, ways):
     wide, nearest = bits.pop("float32"), bits.pop("to nearest")
     assert nearest > 1.2 * wide
     assert max(bits.values()) < 1.05 * wide
-    assert sizes["stochastic"] < 6.3 < sizes["kahan"] < 8.3 < sizes["float32"]
+    assert sizes["stochastic"] < 6.3 < 8.3 < sizes["float32"]
+    assert all(6.3 < sizes[way] < 8.3 for way in ways if way == "kahan")
 
 
 @pytest.mark.slow
@@ -258,19 +257,14 @@ def test_the_layer_that_float16_ruins_is_found_and_repaired(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_workers_skip_together_and_end_with_the_same_weights():
+def test_two_workers_skip_together_and_end_with_the_same_weights(run, monkeypatch):
     paths = [str(Path(tfamp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    result = subprocess.run(
-        [sys.executable, str(EXAMPLES / "multi_worker.py"), "--small"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    configs = re.findall(r"^TF_CONFIG='(.*)'$", result.stdout, re.M)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    code, printed = run("multi_worker", "--small")
+    assert code == 0
+    configs = re.findall(r"^TF_CONFIG='(.*)'$", printed, re.M)
     assert [json.loads(each)["task"]["index"] for each in configs] == [0, 1]
-    lines = [line for line in result.stdout.splitlines() if line.startswith("worker ")]
+    lines = [line for line in printed.splitlines() if line.startswith("worker ")]
     assert sorted(line.split()[1] for line in lines) == ["0", "1"]
     assert len({line.partition("of 2")[2] for line in lines}) == 1, "not the same: " + str(lines)
     assert "steps 35  skipped 1  loss scale 16,384" in lines[0]

@@ -23,7 +23,6 @@ REPRESENTATIVE = (
     "EfficientNetB0",
     "MobileNetV2",
     "MobileNetV3Small",
-    "ResNet50",
     "VGG16",
 )
 # Those that refuse so small an input, or (Inception) end in one value per channel at it.

@@ -84,8 +84,7 @@ def check(result, steps, replicas):
 
 # Strategies of one process, after the one with the most devices; ways of training; steps.
 CASES = [
-    ("xla2", ("clipped", "fit"), 6),
-    pytest.param("xla2", (*WAYS, "fit"), 12, marks=pytest.mark.slow),
+    pytest.param("xla2", ("clipped", *WAYS, "fit"), 12, marks=pytest.mark.slow),
     pytest.param("mirrored2", ("policy", "scaler", "fit"), 6, marks=pytest.mark.slow),
     pytest.param("mirrored2", (*WAYS, "fit"), 12, marks=pytest.mark.nightly),
     pytest.param("mirrored4", ("policy", "scaler", "fit"), 12, marks=pytest.mark.nightly),

@@ -17,6 +17,7 @@ pytest.importorskip("benchmarks", reason="the benchmarks are no part of the pack
 import tfamp
 from benchmarks import kerashub
 from benchmarks.kerashub_models import MODELS, inputs_of
+from helpers.cases import first_of
 
 FINE = dict.fromkeys(kerashub.CHECKS, 0.01) | {"O0": 0.0, "reload": 0.0, "train": 1.0}
 
@@ -86,12 +87,22 @@ def test_differences_are_relative_to_all_outputs_together():
 # Models
 
 
-@pytest.mark.slow
-def test_ten_families_are_no_worse_than_under_kerass_policy():
+# Encoder and decoder, a decoder, and pictures by attention and by convolution; Bert is below.
+IN_CI = ("Bart", "Llama", "DINOV2", "DenseNet")
+
+
+@pytest.mark.parametrize(
+    "families",
+    [
+        pytest.param(IN_CI, marks=pytest.mark.slow, id="some"),
+        pytest.param(kerashub.SLICE, marks=pytest.mark.nightly, id="ten"),
+    ],
+)
+def test_families_are_no_worse_than_under_kerass_policy(families):
     pytest.importorskip("keras_hub", reason="KerasHub is not installed")
-    found = kerashub.run(kerashub.SLICE, ("bfloat16",), None)
+    found = kerashub.run(families, ("bfloat16",), None)
     assert {key: kerashub.worse_than_keras(outcomes) for key, outcomes in found.items()} == {
-        f"{name}-bfloat16": [] for name in kerashub.SLICE
+        f"{name}-bfloat16": [] for name in families
     }
     for key, outcomes in found.items():
         assert set(outcomes) == set(kerashub.CHECKS), key
@@ -129,7 +140,7 @@ def moved_by_fit(model, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", first_of(["float16", "bfloat16"]))
 def test_only_what_is_not_frozen_moves(dtype):
     backbone, x = encoder(dtype)
     backbone.trainable = False

@@ -203,18 +203,15 @@ def test_a_real_second_process_measures_nothing(tmp_path):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("TFAMP_PROFILE", None)
 
-    def run(**more):
+    def run():
         command = [sys.executable, "-c", PROCESS]
-        done = subprocess.run(
-            command, env=environment | more, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         return [int(each) for each in done.stdout.split()]
 
     timed, measured = run()
     assert timed > 0
     assert measured > 0
     assert run() == [0, measured]
-    assert run(TFAMP_PROFILE="builtin") == [0, 0]
 
 
 def test_it_is_in_every_function_that_rewrites(clock, tmp_path, capsys):
@@ -288,7 +285,8 @@ def test_a_device_that_is_not_here_cannot_be_measured(tmp_path):
 
 
 @pytest.mark.slow
-def test_models_of_every_kind_of_layer_are_measured_without_a_warning(times_folder):
+def test_models_of_every_kind_of_layer_are_measured_without_a_warning(times_folder, monkeypatch):
+    monkeypatch.setattr(op_timing, "_SECONDS", 0.0)  # How long it takes is not what is looked at.
     keras.utils.set_random_seed(0)
     inputs = keras.Input((8, 8, 4))
     x = keras.layers.Conv2D(8, 3, padding="same")(inputs)

@@ -12,7 +12,6 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.cases import first_of
 from helpers.graph_asserts import assert_computes_in
 from helpers.optimizers import plain_optimizers
 from helpers.seeds import set_random_seed
@@ -99,7 +98,18 @@ def timed(monkeypatch):
 # ---- Nothing is left changed ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", first_of(plain_optimizers()))
+# Those that keep what is not of a weight's shape; test_tuning_state has more.
+_IN_CI = ("Adafactor", "Muon", "Nadam", "ScheduleFreeAdamW")
+
+
+def _one_always():
+    first, *others = plain_optimizers()
+    in_ci = [pytest.param(name, marks=pytest.mark.slow) for name in others if name in _IN_CI]
+    rest = [pytest.param(name, marks=pytest.mark.nightly) for name in others if name not in _IN_CI]
+    return [first, *in_ci, *rest]
+
+
+@pytest.mark.parametrize("name", _one_always())
 def test_a_train_step_is_tuned_and_nothing_has_changed(name, timed):
     model, optimizer = make_model(), plain_optimizers()[name](learning_rate=0.1)
     step = make_step(model, optimizer)
