@@ -120,6 +120,17 @@ def test_compiled_whole_it_gives_the_same(rounding):
     assert_same(compiled, traced)
 
 
+def test_compiled_whole_averages_of_short_rows_stay_in_them(monkeypatch):
+    # LLVM stored 32 bits of the last of nine.
+    monkeypatch.setitem(globals(), "SHAPES", ((4, 9),))
+    inner = functools.partial(optimizers.SGD, 0.05, momentum=0.9, use_ema=True, ema_momentum=0.5)
+    options = {"steps": 3, "weight_rounding": "split", "slots": "bfloat16"}
+    (_, traced), (_, compiled) = (
+        trained(inner, how=how, **options) for how in ("traced", "compiled")
+    )
+    assert_same(compiled.inner_optimizer.variables[2:], traced.inner_optimizer.variables[2:])
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
 def test_updates_below_half_a_spacing_add_up(dtype, rounding):

@@ -16,6 +16,8 @@ _HALF = 1 << 15
 _EXPONENT = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 _NAN = 0x7FC00000
+# Of rows that are shorter LLVM makes a vector and a part of one.
+_SHORT = 1 << 4
 
 
 def nearest(value: Any, dtype: Any) -> Any:
@@ -195,11 +197,22 @@ def _upper_half(bits: Any) -> Any:
 
 def _pattern(bits: Any) -> Any:
     """The bfloat16 numbers of patterns in the lower half."""
-    return tf.bitcast(tf.cast(bits, tf.uint16), tf.bfloat16)
+    return tf.bitcast(_narrowed(bits), tf.bfloat16)
 
 
 def _lower_half(bits: Any) -> Any:
-    return tf.cast(_and(bits, 0xFFFF), tf.uint16)
+    return _narrowed(_and(bits, 0xFFFF))
+
+
+def _narrowed(bits: Any) -> Any:
+    """Patterns of 16 bits as such.
+
+    What LLVM makes of a cast of short rows may store 32 bits at the end of each, over the next row
+    if XLA updates in place (seen in rows of 9, by LLVM of TensorFlow 2.21 for AVX512).
+    """
+    if bits.shape.rank and (bits.shape[-1] or _SHORT) < _SHORT:
+        return tf.bitcast(bits, tf.uint16)[..., 0]
+    return tf.cast(bits, tf.uint16)
 
 
 def _raised(low: Any) -> Any:
