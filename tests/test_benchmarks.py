@@ -424,8 +424,8 @@ def test_a_profile_adds_up_to_what_the_ops_took():
     both = {("product", "low"): found, ("product", "float32"): found}
     kinds, ops = overview(both, "no machine")
     assert [row[1] for row in kinds.rows] == ["low", "float32"]
-    assert len(ops.rows) <= len(found.ops)  # Of the first alone.
-    assert {row[1] for row in ops.rows} <= {line.op for line in found.ops}
+    much = [line.op for line in found.ops if line.seconds >= 0.03 * found.total]
+    assert [row[1] for row in ops.rows] == much  # Of the first alone.
 
 
 # Runs

@@ -203,15 +203,18 @@ def test_a_real_second_process_measures_nothing(tmp_path):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("TFAMP_PROFILE", None)
 
-    def run():
+    def run(**more):
         command = [sys.executable, "-c", PROCESS]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, env=environment | more, capture_output=True, text=True, check=True
+        )
         return [int(each) for each in done.stdout.split()]
 
     timed, measured = run()
     assert timed > 0
     assert measured > 0
     assert run() == [0, measured]
+    assert run(TFAMP_PROFILE="builtin") == [0, 0]
 
 
 def test_it_is_in_every_function_that_rewrites(clock, tmp_path, capsys):
