@@ -76,3 +76,20 @@ def test_scaling_keeps_the_gradient_path(dtype):
 def test_float64_losses_stay_float64():
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), loss_scale=2.0)
     assert optimizer.get_scaled_loss(tf.constant(1.0, "float64")).dtype == tf.float64
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_not_a_number_in_one_of_several_low_gradients_is_found(dtype):
+    shapes = [(3, 9), (7,), (2, 2, 1, 5)]
+    weights = [keras.Variable(np.zeros(shape), dtype=dtype) for shape in shapes]
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), loss_scale=1.0)
+    optimizer.build(weights)
+    step = tf.function(lambda *grads: optimizer.apply(list(grads), weights, unscaled=True))
+    for number, shape in enumerate(shapes):
+        step(*(np.ones(shape, weights[0].dtype) for shape in shapes))
+        assert bool(optimizer.last_step_finite)
+        for bad in (np.nan, -np.nan, np.inf, -np.inf):
+            grads = [np.ones(shape, weights[0].dtype) for shape in shapes]
+            grads[number].flat[-1] = bad
+            step(*grads)
+            assert not bool(optimizer.last_step_finite), (shape, bad)

@@ -37,7 +37,9 @@ def largest_magnitudes(tensors: Sequence[Any], device: str) -> Any:
 @functools.lru_cache(maxsize=64)
 def _compiled(specs: tuple[tuple[tf.TensorShape, tf.DType], ...]) -> Any:
     def largest(*tensors: Any) -> Any:
-        return tf.reduce_max(tf.stack([widened(_largest(each)) for each in tensors]))
+        # As patterns too: of a number and NaN XLA's maximum may be the number.
+        patterns = [tf.bitcast(widened(_largest(each)), tf.int32) for each in tensors]
+        return tf.bitcast(tf.reduce_max(tf.stack(patterns)), tf.float32)
 
     signature = [tf.TensorSpec(*spec) for spec in specs]
     return tf.function(largest, signature, jit_compile=True, autograph=False)
