@@ -120,6 +120,27 @@ def test_compiled_whole_it_gives_the_same(rounding):
     assert_same(compiled, traced)
 
 
+@pytest.mark.skipif(not hasattr(optimizers, "MultiOptimizer"), reason="this Keras has none")
+def test_each_of_several_optimizers_clips_accumulates_and_has_low_slots():
+    def several():
+        kinds = [
+            optimizers.RMSprop(0.01, clipnorm=0.5),
+            optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=2),
+        ]
+        return optimizers.MultiOptimizer(lambda variable: kinds[len(variable.shape) % 2])
+
+    split, _ = trained(several, 4, weight_rounding="split")
+    masters, _ = trained(several, 4, master_weights=True)
+    assert_same(split, masters)
+    low = tfamp.LossScaleOptimizer(several(), weight_rounding="stochastic")
+    low.build(weights())
+    assert {v.dtype for v in low.inner_optimizer.variables if v.shape in SHAPES} == {"bfloat16"}
+    with pytest.raises(ValueError, match="Give slots='bfloat16'"):
+        tfamp.LossScaleOptimizer(several(), weight_rounding="kahan", slots="float16").build(
+            weights()
+        )
+
+
 def test_compiled_whole_averages_of_short_rows_stay_in_them(monkeypatch):
     # LLVM stored 32 bits of the last of nine.
     monkeypatch.setitem(globals(), "SHAPES", ((4, 9),))

@@ -19,7 +19,7 @@ from tfamp.training.forms import Chance
 from tfamp.training.fused_update import fused_update, has_fused_update
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value, variable_name
 from tfamp.training.low_weights import LowWeights
-from tfamp.training.optimizer_view import view_of
+from tfamp.training.optimizer_view import applied, view_of
 from tfamp.training.replicas import call_if, update_everywhere
 from tfamp.training.rounding import nearest_of_numbers
 
@@ -92,7 +92,7 @@ def _apply(weights: Weights, gradients: Gradients) -> None:
             return
         gradients = others
     gradients = gradients.unscaled()
-    if optimizer.gradient_accumulation_steps:
+    if any(each.gradient_accumulation_steps for each in applied(optimizer)):
         gradients = gradients.as_stored()
     low = weights.low
     if low is not None and chance is not None and low.updates_any(gradients.variables):

@@ -23,7 +23,7 @@ from tfamp.interop.patching import wrap_method
 from tfamp.training.forms import Chance, Form, form_of, wide_form
 from tfamp.training.fused_update import NUMBERS_OF_ONE, form_of_slot, load, store
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value, variable_name
-from tfamp.training.optimizer_view import view_of
+from tfamp.training.optimizer_view import applied, view_of
 from tfamp.training.replicas import several_replicas, update_everywhere
 
 # ---- As an optimizer sees it ---------------------------------------------------------------------
@@ -243,11 +243,23 @@ class LowWeights:
 
     def build(self, optimizer: Any, targets: Sequence[Any]) -> None:
         """Builds an optimizer, whose slots of low variables get the dtype of `slots`."""
-        inside = getattr(optimizer, "_inner_optimizers", ())  # Those of a MultiOptimizer.
+        reached: set[int] = set()
         with contextlib.ExitStack() as undo:
-            for each in (optimizer, *inside):
-                add = functools.partial(_add_slot, self.slots, each)
-                undo.callback(wrap_method(each, "add_variable_from_reference", add))
+
+            def reach(each: Any) -> Any:
+                if id(each) not in reached:
+                    reached.add(id(each))
+                    check_slots(each, self.slots)
+                    add = functools.partial(_add_slot, self.slots, each)
+                    undo.callback(wrap_method(each, "add_variable_from_reference", add))
+                return each
+
+            for each in applied(optimizer):
+                reach(each)
+            if hasattr(optimizer, "_optimizer_map"):  # A function makes optimizers while it builds.
+                undo.callback(
+                    wrap_method(optimizer, "_optimizer_map", lambda choose, v: reach(choose(v)))
+                )
             optimizer.build(targets)
 
     def updates_any(self, variables: Sequence[Any]) -> bool:
@@ -256,22 +268,18 @@ class LowWeights:
 
     def apply(self, optimizer: Any, gradients: Gradients, chance: Chance) -> None:
         """Applies gradients as the optimizer does, one variable after the other."""
-        accumulates = optimizer.gradient_accumulation_steps
-        if not accumulates and any(getattr(optimizer, name) for name in _CLIPS):
-            # Keras clips what each replica has, and sums then.
-            pair = optimizer._filter_empty_gradients(gradients.values, gradients.variables)
-            values = optimizer._clip_gradients(pair[0])
-            gradients = replace(gradients, values=values, variables=pair[1], checked=None)
+        for each in applied(optimizer):
+            gradients = _clipped(each, gradients)
         if several_replicas() and not gradients.summed:
             gradients = gradients.summed_over_replicas()
         update = _Update(chance)
-        view = view_of(optimizer, _stepping, functools.partial(_adapt, update, not accumulates))
+        view = view_of(optimizer, _stepping, functools.partial(_adapt, update))
         own = [_during(update, optimizer, variable) for variable in gradients.variables]
         view.apply(gradients.values, own)
 
     def finalize(self, optimizer: Any, chance: Chance) -> None:
         """Puts the optimizer's moving averages, if it has any, into the weights."""
-        for each in getattr(optimizer, "_inner_optimizers", [optimizer]):
+        for each in applied(optimizer):
             if each.use_ema:
                 averages = each._model_variables_moving_average
                 for variable, average in zip(each._trainable_variables, averages, strict=True):
@@ -282,14 +290,31 @@ class LowWeights:
 
 def check_slots(optimizer: Any, slots: str) -> None:
     """Raises if slots of a dtype cannot hold what an optimizer keeps."""
-    inside = getattr(optimizer, "_inner_optimizers", [optimizer])
-    wrong = [x.name for x in inside if not isinstance(x, _HELD_BY_FLOAT16)]
+    wrong = [x.name for x in applied(optimizer) if not isinstance(x, _HELD_BY_FLOAT16)]
     if slots == "float16" and wrong:
         raise ValueError(
             f"slots='float16' cannot hold what {wrong[0]} keeps: squares of gradients under 2.4e-4 "
             "are zero in float16, and divide the step. Give slots='bfloat16', which takes as much "
             "memory and has float32's range."
         )
+
+
+def _clipped(optimizer: Any, gradients: Gradients) -> Gradients:
+    """Clips what an optimizer, of several perhaps, updates; with accumulation it does so itself.
+
+    Keras clips what each replica has, and sums then.
+    """
+    if optimizer.gradient_accumulation_steps or not any(getattr(optimizer, n) for n in _CLIPS):
+        return gradients
+    known, values = optimizer._trainable_variables_indices, list(gradients.values)
+    own = [
+        i
+        for i, (gradient, variable) in enumerate(gradients.pairs())
+        if gradient is not None and optimizer._var_key(variable) in known
+    ]
+    for i, value in zip(own, optimizer._clip_gradients([values[i] for i in own]), strict=True):
+        values[i] = value
+    return replace(gradients, values=values, checked=None)
 
 
 # They keep averages of gradients, and no squares.
@@ -406,11 +431,11 @@ def _stepping(kind: type) -> type:
     return Stepping
 
 
-def _adapt(update: _Update, clipped: bool, optimizer: Any, state: dict[str, Any]) -> None:
+def _adapt(update: _Update, optimizer: Any, state: dict[str, Any]) -> None:
     """Puts what stands for them in the place of the variables that an optimizer keeps."""
     state["_update"] = update
-    if clipped:
-        state |= dict.fromkeys(_CLIPS)
+    if not optimizer.gradient_accumulation_steps:
+        state |= dict.fromkeys(_CLIPS)  # They are clipped.
     variables = state["_trainable_variables"]
     numbers = [getattr(variable, "number", 0) for variable in variables]
     slots = 0

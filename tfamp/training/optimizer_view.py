@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfamp.interop.keras_hooks import native
 from tfamp.interop.tf_private import strategy_needs_merge_call
+
+
+def applied(optimizer: Any) -> Sequence[Any]:
+    """The optimizers that are applied: those of a MultiOptimizer, else the optimizer itself."""
+    inside: Sequence[Any] = getattr(optimizer, "_inner_optimizers", [optimizer])
+    return inside
 
 
 def view_of(
