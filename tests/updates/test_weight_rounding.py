@@ -141,6 +141,45 @@ def test_each_of_several_optimizers_clips_accumulates_and_has_low_slots():
         )
 
 
+@pytest.mark.skipif(not hasattr(optimizers, "MultiOptimizer"), reason="this Keras has none")
+def test_averages_of_several_optimizers_where_one_has_no_variables():
+    own = [keras.Variable(np.ones(3), dtype="bfloat16", name="one")]
+    several = optimizers.OptimizerMap(
+        optimizers.Adam(use_ema=True), {"one": optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)}
+    )
+    inner = optimizers.MultiOptimizer(several)
+    optimizer = tfamp.LossScaleOptimizer(inner, weight_rounding="split")
+    for _ in range(2):
+        optimizer.apply([tf.ones(3, "bfloat16")], own, unscaled=True)
+    optimizer.finalize_variable_values(own)
+    np.testing.assert_array_equal(own[0].numpy(), np.full(3, 0.25))
+
+
+class Averaging(optimizers.Optimizer):
+    """An optimizer as users write them, whose slots are in a dict."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.means = {self._var_key(v): self.add_variable_from_reference(v) for v in variables}
+
+    def update_step(self, gradient, variable, learning_rate):
+        mean = self.means[self._var_key(variable)]
+        self.assign(mean, 0.999 * mean + 0.001 * keras.ops.cast(gradient, mean.dtype))
+        self.assign_sub(variable, learning_rate * mean)
+
+
+def test_slots_in_a_dict_are_computed_in_float32():
+    keras.utils.set_random_seed(0)
+    own = [keras.Variable(np.zeros(3000), dtype="bfloat16")]
+    optimizer = tfamp.LossScaleOptimizer(Averaging(1.0), weight_rounding="stochastic")
+    for _ in range(20):
+        optimizer.apply([tf.ones(3000, "bfloat16")], own, unscaled=True)
+    (mean,) = optimizer.inner_optimizer.means.values()
+    assert mean.dtype == "bfloat16"
+    # With 0.999 as bfloat16 has it, which is 1, it would be 1 % more.
+    assert np.mean(mean.numpy().astype("float64")) == pytest.approx(1 - 0.999**20, rel=2e-3)
+
+
 def test_compiled_whole_averages_of_short_rows_stay_in_them(monkeypatch):
     # LLVM stored 32 bits of the last of nine.
     monkeypatch.setitem(globals(), "SHAPES", ((4, 9),))

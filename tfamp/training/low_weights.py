@@ -280,7 +280,7 @@ class LowWeights:
     def finalize(self, optimizer: Any, chance: Chance) -> None:
         """Puts the optimizer's moving averages, if it has any, into the weights."""
         for each in applied(optimizer):
-            if each.use_ema:
+            if each.built and each.use_ema:  # Of several one may have no variables.
                 averages = each._model_variables_moving_average
                 for variable, average in zip(each._trainable_variables, averages, strict=True):
                     own = _during(_Update(chance), each, variable)
@@ -440,15 +440,25 @@ def _adapt(update: _Update, optimizer: Any, state: dict[str, Any]) -> None:
     numbers = [getattr(variable, "number", 0) for variable in variables]
     slots = 0
     for name, value in list(state.items()):
-        if name in _NO_SLOTS:
+        if name in _NO_SLOTS or name.startswith("_self_"):  # These are TensorFlow's.
             continue
         if isinstance(value, keras.Variable):
             state[name] = _slot_during(update, value, 0)
-        elif isinstance(value, list) and any(isinstance(x, keras.Variable) for x in value):
+        elif _are_slots(members := list(value.values()) if isinstance(value, dict) else value):
             slots += 1
-            pairs = zip(value, numbers, strict=False)
-            state[name] = [_slot_during(update, slot, number + slots) for slot, number in pairs]
+            pairs = zip(members, numbers, strict=False)
+            own = [_slot_during(update, slot, number + slots) for slot, number in pairs]
+            state[name] = dict(zip(value, own, strict=True)) if isinstance(value, dict) else own
     state["_trainable_variables"] = [_during(update, optimizer, v) for v in variables]
+
+
+def _are_slots(members: Any) -> bool:
+    """Whether these are the slots of an optimizer's variables, None for those that have none."""
+    return (
+        isinstance(members, (list, tuple))
+        and any(isinstance(each, keras.Variable) for each in members)
+        and all(each is None or isinstance(each, keras.Variable) for each in members)
+    )
 
 
 def _slot_during(update: _Update, slot: Any, number: int) -> Any:
