@@ -25,6 +25,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop.keras_hooks import native, runs_tensorflow
 from tfamp.interop.tf_private import device_kind_of, xla_works
+from tfamp.training.compiled_groups import grouped
 from tfamp.training.forms import FLOAT32, Chance, Form, form_of, wide_form
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value
 from tfamp.training.replicas import several_replicas
@@ -156,8 +157,8 @@ def _update_in_one_pass(
                 if rule.run is not None and not low:
                     rule.run(optimizer, step, its_own)
                     continue
-                for group in _groups(its_own, device):
-                    _run_compiled(rule, step, group)
+                for group in grouped(its_own, device, _gradient, _kind, _GROUP):
+                    _run_compiled(rule, step, group, device)
 
 
 def _factors(divisor: Any) -> tuple[Any, ...]:
@@ -230,6 +231,14 @@ class _Update(NamedTuple):
     forms: tuple[Form, ...]  # Of the variable and of its slots.
     handles: Sequence[Sequence[Any]]  # Of each, those of what is stored for it.
     number: int  # The variable's own among the optimizer's.
+
+
+def _gradient(update: _Update) -> Any:
+    return update.gradient
+
+
+def _kind(update: _Update) -> Any:
+    return update.decays, update.forms
 
 
 def _sgd(optimizer: Any, step: _Step, updates: list[_Update]) -> None:
@@ -373,43 +382,12 @@ def _rule_of(optimizer: keras.optimizers.Optimizer) -> _Rule | None:
 # ---- Compiled ------------------------------------------------------------------------------------
 
 # How many weights are updated together on a CPU. In float32, with two slots and a gradient, they
-# take 8 MiB: what a cache that cores share holds.
+# take 8 MiB: what a cache that cores share holds, so that what is computed of numbers that were
+# just written finds them there.
 _GROUP = 1 << 19
 
 
-def _groups(updates: list[_Update], device: str) -> list[list[_Update]]:
-    """Updates that are compiled together: on GPUs all of them, on CPUs what caches hold.
-
-    What is computed of numbers that were just written then finds them in a cache; and groups of the
-    same shapes, as layers that repeat have them, are compiled once.
-    """
-    if device_kind_of(device) != "cpu":
-        return [updates]
-    kinds: dict[Any, list[_Update]] = defaultdict(list)
-    for each in updates:
-        kinds[each.gradient.shape, each.gradient.dtype, each.decays, each.forms].append(each)
-    groups: list[list[_Update]] = []
-    others: list[_Update] = []
-    for alike in kinds.values():
-        count = max(1, _GROUP // max(1, _size(alike[0])))
-        whole = len(alike) - len(alike) % count
-        groups += [alike[i : i + count] for i in range(0, whole, count)]
-        others += alike[whole:]
-    room = 0
-    for each in others:
-        if _size(each) > room:
-            groups.append([])
-            room = _GROUP
-        groups[-1].append(each)
-        room -= _size(each)
-    return groups
-
-
-def _size(update: _Update) -> int:
-    return int(update.gradient.shape.num_elements())
-
-
-def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update]) -> None:
+def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update], device: str) -> None:
     parts = (_update_slots, _update_value) if rule.next_slots is not None else (_update_value,)
     parts = parts[::-1] if rule.value_first else parts
     gradients, decays, forms, handles, numbers = zip(*updates, strict=True)
@@ -419,7 +397,8 @@ def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update]) -> None:
     wide = all(form.dtypes == FLOAT32.dtypes for own in forms for form in own[1:])
     for each in [parts] if wide else [(part,) for part in parts]:
         scalars = len(step.factors), len(step.numbers)
-        compiled = _compiled(rule, each, decays, forms, dtypes, scalars)
+        on_cpu = device_kind_of(device) == "cpu"
+        compiled = _compiled(rule, each, decays, forms, dtypes, scalars, on_cpu)
         compiled(step, list(gradients), list(handles), tf.constant(numbers, tf.int32))
 
 
@@ -428,20 +407,24 @@ def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update]) -> None:
 @functools.lru_cache(maxsize=64)
 def _compiled(
     rule: _Rule,
-    parts: tuple[Callable[..., None], ...],
+    parts: tuple[Callable[..., list[Any]], ...],
     decays: tuple[bool, ...],
     forms: tuple[tuple[Form, ...], ...],
     dtypes: tuple[tf.DType, ...],
     scalars: tuple[int, int],
+    on_cpu: bool,
 ) -> Any:
-    def update_all(step: _Step, gradients: Any, handles: Any, numbers: Any) -> None:
+    def update_all(step: _Step, gradients: Any, handles: Any, numbers: Any) -> list[Any]:
+        halved = []
         for i, (gradient, own) in enumerate(zip(gradients, handles, strict=True)):
             first = numbers[i] * NUMBERS_OF_ONE
             pairs = enumerate(zip(forms[i], own, strict=True))
             cells = [_Cell(*pair, first + j) for j, pair in pairs]
             wide = gradient if dtypes[i] == tf.float32 else widened(gradient)
             for part in parts:
-                part(rule, step, wide, decays[i], cells)
+                halved += part(rule, step, wide, decays[i], cells)
+        # XLA on CPUs has a loop for each result, and repeats in it what has no result of its own.
+        return halved if on_cpu else []
 
     factors, numbers = ((_SCALAR,) * count for count in scalars)
     step = _Step(factors, _SCALAR, numbers, Chance(_COUNT, _COUNT))
@@ -465,7 +448,8 @@ class _Cell(NamedTuple):
         store(self.form, self.handles, value, chance, self.number)
 
 
-def _update_value(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: Any) -> None:
+def _update_value(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: Any) -> list[Any]:
+    """Updates a variable; returns its next value if that is stored in more than one part."""
     times = functools.partial(_product, step.chance.step)
     value, *slots = (cell.load() for cell in cells)
     if decays:
@@ -473,18 +457,20 @@ def _update_value(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: 
         decayed = value - times(value, step.decay)
         value = tf.where(tf.equal(step.decay, 0.0), value, decayed)
     new = rule.next_value(times, step.numbers, _unscaled(times, step, gradient), value, *slots)
-    cells[0].store(_kept(step, new) if len(cells[0].handles) > 1 else new, step.chance)
+    cells[0].store(new, step.chance)
+    return [new] if len(cells[0].handles) > 1 else []
 
 
-def _update_slots(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: Any) -> None:
+def _update_slots(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: Any) -> list[Any]:
+    if rule.next_slots is None:
+        return []
     times = functools.partial(_product, step.chance.step)
     slots = [cell.load() for cell in cells[1:]]
-    if rule.next_slots is None:
-        return
     gradient = _unscaled(times, step, gradient)
     new = rule.next_slots(times, step.numbers, gradient, *slots)
     for each, cell in zip(new, cells[1:], strict=True):
         cell.store(each, step.chance)
+    return []
 
 
 def _unscaled(times: Any, step: _Step, gradient: Any) -> Any:
@@ -492,11 +478,6 @@ def _unscaled(times: Any, step: _Step, gradient: Any) -> Any:
         return gradient
     first, second = step.factors
     return times(gradient * first, second)
-
-
-def _kept(step: _Step, value: Any) -> Any:
-    """The same value, computed once, however many use it: quotients are what the compiler keeps."""
-    return value / _disguised(step.chance.step, _number(1.0))
 
 
 def _product(step: Any, left: Any, right: Any) -> Any:

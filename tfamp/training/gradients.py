@@ -6,6 +6,7 @@ Every stage takes `Gradients` and returns new ones; `GradientPipeline` puts them
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,9 @@ from keras import ops
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.options import GradClip
-from tfamp.interop.keras_hooks import runs_tensorflow
+from tfamp.interop.keras_hooks import native, runs_tensorflow
+from tfamp.interop.tf_private import xla_works
+from tfamp.training.magnitudes import largest_magnitudes
 from tfamp.training.replicas import all_reduce_sum, on_every_replica, several_replicas
 
 
@@ -86,10 +89,10 @@ class Gradients:
             for pair, known in zip(self.pairs(), checked, strict=True)
             if pair[0] is not None and not known
         ]
-        squared = [pair for pair in pairs if _can_be_squared(*pair)]
-        checks = _finite_each([p for p in pairs if not _can_be_squared(*p)], self.divisor)
-        if squared:
-            checks.append(_finite_squares(squared, self.divisor))
+        ways = defaultdict(list)
+        for pair in pairs:
+            ways[_way_to_check(*pair)].append(pair)
+        checks = [check for way, own in ways.items() for check in way(own, self.divisor)]
         return ops.all(ops.stack(checks)) if checks else ops.convert_to_tensor(True)
 
     def all_finite_everywhere(self, before: Any) -> Any:
@@ -200,18 +203,58 @@ def _mapped(function: Callable[[Any], Any], gradient: Any) -> Any:
 # ---- Checking ------------------------------------------------------------------------------------
 
 
-def _finite_squares(pairs: Sequence[tuple[Any, Any]], divisor: Any) -> Any:
+_Pairs = Sequence[tuple[Any, Any]]
+
+
+def _way_to_check(gradient: Any, variable: Any) -> Callable[[_Pairs, Any], list[Any]]:
+    """How it is found out whether such gradients are finite: what reads them once where it can."""
+    # In eager mode the host would wait for the device between the two looks at squares.
+    if (
+        not runs_tensorflow()
+        or tf.executing_eagerly()
+        or isinstance(gradient, tf.IndexedSlices)
+        or dtype_name(gradient) == "float64"
+        or is_next_value(variable)
+    ):
+        return _finite_each
+    if (
+        dtype_name(gradient) in LOW_PRECISION
+        and variable is not None
+        and gradient.shape.is_fully_defined()
+        and gradient.shape.rank
+        and 0 not in gradient.shape
+        and xla_works(native(variable).device)
+    ):
+        return _finite_magnitudes
+    return _finite_squares
+
+
+def _finite_magnitudes(pairs: _Pairs, divisor: Any) -> list[Any]:
+    # Divided and rounded to the variable's dtype, the largest is the largest still.
+    kinds = defaultdict(list)
+    for gradient, variable in pairs:
+        place = native(variable).device
+        kinds[place, dtype_name(variable), gradient.dtype].append((gradient, variable))
+    largest = [
+        (largest_magnitudes([gradient for gradient, _ in own], device), own[0][1])
+        for (device, _, _), own in kinds.items()
+    ]
+    return _finite_each(largest, divisor)
+
+
+def _finite_squares(pairs: _Pairs, divisor: Any) -> list[Any]:
     # The sum of the squares takes one look at a gradient, and is finite only where every element
     # is; under 2**30 every element is in float16's range, and a finite one in bfloat16's. Where it
     # is not, which is rare, every element is looked at.
     sums = tf.stack([tf.nn.l2_loss(tf.cast(gradient, "float32")) for gradient, _ in pairs])
     sums = sums if divisor is None else sums / divisor / divisor
     limits = tf.constant([_limit_of_squares(variable) for _, variable in pairs])
-    return tf.cond(
+    checked = tf.cond(
         tf.reduce_all(sums < limits),
         lambda: tf.constant(True),
         lambda: tf.reduce_all(tf.stack(_finite_each(pairs, divisor))),
     )
+    return [checked]
 
 
 def _limit_of_squares(variable: Any) -> float:
@@ -219,7 +262,7 @@ def _limit_of_squares(variable: Any) -> float:
     return 2.0**30 if narrow else math.inf
 
 
-def _finite_each(pairs: Sequence[tuple[Any, Any]], divisor: Any) -> list[Any]:
+def _finite_each(pairs: _Pairs, divisor: Any) -> list[Any]:
     checks = []
     for gradient, variable in pairs:
         values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
@@ -227,15 +270,6 @@ def _finite_each(pairs: Sequence[tuple[Any, Any]], divisor: Any) -> list[Any]:
             values = _quotient(values, divisor)
         checks.append(ops.all(ops.isfinite(_narrowed(values, variable))))
     return checks
-
-
-def _can_be_squared(gradient: Any, variable: Any) -> bool:
-    # In eager mode the host would wait for the device between the two looks.
-    if not runs_tensorflow() or tf.executing_eagerly():
-        return False
-    sparse = isinstance(gradient, tf.IndexedSlices)
-    wide = dtype_name(gradient) == "float64"
-    return not (sparse or wide or is_next_value(variable))
 
 
 def _narrowed(gradient: Any, variable: Any) -> Any:
