@@ -31,6 +31,7 @@ OPTIMIZERS = {
     "SGD, momentum": lambda: keras.optimizers.SGD(1e-3, momentum=0.9),
     "Adam": lambda: keras.optimizers.Adam(1e-3),
     "AdamW": lambda: keras.optimizers.AdamW(1e-3),
+    "Adafactor": lambda: keras.optimizers.Adafactor(1e-3),
 }
 SYSTEMS = {
     "bare Keras": lambda inner: inner,
@@ -39,7 +40,7 @@ SYSTEMS = {
 }
 
 # The dtype of the weights and gradients, and what the optimizer is told; the first is compared to.
-LOW_OPTIMIZERS = ("SGD, momentum", "AdamW")
+LOW_OPTIMIZERS = ("SGD, momentum", "AdamW", "Adafactor")
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed": ("float32", {}),
     "low, masters": ("bfloat16", {"master_weights": True}),

@@ -39,6 +39,10 @@ OPTIMIZERS = {
     "adamw_schedule_clip": lambda: keras.optimizers.AdamW(
         schedule(), weight_decay=0.02, global_clipnorm=1.0
     ),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.05),
+    "adafactor_schedule_decay": lambda: keras.optimizers.Adafactor(
+        schedule(), weight_decay=0.02, clip_threshold=0.5, clipnorm=1.0
+    ),
 }
 
 
@@ -70,7 +74,7 @@ def one_pass_updates(function):
 
 def updates_of(name):
     """How many ops and compiled calls update all variables."""
-    return 1 if name.startswith("adam") else len(SHAPES)
+    return 1 if name.startswith("ada") else len(SHAPES)
 
 
 def stepper(optimizer, trainable, scale):
