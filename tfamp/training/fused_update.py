@@ -158,7 +158,7 @@ def _update_in_one_pass(
                 if rule.run is not None and not low:
                     rule.run(optimizer, step, its_own)
                     continue
-                for group in grouped(its_own, device, _gradient, _kind, _GROUP):
+                for group in grouped(its_own, device, lambda u: u.kind, lambda u: u.bytes):
                     _run_compiled(rule, step, group, device)
 
 
@@ -233,13 +233,21 @@ class _Update(NamedTuple):
     handles: Sequence[Sequence[Any]]  # Of each, those of what is stored for it.
     number: int  # The variable's own among the optimizer's.
 
+    @property
+    def kind(self) -> Any:
+        """What is the same for all that are compiled alike."""
+        return self.gradient.shape, self.gradient.dtype, self.decays, self.forms
 
-def _gradient(update: _Update) -> Any:
-    return update.gradient
+    @property
+    def bytes(self) -> int:
+        """What it reads and writes, with the float32 number of a variable of two parts."""
+        dtypes = [self.gradient.dtype, *(dtype for form in self.forms for dtype in form.dtypes)]
+        each = sum(tf.as_dtype(dtype).size for dtype in dtypes) + 4 * _is_parted(self.forms[0])
+        return int(self.gradient.shape.num_elements()) * each
 
 
-def _kind(update: _Update) -> Any:
-    return update.decays, update.forms
+def _is_parted(form: Form) -> bool:
+    return len(form.dtypes) > 1
 
 
 def _sgd(optimizer: Any, step: _Step, updates: list[_Update]) -> None:
@@ -438,11 +446,6 @@ def _rule_of(optimizer: keras.optimizers.Optimizer) -> _Rule | None:
 
 # ---- Compiled ------------------------------------------------------------------------------------
 
-# How many weights are updated together on a CPU. In float32, with two slots and a gradient, they
-# take 8 MiB: what a cache that cores share holds, so that what is computed of numbers that were
-# just written finds them there.
-_GROUP = 1 << 19
-
 
 def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update], device: str) -> None:
     parts = (_update_slots, _update_value) if rule.next_slots is not None else (_update_value,)
@@ -515,7 +518,7 @@ def _update_value(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: 
         value = tf.where(tf.equal(step.decay, 0.0), value, decayed)
     new = rule.next_value(times, step.numbers, _unscaled(times, step, gradient), value, *slots)
     cells[0].store(new, step.chance)
-    return [new] if len(cells[0].handles) > 1 else []
+    return [new] if _is_parted(cells[0].form) else []
 
 
 def _update_slots(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: Any) -> list[Any]:

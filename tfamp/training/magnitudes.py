@@ -13,8 +13,6 @@ import tensorflow as tf
 
 from tfamp.training.compiled_groups import grouped
 
-# How many numbers are looked at in one call on a CPU: 8 MiB.
-_GROUP = 1 << 22
 # A maximum of so many parts is one of whole vectors; more are slower again.
 _PARTS = 8
 _SIGN = 1 << 15
@@ -26,13 +24,17 @@ def largest_magnitudes(tensors: Sequence[Any], device: str) -> Any:
     All are bfloat16 or all float16, and their shapes are known; XLA has to work on the device.
     """
     with tf.device(device):
-        groups = grouped(tensors, device, lambda each: each, lambda each: None, _GROUP)
+        groups = grouped(tensors, device, lambda each: each.shape, _bytes)
         compiled = [_compiled(tuple(each.shape for each in group)) for group in groups]
         patterns = [
             run(*(tf.bitcast(each, tf.uint16) for each in group))
             for run, group in zip(compiled, groups, strict=True)
         ]
         return tf.cast(tf.bitcast(tf.stack(patterns), tensors[0].dtype), tf.float32)
+
+
+def _bytes(tensor: Any) -> int:
+    return int(tensor.shape.num_elements() * tensor.dtype.size)
 
 
 @functools.lru_cache(maxsize=64)
