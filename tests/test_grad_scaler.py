@@ -671,7 +671,7 @@ def test_a_bad_state_dict_restores_nothing():
     ]:
         with pytest.raises(error):
             scaler.load_state_dict(before | {"scale": 2.0} | changes)
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="no 'growth_factor', .*, only 'scale'"):
         scaler.load_state_dict({"scale": 2.0})
     with pytest.raises(RuntimeError, match="state dict is empty"):
         scaler.load_state_dict({})

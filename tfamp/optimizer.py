@@ -229,14 +229,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # Every replica computes the same value: each updates its own copy, nothing is sent.
         return self.add_variable((), initializer=start, dtype=dtype, aggregation="none", name=name)
 
-    def _go_on_from(self, other: LossScaleOptimizer) -> None:
-        """Takes over what another one has counted and, where the rule is the same, its scale."""
-        self._skipped.assign(other._skipped)
-        self._consecutive.assign(other._consecutive)
-        if other.rule == self.rule:
-            self.dynamic_scale.assign(other.dynamic_scale)
-            self.step_counter.assign(other.step_counter)
-
     # ---- Building --------------------------------------------------------------------------------
 
     def build(self, var_list: Sequence[Any]) -> None:
@@ -701,6 +693,15 @@ def _with_effect(config: Mapping[str, Any]) -> dict[str, Any]:
             stacklevel=3,
         )
     return {name: value for name, value in config.items() if name not in given}
+
+
+def go_on_from(optimizer: LossScaleOptimizer, other: LossScaleOptimizer) -> None:
+    """Takes over what another one has counted and, where the rule is the same, its scale."""
+    optimizer._skipped.assign(other._skipped)
+    optimizer._consecutive.assign(other._consecutive)
+    if other.rule == optimizer.rule:
+        optimizer.dynamic_scale.assign(other.dynamic_scale)
+        optimizer.step_counter.assign(other.step_counter)
 
 
 def _check_features(

@@ -449,7 +449,7 @@ def test_two_monitors_in_one_fit_are_an_error():
     ("arguments", "error", "message"),
     [
         ({"every": 0}, ValueError, "every must be at least 1; got 0"),
-        ({"jsonl": 3}, TypeError, "expected str, bytes or os.PathLike"),
+        ({"jsonl": 3}, TypeError, "jsonl takes the path of a file; got 3"),
         ({"every": 1.5}, TypeError, "every must be a whole number; got 1.5"),
         ({"max_consecutive_skips": 0}, ValueError, "max_consecutive_skips must be at least 1"),
     ],

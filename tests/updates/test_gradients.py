@@ -6,6 +6,9 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from helpers.graph_asserts import concrete
+
+LOW_SHAPES = [(), (1,), (13,), (17, 3), (3, 3, 5, 9), (64, 2), (1, 40)]
 
 
 def unscaled(gradient, scale):
@@ -47,6 +50,47 @@ def test_all_finite(bad, dtype):
     assert is_finite(good, None)
     assert not is_finite(good, None, tf.constant([0.0, bad], dtype))
     assert not is_finite(tf.IndexedSlices(tf.constant([bad], dtype), [0]))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_one_number_of_a_low_gradient_that_is_not_finite_is_found(dtype):
+    weights = [keras.Variable(tf.zeros(shape), dtype=dtype) for shape in LOW_SHAPES]
+    optimizer = tfamp.LossScaleOptimizer(
+        keras.optimizers.SGD(0.0), initial_scale=1.0, min_scale=2.0**-9, weight_rounding="kahan"
+    )
+    optimizer.build(weights)
+    step = tf.function(lambda *grads: optimizer.apply(list(grads), weights, unscaled=True))
+    largest = tf.dtypes.as_dtype(dtype).max
+    good = [np.full(shape, largest, weights[0].dtype) for shape in LOW_SHAPES]
+    good[3][5] = -0.0, -largest, np.float32(2.0**-130)
+    # Each is looked at as it is, but for the scalar: there is no float32 copy to be squared.
+    graph_def = concrete(step, *map(tf.constant, good)).graph.as_graph_def()
+    nodes = [*graph_def.node, *(n for each in graph_def.library.function for n in each.node_def)]
+    assert [node.op for node in nodes].count("L2Loss") == 1
+    step(*map(tf.constant, good))
+    assert int(optimizer.skipped_steps) == 0
+    tried = 0
+    for which, shape in enumerate(LOW_SHAPES):
+        for place in {0, np.prod(shape, dtype=int) // 2, np.prod(shape, dtype=int) - 1}:
+            for bad in (np.inf, -np.inf, np.nan, -np.nan):
+                grads = [each.copy() for each in good]
+                grads[which].flat[place] = bad
+                step(*map(tf.constant, grads))
+                tried += 1
+    assert int(optimizer.skipped_steps) == tried > 60
+
+
+def test_a_low_gradient_that_overflows_when_unscaled_is_found():
+    weights = [keras.Variable(tf.zeros((9, 2)), dtype=dtype) for dtype in ("float16", "bfloat16")]
+    optimizer = tfamp.LossScaleOptimizer(
+        keras.optimizers.SGD(0.0), initial_scale=2.0**-4, min_scale=2.0**-9, master_weights=False
+    )
+    optimizer.build(weights)
+    step = tf.function(lambda *grads: optimizer.apply(list(grads), weights, unscaled=False))
+    for value, finite in ((2.0**11, True), (2.0**12, False)):  # 2**16 is beyond float16.
+        before = int(optimizer.skipped_steps)
+        step(*(tf.fill((9, 2), tf.constant(value, weight.dtype)) for weight in weights))
+        assert (int(optimizer.skipped_steps) == before) is finite
 
 
 def test_nothing_is_finite():

@@ -385,8 +385,9 @@ def test_variables_without_elements(how):
     np.testing.assert_allclose(own[1].numpy().astype("float32"), 0.5, rtol=1e-5)
 
 
-def test_one_compiled_pass_and_no_float32_copy_in_the_graph():
-    own, optimizer = trained(INNER["AdamW"], 0, weight_rounding="stochastic")
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+def test_one_compiled_pass_and_no_float32_copy_in_the_graph(name):
+    own, optimizer = trained(INNER[name], 0, weight_rounding="stochastic")
     step = tf.function(lambda *g: optimizer.apply(list(g), own, unscaled=True))
     graph_def = step.get_concrete_function(*gradients(0)).graph.as_graph_def()
     calls = [

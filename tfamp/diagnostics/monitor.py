@@ -127,6 +127,8 @@ class NumericsMonitor(keras.callbacks.Callback):
         self.max_consecutive_skips = max_consecutive_skips
         self.history: list[dict[str, Any]] = []
         # A number would be written to as a file that is open already.
+        if not isinstance(jsonl, str | os.PathLike | None):
+            raise TypeError(f"jsonl takes the path of a file; got {jsonl!r}.")
         self._jsonl = None if jsonl is None else os.fspath(jsonl)
         self._tensorboard = tensorboard
         self._events = None if tensorboard is None else _event_writer(tensorboard)

@@ -22,7 +22,7 @@ from tfamp.interop.patching import wrap_method
 from tfamp.layers.float_policies import WeakMap
 from tfamp.levels.model_structure import drop_traced_functions
 from tfamp.levels.precision_config import EffectiveLevel
-from tfamp.optimizer import LossScaleOptimizer
+from tfamp.optimizer import LossScaleOptimizer, go_on_from
 
 _VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 # Wrappers that `prepare` made: another level takes them off, where it leaves a user's own.
@@ -221,7 +221,7 @@ def _wrapped(optimizer: Any, inner: Any, level: EffectiveLevel) -> Any:
         rule = dataclasses.replace(rule, initial_scale=start, growth_steps=steps)
     wrapped = LossScaleOptimizer(inner, loss_scale=rule, **features)
     if own:
-        wrapped._go_on_from(optimizer)
+        go_on_from(wrapped, optimizer)
     _made_here.set(wrapped, True)
     return wrapped
 

@@ -1,9 +1,10 @@
-"""Updates of Keras's SGD, Adam, AdamW and Lion, each in one pass over a variable.
+"""Updates of Keras's SGD, Adam, AdamW, Lion and Adafactor, each in one pass over a variable.
 
 Keras writes an update as a dozen ops, each of which reads and writes whole tensors. For SGD
-TensorFlow has ops that do it in one, with the same roundings. Adam is compiled by XLA instead, for
-all variables of a device together: TensorFlow's ResourceApplyAdam computes 1 - beta_2 in float32,
-which for 0.999 is off by 1e-5. Each replica of a strategy updates its own copies.
+TensorFlow has ops that do it in one, with the same roundings. The others are compiled by XLA
+instead, for all variables of a device together: TensorFlow's ResourceApplyAdam computes 1 - beta_2
+in float32, which for 0.999 is off by 1e-5. Each replica of a strategy updates its own copies.
+Adafactor's means of rows, of columns and of a whole variable are passes of their own.
 
 Variables that are stored in another form than float32 are updated so by all of them: read, updated
 in float32 and rounded in one compiled pass. XLA may turn a product and a sum into one operation
@@ -73,7 +74,7 @@ def fused_update(
 
     `chance` decides how what is stored in fewer bits is rounded. Returns the gradients of the other
     variables, which are to be applied as Keras does and end the step; None where there are none.
-    Those of Adam and AdamW are among them where XLA does not work.
+    Without XLA only SGD has some that are applied here.
     """
     # Warns of gradients that are None, as the optimizer does.
     values, variables = optimizer._filter_empty_gradients(gradients.values, gradients.variables)
@@ -157,7 +158,7 @@ def _update_in_one_pass(
                 if rule.run is not None and not low:
                     rule.run(optimizer, step, its_own)
                     continue
-                for group in grouped(its_own, device, _gradient, _kind, _GROUP):
+                for group in grouped(its_own, device, lambda u: u.kind, lambda u: u.bytes):
                     _run_compiled(rule, step, group, device)
 
 
@@ -177,7 +178,7 @@ def _factors(divisor: Any) -> tuple[Any, ...]:
 def _update_of(optimizer: Any, rule: _Rule, gradient: Any, variable: Any) -> _Update:
     target, index = native(variable), optimizer._get_variable_index(variable)
     decays = bool(optimizer.weight_decay) and optimizer._use_weight_decay(target)
-    slots = [slot[index] for slot in rule.slots(optimizer)]
+    slots = rule.slots(optimizer, index)
     forms = (getattr(target, "form", FLOAT32), *map(form_of_slot, slots))
     own = target.handles if _is_low(target) else [target.handle]
     handles = [own, *([native(slot).handle] for slot in slots)]
@@ -232,13 +233,21 @@ class _Update(NamedTuple):
     handles: Sequence[Sequence[Any]]  # Of each, those of what is stored for it.
     number: int  # The variable's own among the optimizer's.
 
+    @property
+    def kind(self) -> Any:
+        """What is the same for all that are compiled alike."""
+        return self.gradient.shape, self.gradient.dtype, self.decays, self.forms
 
-def _gradient(update: _Update) -> Any:
-    return update.gradient
+    @property
+    def bytes(self) -> int:
+        """What it reads and writes, with the float32 number of a variable of two parts."""
+        dtypes = [self.gradient.dtype, *(dtype for form in self.forms for dtype in form.dtypes)]
+        each = sum(tf.as_dtype(dtype).size for dtype in dtypes) + 4 * _is_parted(self.forms[0])
+        return int(self.gradient.shape.num_elements()) * each
 
 
-def _kind(update: _Update) -> Any:
-    return update.decays, update.forms
+def _is_parted(form: Form) -> bool:
+    return len(form.dtypes) > 1
 
 
 def _sgd(optimizer: Any, step: _Step, updates: list[_Update]) -> None:
@@ -318,12 +327,60 @@ def _lion_slots(times: Any, numbers: Any, gradient: Any, mean: Any) -> Any:
     return (times(mean, beta_2) + times(gradient, rest_2),)
 
 
+def _adafactor_numbers(optimizer: Any, rate: Any) -> tuple[Any, ...]:
+    step = tf.cast(optimizer.iterations + 1, tf.float32)
+    if not callable(optimizer._learning_rate) and optimizer.relative_step:
+        rate = tf.minimum(rate, 1.0 / tf.sqrt(step))
+    beta_2 = 1.0 - tf.pow(step, _number(optimizer.beta_2_decay))
+    settings = optimizer.epsilon_1, optimizer.epsilon_2, optimizer.clip_threshold
+    return (tf.minimum(rate, 1.0 / tf.sqrt(step)), beta_2, 1.0 - beta_2, *map(_number, settings))
+
+
+def _adafactor_own_slots(optimizer: Any, index: int) -> list[Any]:
+    """The averages of rows, of columns and their product; of a vector its squares' alone."""
+    rows, columns = optimizer._r[index], optimizer._c[index]
+    factors = [rows, columns] if len(rows.shape) else []
+    return [*factors, optimizer._v[index]]
+
+
+def _adafactor_slots(times: Any, numbers: Any, gradient: Any, *slots: Any) -> Any:
+    _, beta_2, rest, epsilon, *_ = numbers
+    squares = times(gradient, gradient) + epsilon
+
+    def averaged(old: Any, new: Any) -> Any:
+        return times(beta_2, old) + times(rest, new)
+
+    if len(slots) == 1:
+        return (averaged(slots[0], squares),)
+    rows = averaged(slots[0], tf.reduce_mean(squares, -1))
+    columns = averaged(slots[1], tf.reduce_mean(squares, -2))
+    return rows, columns, _of_factors(rows, columns)
+
+
+def _adafactor_value(times: Any, numbers: Any, gradient: Any, value: Any, *slots: Any) -> Any:
+    rate, _, _, _, least, threshold = numbers
+    # The product is not read: where it is stored low it is rounded.
+    update = gradient / tf.sqrt(slots[0] if len(slots) == 1 else _of_factors(*slots[:2]))
+    size = tf.maximum(least, _root_mean_square(times, value))
+    update = update / tf.maximum(1.0, _root_mean_square(times, update) / threshold)
+    return value - times(times(size, rate), update)
+
+
+def _of_factors(rows: Any, columns: Any) -> Any:
+    shares = rows / tf.reduce_mean(rows, -1, keepdims=True)
+    return shares[..., None] * columns[..., None, :]
+
+
+def _root_mean_square(times: Any, value: Any) -> Any:
+    return tf.sqrt(tf.reduce_mean(times(value, value)))
+
+
 class _Rule(NamedTuple):
     """The update of one class of optimizers."""
 
     settings: tuple[str, ...]  # What has to be a number of the optimizer's.
-    # For each slot the optimizer's variables, by the index of the variable they belong to.
-    slots: Callable[[Any], tuple[Sequence[Any], ...]]
+    # The optimizer's slots of the variable of an index.
+    slots: Callable[[Any, int], list[Any]]
     # Scalars that all updates of a step have in common, of the optimizer and its learning rate.
     numbers: Callable[[Any, Any], tuple[Any, ...]]
     # The next values of a variable and of its slots, and which is computed first, of the old other.
@@ -337,36 +394,44 @@ class _Rule(NamedTuple):
 
 _DESCENT = _Rule(
     settings=("momentum",),
-    slots=lambda optimizer: (),
+    slots=lambda optimizer, index: [],
     numbers=lambda optimizer, rate: (rate, _number(optimizer.momentum)),
     next_value=_descent_value,
     run=_sgd,
 )
 _MOMENTUM = _DESCENT._replace(
-    slots=lambda optimizer: (optimizer.momentums,),
+    slots=lambda optimizer, index: [optimizer.momentums[index]],
     next_value=_momentum_value,
     next_slots=_momentum_slots,
 )
 _NESTEROV = _MOMENTUM._replace(next_value=_nesterov_value)
 _ADAM = _Rule(
     settings=("beta_1", "beta_2", "epsilon"),
-    slots=lambda optimizer: (optimizer._momentums, optimizer._velocities),
+    slots=lambda optimizer, index: [optimizer._momentums[index], optimizer._velocities[index]],
     numbers=_adam_numbers,
     next_value=_adam_value,
     next_slots=_adam_slots,
 )
 _LION = _Rule(
     settings=("beta_1", "beta_2"),
-    slots=lambda optimizer: (optimizer._momentums,),
+    slots=lambda optimizer, index: [optimizer._momentums[index]],
     numbers=_lion_numbers,
     next_value=_lion_value,
     next_slots=_lion_slots,
     value_first=True,
 )
+_ADAFACTOR = _Rule(
+    settings=("beta_2_decay", "epsilon_1", "epsilon_2", "clip_threshold"),
+    slots=_adafactor_own_slots,
+    numbers=_adafactor_numbers,
+    next_value=_adafactor_value,
+    next_slots=_adafactor_slots,
+)
 _RULES = {
     keras.optimizers.Adam: _ADAM,
     keras.optimizers.AdamW: _ADAM,
     keras.optimizers.Lion: _LION,
+    keras.optimizers.Adafactor: _ADAFACTOR,
 }
 
 
@@ -380,11 +445,6 @@ def _rule_of(optimizer: keras.optimizers.Optimizer) -> _Rule | None:
 
 
 # ---- Compiled ------------------------------------------------------------------------------------
-
-# How many weights are updated together on a CPU. In float32, with two slots and a gradient, they
-# take 8 MiB: what a cache that cores share holds, so that what is computed of numbers that were just
-# written finds them there.
-_GROUP = 1 << 19
 
 
 def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update], device: str) -> None:
@@ -458,10 +518,12 @@ def _update_value(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: 
         value = tf.where(tf.equal(step.decay, 0.0), value, decayed)
     new = rule.next_value(times, step.numbers, _unscaled(times, step, gradient), value, *slots)
     cells[0].store(new, step.chance)
-    return [new] if len(cells[0].handles) > 1 else []
+    return [new] if _is_parted(cells[0].form) else []
 
 
 def _update_slots(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: Any) -> list[Any]:
+    if rule.next_slots is None:
+        return []
     times = functools.partial(_product, step.chance.step)
     slots = [cell.load() for cell in cells[1:]]
     gradient = _unscaled(times, step, gradient)

@@ -361,6 +361,12 @@ class GradScaler(tf.Module):
                 "The state dict is empty; it was probably saved by a GradScaler with "
                 "enabled=False. Start this one without it, or disable it too."
             )
+        missing = [name for name in _CHECKS if name not in state_dict]
+        if missing:
+            raise KeyError(
+                f"The state dict has no {', '.join(map(repr, missing))}, only "
+                f"{', '.join(map(repr, state_dict))}. Pass what state_dict() returned, whole."
+            )
         # All are checked first: a bad value must not leave half a state.
         values = {name: check(state_dict[name]) for name, check in _CHECKS.items()}
         for name, variable in self._state().items():

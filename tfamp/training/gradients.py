@@ -233,10 +233,11 @@ def _finite_magnitudes(pairs: _Pairs, divisor: Any) -> list[Any]:
     # Divided and rounded to the variable's dtype, the largest is the largest still.
     kinds = defaultdict(list)
     for gradient, variable in pairs:
-        kinds[native(variable).device, dtype_name(variable)].append((gradient, variable))
+        place = native(variable).device
+        kinds[place, dtype_name(variable), gradient.dtype].append((gradient, variable))
     largest = [
         (largest_magnitudes([gradient for gradient, _ in own], device), own[0][1])
-        for (device, _), own in kinds.items()
+        for (device, _, _), own in kinds.items()
     ]
     return _finite_each(largest, divisor)
 

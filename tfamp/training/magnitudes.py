@@ -12,10 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.training.compiled_groups import grouped
-from tfamp.training.rounding import widened
 
-# How many numbers are looked at in one call on a CPU: 8 MiB.
-_GROUP = 1 << 22
 # A maximum of so many parts is one of whole vectors; more are slower again.
 _PARTS = 8
 _SIGN = 1 << 15
@@ -24,34 +21,38 @@ _SIGN = 1 << 15
 def largest_magnitudes(tensors: Sequence[Any], device: str) -> Any:
     """The largest magnitudes of groups of tensors, a float32 vector; NaN where a group has one.
 
-    The tensors are bfloat16 or float16 and have known shapes; XLA has to work on the device.
+    All are bfloat16 or all float16, and their shapes are known; XLA has to work on the device.
     """
-    found = []
     with tf.device(device):
-        for group in grouped(tensors, device, lambda each: each, lambda each: None, _GROUP):
-            compiled = _compiled(tuple((each.shape, each.dtype) for each in group))
-            found.append(compiled(*group))
-        return tf.stack(found)
+        groups = grouped(tensors, device, lambda each: each.shape, _bytes)
+        compiled = [_compiled(tuple(each.shape for each in group)) for group in groups]
+        patterns = [
+            run(*(tf.bitcast(each, tf.uint16) for each in group))
+            for run, group in zip(compiled, groups, strict=True)
+        ]
+        return tf.cast(tf.bitcast(tf.stack(patterns), tensors[0].dtype), tf.float32)
+
+
+def _bytes(tensor: Any) -> int:
+    return int(tensor.shape.num_elements() * tensor.dtype.size)
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(specs: tuple[tuple[tf.TensorShape, tf.DType], ...]) -> Any:
-    def largest(*tensors: Any) -> Any:
-        # As patterns too: of a number and NaN XLA's maximum may be the number.
-        patterns = [tf.bitcast(widened(_largest(each)), tf.int32) for each in tensors]
-        return tf.bitcast(tf.reduce_max(tf.stack(patterns)), tf.float32)
+def _compiled(shapes: tuple[tf.TensorShape, ...]) -> Any:
+    # Magnitudes are ordered as their patterns are, inf and NaN above all. The maximum of numbers
+    # may lose a NaN.
+    def largest(*patterns: Any) -> Any:
+        return tf.reduce_max(tf.stack([_largest(each) for each in patterns]))
 
-    signature = [tf.TensorSpec(*spec) for spec in specs]
+    signature = [tf.TensorSpec(shape, tf.uint16) for shape in shapes]
     return tf.function(largest, signature, jit_compile=True, autograph=False)
 
 
-def _largest(tensor: Any) -> Any:
-    """The largest magnitude; the patterns of magnitudes have their order, inf and NaN above all."""
-    rows = tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1, *tensor.shape[-1:]])
-    patterns = tf.bitwise.bitwise_and(tf.bitcast(rows, tf.uint16), tf.constant(_SIGN - 1, tf.uint16))
-    count = rows.shape[0]
+def _largest(patterns: Any) -> Any:
+    rows = patterns if patterns.shape.rank == 1 else tf.reshape(patterns, [-1, patterns.shape[-1]])
+    magnitudes = tf.bitwise.bitwise_and(rows, tf.constant(_SIGN - 1, tf.uint16))
+    count = int(rows.shape[0])
     length = -(-count // _PARTS)
     # The last ones overlap, which changes no maximum.
     starts = sorted({min(i * length, count - length) for i in range(_PARTS)})
-    parts = [patterns[start : start + length] for start in starts]
-    return tf.bitcast(tf.reduce_max(functools.reduce(tf.maximum, parts)), tensor.dtype)
+    return tf.reduce_max(functools.reduce(tf.maximum, [magnitudes[i : i + length] for i in starts]))

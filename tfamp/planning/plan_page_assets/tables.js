@@ -159,9 +159,9 @@ function nodeTable(model, onPick) {
       { title: "Op", value: (node) => node.op, width: "13%" },
       { title: "Dtype", value: (node) => node.dtype, color: (node) => node.color, width: "7%" },
       { title: "Rule", value: (node) => node.rule, width: "8%" },
-      { title: "Reason", value: (node) => node.reason, width: known ? "22%" : "29%" },
+      { title: "Reason", value: (node) => node.reason, width: known ? "20%" : "27%" },
       ...(known ? [cost] : []),
-      { title: "Casts in", value: (node) => node.castsIn.length, width: "5%", number: true },
+      { title: "Casts in", value: (node) => node.castsIn.length, width: "7%", number: true },
       { title: "out", value: (node) => node.castsOut.length, width: "5%", number: true },
     ],
   });
