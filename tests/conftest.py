@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -111,6 +114,16 @@ def two_replicas() -> tf.distribute.MirroredStrategy:
     instance".
     """
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+@pytest.fixture(scope="session")
+def without_tfamp() -> Iterator[Callable[..., None]]:
+    """Runs programs in a process of their own that has no tfamp, with names given to them.
+
+    One process for all: starting TensorFlow takes seconds.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        yield lambda program, **names: pool.submit(exec, program, names).result(timeout=600)
 
 
 @pytest.fixture

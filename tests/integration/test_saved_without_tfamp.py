@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -17,13 +14,12 @@ from helpers.output_models import MODELS, X, functional, sequential
 
 pytestmark = pytest.mark.slow  # It starts a process.
 
-# Runs in a fresh process for all files at once: starting TensorFlow takes seconds.
 _RELOAD = """
 import json, sys
 import keras, numpy as np
-x = np.load(sys.argv[1])
+x = np.load(folder + "/x.npy")
 found = {}
-for path in sys.argv[2:]:
+for path in paths:
     model = keras.saving.load_model(path)
     found[path] = {
         "layers": sorted(
@@ -37,7 +33,8 @@ for path in sys.argv[2:]:
     }
 assert "tfamp" not in sys.modules
 assert keras.config.dtype_policy().name == "float32"
-print(json.dumps(found))
+with open(folder + "/found.json", "w") as file:
+    json.dump(found, file)
 """
 
 
@@ -60,7 +57,7 @@ def describe(model):
 
 
 @pytest.fixture(scope="module")
-def reloaded(tmp_path_factory):
+def reloaded(tmp_path_factory, without_tfamp):
     """(here, there) by (model, policy): what the models were, and what they are when reloaded."""
     folder = tmp_path_factory.mktemp("saved")
     here, paths = {}, {}
@@ -72,16 +69,8 @@ def reloaded(tmp_path_factory):
                 model.save(paths[name, policy])
                 here[name, policy] = describe(model)
     np.save(folder / "x.npy", X)
-    done = subprocess.run(
-        [sys.executable, "-c", _RELOAD, str(folder / "x.npy"), *paths.values()],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
-    )
-    assert done.returncode == 0, done.stderr
-    there = json.loads(done.stdout.splitlines()[-1])
+    without_tfamp(_RELOAD, folder=str(folder), paths=list(paths.values()))
+    there = json.loads((folder / "found.json").read_text("utf-8"))
     return {key: (here[key], there[path]) for key, path in paths.items()}
 
 
