@@ -214,16 +214,34 @@ def test_missing_and_existing_directories_are_one_line(run, src, tmp_path):
 
 _PROCESS = """
 import os, resource, shutil, signal, sys
+from pathlib import Path
 from tfamp.cli import main
-src, here, largest = sys.argv[1], sys.argv[2], int(sys.argv[3])
-def rewrite(name, *options):
-    sys.stdout.write(f"{main(['rewrite', src, here + name, '--dtype', 'bfloat16', *options])}\\n")
+from tfamp.core.profile import builtin_profile
+from tfamp.machine import profile_choice
+src, here, *sizes = sys.argv[1:]
+def say(what):
+    sys.stdout.write(f"{what}\\n")
     sys.stdout.flush()
+def rewrite(name, *options):
+    say(main(["rewrite", src, here + name, "--dtype", "bfloat16", *options]))
+def keep_profile(device):
+    profile_choice.put_profile(Path(here, "cache"), {"cpu": "full"}, builtin_profile(device))
+def files():
+    return {path: path.read_bytes() for path in Path(here).rglob("*") if path.is_file()}
 rewrite("/frozen", "--freeze")
-limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
+keep_profile("gpu")
+before, limits = files(), resource.getrlimit(resource.RLIMIT_FSIZE)
+for size in map(int, sizes):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    rewrite("/frozen", "--overwrite")
+    if size <= 100:
+        try:
+            keep_profile("cpu")
+        except OSError as error:
+            say(type(error).__name__)
 rewrite("/new/too_large")
 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+say(files() == before)
 copy = shutil.copytree
 def copy_and_stop(*args, **kwargs):
     copy(*args, **kwargs)
@@ -235,20 +253,22 @@ rewrite("/new/terminated")
 
 
 @pytest.mark.slow
-def test_a_full_disk_and_a_termination_are_one_line_and_leave_nothing(src, tmp_path):
-    largest = 40_000  # Bytes a file may have; the variables take more.
-    assert any(each.stat().st_size > largest for each in src.rglob("*") if each.is_file())
-    command = [sys.executable, "-c", _PROCESS, str(src), str(tmp_path), str(largest)]
+def test_a_full_disk_and_a_termination_are_one_line_and_leave_what_was_there(src, tmp_path):
+    sizes = (0, 100, 5_000, 40_000)  # Bytes a file may have; the variables take more.
+    assert any(each.stat().st_size > sizes[-1] for each in src.rglob("*") if each.is_file())
+    command = [sys.executable, "-c", _PROCESS, str(src), str(tmp_path), *map(str, sizes)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     # Nothing else reaches the screen, such as TensorFlow's notes when it is imported.
     words = [line.split()[0] for line in done.stdout.splitlines()]
-    assert words == ["wrote", "nodes", "casts", "0", "1", "1"], done
-    full, terminated = done.stderr.splitlines()
-    where = f"{tmp_path}/new/too_large"
-    assert full.startswith(f"tfamp: error: The output {where} could not be written")
-    assert "File too large" in full
+    full = ["1", "OSError"] * 2 + ["1"] * 2
+    assert words == ["wrote", "nodes", "casts", "0", *full, "1", "True", "1"], done
+    *full, terminated = done.stderr.splitlines()
+    frozen, large = (f"The output {tmp_path}/{name}" for name in ("frozen", "new/too_large"))
+    for where, line in zip([frozen] * len(sizes) + [large], full, strict=True):
+        assert line.startswith(f"tfamp: error: {where} could not be written")
+    assert "File too large" in full[-1]
     assert terminated == "tfamp: error: interrupted; nothing was written"
-    assert [path.name for path in tmp_path.iterdir()] == ["frozen"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "frozen"]
 
 
 def test_the_handler_of_terminations_is_put_back(run, src):

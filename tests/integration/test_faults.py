@@ -64,19 +64,14 @@ import os, signal, sys, time
 import keras, numpy as np, tensorflow as tf, tfamp
 from helpers.training import small_model
 
-folder, how, kill_at, out = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+how, kill_at, folders = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 tf.config.experimental.enable_op_determinism()
-with tfamp.policy_scope("mixed_bfloat16"):
-    model = small_model()
-optimizer = tfamp.LossScaleOptimizer(
-    keras.optimizers.Adam(0.01), initial_scale=2.0**10, dynamic_growth_steps=5
-)
 
 def batch(number):
     x = np.random.default_rng(number).standard_normal((8, 4)).astype("float32")
     return x * np.float32(np.nan if number % 9 == 4 else 1.0)
 
-def with_checkpoint():
+def with_checkpoint(model, optimizer, folder):
     optimizer.build(model.trainable_variables)
     done = tf.Variable(0)
     checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer, done=done)
@@ -109,25 +104,30 @@ class Kill(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
         self.seen += 1
 
-def with_backup():
+def with_backup(model, optimizer, folder):
     x = np.concatenate([batch(number) for number in range(10)])
     model.compile(optimizer, "mse", jit_compile=False)
     backup = keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
     options = {"batch_size": 8, "epochs": 5, "shuffle": False, "verbose": 0}
     model.fit(x, np.ones((80, 1), "float32"), callbacks=[backup, Kill()], **options)
 
-with_checkpoint() if how == "checkpoint" else with_backup()
-np.savez(out, *[v.numpy() for v in model.variables + optimizer.variables])
+for folder in folders:
+    with tfamp.policy_scope("mixed_bfloat16"):
+        model = small_model()
+    optimizer = tfamp.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01), initial_scale=2.0**10, dynamic_growth_steps=5
+    )
+    train = with_checkpoint if how == "checkpoint" else with_backup
+    train(model, optimizer, folder)
+    np.savez(folder + ".npz", *[v.numpy() for v in model.variables + optimizer.variables])
 """
 
 
-def uninterrupted(folder, how):
-    finish(start(_TRAINING, folder / "whole", how, -1, folder / "whole.npz"))
-    return np.load(folder / "whole.npz")
-
-
-def assert_equal_files(path, expected):
-    with np.load(path) as actual:
+def assert_goes_on_as_if_never_killed(killed, how):
+    """Ends the training that was killed and, in the same process, makes the whole one again."""
+    whole = killed.with_name("whole")
+    finish(start(_TRAINING, how, -1, killed, whole))
+    with np.load(f"{killed}.npz") as actual, np.load(f"{whole}.npz") as expected:
         assert actual.files == expected.files
         for name in expected.files:
             np.testing.assert_array_equal(actual[name], expected[name])
@@ -136,12 +136,12 @@ def assert_equal_files(path, expected):
 @pytest.mark.parametrize("kills", ONCE_OR_OFTEN)
 def test_killed_at_random_moments_and_resumed_from_a_checkpoint(tmp_path, kills):
     moments, hits = random.Random(kills), 0
-    arguments = (tmp_path / "checkpoints", "checkpoint", -1, tmp_path / "end.npz")
+    folder = tmp_path / "checkpoints"
     for _ in range(kills):
-        hits += kill_after(start(_TRAINING, *arguments), moments.uniform(0.0, 8.0 / kills))
+        killed = start(_TRAINING, "checkpoint", -1, folder)
+        hits += kill_after(killed, moments.uniform(0.0, 8.0 / kills))
     assert hits
-    finish(start(_TRAINING, *arguments))
-    assert_equal_files(tmp_path / "end.npz", uninterrupted(tmp_path, "checkpoint"))
+    assert_goes_on_as_if_never_killed(folder, "checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -154,11 +154,10 @@ def test_killed_at_random_moments_and_resumed_from_a_checkpoint(tmp_path, kills)
 )
 def test_killed_at_batches_and_resumed_by_keras_callback(tmp_path, batches):
     for at in batches:
-        killed = start(_TRAINING, tmp_path / "backup", "backup", at, tmp_path / "end.npz")
+        killed = start(_TRAINING, "backup", at, tmp_path / "backup")
         killed.communicate(timeout=600)
         assert killed.returncode == -signal.SIGKILL
-    finish(start(_TRAINING, tmp_path / "backup", "backup", -1, tmp_path / "end.npz"))
-    assert_equal_files(tmp_path / "end.npz", uninterrupted(tmp_path, "backup"))
+    assert_goes_on_as_if_never_killed(tmp_path / "backup", "backup")
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -244,46 +243,6 @@ def test_killed_while_the_cache_is_written(tmp_path, kills):
         two = [start(_CACHING, tmp_path) for _ in range(2)]
         assert all(kill_after(each, moments.uniform(0.0, 0.1)) for each in two)
         assert profile_choice.get_profile(tmp_path, {"cpu": "shared"}) is not None
-
-
-_FULL_DISK = """
-import resource, signal, sys, warnings
-from pathlib import Path
-import tensorflow  # Importing it looks for a folder it can write to.
-import tfamp
-from tfamp.machine import profile_choice
-from tfamp.core.profile import builtin_profile
-source, target, cache = map(Path, sys.argv[1:])
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-for size in (0, 100, 5_000, 40_000):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        tfamp.rewrite_saved_model(source, target, dtype="bfloat16", overwrite=True)
-    except tfamp.SavedModelError as error:
-        print("refused" if "could not be written" in str(error) else error)
-    if size <= 100:
-        try:
-            profile_choice.put_profile(cache, {"cpu": "full"}, builtin_profile("cpu"))
-        except OSError as error:
-            print(type(error).__name__)
-"""
-
-
-def files_of(folder):
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-@pytest.mark.slow
-def test_a_full_disk_leaves_what_was_there(tmp_path):
-    saved_models.module(tmp_path / "source")
-    tfamp.rewrite_saved_model(tmp_path / "source", tmp_path / "target", dtype="float16")
-    profile_choice.put_profile(tmp_path / "cache", {"cpu": "full"}, builtin_profile("gpu"))
-    before = files_of(tmp_path)
-    folders = (tmp_path / name for name in ("source", "target", "cache"))
-    out = finish(start(_FULL_DISK, *folders))
-    assert out.split() == ["refused", "OSError"] * 2 + ["refused"] * 2
-    assert files_of(tmp_path) == before
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs Unix")
