@@ -232,18 +232,34 @@ def test_importing_tfamp_loads_no_framework_and_changes_nothing():
     )
 
 
+# What an import costs, without a clock: `python -m benchmarks.import_time` has one.
+_BESIDE_TENSORFLOW = """
+import sys, keras, tensorflow
+keras.layers, tensorflow.function
+before = set(sys.modules)
+import tfamp
+assert set(sys.modules) - before == {"tfamp"}
+for name in tfamp.__all__: getattr(tfamp, name)
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+others = new - set(sys.stdlib_module_names) - {"tfamp", "platformdirs"}
+assert not others, f"the names of tfamp loaded {others}"
+
+from tfamp.diagnostics.device import read_environment
+from tfamp.interop import tf_private
+from tfamp.machine import hardware, profile_choice
+
+tfamp.set_global_policy("auto")
+hardware.automatic_policy(hardware.detect())
+read_environment(hardware.detect())
+profile_choice.machine_key()
+tfamp.OpLists.default("float16")
+assert not tf_private.runtime_has_started()
+tensorflow.config.set_visible_devices([], "GPU")  # which is an error from then on
+tensorflow.ones(())
+assert tf_private.runtime_has_started()
+"""
+
+
 @pytest.mark.slow
-def test_importing_tfamp_beside_tensorflow_loads_one_module_and_its_names_only_tfamps():
-    # What an import costs, without a clock: `python -m benchmarks.import_time` has one.
-    _run_python(
-        "import sys, keras, tensorflow\n"
-        "keras.layers, tensorflow.function\n"
-        "before = set(sys.modules)\n"
-        "import tfamp\n"
-        "assert set(sys.modules) - before == {'tfamp'}\n"
-        "for name in tfamp.__all__: getattr(tfamp, name)\n"
-        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
-        "others = new - set(sys.stdlib_module_names) - {'tfamp', 'platformdirs'}\n"
-        "assert not others, f'the names of tfamp loaded {others}'\n",
-        warnings="ignore",
-    )
+def test_beside_tensorflow_one_module_is_loaded_its_names_load_only_tfamps_and_start_no_device():
+    _run_python(_BESIDE_TENSORFLOW, warnings="ignore")

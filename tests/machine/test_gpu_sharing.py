@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import tensorflow as tf
 
@@ -96,31 +93,3 @@ def test_nothing_is_known_without_a_gpu_or_nvidia_smi(one_gpu, monkeypatch, tmp_
         assert not gpu_sharing.used_by_others()
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert not gpu_sharing.used_by_others()
-
-
-_LOOKS = """
-import tfamp
-from tfamp.diagnostics.device import read_environment
-from tfamp.interop import tf_private
-from tfamp.machine import hardware, profile_choice
-
-tfamp.set_global_policy("auto")
-hardware.automatic_policy(hardware.detect())
-read_environment(hardware.detect())
-profile_choice.machine_key()
-tfamp.OpLists.default("float16")
-assert not tf_private.runtime_has_started()
-import tensorflow as tf
-
-tf.config.set_visible_devices([], "GPU")  # which is an error from then on
-tf.ones(())
-assert tf_private.runtime_has_started()
-"""
-
-
-@pytest.mark.slow
-def test_import_policy_and_detection_start_no_device():
-    done = subprocess.run(
-        [sys.executable, "-c", _LOOKS], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
