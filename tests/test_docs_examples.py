@@ -69,7 +69,15 @@ def run_page(path: Path) -> int:
     return len(blocks)
 
 
-@pytest.mark.parametrize("path", first_of(PAGES), ids=lambda path: str(path.relative_to(ROOT)))
+def _pages():
+    """One always, the others in CI, where building the documentation runs the notebooks too."""
+    notebooks = [path for path in PAGES if path.suffix == ".ipynb"]
+    rest = [path for path in PAGES if path not in notebooks]
+    at_night = (pytest.param(path, marks=pytest.mark.nightly) for path in notebooks)
+    return [*first_of(rest), *at_night]
+
+
+@pytest.mark.parametrize("path", _pages(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_python_blocks_of_the_page_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if not run_page(path):
