@@ -36,6 +36,26 @@ def run(monkeypatch, capfd, tmp_path):
     return run
 
 
+@pytest.fixture(scope="module")
+def trained():
+    """Models of digits by policy."""
+    return {}
+
+
+@pytest.fixture
+def train_once(run, trained, monkeypatch):
+    """Examples that train the same models take what another has trained."""
+    train = importlib.import_module("digits_fit").train
+
+    def once(policy, data, epochs, seed, display):
+        if policy not in trained:
+            trained[policy] = train(policy, data, epochs, seed, display)
+        return trained[policy]
+
+    for name in ("digits_fit", "accuracy_table"):
+        monkeypatch.setattr(importlib.import_module(name), "train", once)
+
+
 def percent(pattern, text):
     """Returns the one percentage that follows `pattern`, as a number."""
     (found,) = re.findall(pattern + r"\D*?(\d+\.\d+) ?%", text)
@@ -43,6 +63,7 @@ def percent(pattern, text):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("train_once")
 def test_the_main_job_prints_plain_text_where_there_is_no_terminal(run):
     pytest.importorskip("matplotlib")
     code, printed = run("digits_fit", "--small", "--plot", "digits.png")
@@ -271,6 +292,7 @@ def test_two_workers_skip_together_and_end_with_the_same_weights(run, monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("train_once")
 def test_the_accuracy_table_is_markdown_and_written_only_on_request(run, tmp_path):
     code, printed = run("accuracy_table", "--small", "--output", "table.md")
     assert code == 0
