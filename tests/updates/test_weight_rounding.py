@@ -57,7 +57,7 @@ def gradients(number, dtype="bfloat16", skips=True):
     return found
 
 
-def trained(inner, steps=12, dtype="bfloat16", how="function", seed=1, **arguments):
+def trained(inner, steps=6, dtype="bfloat16", how="function", seed=1, **arguments):
     keras.utils.set_random_seed(seed)
     own = weights(dtype)
     optimizer = tfamp.LossScaleOptimizer(inner(), loss_scale=1.0, **arguments)
