@@ -65,12 +65,11 @@ class Gradients:
 
     def unscaled(self) -> Gradients:
         """The gradients divided by their divisor, in float32 or wider; sparse ones stay sparse."""
-        if self.divisor is None:
-            return self
-        values = [
-            g if is_next_value(v) else _mapped(lambda values: _quotient(values, self.divisor), g)
-            for g, v in self.pairs()
-        ]
+
+        def divided(values: Any) -> Any:
+            return widened(values) if self.divisor is None else _quotient(values, self.divisor)
+
+        values = [g if is_next_value(v) else _mapped(divided, g) for g, v in self.pairs()]
         return replace(self, values=values, divisor=None)
 
     def as_stored(self) -> Gradients:
