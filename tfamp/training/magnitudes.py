@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.training.compiled_groups import grouped
+from tfamp.training.rounding import widened
 
 # A maximum of so many parts is one of whole vectors; more are slower again.
 _PARTS = 8
@@ -25,12 +26,11 @@ def largest_magnitudes(tensors: Sequence[Any], device: str) -> Any:
     """
     with tf.device(device):
         groups = grouped(tensors, device, lambda each: each.shape, _bytes)
-        compiled = [_compiled(tuple(each.shape for each in group)) for group in groups]
-        patterns = [
-            run(*(tf.bitcast(each, tf.uint16) for each in group))
-            for run, group in zip(compiled, groups, strict=True)
-        ]
-        return tf.cast(tf.bitcast(tf.stack(patterns), tensors[0].dtype), tf.float32)
+        shapes = [tuple(each.shape for each in group) for group in groups]
+        dtype = tensors[0].dtype
+        return tf.stack(
+            [_compiled(dtype, own)(*group) for own, group in zip(shapes, groups, strict=True)]
+        )
 
 
 def _bytes(tensor: Any) -> int:
@@ -38,13 +38,14 @@ def _bytes(tensor: Any) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(shapes: tuple[tf.TensorShape, ...]) -> Any:
+def _compiled(dtype: tf.DType, shapes: tuple[tf.TensorShape, ...]) -> Any:
     # Magnitudes are ordered as their patterns are, inf and NaN above all. The maximum of numbers
     # may lose a NaN.
-    def largest(*patterns: Any) -> Any:
-        return tf.reduce_max(tf.stack([_largest(each) for each in patterns]))
+    def largest(*tensors: Any) -> Any:
+        patterns = [_largest(tf.bitcast(each, tf.uint16)) for each in tensors]
+        return widened(tf.bitcast(tf.reduce_max(tf.stack(patterns)), dtype))
 
-    signature = [tf.TensorSpec(shape, tf.uint16) for shape in shapes]
+    signature = [tf.TensorSpec(shape, dtype) for shape in shapes]
     return tf.function(largest, signature, jit_compile=True, autograph=False)
 
 
