@@ -93,6 +93,18 @@ def test_a_low_gradient_that_overflows_when_unscaled_is_found():
         assert (int(optimizer.skipped_steps) == before) is finite
 
 
+def test_low_gradients_given_as_unscaled_are_clipped_in_float32():
+    gradient = tf.cast(np.random.default_rng(1).standard_normal((7, 5)), "bfloat16")
+    ours, theirs = (keras.Variable(tf.zeros((7, 5)), dtype=d) for d in ("bfloat16", "float32"))
+    optimizer = tfamp.LossScaleOptimizer(
+        keras.optimizers.SGD(1.0, clipnorm=0.5), loss_scale=1.0, master_weights=True
+    )
+    optimizer.apply([gradient], [ours], unscaled=True)
+    keras.optimizers.SGD(1.0, clipnorm=0.5).apply([tf.cast(gradient, "float32")], [theirs])
+    (master,) = optimizer.master_variables
+    np.testing.assert_allclose(master.numpy(), theirs.numpy(), rtol=1e-6)
+
+
 def test_nothing_is_finite():
     assert is_finite()
     assert is_finite(None)

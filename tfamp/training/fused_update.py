@@ -455,9 +455,8 @@ def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update], device: str)
     # What is computed of float32 slots takes them from the memory they were just written to. Low
     # ones XLA would compute a second time, so what is computed of them is compiled by itself.
     wide = all(form.dtypes == FLOAT32.dtypes for own in forms for form in own[1:])
+    scalars, on_cpu = (len(step.factors), len(step.numbers)), device_kind_of(device) == "cpu"
     for each in [parts] if wide else [(part,) for part in parts]:
-        scalars = len(step.factors), len(step.numbers)
-        on_cpu = device_kind_of(device) == "cpu"
         compiled = _compiled(rule, each, decays, forms, dtypes, scalars, on_cpu)
         compiled(step, list(gradients), list(handles), tf.constant(numbers, tf.int32))
 
