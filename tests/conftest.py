@@ -12,6 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+# TensorFlow's default depends on the CPU, and so does what its kernels can do.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Nothing is measured, and the user's cache stays as it is. Processes that tests start inherit it.
 os.environ["TFAMP_PROFILE"] = "builtin"

@@ -8,10 +8,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfamp.core.profile import builtin_profile
 from tfamp.graph import rewrite_graph_def
 from tfamp.graph.functions import rename_functions
 
-RULES = {"device": "cpu", "placement": "lists"}
+# The same on every machine, whatever it multiplies natively.
+RULES = {
+    "device": "cpu",
+    "placement": "lists",
+    "profile": builtin_profile("cpu", bfloat16=True, float16=False),
+}
 
 
 def traced(function: Callable, *specs: Any):
