@@ -35,7 +35,7 @@ def reasons(text, **choices):
 
 
 def test_every_rule_names_its_cause():
-    found = reasons("x>A1>I1>A2>C>d>i x>n x>i3 x>A2>I2>C4 x>c5>n1")
+    found = reasons("x>A1>I1>A2>C>d>i>A6 x>n x>i3 x>A2>I2>C4>n4>A4 x>c5>n1")
     assert found["a1"] == "MatMul is on the allow list"
     assert found["i1"] == "it is between converted nodes"
     assert found["i2"] == "it is computed from a2, which is converted"
@@ -46,11 +46,11 @@ def test_every_rule_names_its_cause():
     assert found["i3"] == "it is neither between nor behind converted nodes"
     assert found["c5"] == "no node next to it is converted"
     assert found["x"] == "it has no inputs: its value is given"
-    assert found["out_i"] == "its result is fetched"
+    assert found["out_a6"] == "its result is fetched"
 
 
 def test_a_kept_node_stays_and_does_not_deny_what_follows():
-    found = reasons("x>A1>I1>A2>I2", keep_float32=["^a1$"])
+    found = reasons("x>A1>I1>A2>I2>d>A3", keep_float32=["^a1$"])
     assert found["a1"] == "its name matches keep_float32 '^a1$'"
     assert found["i2"] == "it is computed from a2, which is converted"
 

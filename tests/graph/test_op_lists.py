@@ -278,7 +278,7 @@ def test_a_squared_loss_does_not_keep_the_gradients_in_float32():
     def step(x, w):
         with tf.GradientTape() as tape:
             tape.watch(w)
-            loss = tf.reduce_mean((x @ w) ** 2)
+            loss = tf.reduce_mean(((x @ w) ** 2) @ tf.transpose(w))
         return loss, tape.gradient(loss, w)
 
     x = tf.random.stateless_normal((64, 32), (1, 2))

@@ -264,6 +264,7 @@ def test_the_first_fused_batch_norm_becomes_the_one_with_float32_statistics():
         y, *_ = tf.raw_ops.FusedBatchNorm(
             x=y, scale=tf.ones(3), offset=tf.zeros(3), mean=tf.zeros(0), variance=tf.zeros(0)
         )
+        y = tf.nn.conv2d(y, tf.ones((1, 1, 3, 3)), 1, "SAME")
         tf.identity(y, name="out")
     result = rewrite_graph_def(graph.as_graph_def(), ["out:0"], device="cpu")
     (node,) = [n for n in result.graph_def.node if n.op.startswith("FusedBatchNorm")]

@@ -30,7 +30,10 @@ def check(change):
     indexes = build_indexes(made.graph_def, dtype="bfloat16", device="cpu")
     choices = NodeChoices(made.fetches, made.feeds, (), ())
     decision = decided(indexes, choices, OpLists.grappler("bfloat16"))
-    after = rewrite_graph_def(made.graph_def, made.fetches, dtype="bfloat16").graph_def
+    lists = OpLists.grappler("bfloat16")
+    after = rewrite_graph_def(
+        made.graph_def, made.fetches, dtype="bfloat16", op_lists=lists
+    ).graph_def
     change({node.name: node for node in after.node}, after)
     verify_rewrite(control_inputs(made.graph_def), after, decision.scopes, decision.plan)
 

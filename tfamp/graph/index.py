@@ -8,9 +8,12 @@ built: `tfamp.graph.apply` relies on it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from tfamp.core.errors import RewriteError
 from tfamp.graph.functions import (
@@ -30,6 +33,7 @@ from tfamp.graph.op_signatures import (
     signature,
 )
 from tfamp.interop.tf_private import device_kind_of, dtype_name, has_kernel
+from tfamp.machine.hardware import detect
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,
@@ -96,7 +100,7 @@ class _Kind(NamedTuple):
     outs: tuple[int, ...]
 
 
-@dataclass(slots=True)
+@dataclass
 class _Indexer:
     """Builds the index of one scope."""
 
@@ -114,9 +118,15 @@ class _Indexer:
     # For each node the first port of each named output; only functions name them.
     first_ports: list[dict[str, int]] = field(default_factory=list)
     shapes: dict[tuple[int, int], _Shape] = field(default_factory=dict)
+    largest: dict[int, float] = field(default_factory=dict)
     # Those first reads by what they wait for.
     reads: dict[tuple[str, ...], int] = field(default_factory=dict)
     kinds: dict[Hashable, _Kind] = field(default_factory=dict)
+
+    @functools.cached_property
+    def _without_onednn(self) -> bool:
+        """Whether a CPU runs the dtype with TensorFlow's own kernels, not oneDNN's."""
+        return self.dtype == "float16" or not detect().cpu_bfloat16
 
     def index(self, nodes: Any, function: Any) -> GraphIndex:
         for position, arg in enumerate(function.signature.input_arg if function else ()):
@@ -161,6 +171,8 @@ class _Indexer:
             self.positions[node.name] = self.reads.setdefault(time, position)
         self.first_ports.append(first_ports(own, node) if self.scope else {})
         self._add_shapes(position, node.op, node.attr)
+        if node.op == "Const" and self.dtype is not None and values.get("dtype") == (FLOAT32,):
+            self.largest[position] = largest_finite(node.attr["value"].tensor)
 
     def _kind(self, node: Any, own: OpSignature, values: Mapping[str, Any]) -> _Kind:
         ins = _places(own.inputs, values)
@@ -215,7 +227,7 @@ class _Indexer:
         kinds[attr] = tuple(sorted({self.dtype, *others}))
         device = device_kind_of(node.device) or self.device
         op = SUCCESSORS.get(node.op, node.op)
-        refuses = (self.dtype, device) == ("float16", "cpu") and any(refused_options(node))
+        refuses = device == "cpu" and self._without_onednn and any(refused_options(node))
         return has_kernel(op, device, tuple(kinds.items())) and not refuses
 
     def _add_shapes(self, position: int, op: str, attrs: Any) -> None:
@@ -265,6 +277,7 @@ class _Indexer:
             slots=tuple(self.slots),
             edges=tuple(edges),
             shapes=self.shapes,
+            largest=self.largest,
         )
 
     def _producer(self, consumer: int, tensor: str) -> tuple[int, int]:
@@ -287,6 +300,13 @@ class _Indexer:
     def error(self, node: Any, cause: str) -> RewriteError:
         place = f" of function {self.scope!r}" if self.scope else ""
         return RewriteError(f"Node {node.name!r} ({node.op}){place}: {cause}.")
+
+
+def largest_finite(tensor: Any) -> float:
+    """Returns the largest magnitude of the finite values of a float32 TensorProto, else 0."""
+    values = np.frombuffer(tensor.tensor_content, np.float32) if tensor.tensor_content else None
+    magnitudes = np.abs(np.array(tensor.float_val, np.float32) if values is None else values)
+    return float(np.max(magnitudes, initial=0.0, where=np.isfinite(magnitudes)))
 
 
 def _places(args: Iterable[Any], values: Mapping[str, Any]) -> list[_Place]:

@@ -31,9 +31,11 @@ from tfamp.graph.functions import (
     replace_nodes,
     respell,
 )
+from tfamp.graph.index import largest_finite
 from tfamp.graph.op_signatures import PYTHON, writes_variable
 from tfamp.interop.tf_private import device_kind_of
 from tfamp.planning.cost import counted_shape
+from tfamp.planning.exact_values import CHOICES
 from tfamp.planning.structures import (
     FLOAT32,
     LOOPS,
@@ -877,38 +879,31 @@ def _cast_before(graph: Any, loop: Any, i: int, low: int) -> None:
 # softmax(where(mask, logits, -2e38)): float32's softmax gives a row that is masked as a whole equal
 # weights. Cast to float16, the constant is -inf, and that row NaN.
 
-_CHOICES = frozenset({"Select", "SelectV2"})
-
 
 def keep_choices_finite(graph_def: Any, plan: RewritePlan) -> None:
-    """Ends constants at the largest value of the dtype they are cast to for a Select, in place.
+    """Ends constants at the largest value of the dtype they are cast to for a choice, in place.
 
-    Only those that nothing but Selects take, which hand them on as they are: in arithmetic,
-    infinity is an error that shows, and another value one that does not.
+    Only for ops that hand them on as they are or compare them, which then take a constant of the
+    dtype and no Cast: in arithmetic, infinity is an error that shows, and another value one that
+    does not.
     """
     limit = float(tf.as_dtype(plan.dtype).max)
     changes = {scope.scope: scope.casts for scope in plan.scopes if scope.casts}
-    for scope, nodes, _ in bodies(graph_def):
-        if scope not in changes:
-            continue
-        by_name = {node.name: node for node in nodes}
-        uses = Counter(node_name(name) for node in nodes for name in node.input)
-        for cast in changes[scope]:
+    for scope, nodes, function in bodies(graph_def):
+        by_name = {node.name: node for node in nodes} if scope in changes else {}
+        ended = []
+        for cast in changes.get(scope, ()):
             constant = by_name.get(cast.producer)
-            if constant is None or constant.op != "Const" or uses[constant.name] > 1:
+            if constant is None or constant.op != "Const":
                 continue
             users = [by_name.get(consumer) for consumer, _ in cast.consumers]
-            if all(user is not None and user.op in _CHOICES for user in users):
-                _end_at(constant, limit)
-
-
-def _end_at(constant: Any, limit: float) -> None:
-    value = tf.make_ndarray(constant.attr["value"].tensor)
-    beyond = np.isfinite(value) & (np.abs(value) > limit)
-    if beyond.any():
-        ended = np.where(beyond, np.copysign(limit, value), value)
-        tensor = tf.make_tensor_proto(ended, value.dtype, value.shape)
-        constant.attr["value"].tensor.CopyFrom(tensor)
+            chosen = all(user is not None and user.op in CHOICES for user in users)
+            if chosen and largest_finite(constant.attr["value"].tensor) > limit:
+                _fold(constant, [by_name[cast.name]], limit)
+                by_name[cast.name].input.extend(control_inputs_of(constant))
+                ended.append(cast.name)
+        if function is not None:
+            respell(function, {f"{name}:y:0": f"{name}:output:0" for name in ended})
 
 
 # ---- Constants that are cast ---------------------------------------------------------------------
@@ -986,8 +981,11 @@ def _only_casts(node: Any) -> bool:
     return alone and (casts or node.op == "Identity")
 
 
-def _fold(constant: Any, casts: Iterable[Any]) -> None:
-    """Makes the first Cast to a dtype the constant, and the others its copies."""
+def _fold(constant: Any, casts: Iterable[Any], limit: float = math.inf) -> None:
+    """Makes the first Cast to a dtype the constant, and the others its copies.
+
+    Finite values of a larger magnitude than `limit` become it.
+    """
     values: dict[int, str] = {}
     value = constant.attr["value"].tensor
     for node in casts:
@@ -1002,8 +1000,10 @@ def _fold(constant: Any, casts: Iterable[Any]) -> None:
         node.device = constant.device
         del node.input[:]
         node.attr["dtype"].type = low
+        given = tf.make_ndarray(value)
         with np.errstate(over="ignore"):
-            content = tf.make_ndarray(value).astype(tf.as_dtype(low).as_numpy_dtype)
+            ended = np.where(np.isfinite(given), np.clip(given, -limit, limit), given)
+            content = ended.astype(tf.as_dtype(low).as_numpy_dtype)
         tensor = node.attr["value"].tensor
         tensor.dtype = low
         tensor.tensor_shape.CopyFrom(value.tensor_shape)

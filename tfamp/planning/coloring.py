@@ -34,7 +34,7 @@ Updates = Literal["low", "reduced", "float32"]
 _Table: TypeAlias = Sequence[Sequence[int]]
 
 # What makes the gradients of biases, scales and embeddings out of larger tensors.
-_REDUCTIONS = frozenset({"BiasAddGrad", "Mean", "SegmentSum", "Sum", "UnsortedSegmentSum"})
+REDUCTIONS = frozenset({"BiasAddGrad", "Mean", "SegmentSum", "Sum", "UnsortedSegmentSum"})
 
 
 class Rules:
@@ -339,7 +339,7 @@ def _ways_to_variables(rules: Rules) -> set[int]:
     ]
 
     def leads_on(slot: int) -> bool:
-        reduces = rules.updates == "reduced" and index.node_of(slot).op in _REDUCTIONS
+        reduces = rules.updates == "reduced" and index.node_of(slot).op in REDUCTIONS
         return rules.colors[slot] not in ("allow", "deny") and not reduces
 
     return set(reach(roots, _along(leads_on, rules.fanin)))
@@ -390,7 +390,7 @@ def find_regions(
         if (reason := chosen.get(position) or _structural_reason(index, node)) is not None
         for slot in node.slots
     }
-    fixed.update(kept or {})
+    fixed = {**(kept or {}), **fixed}
     return Regions(
         fixed=fixed,
         lists=tuple(tuple(members) for _, members in lists),

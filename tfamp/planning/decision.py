@@ -17,6 +17,7 @@ from tfamp.core.profile import MachineProfile
 from tfamp.planning.choices import ChosenNodes, NodeChoices, Place, nearest_names
 from tfamp.planning.coloring import Rules, Updates, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, crossing_tensors, estimate, scope_seconds
+from tfamp.planning.exact_values import ends_of, exact_slots
 from tfamp.planning.normalizations import ROOTS, statistics
 from tfamp.planning.placement import place
 from tfamp.planning.ranges import Limits, Ranges, too_large
@@ -135,7 +136,7 @@ def decide(
     """
     chosen = request.choices.nodes_of(indexes)
     joined = join(indexes, request.colors, weights)
-    rules = _Rules(joined, request, chosen)
+    rules = _Rules(joined, request, chosen, _exact_slots(joined, request, chosen))
     found = {
         (number, position): reason
         for number, index in enumerate(indexes)
@@ -177,6 +178,21 @@ def _found_float32(index: GraphIndex, request: Request) -> dict[int, Reason]:
     return found
 
 
+def _exact_slots(joined: Joined, request: Request, chosen: ChosenNodes) -> dict[int, Reason]:
+    """Slots that need float32 for what they hold; with exactly Grappler's lists there are none."""
+    if request.updates == "low":
+        return {}
+    fetched = [node for (_, node), reason in chosen.used.items() if reason.rule == "fetches"]
+    ends = ends_of(joined.scopes, joined.slots, fetched)
+    found = exact_slots(joined.index, request.colors, ends, request.dtype)
+    forced = {
+        joined.slots[number][slot]
+        for number, position in chosen.forced
+        for slot in joined.scopes[number].nodes[position].slots
+    }
+    return {slot: reason for slot, reason in found.items() if slot not in forced}
+
+
 @dataclass(frozen=True, slots=True)
 class _Rules:
     """What decides which slots are converted, whatever they cost."""
@@ -184,6 +200,7 @@ class _Rules:
     joined: Joined
     request: Request
     chosen: ChosenNodes
+    exact: Mapping[int, Reason]
 
     def paint(self, kept: Mapping[Place, Reason]) -> tuple[Regions, Painting]:
         """Returns what is to be converted if some nodes stay as they are."""
@@ -191,7 +208,7 @@ class _Rules:
         nodes = [(n, i) for n, scope in enumerate(joined.scopes) for i in range(len(scope.nodes))]
         fixed = {number: kept[place] for number, place in enumerate(nodes) if place in kept}
         forced = frozenset(n for n, place in enumerate(nodes) if place in self.chosen.forced)
-        regions = find_regions(joined.index, fixed, joined.kept)
+        regions = find_regions(joined.index, fixed, {**self.exact, **joined.kept})
         rules = Rules(joined.index, regions, request.colors, forced, request.updates)
         return regions, paint(rules)
 
@@ -563,7 +580,12 @@ def _join_indexes(
             port = -1 - argument if edge.source in shared else edge.port
             ends = joined[edge.source], joined[edge.target]
             edges.append(Edge(*ends, port, edge.input, edge.tensor))
-    return GraphIndex(MAIN_GRAPH, tuple(nodes), tuple(slots), tuple(edges))
+    largest = {
+        offset + position: value
+        for scope, offset in zip(scopes, offsets, strict=True)
+        for position, value in scope.largest.items()
+    }
+    return GraphIndex(MAIN_GRAPH, tuple(nodes), tuple(slots), tuple(edges), largest=largest)
 
 
 def _kept(

@@ -142,6 +142,7 @@ class GraphIndex:
         shapes: Shape of a tensor, by its producer's position and output port, with None for a
             dimension that is not known; a tensor of which not even the number of dimensions is
             known is left out.
+        largest: Largest magnitude of what is finite in a float32 constant, by its position.
     """
 
     scope: str
@@ -149,6 +150,7 @@ class GraphIndex:
     slots: tuple[TypeSlot, ...]
     edges: tuple[Edge, ...]
     shapes: Mapping[Tensor, tuple[int | None, ...]] = field(default_factory=dict)
+    largest: Mapping[int, float] = field(default_factory=dict)
 
     @functools.cached_property
     def fanin(self) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,220 @@
+"""Results, losses and given data keep float32's digits, and masks stay finite."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers.cases import first_of
+from helpers.tolerances import assert_close
+
+DTYPES = ("bfloat16", "float16")
+PLACEMENTS = ("lists", "min_cut", "fused")
+RANDOM = np.random.default_rng(0)
+W = [tf.Variable(RANDOM.normal(size=(16, 16)) / 4, dtype=tf.float32) for _ in range(3)]
+X = tf.constant(RANDOM.normal(size=(8, 16)), tf.float32)
+
+
+def hidden(x):
+    return tf.tanh(x @ W[0]) @ W[1]
+
+
+def plan_of(function, *args, dtype="bfloat16", **arguments):
+    arguments = {"placement": "lists", "profile": "builtin", **arguments}
+    return tfamp.rewrite(tf.function(function), dtype=dtype, **arguments).plan(*args)
+
+
+def dtypes(plan, *ops):
+    return {node.dtype for node in plan.nodes if node.op in ops}
+
+
+def squared_error(x, y):
+    return tf.reduce_mean(tf.square(hidden(x) - y))
+
+
+def divergence(x, y):
+    p = tf.nn.softmax(hidden(x))
+    return tf.reduce_sum(y * tf.math.log(y / p))
+
+
+def with_penalty(x, y):
+    """As `add_loss`: a sum of losses, one of them a quotient by an op that is on no list."""
+    penalty = tf.math.divide_no_nan(tf.reduce_sum(W[0] ** 2), tf.cast(tf.size(y), tf.float32))
+    return squared_error(x, y) + penalty
+
+
+LOSSES = {"squared error": squared_error, "divergence": divergence, "penalty": with_penalty}
+ARITHMETIC = (
+    "Sub",
+    "Square",
+    "Mean",
+    "Sum",
+    "Softmax",
+    "Log",
+    "RealDiv",
+    "DivNoNan",
+    "Mul",
+    "AddV2",
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_float32_from_the_last_product_on(name, dtype):
+    y = tf.nn.softmax(X * 2)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = LOSSES[name](x, y)
+        for weight, gradient in zip(W[:2], tape.gradient(loss, W[:2]), strict=True):
+            weight.assign_sub(0.0 * gradient)
+        return loss
+
+    plan = plan_of(step, X, y, dtype=dtype)
+    assert dtype in dtypes(plan, "MatMul")
+    forward = [node for node in plan.nodes if not node.name.startswith(("gradient_tape", "mul"))]
+    assert {node.dtype for node in forward if node.op in ARITHMETIC} == {"float32"}
+    assert not [cast for cast in plan.casts if cast.tensor == "y:0"]
+    reported = tfamp.rewrite(tf.function(step), dtype=dtype, placement="lists")(X, y)
+    assert float(reported) != float(tf.cast(reported, dtype))
+
+
+def test_a_loss_that_is_not_returned_is_float32_too():
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = squared_error(x, y)
+        W[0].assign_sub(0.0 * tape.gradient(loss, W[0]))
+
+    assert dtypes(plan_of(step, X, X), "Sub", "Square", "Mean") == {"float32"}
+
+
+def test_a_product_compared_with_data_is_float32_and_others_are_not():
+    plan = plan_of(squared_error, X, X + 2000.0)
+    assert [node.dtype for node in plan.nodes if node.op == "MatMul"] == ["bfloat16", "float32"]
+    assert dtypes(plan_of(hidden, X), "MatMul") == {"bfloat16"}
+
+
+def test_what_is_before_the_last_product_may_be_low_though_a_residual_leads_past_it():
+    def residual(x):
+        h = x @ W[0]
+        for w in W:
+            h = h + tf.nn.relu(h @ w)
+        return tf.nn.softmax(h)
+
+    added = [node for node in plan_of(residual, X).nodes if node.op == "AddV2"]
+    assert [node.dtype for node in added] == ["bfloat16", "bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_probabilities_add_up_to_one(placement, dtype):
+    fast = tfamp.rewrite(
+        tf.function(lambda x: tf.nn.softmax(hidden(x) * 4)), dtype=dtype, placement=placement
+    )
+    assert dtype in dtypes(fast.plan(X), "MatMul")
+    np.testing.assert_allclose(np.sum(fast(X), -1), 1.0, atol=1e-6)
+
+
+def test_given_data_is_rounded_for_products_only():
+    def mixed(x, ids):
+        shown = tf.reshape(x, (16, 8)) + tf.cast(ids, tf.float32)
+        h = tf.reshape(shown, (8, 16)) @ W[0]
+        return ((h - tf.reshape(x, (8, 16))) * tf.concat([x, h], 0)[:8]) @ W[1]
+
+    ids = tf.range(16 * 8)[:, None][:16]
+    plan = plan_of(mixed, X, ids)
+    assert dtypes(plan, "MatMul") == {"bfloat16"}
+    assert dtypes(plan, "Sub", "AddV2", "Mul") == {"float32"}
+
+
+def test_sizes_of_tensors_are_no_data():
+    def scaled(x):
+        return (hidden(x) / tf.sqrt(tf.cast(tf.shape(x)[-1], tf.float32))) @ W[2]
+
+    assert dtypes(plan_of(scaled, X), "RealDiv") == {"bfloat16"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_biases_do_not_make_those_of_activations_float32(dtype):
+    bias = tf.Variable(tf.zeros(16))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            h = tf.nn.relu(tf.nn.bias_add(x @ W[0], bias))
+            loss = tf.reduce_sum(tf.nn.softmax(h @ W[1]) * x)
+        gradients = tape.gradient(loss, [W[0], bias])
+        norm = tf.linalg.global_norm(gradients)
+        for variable, gradient in zip([W[0], bias], gradients, strict=True):
+            variable.assign_sub(0.0 * gradient)
+        return loss, norm
+
+    assert dtypes(plan_of(step, X, dtype=dtype), "ReluGrad") == {dtype}
+
+
+# ---- Masks ---------------------------------------------------------------------------------------
+
+KEPT = np.ones((4, 1, 16), np.float32)
+KEPT[:, :, 9:] = 0.0
+KEPT[1] = 0.0  # A row that is masked as a whole.
+SCORES = tf.constant(RANDOM.normal(size=(4, 8, 16)) * 4, tf.float32)
+LARGE = {
+    "float16": [-1e9, float(tf.float32.min), float(tf.float16.min)],
+    "bfloat16": [float(tf.float32.min), float(tf.bfloat16.min)],
+}
+
+
+def chosen(s, kept, large):
+    return tf.where(kept > 0, s, large)
+
+
+MASKED = {
+    "constant": lambda s, kept, large: s + np.where(KEPT > 0, 0, large).astype(np.float32),
+    "subtracted": lambda s, kept, large: s - (1 - kept) * -large,
+    "added twice": lambda s, kept, large: s + ((1 - kept) * large) / 4 + (1 - kept) * (large / 2),
+    "of booleans": lambda s, kept, large: s + tf.cast(kept < 0.5, tf.float32) * large,
+    "given": lambda s, kept, large: s + tf.math.log(kept + 1e-30) * 1e8,
+    "reshaped": lambda s, kept, large: tf.reshape(
+        tf.reshape(s, (4, 128))
+        + tf.reshape(tf.broadcast_to((1 - kept) * large, s.shape), (4, 128)),
+        s.shape,
+    ),
+    "chosen": chosen,
+    "of a broadcast": lambda s, kept, large: tf.where(kept > 0, s, tf.fill(tf.shape(s), large)),
+    "chosen and added to": lambda s, kept, large: chosen(s, kept, large) + s / 10,
+    "largest": lambda s, kept, large: tf.maximum(chosen(s, kept, large), large),
+    "of low values": lambda s, kept, large: (
+        s + tf.cast(tf.equal(tf.sign(s) * 0 + kept, 0), tf.float32) * large
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("placement", first_of(PLACEMENTS))
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_stay_finite_forwards_and_backwards(name, placement, dtype):
+    def attend(s, kept):
+        results = []
+        for large in LARGE[dtype]:
+            with tf.GradientTape() as tape:
+                tape.watch(s)
+                weights = tf.nn.softmax(MASKED[name](s @ W[0], kept, large))
+                loss = tf.reduce_sum(tf.tanh(weights @ W[1]))
+            results += [loss, *tape.gradient(loss, [s, W[0], W[1]])]
+        return results
+
+    fast = tfamp.rewrite(tf.function(attend), dtype=dtype, placement=placement, profile="builtin")
+    assert dtype in dtypes(fast.plan(SCORES, KEPT), "BatchMatMulV2", "MatMul")
+    for found, wanted in zip(fast(SCORES, KEPT), attend(SCORES, tf.constant(KEPT)), strict=True):
+        assert np.isfinite(wanted).all()
+        assert_close(found, wanted, dtype, depth=256)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_softmax_behind_a_choice_of_constants_stays_low(dtype):
+    plan = plan_of(
+        lambda s, kept: tf.nn.softmax(chosen(s @ W[0], kept, LARGE[dtype][0])) @ W[1],
+        SCORES,
+        KEPT,
+        dtype=dtype,
+    )
+    assert dtypes(plan, "SelectV2", "Softmax") == {dtype}

@@ -1,0 +1,343 @@
+"""Which slots stay float32 for the values they hold, whatever their ops; framework-free.
+
+Three rules, all by structure and none by names:
+
+- **Results.** A float result of the function, and a scalar that is differentiated, stored or
+  returned, is computed in float32 from the last product on: a loss has float32's digits, and
+  probabilities add up to 1. Where a loss subtracts given data from predictions, the product that
+  makes these stays float32 too, as the output layer does under a policy.
+- **Data.** A placeholder, or an element of a dataset, is rounded only as an operand of a product.
+- **Masks.** A finite number beyond the range of the low dtype, as -1e9 for what is masked, becomes
+  no infinity: what computes with it stays float32 up to the softmax.
+
+A product is an op of the allow list. The slots found stay as they are and the passes work around
+them; nothing that follows becomes float32 for it, as it would behind a denied op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tfamp.core.dtypes import float_format
+from tfamp.planning.coloring import REDUCTIONS
+from tfamp.planning.structures import (
+    ARGUMENT,
+    FLOAT32,
+    LINK,
+    LOOPS,
+    RESULT,
+    GraphIndex,
+    IndexedNode,
+    Reason,
+    op_types,
+    reach,
+)
+
+_ON_THE_WAY = Reason("result", "it leads from the last product to a result of the function")
+_COMPARED = Reason("result", "its results are compared with given data")
+_GIVEN = Reason("data", "it computes with given data, which only products round")
+
+# Ops whose results are data from outside of the graph.
+_SOURCES = op_types("""
+    IteratorGetNext IteratorGetNextSync OptionalGetValue Placeholder PlaceholderWithDefault
+""")
+# Ops that choose between values and do not compute new ones.
+CHOICES = op_types("""
+    ClipByValue Equal Greater GreaterEqual Less LessEqual Maximum Minimum NotEqual Select SelectV2
+""")
+# Ops whose results are small, however large what they are given.
+_BOUNDED = op_types("Erf Exp Sigmoid Softmax Softsign Tanh")
+_SOFTMAXES = op_types("Exp LogSoftmax Softmax")
+_DIFFERENCES = op_types("SquaredDifference Sub")
+# Nodes of loops and lists, which change as a whole or not at all.
+_CARRIERS = LOOPS | {LINK} | op_types("Enter Exit Merge NextIteration Switch")
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Slots of a graph where values come from outside, and where they go.
+
+    Attributes:
+        given: Those of placeholders, elements of datasets, and other data.
+        results: Those of float results, and of scalars that are stored or nothing computes with.
+        stored: Those of larger tensors that are stored: the updates of weights.
+    """
+
+    given: Sequence[int]
+    results: Sequence[int]
+    stored: Sequence[int]
+
+
+def exact_slots(
+    index: GraphIndex, colors: Mapping[str, str], ends: Ends, dtype: str
+) -> dict[int, Reason]:
+    """Finds the slots that stay float32 for the values they hold.
+
+    Args:
+        index: A graph, joined with its loops.
+        colors: Color of every op type that is on a list.
+        ends: Where its values come from, and where they go.
+        dtype: The low dtype.
+
+    Returns:
+        The slots, with the reason.
+    """
+    finder = _Finder(index, colors, dtype, ends.given)
+    found = finder.masked()
+    found.update(dict.fromkeys(finder.computing_with_data(), _GIVEN))
+    found.update(finder.before_results(ends.results, ends.stored))
+    return found
+
+
+class _Finder:
+    """The float32 slots of a graph, and how values go from one to the next."""
+
+    def __init__(
+        self, index: GraphIndex, colors: Mapping[str, str], dtype: str, given: Iterable[int]
+    ) -> None:
+        self._index, self._dtype = index, dtype
+        self._ops = [index.node_of(slot).op for slot in range(len(index.slots))]
+        self._colors = [colors.get(op) for op in self._ops]
+        floats = [slot.dtype == FLOAT32 for slot in index.slots]
+        self._sources = _among(floats, index.fanin)
+        self._targets = _among(floats, index.fanout)
+        self._order = [
+            slot
+            for node in index.producers_first()
+            for slot in index.nodes[node].slots
+            if floats[slot]
+        ]
+        self._data = self._data_slots(given)
+
+    def _multiplies(self, slot: int) -> bool:
+        return self._colors[slot] == "allow" or bool(self._index.node_of(slot).calls)
+
+    def _moves(self, slot: int) -> bool:
+        return self._colors[slot] == "clear" and self._ops[slot] not in CHOICES
+
+    def _may_stay(self, slot: int) -> bool:
+        """Whether a slot could be low and can be kept by itself: no part of a loop or a list."""
+        op, listed = self._ops[slot], self._colors[slot] in ("infer", "clear")
+        carries = op in _CARRIERS or "TensorList" in op or self._multiplies(slot)
+        return listed and self._index.slots[slot].can_be_low and not carries
+
+    # Masks
+
+    def masked(self) -> dict[int, Reason]:
+        """Slots that numbers beyond the range of the dtype get to, up to a softmax or a product."""
+        limit = float_format(self._dtype).max / 2  # Two of them may be added.
+        constants = {
+            slot
+            for node, largest in self._index.largest.items()
+            if largest > limit
+            for slot in self._index.nodes[node].slots
+        }
+        # Whether what a slot holds fits in where it is low: `graph.transforms` ends constants that
+        # choices take at the largest value of the dtype.
+        fits = dict.fromkeys(constants, False)
+        found: dict[int, Reason] = {}
+        for slot in self._order if constants else ():
+            beyond = [each for each in self._sources[slot] if each in fits]
+            if not beyond or self._multiplies(slot):
+                continue
+            chosen = self._ops[slot] in CHOICES and all(fits[s] or s in constants for s in beyond)
+            all_fit = all(map(fits.__getitem__, beyond))
+            if not chosen and not (all_fit and (self._moves(slot) or self._ops[slot] == "Softmax")):
+                name = self._index.node_of(beyond[0]).name
+                text = f"a value beyond the range of {self._dtype} gets here from {name}"
+                found[slot] = Reason("mask", text)
+            if self._ops[slot] not in _BOUNDED:
+                fits[slot] = slot not in found
+        for slot in reversed(self._order if constants else ()):
+            # In arithmetic behind it, the end of the range is another number.
+            behind = next((each for each in self._targets[slot] if each in found), None)
+            if fits.get(slot) and behind is not None:
+                found[slot] = found[behind]
+        return {slot: reason for slot, reason in found.items() if self._may_stay(slot)}
+
+    # Data
+
+    def _data_slots(self, given: Iterable[int]) -> frozenset[int]:
+        """Slots of given data, as they are, moved, or computed from them and weights only."""
+        slots, data = self._index.slots, set(given)
+        is_integer = [slot.dtype.startswith(("int", "uint")) for slot in slots]
+        # Sizes of tensors are no data: they are in another slot of a Shape.
+        integers = reach(
+            (slot for slot in data if is_integer[slot]),
+            lambda slot: [each for each in self._index.fanout[slot] if is_integer[each]],
+        )
+        for slot in integers:
+            if self._ops[slot] == "Cast":
+                data.update(self._index.node_of(slot).slots)
+        neutral: set[int] = set()
+        for slot in self._order:
+            sources = [each for each in self._sources[slot] if each != slot]
+            if slot in data or self._multiplies(slot):
+                continue
+            if data.isdisjoint(sources):
+                if neutral.issuperset(sources):
+                    neutral.add(slot)
+            elif self._moves(slot) or all(each in data or each in neutral for each in sources):
+                data.add(slot)
+        return frozenset(slot for slot in data if slots[slot].dtype == FLOAT32)
+
+    def computing_with_data(self) -> Iterable[int]:
+        """Slots of arithmetic on given data, with what moves the data there, up to a softmax."""
+        arithmetic = [
+            slot
+            for slot in self._order
+            if not self._multiplies(slot)
+            and not self._moves(slot)
+            and not self._data.isdisjoint(self._sources[slot])
+        ]
+
+        def moved(slot: int) -> list[int]:
+            return [s for s in self._sources[slot] if s in self._data and self._moves(s)]
+
+        mixing = [slot for slot in arithmetic if slot not in self._data]
+        softmaxes = [slot for slot in self._order if self._ops[slot] in _SOFTMAXES]
+        leading = reach(softmaxes, _past(self._multiplies, self._sources))
+        masked = reach(
+            (slot for slot in mixing if slot in leading),
+            lambda slot: [each for each in self._targets[slot] if each in leading],
+        )
+        kept = dict.fromkeys([*reach(arithmetic, moved), *masked])
+        return [slot for slot in kept if self._may_stay(slot)]
+
+    # Results
+
+    def before_results(self, results: Iterable[int], stored: Iterable[int]) -> dict[int, Reason]:
+        """Slots behind the last product before a result, and products compared with data.
+
+        The last product of one result may be an early one of another: for each slot a number holds
+        a bit for every result that it leads to, and one for those it leads to through a product.
+        """
+        updates = self._updates(stored)
+        own: dict[int, int] = {}
+        for number, slot in enumerate(dict.fromkeys(results)):
+            own[slot] = own.get(slot, 0) | 1 << number
+        leads, through = self._ways(own, updates)
+        found = {
+            slot: _ON_THE_WAY
+            for slot in self._order
+            if leads[slot] & ~through[slot] and self._may_stay(slot)
+        }
+        compared = (
+            slot
+            for slot in found
+            if self._ops[slot] in _DIFFERENCES and not self._data.isdisjoint(self._sources[slot])
+        )
+        before = reach(compared, lambda s: () if self._multiplies(s) else self._sources[s])
+        last = [slot for slot in before if self._colors[slot] == "allow"]
+        found.update(
+            (slot, _COMPARED)
+            for slot in last
+            if leads[slot] & ~through[slot] and slot not in updates
+        )
+        return found
+
+    def _updates(self, stored: Iterable[int]) -> Collection[int]:
+        """Slots of updates of weights back to the last reduction; they have a rule of their own."""
+
+        def sources(slot: int) -> Sequence[int]:
+            ends = self._multiplies(slot) or self._ops[slot] in REDUCTIONS
+            return () if ends else self._sources[slot]
+
+        return reach(stored, sources)
+
+    def _ways(
+        self, own: Mapping[int, int], updates: Collection[int]
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        leads, through = ([0] * len(self._ops) for _ in range(2))
+        changed = True
+        while changed:  # Loops take more than one round.
+            changed = False
+            for slot in reversed(self._order):
+                if slot in updates:
+                    continue
+                all_, crossing = own.get(slot, 0), 0
+                for target in self._targets[slot]:
+                    all_ |= leads[target]
+                    ends = self._multiplies(target) or self._ops[target] in LOOPS
+                    crossing |= leads[target] if ends else through[target]
+                changed |= (all_, crossing) != (leads[slot], through[slot])
+                leads[slot], through[slot] = all_, crossing
+        return leads, through
+
+
+_Table: TypeAlias = Sequence[Sequence[int]]
+
+
+def _among(floats: Sequence[bool], table: _Table) -> _Table:
+    return [[each for each in near if floats[each]] for near in table]
+
+
+def _past(ends: Callable[[int], bool], table: _Table) -> Callable[[int], Iterable[int]]:
+    """The neighbours of a slot by a table, without those at which ways end."""
+    return lambda slot: [each for each in table[slot] if not ends(each)]
+
+
+def ends_of(
+    scopes: Sequence[GraphIndex], slots: Sequence[Sequence[int]], fetched: Iterable[int]
+) -> Ends:
+    """Finds where the values of a graph and its functions come from, and where they go.
+
+    Args:
+        scopes: The scopes, each with its shapes; the graph itself is the first.
+        slots: For each scope the slot of the joined graph for each of its slots.
+        fetched: Positions of the nodes of the graph that are fetched.
+    """
+    # The functions that a SavedModel refers to are called from outside.
+    roots = [node for node in scopes[0].nodes if node.op == "NoOp"]
+    called = {name for node in roots for _, name in node.calls}
+    results = dict.fromkeys(slots[0][s] for node in fetched for s in scopes[0].nodes[node].slots)
+    given: dict[int, None] = {}
+    stored: dict[int, None] = {}
+    for scope, joined in zip(scopes, slots, strict=True):
+        is_called = scope.scope in called
+        for node in scope.nodes:
+            if node.op in _SOURCES or (is_called and node.op == ARGUMENT):
+                given.update((joined[slot], None) for slot in node.slots)
+            elif is_called and node.op == RESULT:
+                results.update((joined[slot], None) for slot in node.slots)
+        results.update((joined[slot], None) for slot in _scalar_results(scope))
+        stored.update((joined[slot], None) for slot in _stored(scope))
+    return Ends([*given], [*results], [*stored])
+
+
+def _scalar_results(scope: GraphIndex) -> Iterator[int]:
+    """Slots of scalars that are stored or returned, or that nothing computes with."""
+    for edge in scope.edges:
+        node, tensor = scope.node_of(edge.target), scope.tensor(edge)
+        if scope.shapes.get(tensor) == () and (
+            node.op == RESULT or _has_dtype(scope, node, "resource")
+        ):
+            yield edge.source
+    for (position, port), shape in scope.shapes.items():
+        node = scope.nodes[position]
+        # The shape of a handle of a list says nothing of the floats in it.
+        if shape == () and port == 0 and not node.calls and not _has_dtype(scope, node, "variant"):
+            yield from (slot for slot in node.slots if not _is_computed_with(scope, slot))
+
+
+def _stored(scope: GraphIndex) -> Iterator[int]:
+    """Slots of tensors, of more than one number, that are stored."""
+    for edge in scope.edges:
+        is_scalar = scope.shapes.get(scope.tensor(edge)) == ()
+        if not is_scalar and _has_dtype(scope, scope.node_of(edge.target), "resource"):
+            yield edge.source
+
+
+def _has_dtype(scope: GraphIndex, node: IndexedNode, dtype: str) -> bool:
+    return any(scope.slots[slot].dtype == dtype for slot in node.slots)
+
+
+def _is_computed_with(scope: GraphIndex, slot: int) -> bool:
+    """Whether other floats that something uses are computed from those of a slot."""
+    return any(
+        scope.slots[each].dtype == FLOAT32 and scope.fanout[each]
+        for target in scope.fanout[slot]
+        for each in scope.node_of(target).slots
+    )
