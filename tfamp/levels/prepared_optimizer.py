@@ -23,6 +23,7 @@ from tfamp.layers.float_policies import WeakMap
 from tfamp.levels.model_structure import drop_traced_functions
 from tfamp.levels.precision_config import EffectiveLevel
 from tfamp.optimizer import LossScaleOptimizer, go_on_from
+from tfamp.training.grad_scaler import GradScaler
 
 _VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 # Wrappers that `prepare` made: another level takes them off, where it leaves a user's own.
@@ -163,6 +164,36 @@ def warn_of_slots(optimizer: Any, level: EffectiveLevel, stacklevel: int) -> Non
     else:
         return
     warnings.warn(text, TfampWarning, stacklevel=stacklevel + 1)
+
+
+def warn_of_own_optimizers(model: Any, level: EffectiveLevel, stacklevel: int) -> None:
+    """Warns of unwrapped optimizers that a model's own `train_step` may use."""
+    held = _attributes(model)
+    own = [(name, x) for name, x in held if isinstance(x, keras.optimizers.Optimizer)]
+    bare = {id(x): name for name, x in own if x is innermost(x)}  # TensorFlow notes some twice.
+    names = dict.fromkeys(name for name in bare.values() if name != "optimizer")
+    scales = any(isinstance(x, GradScaler) for _, x in held)
+    if not names or scales or not level.needs_wrapper:
+        return
+    warnings.warn(
+        f"{type(model).__name__} has optimizers of its own ({', '.join(names)}), which are left as "
+        f"they are, and level {level.level} in {level.dtype} needs them wrapped: bare ones have no "
+        "loss scale, skip no step that is not finite, clip nothing and keep no master weights. In "
+        "compile wrap each in tfamp.LossScaleOptimizer, and in train_step take the gradients of "
+        "optimizer.scale_loss(loss). bfloat16 needs no loss scale.",
+        TfampWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def _attributes(model: Any) -> list[tuple[str, Any]]:
+    """Names of a model's attributes with their values, those in lists and dicts one by one."""
+    found = []
+    for name, value in vars(model).items():
+        values = list(value.values()) if isinstance(value, dict) else value
+        several = isinstance(values, list | tuple)
+        found += [(name, each) for each in (values if several else (value,))]
+    return found
 
 
 def _slots_at_o3(optimizer: Any, level: EffectiveLevel) -> Slots | None:
@@ -369,15 +400,9 @@ def wrap_compile(model: Any, level: EffectiveLevel) -> None:
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         signature = _compile_signature(original)
         if signature is None:
-            if level.optimizer_rule is not None:
-                text = (
-                    f"{type(model).__name__}.compile takes no argument named optimizer, so its "
-                    f"optimizers are left as they are. Level {level.level} in {level.dtype} needs "
-                    "them wrapped: give compile a LossScaleOptimizer around each, and scale the "
-                    "losses in train_step."
-                )
-                warnings.warn(text, TfampWarning, stacklevel=3)
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            warn_of_own_optimizers(model, level, stacklevel=3)
+            return result
         given = signature.bind(*args, **kwargs)
         default = signature.parameters["optimizer"].default
         optimizer = given.arguments.get("optimizer", default)
@@ -388,7 +413,9 @@ def wrap_compile(model: Any, level: EffectiveLevel) -> None:
                 optimizer = for_level(optimizer, own)
             warn_of_slots(optimizer, own, stacklevel=3)
         given.arguments["optimizer"] = optimizer
-        return original(*given.args, **given.kwargs)
+        result = original(*given.args, **given.kwargs)
+        warn_of_own_optimizers(model, level, stacklevel=3)
+        return result
 
     wrap_method(model, "compile", around)
 
