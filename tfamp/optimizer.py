@@ -17,6 +17,7 @@ from tfamp.core.errors import TfampWarning
 from tfamp.core.loss_scale import LossScaleState
 from tfamp.core.options import DynamicLossScale, FixedLossScale, GradClip, LossScale
 from tfamp.interop.keras_hooks import as_tensor, native, runs_tensorflow
+from tfamp.interop.patching import level_of_user
 from tfamp.interop.tf_functions import as_written
 from tfamp.training import gradients as gradient_lib
 from tfamp.training import scaling
@@ -454,13 +455,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _warn_if_no_loss_was_scaled(self, unscaled: bool | None) -> None:
         said = unscaled is not None or self.unscaled_gradients.known_here()
-        if not said and not self._scale_was_used:
+        divides = self.dynamic or self.initial_scale != 1.0
+        if divides and not said and not self._scale_was_used:
             warnings.warn(
                 f"{self.name} divides the gradients it applies by its loss scale, but no loss has "
                 "been scaled with it yet. In a custom loop take the gradients of "
                 "optimizer.get_scaled_loss(loss), or pass unscaled=True.",
                 TfampWarning,
-                stacklevel=6,
+                stacklevel=level_of_user(),
             )
         if not unscaled:
             self._scale_was_used = True  # Say it once.
@@ -690,7 +692,7 @@ def _with_effect(config: Mapping[str, Any]) -> dict[str, Any]:
             "Keras's LossScaleOptimizer takes no notice of that, and neither does tfamp's: set it "
             "on the inner optimizer.",
             TfampWarning,
-            stacklevel=3,
+            stacklevel=level_of_user(),
         )
     return {name: value for name, value in config.items() if name not in given}
 

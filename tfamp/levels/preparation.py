@@ -20,6 +20,7 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.options import GradClip, LossScale
 from tfamp.interop.keras_hooks import described
+from tfamp.interop.patching import level_of_user
 from tfamp.layers import fused_norms
 from tfamp.layers.float_policies import (
     ManagedLayer,
@@ -225,7 +226,7 @@ def prepare(
     if example_batch is not None:
         wanted = _measured(model, wanted, kept, example_batch)
     if wanted.warning is not None:
-        warnings.warn(wanted.warning, TfampWarning, stacklevel=2)
+        warnings.warn(wanted.warning, TfampWarning, stacklevel=level_of_user())
     is_there = _is_stored_so(model, wanted, kept)
     policy_before = _policy_before(model)
     if not is_there and (wanted.low_weights or _stores_low(model)):
@@ -234,8 +235,8 @@ def prepare(
         made = None if given is None else prepared_optimizer.for_level(given, wanted)
         if not is_there:
             _level_in_place(model, wanted, kept)
-    prepared_optimizer.warn_of_slots(made, wanted, stacklevel=2)
-    prepared_optimizer.warn_of_own_optimizers(model, wanted, stacklevel=2)
+    prepared_optimizer.warn_of_slots(made, wanted)
+    prepared_optimizer.warn_of_own_optimizers(model, wanted)
     if model.compiled and made is not None:
         prepared_optimizer.give_optimizer(model, made)
     _made_under.set(model, policy_before)
@@ -407,7 +408,7 @@ def _finish(
             f"{level.dtype}: all are outputs, BatchNormalization, kept in float32 or have a "
             "dtype of their own. Level O1 decides op by op.",
             NothingConvertedWarning,
-            stacklevel=4,
+            stacklevel=level_of_user(),
         )
 
 

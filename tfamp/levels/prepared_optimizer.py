@@ -18,7 +18,7 @@ from tfamp.core.errors import TfampWarning
 from tfamp.core.options import DynamicLossScale, LossScale
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import described
-from tfamp.interop.patching import wrap_method
+from tfamp.interop.patching import level_of_user, wrap_method
 from tfamp.layers.float_policies import WeakMap
 from tfamp.levels.model_structure import drop_traced_functions
 from tfamp.levels.precision_config import EffectiveLevel
@@ -141,7 +141,7 @@ def _exclude_like(old: Any, new: Any, copies: dict[int, Any], variables: list[An
     new._exclude_from_weight_decay_pattern = pattern
 
 
-def warn_of_slots(optimizer: Any, level: EffectiveLevel, stacklevel: int) -> None:
+def warn_of_slots(optimizer: Any, level: EffectiveLevel) -> None:
     """Says what there is to say of what an optimizer keeps at level O3."""
     slots = _slots_at_o3(optimizer, level)
     if slots is None:
@@ -163,10 +163,10 @@ def warn_of_slots(optimizer: Any, level: EffectiveLevel, stacklevel: int) -> Non
         )
     else:
         return
-    warnings.warn(text, TfampWarning, stacklevel=stacklevel + 1)
+    warnings.warn(text, TfampWarning, stacklevel=level_of_user())
 
 
-def warn_of_own_optimizers(model: Any, level: EffectiveLevel, stacklevel: int) -> None:
+def warn_of_own_optimizers(model: Any, level: EffectiveLevel) -> None:
     """Warns of unwrapped optimizers that a model's own `train_step` may use."""
     held = _attributes(model)
     own = [(name, x) for name, x in held if isinstance(x, keras.optimizers.Optimizer)]
@@ -182,7 +182,7 @@ def warn_of_own_optimizers(model: Any, level: EffectiveLevel, stacklevel: int) -
         "compile wrap each in tfamp.LossScaleOptimizer, and in train_step take the gradients of "
         "optimizer.scale_loss(loss). bfloat16 needs no loss scale.",
         TfampWarning,
-        stacklevel=stacklevel + 1,
+        stacklevel=level_of_user(),
     )
 
 
@@ -367,7 +367,7 @@ def compile_like(model: Any, other: Any, optimizer: Any) -> None:
             f"{type(model).__name__}.compile takes other arguments than Keras's own: the new model "
             "that prepare returns is not compiled. Compile it.",
             TfampWarning,
-            stacklevel=4,
+            stacklevel=level_of_user(),
         )
         return
     for name in ("metrics", "weighted_metrics"):
@@ -401,7 +401,7 @@ def wrap_compile(model: Any, level: EffectiveLevel) -> None:
         signature = _compile_signature(original)
         if signature is None:
             result = original(*args, **kwargs)
-            warn_of_own_optimizers(model, level, stacklevel=3)
+            warn_of_own_optimizers(model, level)
             return result
         given = signature.bind(*args, **kwargs)
         default = signature.parameters["optimizer"].default
@@ -411,10 +411,10 @@ def wrap_compile(model: Any, level: EffectiveLevel) -> None:
             own = with_needed_masters(level, optimizer)
             if own.optimizer_rule is not None:
                 optimizer = for_level(optimizer, own)
-            warn_of_slots(optimizer, own, stacklevel=3)
+            warn_of_slots(optimizer, own)
         given.arguments["optimizer"] = optimizer
         result = original(*given.args, **given.kwargs)
-        warn_of_own_optimizers(model, level, stacklevel=3)
+        warn_of_own_optimizers(model, level)
         return result
 
     wrap_method(model, "compile", around)

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfamp.autocasting.context import autocast
 from tfamp.core.errors import TfampWarning
 from tfamp.interop.keras_hooks import variables_as_stored
-from tfamp.interop.patching import wrap_method
+from tfamp.interop.patching import level_of_user, wrap_method
 from tfamp.layers.float_policies import in_float32
 from tfamp.levels.model_structure import computing_layers_of, layers_of
 from tfamp.rewriting.function import RewrittenFunction
@@ -80,7 +80,7 @@ def _rewrite_step_of(model: Any, name: str, dtype: str, rewrite: Callable[..., A
                 "as a whole, write the loop and pass the function that calls strategy.run to "
                 "settings.rewrite.",
                 TfampWarning,
-                stacklevel=2,
+                stacklevel=level_of_user(),
             )
         with autocast(dtype):
             return original(data)
