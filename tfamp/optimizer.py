@@ -20,7 +20,7 @@ from tfamp.interop.keras_hooks import as_tensor, native, runs_tensorflow
 from tfamp.interop.patching import level_of_user
 from tfamp.interop.tf_functions import as_written
 from tfamp.training import gradients as gradient_lib
-from tfamp.training import scaling
+from tfamp.training import scaling, skip_warning
 from tfamp.training.apply import Weights, apply_if_finite
 from tfamp.training.gradients import GradientPipeline, Gradients
 from tfamp.training.low_weights import LowWeights, check_slots
@@ -197,6 +197,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.slots = slots
         low = None if how is None else self._low_weights(*how)
         self.stored_weights = Weights(inner_optimizer, master_weights, low)
+        if runs_tensorflow():
+            skip_warning.watch(self)
 
     def _create_variables(self) -> None:
         """Creates what changes from step to step; checkpoints know it by the attributes' names."""
@@ -442,6 +444,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._norm.assign(norm)
         skips = self._rule.skip_nonfinite
         apply_if_finite(weights, gradients, finite, skips=skips, record=self._record_step)
+        skip_warning.note_eager_step(self)
 
     def _check_known(self, variables: list[Any]) -> None:
         # Keras checks it too, but some releases fail there while they put the message together.

@@ -33,6 +33,7 @@ _KERAS_AND_PUBLIC = (
     # What a layer calls when it has chosen the dtype in which it reads its variables.
     ("operation_call", "keras:Operation.__call__"),
     ("paused", "keras.src.optimizers.base_optimizer:BaseOptimizer.apply"),
+    ("fit", "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit"),
     # Only `keras.config.dtype_policy` and `set_dtype_policy` look the module up here.
     ("policy_module", "keras.src.dtype_policies.dtype_policy:global_state"),
     ("public_cast", "tensorflow:cast"),
