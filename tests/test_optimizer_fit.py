@@ -225,6 +225,26 @@ def test_learning_rate_scheduler_and_setter():
     assert float(model.optimizer.inner_optimizer.learning_rate) == 0.25
 
 
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"
+)
+def test_callbacks_reach_the_learning_rates_of_several_optimizers():
+    x, y = data()
+    model = small_model()
+    inner = keras.optimizers.SGD(0.5), keras.optimizers.Adam(0.25)
+    several = keras.optimizers.OptimizerMap(inner[0], {".*bias": inner[1]})
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.MultiOptimizer(several))
+    model.compile(optimizer, "mse", jit_compile=False)
+    scheduler = keras.callbacks.LearningRateScheduler(lambda epoch, lr: lr / 4)
+    fit(model, x, y, callbacks=[scheduler])
+    assert [float(each.learning_rate) for each in inner] == [0.125, 0.0625]
+    assert set(optimizer.optimizers) == set(inner)
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1e9)
+    history = fit(model, x * 0, y, epochs=2, callbacks=[plateau]).history
+    assert [float(each.learning_rate) for each in inner] == [0.0625, 0.03125]
+    assert {"learning_rate_sgd", "learning_rate_adam"} <= set(history)
+
+
 def test_schedule_does_not_move_on_a_skipped_step():
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0], [1.0, 0.5])
     weight = keras.Variable(1.0)

@@ -562,6 +562,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return as_tensor(self.step_counter)
 
     @property
+    def optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """The optimizers of an inner `MultiOptimizer`, whose learning rates Keras's callbacks set.
+
+        Raises:
+            AttributeError: The inner optimizer is a single one, as these callbacks find out so.
+        """
+        found: list[keras.optimizers.Optimizer] = self.inner_optimizer.optimizers
+        return found
+
+    @property
     def iterations(self) -> Any:
         """Steps applied so far, the inner optimizer's variable; on several replicas a tensor."""
         count = self.inner_optimizer.iterations
