@@ -1,5 +1,7 @@
 """LossScaleOptimizer under model.fit, in every way Keras can run a step, and in a compiled loop."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -142,6 +144,66 @@ def test_reading_the_state_inside_the_step_needs_no_host():
     assert [float(value) for value in step(tf.constant(1.0))] == [2.0, 1.0, 1.0, 0.0, 1.0]
 
 
+def _two_inputs():
+    inputs = {name: keras.Input((3,), name=name) for name in ("age", "income")}
+    joined = keras.layers.Concatenate()(list(inputs.values()))
+    outputs = keras.layers.Dense(1)(keras.layers.Dense(4)(joined))
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse", jit_compile=False)
+    return model
+
+
+def _skips(record):
+    said = [each for each in record if each.category is tfamp.TfampWarning]
+    assert {each.filename for each in said} == {__file__}
+    return [str(each.message) for each in said]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("as_dataset", [False, True])
+def test_a_run_that_skips_every_step_is_told_once_with_the_feature(level, as_dataset):
+    x = {name: np.ones((24, 3), "float32") for name in ("age", "income")}
+    x["income"][:, 1] = 70_000.0  # infinite in float16
+    y = np.ones((24, 1), "float32")
+    model, optimizer = tfamp.prepare(_two_inputs(), level=level, dtype="float16")
+    data = (x, y)
+    if as_dataset:
+        data = (tf.data.Dataset.from_tensor_slices(data).batch(1),)
+    with pytest.warns(tfamp.TfampWarning, match="find_nonfinite") as record:
+        model.fit(*data, epochs=3, verbose=0, **({} if as_dataset else {"batch_size": 1}))
+    assert int(optimizer.skipped_steps) == 72
+    (text,) = _skips(record)
+    assert "skipped the last 24 steps" in text
+    assert "x['income'][..., 1] reaches 70000, and float16 ends at 65504" in text
+
+
+def test_a_run_that_skips_every_step_is_told_in_bfloat16_and_in_an_eager_loop():
+    x = {name: np.ones((24, 3), "float32") for name in ("age", "income")}
+    model, _ = tfamp.prepare(_two_inputs(), level="O2", dtype="bfloat16")
+    with pytest.warns(tfamp.TfampWarning, match="find_nonfinite") as record:
+        model.fit(x, np.full((24, 1), np.nan), batch_size=1, verbose=0)
+    (text,) = _skips(record)
+    assert "its loss scale is 1." in text
+    assert "65504" not in text
+    weight, optimizer = keras.Variable(1.0), tfamp.LossScaleOptimizer(keras.optimizers.SGD())
+    with pytest.warns(tfamp.TfampWarning, match="has skipped the last 50 steps") as record:
+        for _ in range(120):
+            optimizer.apply_gradients([(tf.constant(np.inf), weight)], unscaled=True)
+    assert len(_skips(record)) == 1
+
+
+def test_a_scale_that_finds_its_place_is_not_warned_of():
+    model = small_model()
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1e-3))
+    model.compile(optimizer, "mse", jit_compile=False)
+    x, y = data(20)
+    x[: 8 * 15] = np.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tfamp.TfampWarning)
+        fit(model, x, y, epochs=3)
+    assert int(optimizer.skipped_steps) == 45
+
+
 def test_reduce_lr_on_plateau_reaches_the_inner_optimizer():
     x, y = data()
     model = small_model()
@@ -161,6 +223,26 @@ def test_learning_rate_scheduler_and_setter():
     assert float(model.optimizer.learning_rate) == 0.125
     model.optimizer.learning_rate = 0.25
     assert float(model.optimizer.inner_optimizer.learning_rate) == 0.25
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"
+)
+def test_callbacks_reach_the_learning_rates_of_several_optimizers():
+    x, y = data()
+    model = small_model()
+    inner = keras.optimizers.SGD(0.5), keras.optimizers.Adam(0.25)
+    several = keras.optimizers.OptimizerMap(inner[0], {".*bias": inner[1]})
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.MultiOptimizer(several))
+    model.compile(optimizer, "mse", jit_compile=False)
+    scheduler = keras.callbacks.LearningRateScheduler(lambda epoch, lr: lr / 4)
+    fit(model, x, y, callbacks=[scheduler])
+    assert [float(each.learning_rate) for each in inner] == [0.125, 0.0625]
+    assert set(optimizer.optimizers) == set(inner)
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1e9)
+    history = fit(model, x * 0, y, epochs=2, callbacks=[plateau]).history
+    assert [float(each.learning_rate) for each in inner] == [0.0625, 0.03125]
+    assert {"learning_rate_sgd", "learning_rate_adam"} <= set(history)
 
 
 def test_schedule_does_not_move_on_a_skipped_step():

@@ -17,9 +17,10 @@ from tfamp.core.errors import TfampWarning
 from tfamp.core.loss_scale import LossScaleState
 from tfamp.core.options import DynamicLossScale, FixedLossScale, GradClip, LossScale
 from tfamp.interop.keras_hooks import as_tensor, native, runs_tensorflow
+from tfamp.interop.patching import level_of_user
 from tfamp.interop.tf_functions import as_written
 from tfamp.training import gradients as gradient_lib
-from tfamp.training import scaling
+from tfamp.training import scaling, skip_warning
 from tfamp.training.apply import Weights, apply_if_finite
 from tfamp.training.gradients import GradientPipeline, Gradients
 from tfamp.training.low_weights import LowWeights, check_slots
@@ -196,6 +197,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.slots = slots
         low = None if how is None else self._low_weights(*how)
         self.stored_weights = Weights(inner_optimizer, master_weights, low)
+        if runs_tensorflow():
+            skip_warning.watch(self)
 
     def _create_variables(self) -> None:
         """Creates what changes from step to step; checkpoints know it by the attributes' names."""
@@ -441,6 +444,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._norm.assign(norm)
         skips = self._rule.skip_nonfinite
         apply_if_finite(weights, gradients, finite, skips=skips, record=self._record_step)
+        skip_warning.note_eager_step(self)
 
     def _check_known(self, variables: list[Any]) -> None:
         # Keras checks it too, but some releases fail there while they put the message together.
@@ -454,13 +458,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _warn_if_no_loss_was_scaled(self, unscaled: bool | None) -> None:
         said = unscaled is not None or self.unscaled_gradients.known_here()
-        if not said and not self._scale_was_used:
+        divides = self.dynamic or self.initial_scale != 1.0
+        if divides and not said and not self._scale_was_used:
             warnings.warn(
                 f"{self.name} divides the gradients it applies by its loss scale, but no loss has "
                 "been scaled with it yet. In a custom loop take the gradients of "
                 "optimizer.get_scaled_loss(loss), or pass unscaled=True.",
                 TfampWarning,
-                stacklevel=6,
+                stacklevel=level_of_user(),
             )
         if not unscaled:
             self._scale_was_used = True  # Say it once.
@@ -555,6 +560,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def dynamic_counter(self) -> Any:
         """Finite steps since the scale last changed, a scalar integer tensor."""
         return as_tensor(self.step_counter)
+
+    @property
+    def optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """The optimizers of an inner `MultiOptimizer`, whose learning rates Keras's callbacks set.
+
+        Raises:
+            AttributeError: The inner optimizer is a single one, as these callbacks find out so.
+        """
+        found: list[keras.optimizers.Optimizer] = self.inner_optimizer.optimizers
+        return found
 
     @property
     def iterations(self) -> Any:
@@ -690,7 +705,7 @@ def _with_effect(config: Mapping[str, Any]) -> dict[str, Any]:
             "Keras's LossScaleOptimizer takes no notice of that, and neither does tfamp's: set it "
             "on the inner optimizer.",
             TfampWarning,
-            stacklevel=3,
+            stacklevel=level_of_user(),
         )
     return {name: value for name, value in config.items() if name not in given}
 

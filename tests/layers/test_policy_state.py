@@ -372,3 +372,16 @@ def test_hooks_are_in_place_exactly_while_a_mixed_policy_is(name):
         assert constructors.users  # other threads are under the mixed policy
     tfamp.set_global_policy("float32")
     assert keras.layers.Layer.__init__ is original
+
+
+class WithShape(keras.layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(input_shape=(3,), **kwargs)
+
+
+@pytest.mark.parametrize("make", [WithShape, lambda: keras.layers.Dense(1, input_dim=3)])
+def test_what_keras_warns_of_is_attributed_to_the_users_line(make):
+    with tfamp.policy_scope("mixed_bfloat16"), pytest.warns(match="Do not pass") as said:
+        layer = make()
+    assert layer.compute_dtype == "bfloat16"
+    assert [each.filename for each in said] == [__file__]

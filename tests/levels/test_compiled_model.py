@@ -51,15 +51,38 @@ def _layers():
     return [keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)]
 
 
+_LEFT = r"optimizers of its own \(d_optimizer, g_optimizer\).*wrap each.*scale_loss\(loss\)"
+
+
 def test_optimizers_under_other_names_are_left_with_a_warning():
     model = TwoOptimizers()
     model.build((None, 3))
     model, _ = tfamp.prepare(model, level="O2", dtype="float16")
     first, second = _two()
-    with pytest.warns(tfamp.TfampWarning, match="no argument named optimizer"):
+    with pytest.warns(tfamp.TfampWarning, match=_LEFT) as said:
         model.compile(g_optimizer=second, d_optimizer=first)
+    assert said[0].filename == __file__
     assert model.d_optimizer is first
     assert model.g_optimizer is second
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_optimizers_of_a_model_that_is_compiled_are_named(level):
+    model = TwoOptimizers()
+    model.build((None, 3))
+    model.compile(*_two())
+    with pytest.warns(tfamp.TfampWarning, match=_LEFT) as said:
+        tfamp.prepare(model, level=level, dtype="float16")
+    assert said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tfamp.TfampWarning)
+        tfamp.prepare(model, level=level, dtype="bfloat16")  # bfloat16 needs no loss scale.
+        wrapped = [tfamp.LossScaleOptimizer(each) for each in _two()]
+        model.compile(*wrapped)
+        tfamp.prepare(model, level=level, dtype="float16")
+        model.scaler = tfamp.GradScaler()
+        model.compile(*_two())
+        tfamp.prepare(model, level=level, dtype="float16")
 
 
 def test_a_copy_that_cannot_be_compiled_says_so():

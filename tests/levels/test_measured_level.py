@@ -41,7 +41,7 @@ def timed(monkeypatch):
 
 
 def arrays(model):
-    owners = (model, model.optimizer)
+    owners = (model, getattr(model.optimizer, "inner_optimizer", model.optimizer))
     return [np.asarray(each).tobytes() for owner in owners for each in owner.variables]
 
 

@@ -70,7 +70,8 @@ def test_o1_rewrites_the_train_step_and_leaves_the_layers(kind, dtype):
     assert after.dtype == "float32"
     np.testing.assert_array_equal(after, tf.cast(tf.cast(after, dtype), "float32"))
     assert_near(after, before, dtype)
-    assert (type(optimizer) is tfamp.LossScaleOptimizer) == (dtype == "float16")
+    assert type(optimizer) is tfamp.LossScaleOptimizer
+    assert optimizer.dynamic == (dtype == "float16")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,7 +108,7 @@ def test_o3_is_a_new_model_that_is_low_all_through(kind, dtype):
     assert {w.dtype for w in made.weights} == {dtype}
     assert made(X[:8]).dtype == dtype
     assert_near(predict(made), before, dtype)
-    assert type(optimizer) is keras.optimizers.Adam
+    assert type(optimizer.inner_optimizer) is keras.optimizers.Adam
     # The given model is left as it was, and so is its optimizer.
     assert_identical(snapshot(model, model.optimizer), state)
     assert {layer.compute_dtype for layer in leaves(model)} == {"float32"}
@@ -176,7 +177,7 @@ def test_levels_follow_each_other_in_any_order():
         assert same is model
         expected = {"O2": dtype}.get(level, "float32")
         assert computes(model)["Conv2D"] == [expected]
-        assert isinstance(optimizer, tfamp.LossScaleOptimizer) == (dtype == "float16")
+        assert isinstance(optimizer, tfamp.LossScaleOptimizer) == (level != "O0")
     np.testing.assert_array_equal(predict(model), before)
 
 
@@ -523,9 +524,11 @@ def test_keras_own_wrapper_is_replaced_and_its_scale_goes_on():
     assert (float(optimizer.loss_scale), optimizer.dynamic_growth_steps) == (64.0, 7)
 
 
-def test_bfloat16_gets_no_loss_scale_but_clipping():
+def test_bfloat16_gets_a_scale_of_1_and_clipping():
     inner = keras.optimizers.SGD()
-    assert tfamp.prepare(KINDS["sequential"](), inner, level="O2", dtype="bfloat16")[1] is inner
+    _, guarded = tfamp.prepare(KINDS["sequential"](), inner, level="O2", dtype="bfloat16")
+    assert guarded.inner_optimizer is inner
+    assert (guarded.rule, guarded.grad_clip) == (tfamp.FixedLossScale(1.0), None)
     _, clipped = tfamp.prepare(
         KINDS["sequential"](), inner, level="O2", dtype="bfloat16", grad_clip=1.0
     )

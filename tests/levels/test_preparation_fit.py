@@ -86,7 +86,7 @@ def test_o3_gives_optimizers_the_masters_they_need(optimizer, given, masters, dt
         )
     assert {weight.dtype for weight in made.model.trainable_weights} == {dtype}
     assert made.settings.master_weights is masters
-    assert isinstance(made.optimizer, tfamp.LossScaleOptimizer) is masters
+    assert made.optimizer.master_weights is masters
     reasons = [reason for reason in made.settings.reasons if "master weights" in reason]
     assert bool(reasons) is (masters and given is None)
     warned = [str(each.message) for each in said if "master" in str(each.message)]
@@ -101,7 +101,7 @@ def test_o3_gives_masters_to_an_optimizer_that_comes_with_compile(dtype):
     assert made.optimizer.master_weights
     assert tfamp.precision_settings(made).master_weights
     made.compile("sgd", "mse")
-    assert type(made.optimizer) is keras.optimizers.SGD
+    assert not made.optimizer.master_weights
     assert not tfamp.precision_settings(made).master_weights
 
 
@@ -110,10 +110,37 @@ def test_slots_are_carried_to_new_variables():
     model = trained("sequential")
     old = model.optimizer
     _, optimizer = tfamp.prepare(model, level="O3", dtype="bfloat16", master_weights=False)
-    for before, after in zip(old.variables, optimizer.variables, strict=True):
+    slots = optimizer.inner_optimizer.variables
+    for before, after in zip(old.variables, slots, strict=True):
         expected = tf.cast(before.value, after.dtype)
         np.testing.assert_array_equal(expected, after.numpy())
-    assert any(np.any(variable.numpy()) for variable in optimizer.variables[2:])
+    assert any(np.any(variable.numpy()) for variable in slots[2:])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_steps_that_are_not_finite_are_skipped_and_counted_in_bfloat16(level):
+    model, optimizer = tfamp.prepare(compiled("functional", "sgd"), level=level, dtype="bfloat16")
+    assert "bfloat16" in op_dtypes(lambda: model.train_step((X[:8], Y[:8])))["Conv2D"]
+    settings = str(tfamp.precision_settings(model))
+    assert "fixed at 1, steps that are not finite are skipped" in settings
+    fit(model)
+    trained = [weight.numpy() for weight in model.trainable_weights]
+    model.fit(np.full_like(X, np.nan), Y, batch_size=8, verbose=0)
+    for before, after in zip(trained, model.trainable_weights, strict=True):
+        np.testing.assert_array_equal(before, after.numpy())
+    steps = int(optimizer.iterations), int(optimizer.skipped_steps), float(optimizer.loss_scale)
+    assert steps == (2, 2, 1.0)
+    plain, bare = tfamp.prepare(model, level="O0")
+    assert type(bare) is type(plain.optimizer) is keras.optimizers.SGD
+
+
+def test_without_a_loss_scale_by_choice_the_optimizer_is_left_as_it_is():
+    model = compiled("sequential", "sgd")
+    own = model.optimizer
+    for level in ("O1", "O2"):
+        prepared = tfamp.prepare(model, level=level, dtype="bfloat16", loss_scale="none")
+        assert prepared.optimizer is own
+        assert "loss scale      none" in str(prepared.settings)
 
 
 def test_o1_rewrites_what_evaluate_and_predict_run():

@@ -380,7 +380,7 @@ def finished_graph(mode: Mode, original: Any, function: Any, *args: Any, **kwarg
                 "comes from, which is traced anew for autocast, or tfamp.rewrite(function, "
                 f"dtype={mode.dtype!r}).",
                 TfampWarning,
-                stacklevel=level_of_user(),
+                stacklevel=patching.level_of_user(),
             )
     return original(function, *args, **kwargs)
 
@@ -397,15 +397,6 @@ def _float32_ops(graph: Any, mode: Mode) -> Counter[str]:
             return Counter()
         found[node.op] += node.attr["T"].type == tf.float32.as_datatype_enum
     return +found
-
-
-def level_of_user() -> int:
-    """The stack level, seen from the caller, of the first frame that is no library's."""
-    level, frame = 1, sys._getframe(1)
-    skipped = ("tfamp.", *patching.LIBRARIES)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(skipped):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 # ---- Control flow --------------------------------------------------------------------------------

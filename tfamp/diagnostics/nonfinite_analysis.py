@@ -332,7 +332,7 @@ def _explained(runs: Runs, path: Path, spread: str) -> Finding:
             "float32_inputs": _ranges(float32, inputs, execution, "input"),
             "float32": _ranges(float32, outputs, execution, "output"),
         },
-        rewritten=step.rewritten,
+        rewritten_by=step.rewritten_by,
         spread=shown_name(spread),
         callers=tuple(shown_name(caller) for _, caller in path[:-1]),
     )

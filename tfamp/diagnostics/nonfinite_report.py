@@ -180,7 +180,7 @@ class Finding(NonFiniteReport):
     dtype: str = "float32"
     layer_class: str | None = None
     gradient_of: str | None = None  # The first variable whose gradient is bad because of it.
-    rewritten: bool = False  # Whether `tfamp.rewrite` made the step.
+    rewritten_by: str = ""  # The function of tfamp's that rewrites the step's graph, if one does.
     float32_max: float | None = None  # Largest magnitude of the result in float32, if finite.
     spread: str = ""  # The node that made a NaN of it, where it is a constant that does not fit.
     callers: tuple[str, ...] = ()  # The nodes whose functions it is in, the outermost first.
@@ -369,7 +369,14 @@ def _in_float32_too(finding: Finding) -> str:
 
 
 def _keep(finding: Finding) -> str:
-    if finding.rewritten:
+    if finding.rewritten_by == "prepare":
+        if finding.layer_class is None:
+            return 'Level "O2" computes in float32 what is in no layer.'
+        return (
+            f'Keep layer "{finding.layer}" float32: '
+            f'tfamp.prepare(..., keep_float32=["{finding.layer}"]).'
+        )
+    if finding.rewritten_by:
         return f'Keep it float32: tfamp.rewrite(..., keep_float32=["{finding.node}"]).'
     if finding.layer is not None and finding.layer_class is not None:
         return (

@@ -54,7 +54,7 @@ class Step:
     layers: tuple[Any, ...]  # In the order of their first calls.
     variables: tuple[tuple[str, Any], ...]  # Name and `tf.Variable` of what has to be finite.
     reads: Mapping[str, str]  # Names of variables by the input that is their handle or value.
-    rewritten: bool = False
+    rewritten_by: str = ""
     scale: float = 1.0  # The loss scale; 1 where there is none.
     scale_name: str | None = None  # That of the variable that holds it.
     scale_adapts: bool = True
@@ -112,25 +112,27 @@ class Step:
 def trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
     """Traces the training step of a built model: forward, loss, scaled loss, gradients.
 
-    Without targets and a loss only the forward pass is traced.
+    Without targets and a loss only the forward pass is traced. At level O1 it is rewritten, as the
+    steps of `fit` are.
     """
     compute_loss = _loss_function(model, y, loss)
+    trained = [variable.value for variable in model.trainable_variables]
 
-    def body(x: Any, y: Any, scale: Any) -> list[Any]:
+    def body(x: Any, y: Any, scale: Any) -> tuple[list[Any], list[Any]]:
         with tf.GradientTape() as tape:
             outputs = model(x, training=compute_loss is not None)
             if dtype is not None:  # As a policy of tfamp's would have it.
                 outputs = keras.tree.map_structure(_as_float32, outputs)
             results = float_tensors(outputs)
             if compute_loss is None:
-                return results
+                return results, []
             with tf.name_scope(LOSS_SCOPE):
                 loss = compute_loss(x, y, outputs)
             with tf.name_scope(SCALE_SCOPE):
                 # In float32, as a scaled loss easily exceeds float16's range.
                 scaled = tf.cast(loss, tf.float32) * scale
-        tape.gradient(scaled, [variable.value for variable in model.trainable_variables])
-        return [*results, loss, scaled]
+        gradients = tape.gradient(scaled, trained)
+        return [*results, loss, scaled], gradients
 
     optimizer = getattr(model, "optimizer", None)
     variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
@@ -138,16 +140,27 @@ def trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Ste
     args = (*keras.tree.map_structure(_as_input, (x, y)), tf.constant(1.0))
     # As in `fit`, AutoGraph leaves the code of layers as it is.
     body = tf.autograph.experimental.do_not_convert(body)
+    rewrite = _rewrite_of(model) if dtype is None else None
+    if rewrite is not None:
+        body = rewrite(tf.function(body, autograph=False))
     with computing_in(model, dtype), _losses_kept(model):
-        step = _trace(body, args)
+        step = _trace(body, args, trained)
     return dataclasses.replace(
         step,
+        rewritten_by="" if rewrite is None else "prepare",
         variables=tuple(_named(variables)),
         scale=scale,
         scale_name=scale_name,
         scale_adapts=hasattr(optimizer, "dynamic_scale") and getattr(optimizer, "dynamic", True),
         scale_at=step.given - 1,
     )
+
+
+def _rewrite_of(model: Any) -> Callable[..., Any] | None:
+    """What rewrites the steps of `fit` at level O1; not where autocast runs them instead."""
+    if model.run_eagerly or model.distribute_strategy.num_replicas_in_sync > 1:
+        return None
+    return getattr(wrapped_methods(model).get("train_step"), "rewrite", None)
 
 
 def _loss_function(model: Any, y: Any, loss: Any) -> Callable[[Any, Any, Any], Any] | None:
@@ -248,7 +261,7 @@ def trace_function(function: Any, x: Any, y: Any, loss: Any, dtype: str | None) 
         rewritten = True
         function = rewrite(function, dtype=low, placement="lists")
         step = _trace(*_with_loss(function, args, y, loss))
-    return dataclasses.replace(step, rewritten=rewritten)
+    return dataclasses.replace(step, rewritten_by="rewrite" if rewritten else "")
 
 
 def _arguments(function: Callable[..., Any], x: Any, y: Any) -> tuple[Any, ...]:
@@ -309,8 +322,8 @@ class _Notes:
         self.gradients += zip(tf.nest.flatten(sources), flat, strict=False)
 
 
-def _trace(function: Any, args: tuple[Any, ...]) -> Step:
-    """Traces a function for a call."""
+def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) -> Step:
+    """Traces a function for a call; with sources, it returns results and their gradients."""
     notes = _Notes(mark_names=not isinstance(function, RewrittenFunction))
     call = FlatCall(tf.nest.map_structure(_as_tensor, args), {})
     with (
@@ -329,6 +342,8 @@ def _trace(function: Any, args: tuple[Any, ...]) -> Step:
     values = (*call.tensors, *captured)
     places = (i for i, value in enumerate(values) if scale is not None and value is scale.handle)
     outputs = tuple(dict.fromkeys(tensor.name for tensor in traced.outputs))
+    if sources:
+        notes.take_gradient(sources, traced.structured_outputs[1])
     gradients = dict(_gradients(graph, notes.gradients, paths))
     operations = tuple(operation.name for operation in graph.control_outputs)
     graph_def = inline_calls(

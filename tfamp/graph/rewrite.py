@@ -34,6 +34,7 @@ from tfamp.graph.transforms import (
     without_idle_sums,
 )
 from tfamp.interop import tf_private
+from tfamp.interop.patching import level_of_user
 from tfamp.machine import profile_choice
 from tfamp.planning.choices import NodeChoices, check_choice
 from tfamp.planning.coloring import Updates
@@ -233,9 +234,11 @@ def convert(graph_def: Any, request: Request) -> Decision:
 
         fuse(graph_def, request.choices.used_names)
     for text in decision.idle:
-        warnings.warn(text, TfampWarning, stacklevel=4)
+        warnings.warn(text, TfampWarning, stacklevel=level_of_user())
     if not plan.summary.low_nodes:
-        warnings.warn(_nothing_converted(plan, decision), NothingConvertedWarning, stacklevel=4)
+        warnings.warn(
+            _nothing_converted(plan, decision), NothingConvertedWarning, stacklevel=level_of_user()
+        )
     return dataclasses.replace(decision, plan=plan)
 
 

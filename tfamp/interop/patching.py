@@ -10,9 +10,11 @@ import contextlib
 import functools
 import importlib
 import inspect
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
-from types import MethodType, ModuleType
+from types import FrameType, MethodType, ModuleType
 from typing import Any
 
 from tfamp.core.errors import UnsupportedVersionError
@@ -31,6 +33,7 @@ _KERAS_AND_PUBLIC = (
     # What a layer calls when it has chosen the dtype in which it reads its variables.
     ("operation_call", "keras:Operation.__call__"),
     ("paused", "keras.src.optimizers.base_optimizer:BaseOptimizer.apply"),
+    ("fit", "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit"),
     # Only `keras.config.dtype_policy` and `set_dtype_policy` look the module up here.
     ("policy_module", "keras.src.dtype_policies.dtype_policy:global_state"),
     ("public_cast", "tensorflow:cast"),
@@ -148,6 +151,32 @@ IN_BETWEEN = (
     "tfamp.",
 )
 LIBRARIES = ("tensorflow.", "keras.", "tf_keras.")
+
+
+def level_of_user() -> int:
+    """The stack level, seen from the caller, of the first frame that is no library's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_of_library(frame):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_of_library(frame: FrameType) -> bool:
+    # What AutoGraph makes of a user's function is in a temporary file, which nobody can open.
+    is_generated = "__autograph_generated_file" in frame.f_code.co_filename
+    return is_generated or frame.f_globals.get("__name__", "").startswith(("tfamp.", *LIBRARIES))
+
+
+def warning_at_user(call: Callable[[], None]) -> None:
+    """Calls a function, and attributes what it warns of to the user's line.
+
+    A library gives the stack level of its caller, and in a patched function that is one of ours.
+    """
+    with warnings.catch_warnings(record=True) as said:
+        call()
+    for each in said:
+        warnings.warn(each.message, stacklevel=level_of_user())
+
 
 # ---- Finding symbols -----------------------------------------------------------------------------
 

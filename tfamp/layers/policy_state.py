@@ -18,11 +18,13 @@ import keras
 
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import described
-from tfamp.interop.patching import Patch
+from tfamp.interop.patching import Patch, warning_at_user
 from tfamp.layers import model_calls
 from tfamp.policy import POLICY_NAMES, Policy
 
 _KERAS_OWN = (keras.DTypePolicy, keras.FloatDTypePolicy)
+# Arguments of a layer that Keras warns of.
+_WARNED_OF = {"input_shape", "input_dim"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +271,11 @@ def _layer_init(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     wanted = _layer_dtype(type(layer), given)
     if wanted is not given:
         kwargs["dtype"] = wanted
-    original(layer, *args, **kwargs)
+    construct = functools.partial(original, layer, *args, **kwargs)
+    if kwargs.keys() & _WARNED_OF:
+        warning_at_user(construct)
+    else:
+        construct()
     level = _level_in_force()
     if level is not None and level.policy.is_mixed:
         model_calls.protect_values(layer)

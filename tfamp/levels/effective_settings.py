@@ -300,7 +300,8 @@ def _rule_text(rule: LossScale | None) -> str:
     if rule is None:
         return "none"
     if isinstance(rule, FixedLossScale):
-        return f"fixed at {rule.scale:g}"
+        skips = ", steps that are not finite are skipped" if rule.skip_nonfinite else ""
+        return f"fixed at {rule.scale:g}{skips}"
     return (
         f"dynamic from {rule.initial_scale:g}, times {rule.growth_factor:g} after "
         f"{rule.growth_steps} finite steps, times {rule.backoff_factor:g} after an overflow"

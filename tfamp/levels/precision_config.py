@@ -97,8 +97,9 @@ class PrecisionConfig:
         level: "O0", "O1", "O2", "O3" or "auto".
         dtype: "float16" or "bfloat16"; None for what this machine multiplies fast.
         loss_scale: None for the level's own. A `FixedLossScale` or `DynamicLossScale`, a number
-            for a fixed one, "dynamic", or "none" for none at all. A dict of the fields of one of
-            the classes, also under the names of torch, mmdetection, MindSpore and DeepSpeed.
+            for a fixed one, "dynamic", or "none" for an optimizer that neither scales losses nor
+            skips steps that are not finite. A dict of the fields of one of the classes, also under
+            the names of torch, mmdetection, MindSpore and DeepSpeed.
         grad_clip: A `GradClip`, a dict such as `{"max_norm": 35, "norm_type": 2}`, or a number,
             which is the greatest Euclidean norm.
         keep_float32: What stays float32: names of layers, regular expressions, layer classes or
@@ -562,10 +563,17 @@ class EffectiveLevel:
         return self.level == "O3" or self.master_weights or is_rounded
 
     @property
+    def needs_wrapper(self) -> bool:
+        """Whether training needs more of the wrapper than that it skips steps."""
+        rule, config = self.optimizer_rule, self.config
+        features = (config.grad_clip, config.weight_rounding, self.master_weights or None)
+        return rule is not None and (rule.initial_scale != 1.0 or features != (None, None, None))
+
+    @property
     def optimizer_rule(self) -> LossScale | None:
         """The rule of the optimizer's wrapper; None where the optimizer needs none.
 
-        A fixed scale of 1 changes no gradient: it is there for clipping, masters and rounding.
+        A fixed scale of 1 changes no gradient: it is there for clipping, masters and rounding too.
         """
         clips = self.config.grad_clip is not None
         rounds = self.config.weight_rounding is not None
@@ -583,7 +591,7 @@ def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLeve
         >>> cpu = Hardware("", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
         >>> found = effective_level(PrecisionConfig(level="auto"), cpu)
         >>> found.level, found.dtype, found.loss_scale
-        ('O1', 'bfloat16', None)
+        ('O1', 'bfloat16', FixedLossScale(scale=1.0, skip_nonfinite=True))
     """
     reasons: list[str] = []
     level = config.level
@@ -659,9 +667,12 @@ def _loss_scale(given: Any, level: str, dtype: str, reasons: list[str]) -> LossS
     return given if isinstance(given, LossScale) else FixedLossScale(given)
 
 
-def _default_loss_scale(level: str, dtype: str) -> tuple[str, str]:
-    if level not in ("O1", "O2"):
-        return "none", f"the default of level {level}"
+def _default_loss_scale(level: str, dtype: str) -> tuple[str | int, str]:
+    """Returns the default and the reason; a scale of 1 only skips steps that are not finite."""
+    if level == "O0":
+        return "none", "the default of level O0"
     if dtype == "bfloat16":
-        return "none", "as bfloat16 has float32's range"
+        return 1, "as bfloat16 has float32's range"
+    if level == "O3":
+        return 1, "the default of level O3"
     return "dynamic", f"the default of level {level} in {dtype}"

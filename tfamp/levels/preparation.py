@@ -20,6 +20,7 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.options import GradClip, LossScale
 from tfamp.interop.keras_hooks import described
+from tfamp.interop.patching import level_of_user
 from tfamp.layers import fused_norms
 from tfamp.layers.float_policies import (
     ManagedLayer,
@@ -135,11 +136,12 @@ def prepare(
     | O0 | float32 | float32 | float32 | none |
     | O1 | by op lists | by lists; outputs float32 | float32 | dynamic |
     | O2 | low dtype | float32 | float32, or low + float32 masters | dynamic |
-    | O3 | low dtype | low dtype | low dtype | none unless given |
+    | O3 | low dtype | low dtype | low dtype | 1 unless given |
     | auto | O2 on GPUs and TPUs, O1 on CPUs that multiply bfloat16, else O0 | | | |
 
-    bfloat16 has float32's range: it gets no loss scale by default. Use what is returned. A model
-    may be fresh, or built, trained and compiled: weights, the state of the optimizer, compiled
+    bfloat16 has float32's range: it gets a scale of 1 by default. Below float32 the optimizer is a
+    `LossScaleOptimizer`, which skips and counts steps that are not finite. Use what is returned. A
+    model may be fresh, or built, trained and compiled: weights, the optimizer's state, compiled
     losses and metrics are kept. Levels can follow each other; O0 leads back to float32, with the
     very predictions of before, but for what was stored low without a master. Where the weights get
     another dtype (O3, master weights, and back from them) a new model is returned and the given one
@@ -224,7 +226,7 @@ def prepare(
     if example_batch is not None:
         wanted = _measured(model, wanted, kept, example_batch)
     if wanted.warning is not None:
-        warnings.warn(wanted.warning, TfampWarning, stacklevel=2)
+        warnings.warn(wanted.warning, TfampWarning, stacklevel=level_of_user())
     is_there = _is_stored_so(model, wanted, kept)
     policy_before = _policy_before(model)
     if not is_there and (wanted.low_weights or _stores_low(model)):
@@ -233,7 +235,8 @@ def prepare(
         made = None if given is None else prepared_optimizer.for_level(given, wanted)
         if not is_there:
             _level_in_place(model, wanted, kept)
-    prepared_optimizer.warn_of_slots(made, wanted, stacklevel=2)
+    prepared_optimizer.warn_of_slots(made, wanted)
+    prepared_optimizer.warn_of_own_optimizers(model, wanted)
     if model.compiled and made is not None:
         prepared_optimizer.give_optimizer(model, made)
     _made_under.set(model, policy_before)
@@ -405,7 +408,7 @@ def _finish(
             f"{level.dtype}: all are outputs, BatchNormalization, kept in float32 or have a "
             "dtype of their own. Level O1 decides op by op.",
             NothingConvertedWarning,
-            stacklevel=4,
+            stacklevel=level_of_user(),
         )
 
 

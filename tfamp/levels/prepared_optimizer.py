@@ -18,11 +18,12 @@ from tfamp.core.errors import TfampWarning
 from tfamp.core.options import DynamicLossScale, LossScale
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import described
-from tfamp.interop.patching import wrap_method
+from tfamp.interop.patching import level_of_user, wrap_method
 from tfamp.layers.float_policies import WeakMap
 from tfamp.levels.model_structure import drop_traced_functions
 from tfamp.levels.precision_config import EffectiveLevel
 from tfamp.optimizer import LossScaleOptimizer, go_on_from
+from tfamp.training.grad_scaler import GradScaler
 
 _VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 # Wrappers that `prepare` made: another level takes them off, where it leaves a user's own.
@@ -140,7 +141,7 @@ def _exclude_like(old: Any, new: Any, copies: dict[int, Any], variables: list[An
     new._exclude_from_weight_decay_pattern = pattern
 
 
-def warn_of_slots(optimizer: Any, level: EffectiveLevel, stacklevel: int) -> None:
+def warn_of_slots(optimizer: Any, level: EffectiveLevel) -> None:
     """Says what there is to say of what an optimizer keeps at level O3."""
     slots = _slots_at_o3(optimizer, level)
     if slots is None:
@@ -162,7 +163,37 @@ def warn_of_slots(optimizer: Any, level: EffectiveLevel, stacklevel: int) -> Non
         )
     else:
         return
-    warnings.warn(text, TfampWarning, stacklevel=stacklevel + 1)
+    warnings.warn(text, TfampWarning, stacklevel=level_of_user())
+
+
+def warn_of_own_optimizers(model: Any, level: EffectiveLevel) -> None:
+    """Warns of unwrapped optimizers that a model's own `train_step` may use."""
+    held = _attributes(model)
+    own = [(name, x) for name, x in held if isinstance(x, keras.optimizers.Optimizer)]
+    bare = {id(x): name for name, x in own if x is innermost(x)}  # TensorFlow notes some twice.
+    names = dict.fromkeys(name for name in bare.values() if name != "optimizer")
+    scales = any(isinstance(x, GradScaler) for _, x in held)
+    if not names or scales or not level.needs_wrapper:
+        return
+    warnings.warn(
+        f"{type(model).__name__} has optimizers of its own ({', '.join(names)}), which are left as "
+        f"they are, and level {level.level} in {level.dtype} needs them wrapped: bare ones have no "
+        "loss scale, skip no step that is not finite, clip nothing and keep no master weights. In "
+        "compile wrap each in tfamp.LossScaleOptimizer, and in train_step take the gradients of "
+        "optimizer.scale_loss(loss). bfloat16 needs no loss scale.",
+        TfampWarning,
+        stacklevel=level_of_user(),
+    )
+
+
+def _attributes(model: Any) -> list[tuple[str, Any]]:
+    """Names of a model's attributes with their values, those in lists and dicts one by one."""
+    found = []
+    for name, value in vars(model).items():
+        values = list(value.values()) if isinstance(value, dict) else value
+        several = isinstance(values, list | tuple)
+        found += [(name, each) for each in (values if several else (value,))]
+    return found
 
 
 def _slots_at_o3(optimizer: Any, level: EffectiveLevel) -> Slots | None:
@@ -336,7 +367,7 @@ def compile_like(model: Any, other: Any, optimizer: Any) -> None:
             f"{type(model).__name__}.compile takes other arguments than Keras's own: the new model "
             "that prepare returns is not compiled. Compile it.",
             TfampWarning,
-            stacklevel=4,
+            stacklevel=level_of_user(),
         )
         return
     for name in ("metrics", "weighted_metrics"):
@@ -369,15 +400,9 @@ def wrap_compile(model: Any, level: EffectiveLevel) -> None:
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         signature = _compile_signature(original)
         if signature is None:
-            if level.optimizer_rule is not None:
-                text = (
-                    f"{type(model).__name__}.compile takes no argument named optimizer, so its "
-                    f"optimizers are left as they are. Level {level.level} in {level.dtype} needs "
-                    "them wrapped: give compile a LossScaleOptimizer around each, and scale the "
-                    "losses in train_step."
-                )
-                warnings.warn(text, TfampWarning, stacklevel=3)
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            warn_of_own_optimizers(model, level)
+            return result
         given = signature.bind(*args, **kwargs)
         default = signature.parameters["optimizer"].default
         optimizer = given.arguments.get("optimizer", default)
@@ -386,9 +411,11 @@ def wrap_compile(model: Any, level: EffectiveLevel) -> None:
             own = with_needed_masters(level, optimizer)
             if own.optimizer_rule is not None:
                 optimizer = for_level(optimizer, own)
-            warn_of_slots(optimizer, own, stacklevel=3)
+            warn_of_slots(optimizer, own)
         given.arguments["optimizer"] = optimizer
-        return original(*given.args, **given.kwargs)
+        result = original(*given.args, **given.kwargs)
+        warn_of_own_optimizers(model, level)
+        return result
 
     wrap_method(model, "compile", around)
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfamp.autocasting.context import autocast
 from tfamp.core.errors import TfampWarning
 from tfamp.interop.keras_hooks import variables_as_stored
-from tfamp.interop.patching import wrap_method
+from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
 from tfamp.layers.float_policies import in_float32
 from tfamp.levels.model_structure import computing_layers_of, layers_of
 from tfamp.rewriting.function import RewrittenFunction
@@ -80,12 +80,13 @@ def _rewrite_step_of(model: Any, name: str, dtype: str, rewrite: Callable[..., A
                 "as a whole, write the loop and pass the function that calls strategy.run to "
                 "settings.rewrite.",
                 TfampWarning,
-                stacklevel=2,
+                stacklevel=level_of_user(),
             )
         with autocast(dtype):
             return original(data)
 
     wrap_method(model, name, around)
+    wrapped_methods(model)[name].rewrite = rewrite  # type: ignore[attr-defined]
 
 
 def _under_autocast(dtype: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

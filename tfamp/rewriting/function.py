@@ -19,6 +19,7 @@ from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration, measure
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop.keras_hooks import require_tensorflow
+from tfamp.interop.patching import level_of_user
 from tfamp.interop.tf_functions import SaveableFunction
 from tfamp.planning.choices import check_choice
 from tfamp.planning.ranges import Ranges
@@ -147,7 +148,7 @@ def _low_dtype(dtype: str | None) -> str | None:
             "This machine multiplies neither float16 nor bfloat16 natively, so the function stays "
             "in float32. Give dtype= to rewrite it all the same; `tfamp doctor` explains.",
             NothingConvertedWarning,
-            stacklevel=3,
+            stacklevel=level_of_user(),
         )
     return name
 
@@ -328,7 +329,9 @@ class RewrittenFunction(SaveableFunction):
 
     def _trace(self, cache: WeightCache | None, *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
-            warnings.warn(_EAGER.format(self._traced.name), TfampWarning, stacklevel=2)
+            warnings.warn(
+                _EAGER.format(self._traced.name), TfampWarning, stacklevel=level_of_user()
+            )
             return self._traced.python_function(*args, **kwargs)
         call = FlatCall(args, kwargs)
         traced = self.float32_trace(call)
@@ -341,7 +344,7 @@ class RewrittenFunction(SaveableFunction):
             if self._settings.on_error == "raise":
                 raise
             text = f"{self._traced.name} cannot be rewritten and stays in float32: {error}"
-            warnings.warn(text, TfampWarning, stacklevel=2)
+            warnings.warn(text, TfampWarning, stacklevel=level_of_user())
             return self._fn(*args, **kwargs)
         if plan is not None:
             self._plans[tf.compat.v1.get_default_graph()] = plan
