@@ -212,6 +212,49 @@ def test_masks_survive():
     assert result._keras_mask.numpy().tolist() == [[True, True, False]]
 
 
+class Confident(layers.Layer):
+    """Computes probabilities from the logits 30 and 0."""
+
+    def __init__(self, activation, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(2, kernel_initializer=lambda _, dtype: tf.constant([[30, 0]], dtype))
+        self.activation = keras.activations.get(activation)
+
+    def call(self, x):
+        return self.activation(self.dense(x))
+
+
+class ConfidentModel(Confident, keras.Model):
+    pass
+
+
+def confident_functional(activation):
+    x = keras.Input((1,))
+    model = keras.Model(x, Confident(activation)(x))
+    assert len(model.layers) == 3  # a cast was appended
+    return model
+
+
+@pytest.mark.parametrize("way", [ConfidentModel, confident_functional, "O2", "O1"])
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
+def test_the_loss_is_computed_from_the_logits(low, way, activation):
+    x, wrong = np.ones((1, 1), "float32"), np.array([[0.0, 1.0]], "float32")
+    if isinstance(way, str):
+        tfamp.set_global_policy("float32")
+        model, _ = tfamp.prepare(ConfidentModel(activation), level=way, dtype=low)
+    else:
+        model = way(activation)
+    loss = "categorical_crossentropy" if activation == "softmax" else "binary_crossentropy"
+    model.compile("sgd", loss, run_eagerly=True)
+    with tf.GradientTape() as tape:
+        outputs = model(x)
+        assert dtype_of(outputs) == "float32"
+        value = model.compute_loss(x, wrong, outputs)
+    expected = 30.0 if activation == "softmax" else (30 + np.log(2)) / 2
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    assert np.abs(tape.gradient(value, model.trainable_variables[0].value)).max() >= 0.5
+
+
 def test_python_control_flow_and_extra_arguments():
     class Gated(keras.Model):
         def __init__(self):

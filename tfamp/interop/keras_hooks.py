@@ -296,14 +296,19 @@ def add_to_epoch_logs(model: Any, figures: Callable[[], dict[str, float]]) -> Ca
         return undo.pop_all().close
 
 
-def copy_mask(source: Any, target: Any) -> None:
-    """Gives a tensor the Keras mask of another.
+def copy_annotations(source: Any, target: Any) -> None:
+    """Gives a tensor the Keras mask of another, and its logits in the dtype of the tensor.
 
-    Symbols: `keras.src.backend.get_keras_mask`, `set_keras_mask`.
+    From the logits of a softmax or sigmoid Keras computes its crossentropies.
+
+    Symbols: `keras.src.backend.get_keras_mask`, `set_keras_mask`, `_keras_logits` on tensors.
     """
     mask = foreign("keras.src.backend:get_keras_mask")(source)
     if mask is not None:
         foreign("keras.src.backend:set_keras_mask")(target, mask)
+    logits = getattr(source, "_keras_logits", None)
+    if logits is not None:
+        target._keras_logits = keras.ops.cast(logits, target.dtype)
 
 
 # ---- Calls of layers -----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION, float_format
-from tfamp.interop.keras_hooks import variables_as_stored
+from tfamp.interop.keras_hooks import copy_annotations, variables_as_stored
 from tfamp.policy import Policy
 
 _Value = TypeVar("_Value")
@@ -171,8 +171,12 @@ def give_policy(layer: Any, policy: Any) -> None:
 
 
 def in_float32(value: Any) -> Any:
-    """A tensor of a low dtype as float32; anything else as it is."""
-    return keras.ops.cast(value, "float32") if is_low(value) else value
+    """A tensor of a low dtype as float32, with its mask and logits; anything else as it is."""
+    if not is_low(value):
+        return value
+    result = keras.ops.cast(value, "float32")
+    copy_annotations(value, result)
+    return result
 
 
 def is_low(value: Any) -> bool:

@@ -316,9 +316,7 @@ def _as_float32(model: Any, value: Any) -> Any:
         return value
     if is_symbolic:
         return keras.KerasTensor(value.shape, dtype="float32", sparse=value.sparse)
-    result = keras.ops.cast(value, "float32")
-    keras_hooks.copy_mask(value, result)
-    return result
+    return float_policies.in_float32(value)
 
 
 def _keep_sublayers_float32(layer: Any, policy: Policy) -> None:

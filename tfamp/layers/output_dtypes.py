@@ -27,6 +27,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.interop import keras_hooks
+from tfamp.interop.patching import wrap_method
 from tfamp.layers import float_policies
 from tfamp.layers.float_policies import ManagedLayer, WeakMap, is_built_in, managed_layers
 
@@ -303,7 +304,9 @@ def _cast_low_outputs(functional: Any) -> None:
 def _cast(tensor: Any) -> Any:
     # Not keras.ops.cast: an op would drop the mask, and the loss would count padding. Not Identity:
     # its spec has the input's dtype, not its own.
-    layer = keras.layers.Activation("linear", dtype="float32")
+    layer = keras.layers.Activation("linear", dtype="float32", autocast=False)
+    # Layer.__call__ would cast too, and drop the logits of a softmax, from which the loss is taken.
+    wrap_method(layer, "call", lambda original, x: original(float_policies.in_float32(x)))
     # Unique because Keras's own name is, and says in a summary what it belongs to.
     layer.name = f"{keras_hooks.producer(tensor)[0].name}_{layer.name}"
     return layer(tensor)
