@@ -160,11 +160,33 @@ def _take_casts_away(functional: Any, graph: ModelGraph) -> None:
 
 
 def models_below_become_parts(layer: Any) -> None:
-    """Makes models that a layer holds (TimeDistributed(model)) parts, before it is ever called."""
+    """Makes models that a layer holds (TimeDistributed(model)) parts, before it is ever called.
+
+    Those that a model holds are no parts before it is built from them: its own code may train them.
+    """
     if graph_of(layer) is None:
         for sub in keras_hooks.sublayers(layer):
-            become_part(sub)
+            if not isinstance(layer, keras.Model):
+                become_part(sub)
             models_below_become_parts(sub)
+
+
+def is_subclassed_model(layer: Any) -> bool:
+    """Whether a layer is a model whose own code calls what it holds."""
+    graph = keras.Sequential | keras_hooks.functional_class()
+    return isinstance(layer, keras.Model) and not isinstance(layer, graph)
+
+
+def float32_made_of_low(model: Any) -> list[bool]:
+    """Which outputs a Functional or Sequential returns in float32 because of its policy."""
+    found = graph_of(model)
+    if found is None or found[1].nested:
+        return []
+    outputs = zip(keras_hooks.outputs_of(found[0]), _uncast_outputs(found[0]), strict=True)
+    return [
+        output.dtype == "float32" and any(map(wants_float32, output_makers([before])))
+        for output, before in outputs
+    ]
 
 
 def _becomes_interior(layer: Any, functional: Any) -> None:
