@@ -210,6 +210,23 @@ def _holds(layers: Sequence[Any], layer: Any) -> bool:
     return any(layer is other for other in layers)
 
 
+def wrap_operations(functional: Any, around: Callable[[Any, Any], Any]) -> None:
+    """Has a Functional run `around(operation, function)` for each of its functions.
+
+    Symbol: `Function._run_through_graph`.
+
+    Args:
+        functional: The model; others that share its operations run them as they are.
+        around: What is given a layer or op, and what is called of it.
+    """
+
+    def run(original: Any, inputs: Any, operation_fn: Any = lambda x: x, **kwargs: Any) -> Any:
+        return original(inputs, operation_fn=lambda op: around(op, operation_fn(op)), **kwargs)
+
+    keras_symbol(functional, "_run_through_graph")
+    wrap_method(functional, "_run_through_graph", run)
+
+
 def replace_policy(layer: Any, policy: Any) -> Callable[[], None]:
     """Gives a layer another policy for a while, whatever its own is and whether it is built.
 

@@ -200,8 +200,28 @@ def _watch_functional(functional: Any) -> None:
             return _as_part(functional, original, *args, **kwargs)
         return original(*args, **kwargs)
 
+    def around(operation: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        found = graph_of(functional)
+        if found is None or id(operation) not in found[1].inner:
+            return function
+        return functools.partial(_through_float32, function)
+
     wrap_method(functional, "call", call)
     wrap_method(functional, "compute_output_spec", functools.partial(_spec_of, functional))
+    keras_hooks.wrap_operations(functional, around)
+
+
+def _through_float32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a layer whose low output a Functional returns too: cast to float32 and back.
+
+    The appended cast returns the float32 tensor, by which other outputs then have gradients.
+    """
+
+    def cast(x: Any) -> Any:
+        return float_policies.in_low(float_policies.in_float32(x), x.dtype)
+
+    outputs = function(*args, **kwargs)
+    return keras.tree.map_structure(lambda x: cast(x) if float_policies.is_low(x) else x, outputs)
 
 
 def _spec_of(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -242,17 +262,9 @@ def _for_caller(caller: Any, model: Any, outputs: Any) -> Any:
     if not any(made):
         return outputs
     flat = zip(keras.tree.flatten(outputs), made, strict=True)
-    lowered = [_as_low(x, caller.compute_dtype) if each else x for x, each in flat]
+    dtype = caller.compute_dtype
+    lowered = [float_policies.in_low(x, dtype) if each else x for x, each in flat]
     return keras.tree.pack_sequence_as(outputs, lowered)
-
-
-def _as_low(value: Any, dtype: str) -> Any:
-    if isinstance(value, keras.KerasTensor):
-        return keras.KerasTensor(value.shape, dtype=dtype, sparse=value.sparse)
-    result = keras.ops.cast(value, dtype)
-    keras_hooks.copy_annotations(value, result)
-    result._tfamp_float32 = value
-    return result
 
 
 def _watch_sequential(model: Any) -> None:
@@ -341,9 +353,7 @@ def _as_float32(model: Any, value: Any) -> Any:
         return value
     if is_symbolic:
         return keras.KerasTensor(value.shape, dtype="float32", sparse=value.sparse)
-    # Of a model that this one holds.
-    exact = getattr(value, "_tfamp_float32", None)
-    return float_policies.in_float32(value) if exact is None else exact
+    return float_policies.in_float32(value)
 
 
 def _keep_sublayers_float32(layer: Any, policy: Policy) -> None:

@@ -44,12 +44,14 @@ class ModelGraph:
         output_of: Functionals in which this model makes an output.
         nested: Whether it is a part of another model, so that its outputs are low.
         casts: Which of its outputs come from a cast that tfamp appended.
+        inner: `id`s of the layers and ops whose low outputs such a cast and others take.
     """
 
     owner: Callable[[], Any] = lambda: None
     output_of: WeakMap[bool] = field(default_factory=WeakMap)
     nested: bool = False
     casts: set[int] = field(default_factory=set)
+    inner: set[int] = field(default_factory=set)
 
 
 graphs: WeakMap[ModelGraph] = WeakMap()
@@ -122,6 +124,7 @@ def become_part(model: Any) -> None:
         makers = _output_makers(functional)
         _take_casts_away(functional, graph)
         graph.casts.clear()
+        graph.inner.clear()
         for layer in makers:
             _becomes_interior(layer, functional)
         _tell_outer(functional)
@@ -320,7 +323,21 @@ def _cast_low_outputs(functional: Any) -> None:
             graph.casts.add(i)
     if casts:
         keras_hooks.set_outputs(functional, outputs)
+        graph.inner = _inner_operations(functional, graph)
         _tell_outer(functional)
+
+
+def _inner_operations(functional: Any, graph: ModelGraph) -> set[int]:
+    """The `id`s of what makes outputs that are cast and that other outputs are computed from."""
+    pending = outputs = _uncast_outputs(functional)
+    taken: set[int] = set()
+    while pending:
+        nodes = [node for _, node in map(keras_hooks.producer, pending) if node is not None]
+        inputs = {id(x): x for node in nodes for x in node.input_tensors if id(x) not in taken}
+        taken.update(inputs)
+        pending = list(inputs.values())
+    found = [outputs[i] for i in graph.casts if id(outputs[i]) in taken]
+    return {id(keras_hooks.producer(tensor)[0]) for tensor in found}
 
 
 def _cast(tensor: Any) -> Any:
