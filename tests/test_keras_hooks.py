@@ -239,13 +239,16 @@ def test_private_set_outputs():
     assert keras.Model.from_config(model.get_config()).output_shape == model.output_shape
 
 
-def test_private_copy_mask():
+def test_private_copy_annotations():
     x = keras.layers.Embedding(3, 2, mask_zero=True)(np.array([[1, 0]]))
     y = keras.ops.cast(x, "float64")
-    keras_hooks.copy_mask(x, y)
+    keras_hooks.copy_annotations(x, y)
     assert y._keras_mask.numpy().tolist() == [[True, False]]
-    keras_hooks.copy_mask(keras.ops.ones((1,)), y)
+    keras_hooks.copy_annotations(keras.ops.ones((1,)), y)
     assert y._keras_mask is not None
+    low = keras.activations.softmax(keras.ops.ones((1, 2), "float16"))
+    keras_hooks.copy_annotations(low, y)
+    assert (y._keras_logits.dtype, y._keras_logits.numpy().tolist()) == ("float64", [[1.0, 1.0]])
 
 
 def test_private_logs_of_epochs_but_not_of_evaluations():

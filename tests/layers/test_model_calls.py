@@ -122,17 +122,89 @@ def test_inside_another_model_it_returns_low(low, traced):
     assert dtype_of(outer.inner(X)) == "float32"
 
 
-def test_a_functional_or_sequential_called_by_a_subclassed_model_is_a_part_of_it(low):
-    x = keras.Input((8,))
-    for inner in (
-        keras.Model(x, layers.Dense(2)(x)),
-        keras.Sequential([keras.Input((8,)), layers.Dense(2)]),
-        keras.Sequential([layers.Dense(2)]),
-    ):
-        outer = Outer(inner)
-        assert dtype_of(outer(X)) == "float32"
-        assert set(outer.seen) == {low}
-        assert inner.layers[-1].compute_dtype == low
+class Trainer(keras.Model):
+    """Trains models that it holds, as a GAN does, and adds up what they return in its call."""
+
+    deferred = True
+
+    def __init__(self):
+        super().__init__()
+        x = keras.Input((8,))
+        self.parts = [
+            keras.Model(x, layers.Dense(8)(layers.Dense(4)(x))),
+            keras.Sequential([keras.Input((8,)), layers.Dense(8)]),
+        ]
+        if self.deferred:
+            self.parts.append(keras.Sequential([layers.Dense(8)]))
+        self.dense = layers.Dense(8)
+        self.seen, self.trained_on = set(), set()
+
+    def call(self, x):
+        y = self.dense(x)
+        for part in self.parts:
+            y = y + part(y)  # TensorFlow does not add float32 to float16
+            self.seen.add(dtype_of(y))
+        return self.parts[0](y)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = [part(x) for part in self.parts]
+            loss = sum(tf.reduce_mean(tf.square(y - each)) for each in outputs)
+        variables = [each for part in self.parts for each in part.trainable_variables]
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        self.trained_on |= set(map(dtype_of, outputs))
+        return {"loss": loss}
+
+
+class BuiltTrainer(Trainer):
+    deferred = False
+
+
+FIRST = {
+    "nothing": lambda model: None,
+    "call": lambda model: model(X),
+    "predict": lambda model: model.predict(X, verbose=0),
+    "build": lambda model: model.build((None, 8)),
+    "fit": lambda model: model.fit(X, X, verbose=0),
+}
+
+
+def prepared_trainer(low, first, **options):
+    tfamp.set_global_policy("float32")
+    model = BuiltTrainer() if options else Trainer()
+    model.compile("sgd", jit_compile=False)
+    (FIRST["build"] if options else first)(model)
+    return tfamp.prepare(model, level="O2", dtype=low, **options).model
+
+
+TRAINERS = {
+    "policy": lambda low, first: Trainer(),
+    "O2": prepared_trainer,
+    "masters": lambda low, first: prepared_trainer(low, first, master_weights=True),
+}
+
+
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("way", TRAINERS)
+def test_the_models_that_a_model_holds_have_the_same_dtypes_whatever_was_called_before(
+    low, way, first
+):
+    model = TRAINERS[way](low, FIRST[first])
+    model.compile("sgd", jit_compile=False)
+    model.seen.clear()
+    FIRST[first](model)
+    model.fit(X, X, verbose=0)
+    assert model.trained_on == {"float32"}
+    result = model(X)
+    assert dtype_of(result) == spec_of(model) == "float32"
+    assert model.seen == {low}
+    if way != "masters":  # The exact result is not cast to low and back.
+        assert np.any(result != tf.cast(tf.cast(result, low), "float32"))
+    expected = low if way == "masters" else "float32"
+    assert {part.layers[-1].compute_dtype for part in model.parts} == {expected}
+    for part in model.parts:
+        assert dtype_of(part(X)) == "float32"
 
 
 def test_models_called_in_a_train_step_are_outermost(low):
@@ -210,6 +282,49 @@ def test_masks_survive():
     result = Tagger()(np.array([[1, 2, 0]]))
     assert dtype_of(result) == "float32"
     assert result._keras_mask.numpy().tolist() == [[True, True, False]]
+
+
+class Confident(layers.Layer):
+    """Computes probabilities from the logits 30 and 0."""
+
+    def __init__(self, activation, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(2, kernel_initializer=lambda _, dtype: tf.constant([[30, 0]], dtype))
+        self.activation = keras.activations.get(activation)
+
+    def call(self, x):
+        return self.activation(self.dense(x))
+
+
+class ConfidentModel(Confident, keras.Model):
+    pass
+
+
+def confident_functional(activation):
+    x = keras.Input((1,))
+    model = keras.Model(x, Confident(activation)(x))
+    assert len(model.layers) == 3  # a cast was appended
+    return model
+
+
+@pytest.mark.parametrize("way", [ConfidentModel, confident_functional, "O2", "O1"])
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
+def test_the_loss_is_computed_from_the_logits(low, way, activation):
+    x, wrong = np.ones((1, 1), "float32"), np.array([[0.0, 1.0]], "float32")
+    if isinstance(way, str):
+        tfamp.set_global_policy("float32")
+        model, _ = tfamp.prepare(ConfidentModel(activation), level=way, dtype=low)
+    else:
+        model = way(activation)
+    loss = "categorical_crossentropy" if activation == "softmax" else "binary_crossentropy"
+    model.compile("sgd", loss, run_eagerly=True)
+    with tf.GradientTape() as tape:
+        outputs = model(x)
+        assert dtype_of(outputs) == "float32"
+        value = model.compute_loss(x, wrong, outputs)
+    expected = 30.0 if activation == "softmax" else (30 + np.log(2)) / 2
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    assert np.abs(tape.gradient(value, model.trainable_variables[0].value)).max() >= 0.5
 
 
 def test_python_control_flow_and_extra_arguments():

@@ -240,6 +240,53 @@ def test_features_of_a_model_in_either_order(low, extractor_first):
     assert (hidden.compute_dtype, head.compute_dtype) == (low, "float32")
 
 
+def activation_of_a_layer(x):
+    y = layers.Reshape((4, 2))(x)
+    for _ in range(2):
+        y = layers.Conv1D(3, 2, padding="same", activation="relu")(y)
+    return y, layers.Dense(2)(layers.GlobalAveragePooling1D()(y))
+
+
+def activation_of_an_op(x):
+    y = keras.ops.relu(layers.Dense(4)(x))
+    return y, layers.Dense(2)(y)
+
+
+def activation_of_a_model(x):
+    y = keras.Sequential([keras.Input((8,)), layers.Dense(4, activation="relu")])(x)
+    return y, layers.Dense(2)(y)
+
+
+@pytest.mark.parametrize(
+    "make", [activation_of_a_layer, activation_of_an_op, activation_of_a_model]
+)
+def test_a_prediction_has_gradients_by_the_activations_beside_it(low, make):
+    x = keras.Input((8,))
+    activation, prediction = make(x)
+    full = keras.Model(x, prediction)
+    expected = full(X)
+    model = keras.Model(x, [activation, full.output])
+    assert_float32(model, X)
+    head = full.layers[-1]
+
+    def run(x):
+        with tf.GradientTape() as tape:
+            activations, predictions = model(x)
+            first = predictions[:, 0]
+        return activations, predictions, tape.gradient(first, activations)
+
+    for call in (run, tf.function(run)):
+        activations, predictions, gradient = call(X)
+        assert flat_dtypes([activations, predictions, gradient]) == ["float32"] * 3
+        rows = tf.broadcast_to(head.kernel[:, 0], activations.shape)
+        scale = gradient.shape[1] if len(gradient.shape) == 3 else 1
+        assert_close(gradient * scale, rows, low)
+        np.testing.assert_array_equal(predictions, expected)
+    # The full model does not compute in float32 nor cast for it, and nothing stays behind.
+    assert activation.dtype == low
+    np.testing.assert_array_equal(full(X), expected)
+
+
 def test_a_head_put_on_a_model(low):
     x = keras.Input((8,))
     features = layers.Dense(5)

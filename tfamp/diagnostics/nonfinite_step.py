@@ -24,6 +24,7 @@ from tfamp.graph.observe import observed_scopes
 from tfamp.graph.retype import UNROUNDED, low_dtypes, seeded
 from tfamp.interop import keras_hooks, tf_functions
 from tfamp.interop.patching import rewrap_methods, wrapped_methods
+from tfamp.layers.float_policies import in_float32
 from tfamp.layers.model_calls import add_losses_in_float32
 from tfamp.planning.structures import node_name
 from tfamp.rewriting.function import RewrittenFunction, rewrite
@@ -122,7 +123,7 @@ def trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Ste
         with tf.GradientTape() as tape:
             outputs = model(x, training=compute_loss is not None)
             if dtype is not None:  # As a policy of tfamp's would have it.
-                outputs = keras.tree.map_structure(_as_float32, outputs)
+                outputs = keras.tree.map_structure(in_float32, outputs)
             results = float_tensors(outputs)
             if compute_loss is None:
                 return results, []
@@ -239,11 +240,6 @@ def _as_input(value: Any) -> Any:
     array = np.asarray(value)
     is_wide = array.dtype == np.float64
     return tf.convert_to_tensor(array.astype(keras.config.floatx()) if is_wide else array)
-
-
-def _as_float32(value: Any) -> Any:
-    low = keras.ops.is_tensor(value) and value.dtype.name in LOW_PRECISION
-    return tf.cast(value, tf.float32) if low else value
 
 
 # ---- A function ----------------------------------------------------------------------------------

@@ -210,6 +210,23 @@ def _holds(layers: Sequence[Any], layer: Any) -> bool:
     return any(layer is other for other in layers)
 
 
+def wrap_operations(functional: Any, around: Callable[[Any, Any], Any]) -> None:
+    """Has a Functional run `around(operation, function)` for each of its functions.
+
+    Symbol: `Function._run_through_graph`.
+
+    Args:
+        functional: The model; others that share its operations run them as they are.
+        around: What is given a layer or op, and what is called of it.
+    """
+
+    def run(original: Any, inputs: Any, operation_fn: Any = lambda x: x, **kwargs: Any) -> Any:
+        return original(inputs, operation_fn=lambda op: around(op, operation_fn(op)), **kwargs)
+
+    keras_symbol(functional, "_run_through_graph")
+    wrap_method(functional, "_run_through_graph", run)
+
+
 def replace_policy(layer: Any, policy: Any) -> Callable[[], None]:
     """Gives a layer another policy for a while, whatever its own is and whether it is built.
 
@@ -296,14 +313,19 @@ def add_to_epoch_logs(model: Any, figures: Callable[[], dict[str, float]]) -> Ca
         return undo.pop_all().close
 
 
-def copy_mask(source: Any, target: Any) -> None:
-    """Gives a tensor the Keras mask of another.
+def copy_annotations(source: Any, target: Any) -> None:
+    """Gives a tensor the Keras mask of another, and its logits in the dtype of the tensor.
 
-    Symbols: `keras.src.backend.get_keras_mask`, `set_keras_mask`.
+    From the logits of a softmax or sigmoid Keras computes its crossentropies.
+
+    Symbols: `keras.src.backend.get_keras_mask`, `set_keras_mask`, `_keras_logits` on tensors.
     """
     mask = foreign("keras.src.backend:get_keras_mask")(source)
     if mask is not None:
         foreign("keras.src.backend:set_keras_mask")(target, mask)
+    logits = getattr(source, "_keras_logits", None)
+    if logits is not None:
+        target._keras_logits = keras.ops.cast(logits, target.dtype)
 
 
 # ---- Calls of layers -----------------------------------------------------------------------------

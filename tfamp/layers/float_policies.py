@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION, float_format
-from tfamp.interop.keras_hooks import variables_as_stored
+from tfamp.interop.keras_hooks import copy_annotations, variables_as_stored
 from tfamp.policy import Policy
 
 _Value = TypeVar("_Value")
@@ -171,8 +171,29 @@ def give_policy(layer: Any, policy: Any) -> None:
 
 
 def in_float32(value: Any) -> Any:
-    """A tensor of a low dtype as float32; anything else as it is."""
-    return keras.ops.cast(value, "float32") if is_low(value) else value
+    """A tensor of a low dtype as float32, with its mask and logits; anything else as it is.
+
+    One that `in_low` made of a float32 tensor becomes that tensor.
+    """
+    if not is_low(value):
+        return value
+    exact = getattr(value, "_tfamp_float32", None)
+    return _cast(value, "float32") if exact is None else exact
+
+
+def in_low(value: Any, dtype: str) -> Any:
+    """A tensor, or symbolic one, in a low dtype; `in_float32` returns the given one for it."""
+    if isinstance(value, keras.KerasTensor):
+        return keras.KerasTensor(value.shape, dtype=dtype, sparse=value.sparse)
+    result = _cast(value, dtype)
+    result._tfamp_float32 = value
+    return result
+
+
+def _cast(value: Any, dtype: str) -> Any:
+    result = keras.ops.cast(value, dtype)
+    copy_annotations(value, result)
+    return result
 
 
 def is_low(value: Any) -> bool:

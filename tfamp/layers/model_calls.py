@@ -2,7 +2,7 @@
 
 Five things can only be known then: that a subclassed model is the outermost one called, and so
 returns float32; that a Functional or Sequential is called by a layer of the user's own, and so is a
-part of it; that a Sequential has built a new Functional; that a layer holds one that prepares data,
+part of it, or by a subclassed model, which gets its outputs in a low dtype; that a Sequential has built a new Functional; that a layer holds one that prepares data,
 and so hands its inputs on as they are; which losses a layer adds. The methods are wrapped on the
 one object, not on its class: they go on working after the policy has changed, and touch no other
 model.
@@ -168,7 +168,7 @@ def manage(layer: Any, policy: Policy) -> None:
     elif not isinstance(layer, keras_hooks.functional_class()):
         managed_layers.set(layer, ManagedLayer(policy))
         if isinstance(layer, keras.Model) and policy.float32_outputs:
-            _cast_outermost(layer, lambda: True)
+            cast_outermost(layer)
 
 
 @contextlib.contextmanager
@@ -197,34 +197,74 @@ def _watch_functional(functional: Any) -> None:
         found = graph_of(functional)
         # A Sequential calls its Functional's call(); who called the Sequential is its business.
         if found is not None and found[1].owner() is None:
-            _note_caller(functional)
+            return _as_part(functional, original, *args, **kwargs)
         return original(*args, **kwargs)
+
+    def around(operation: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        found = graph_of(functional)
+        if found is None or id(operation) not in found[1].inner:
+            return function
+        return functools.partial(_through_float32, function)
 
     wrap_method(functional, "call", call)
     wrap_method(functional, "compute_output_spec", functools.partial(_spec_of, functional))
+    keras_hooks.wrap_operations(functional, around)
+
+
+def _through_float32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a layer whose low output a Functional returns too: cast to float32 and back.
+
+    The appended cast returns the float32 tensor, by which other outputs then have gradients.
+    """
+
+    def cast(x: Any) -> Any:
+        return float_policies.in_low(float_policies.in_float32(x), x.dtype)
+
+    outputs = function(*args, **kwargs)
+    return keras.tree.map_structure(lambda x: cast(x) if float_policies.is_low(x) else x, outputs)
 
 
 def _spec_of(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    caller = _caller_of(model)
     with computing_specs_of(model):
-        return original(*args, **kwargs)
+        return _for_caller(caller, model, original(*args, **kwargs))
 
 
-def _inside_another(model: Any) -> bool:
-    """Whether a model runs as a part of another layer or model."""
-    # A Sequential runs the Functional that it is the outside of.
-    return any(
-        layer is not model
-        and not (isinstance(layer, keras.Sequential) and keras_hooks.functional_of(layer) is model)
-        for layer in (*_running.specs, *keras_hooks.calling_layers())
-    )
+def _caller_of(model: Any) -> Any:
+    """Returns the layer or model, the innermost, that a model runs as a part of; or None."""
+    for layer in reversed((*_running.specs, *keras_hooks.calling_layers())):
+        # A Sequential runs the Functional that it is the outside of.
+        outside = isinstance(layer, keras.Sequential) and keras_hooks.functional_of(layer) is model
+        if layer is not model and not outside:
+            return layer
+    return None
 
 
-def _note_caller(model: Any) -> None:
-    """Makes a Functional or Sequential a part of the layer that is calling it, if one is."""
-    found = graph_of(model)
+def _as_part(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a Functional or Sequential as a part of the layer or model that calls it, if any."""
+    caller, found = _caller_of(model), graph_of(model)
     # As the last step of a Functional it makes that one's outputs, and stays float32.
-    if found is not None and not found[1].output_of.alive() and _inside_another(model):
+    ends = found is not None and bool(found[1].output_of.alive())
+    if caller is not None and not output_dtypes.is_subclassed_model(caller) and not ends:
         output_dtypes.become_part(model)
+    return _for_caller(caller, model, original(*args, **kwargs))
+
+
+def _for_caller(caller: Any, model: Any, outputs: Any) -> Any:
+    """Casts the outputs of a Functional or Sequential to the dtype of a subclassed model's call.
+
+    The code of that call may add them to other low tensors. What it returns as its own output is
+    the float32 tensor again.
+    """
+    if not output_dtypes.is_subclassed_model(caller) or caller.compute_dtype not in LOW_PRECISION:
+        return outputs
+    made = output_dtypes.float32_made_of_low(model)
+    if not any(made):
+        return outputs
+    flat = zip(keras.tree.flatten(outputs), made, strict=True)
+    dtype = caller.compute_dtype
+    lowered = [float_policies.in_low(x, dtype) if each else x for x, each in flat]
+    return keras.tree.pack_sequence_as(outputs, lowered)
 
 
 def _watch_sequential(model: Any) -> None:
@@ -252,10 +292,6 @@ def _watch_sequential(model: Any) -> None:
         output_dtypes.unraise_if_no_output(layer)
         return layer
 
-    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        _note_caller(model)
-        return original(*args, **kwargs)
-
     def get_config(original: Callable[[], Any]) -> Any:
         # The appended layers are in the Functional only, and this lists the Sequential's own.
         config = original()
@@ -268,12 +304,13 @@ def _watch_sequential(model: Any) -> None:
         built = keras_hooks.functional_of(model) is not None
         return not built and any(map(output_dtypes.wants_float32, model.layers[-1:]))
 
-    for around in (build, pop, call, get_config):
+    for around in (build, pop, get_config):
         wrap_method(model, around.__name__, around)
-    _cast_outermost(model, returns_low)
+    wrap_method(model, "call", functools.partial(_as_part, model))
+    cast_outermost(model, returns_low)
 
 
-def _cast_outermost(model: Any, applies: Callable[[], bool]) -> None:
+def cast_outermost(model: Any, applies: Callable[[], bool] = lambda: True) -> None:
     """Makes the outermost call of a model return float32, and its spec say so.
 
     Called inside another layer's call, it returns its low dtype: that is what the next layer wants.
@@ -284,7 +321,7 @@ def _cast_outermost(model: Any, applies: Callable[[], bool]) -> None:
 
     def outermost() -> bool:
         symbolic = any(running is model for running in _running.symbolic)
-        return not symbolic and applies() and not _inside_another(model)
+        return not symbolic and applies() and _caller_of(model) is None
 
     def symbolic_call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _running.symbolic.append(model)
@@ -316,9 +353,7 @@ def _as_float32(model: Any, value: Any) -> Any:
         return value
     if is_symbolic:
         return keras.KerasTensor(value.shape, dtype="float32", sparse=value.sparse)
-    result = keras.ops.cast(value, "float32")
-    keras_hooks.copy_mask(value, result)
-    return result
+    return float_policies.in_float32(value)
 
 
 def _keep_sublayers_float32(layer: Any, policy: Policy) -> None:

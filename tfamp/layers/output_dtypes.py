@@ -27,6 +27,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.interop import keras_hooks
+from tfamp.interop.patching import wrap_method
 from tfamp.layers import float_policies
 from tfamp.layers.float_policies import ManagedLayer, WeakMap, is_built_in, managed_layers
 
@@ -43,12 +44,14 @@ class ModelGraph:
         output_of: Functionals in which this model makes an output.
         nested: Whether it is a part of another model, so that its outputs are low.
         casts: Which of its outputs come from a cast that tfamp appended.
+        inner: `id`s of the layers and ops whose low outputs such a cast and others take.
     """
 
     owner: Callable[[], Any] = lambda: None
     output_of: WeakMap[bool] = field(default_factory=WeakMap)
     nested: bool = False
     casts: set[int] = field(default_factory=set)
+    inner: set[int] = field(default_factory=set)
 
 
 graphs: WeakMap[ModelGraph] = WeakMap()
@@ -121,6 +124,7 @@ def become_part(model: Any) -> None:
         makers = _output_makers(functional)
         _take_casts_away(functional, graph)
         graph.casts.clear()
+        graph.inner.clear()
         for layer in makers:
             _becomes_interior(layer, functional)
         _tell_outer(functional)
@@ -159,11 +163,33 @@ def _take_casts_away(functional: Any, graph: ModelGraph) -> None:
 
 
 def models_below_become_parts(layer: Any) -> None:
-    """Makes models that a layer holds (TimeDistributed(model)) parts, before it is ever called."""
+    """Makes models that a layer holds (TimeDistributed(model)) parts, before it is ever called.
+
+    Those that a model holds are no parts before it is built from them: its own code may train them.
+    """
     if graph_of(layer) is None:
         for sub in keras_hooks.sublayers(layer):
-            become_part(sub)
+            if not isinstance(layer, keras.Model):
+                become_part(sub)
             models_below_become_parts(sub)
+
+
+def is_subclassed_model(layer: Any) -> bool:
+    """Whether a layer is a model whose own code calls what it holds."""
+    graph = keras.Sequential | keras_hooks.functional_class()
+    return isinstance(layer, keras.Model) and not isinstance(layer, graph)
+
+
+def float32_made_of_low(model: Any) -> list[bool]:
+    """Which outputs a Functional or Sequential returns in float32 because of its policy."""
+    found = graph_of(model)
+    if found is None or found[1].nested:
+        return []
+    outputs = zip(keras_hooks.outputs_of(found[0]), _uncast_outputs(found[0]), strict=True)
+    return [
+        output.dtype == "float32" and any(map(wants_float32, output_makers([before])))
+        for output, before in outputs
+    ]
 
 
 def _becomes_interior(layer: Any, functional: Any) -> None:
@@ -297,13 +323,29 @@ def _cast_low_outputs(functional: Any) -> None:
             graph.casts.add(i)
     if casts:
         keras_hooks.set_outputs(functional, outputs)
+        graph.inner = _inner_operations(functional, graph)
         _tell_outer(functional)
+
+
+def _inner_operations(functional: Any, graph: ModelGraph) -> set[int]:
+    """The `id`s of what makes outputs that are cast and that other outputs are computed from."""
+    pending = outputs = _uncast_outputs(functional)
+    taken: set[int] = set()
+    while pending:
+        nodes = [node for _, node in map(keras_hooks.producer, pending) if node is not None]
+        inputs = {id(x): x for node in nodes for x in node.input_tensors if id(x) not in taken}
+        taken.update(inputs)
+        pending = list(inputs.values())
+    found = [outputs[i] for i in graph.casts if id(outputs[i]) in taken]
+    return {id(keras_hooks.producer(tensor)[0]) for tensor in found}
 
 
 def _cast(tensor: Any) -> Any:
     # Not keras.ops.cast: an op would drop the mask, and the loss would count padding. Not Identity:
     # its spec has the input's dtype, not its own.
-    layer = keras.layers.Activation("linear", dtype="float32")
+    layer = keras.layers.Activation("linear", dtype="float32", autocast=False)
+    # Layer.__call__ would cast too, and drop the logits of a softmax, from which the loss is taken.
+    wrap_method(layer, "call", lambda original, x: original(float_policies.in_float32(x)))
     # Unique because Keras's own name is, and says in a summary what it belongs to.
     layer.name = f"{keras_hooks.producer(tensor)[0].name}_{layer.name}"
     return layer(tensor)

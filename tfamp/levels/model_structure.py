@@ -16,7 +16,7 @@ from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import advice, described
 from tfamp.layers.model_calls import computing_specs_of
-from tfamp.layers.output_dtypes import respecify
+from tfamp.layers.output_dtypes import is_subclassed_model, respecify
 from tfamp.levels.precision_config import nearest
 
 # Symbolic dtypes are corrected in passes until none changes. A layer called several times may need
@@ -68,6 +68,12 @@ def functionals_of(*roots: Any) -> list[tuple[Any, Any]]:
 def is_graph(layer: Any) -> bool:
     """Whether a layer is a Functional or Sequential model."""
     return isinstance(layer, keras.Sequential | keras_hooks.functional_class())
+
+
+def models_held_by_models(model: Any) -> list[Any]:
+    """The Functional and Sequential models that subclassed models hold, a model being one too."""
+    holders = filter(is_subclassed_model, layers_of(model))
+    return [sub for holder in holders for sub in keras_hooks.sublayers(holder) if is_graph(sub)]
 
 
 def correct_symbolic_dtypes(functional: Any) -> None:

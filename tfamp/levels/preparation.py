@@ -29,7 +29,8 @@ from tfamp.layers.float_policies import (
     managed_layers,
     quantization_of,
 )
-from tfamp.layers.model_calls import manage, protect_values
+from tfamp.layers.model_calls import cast_outermost, manage, protect_values
+from tfamp.layers.output_dtypes import become_part
 from tfamp.levels import layer_policies, prepared_optimizer
 from tfamp.levels.effective_settings import PrecisionSettings, own_settings_of, settings_of
 from tfamp.levels.measured_level import check_measurable, measured_level, train_step_of
@@ -41,6 +42,7 @@ from tfamp.levels.model_structure import (
     functionals_of,
     is_graph,
     layers_of,
+    models_held_by_models,
     path_of,
     select,
 )
@@ -501,6 +503,8 @@ def _check_not_quantized(model: Any, level: EffectiveLevel) -> None:
 def _stored_low(mixed: Any, level: EffectiveLevel) -> Any:
     """A model of level O2 anew, with low weights where it computes low."""
     policy = Policy(f"mixed_{level.dtype}")
+    # The code of a model makes all weights of those that it holds low.
+    held = {id(each): become_part(each) for each in models_held_by_models(mixed)}
     low = [layer for layer in layers_of(mixed) if layer.dtype_policy.name == policy.name]
     made = copy_model(mixed, {id(layer): level.dtype for layer in low})
     for old, new in same_layers(mixed, made):
@@ -508,6 +512,8 @@ def _stored_low(mixed: Any, level: EffectiveLevel) -> Any:
         if record is not None and record.follows_input and not record.raised:
             managed_layers.set(new, ManagedLayer(policy, follows_input=True))
             fused_norms.fuse(new, level.dtype)
+        if id(old) in held:
+            cast_outermost(new)
     for functional, _ in functionals_of(made):
         correct_symbolic_dtypes(functional)
     if not is_graph(made):
