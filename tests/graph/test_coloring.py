@@ -35,7 +35,7 @@ def reasons(text, **choices):
 
 
 def test_every_rule_names_its_cause():
-    found = reasons("x>A1>I1>A2>C>d>i>A6 x>n x>i3 x>A2>I2>C4>n4>A4 x>c5>n1")
+    found = reasons("x>A1>I1>A2>C>d>i>A6 x>n A1>n6>i3>A7 x>i7>A8 x>A2>I2>C4>n4>A4>n5>c5>n1>A9")
     assert found["a1"] == "MatMul is on the allow list"
     assert found["i1"] == "it is between converted nodes"
     assert found["i2"] == "it is computed from a2, which is converted"
@@ -44,6 +44,7 @@ def test_every_rule_names_its_cause():
     assert found["i"] == "it is computed from d, which needs float32"
     assert found["n"] == "Sin is on no list"
     assert found["i3"] == "it is neither between nor behind converted nodes"
+    assert found["i7"] == "it computes with given data, which only products round"
     assert found["c5"] == "no node next to it is converted"
     assert found["x"] == "it has no inputs: its value is given"
     assert found["out_a6"] == "its result is fetched"

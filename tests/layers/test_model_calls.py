@@ -289,7 +289,9 @@ class Confident(layers.Layer):
 
     def __init__(self, activation, **kwargs):
         super().__init__(**kwargs)
-        self.dense = layers.Dense(2, kernel_initializer=lambda _, dtype: tf.constant([[30, 0]], dtype))
+        self.dense = layers.Dense(
+            2, kernel_initializer=lambda _, dtype: tf.constant([[30, 0]], dtype)
+        )
         self.activation = keras.activations.get(activation)
 
     def call(self, x):

@@ -47,8 +47,8 @@ def test_infinity_stays_infinite_and_small_constants_as_they_are():
 def test_in_arithmetic_the_constant_keeps_its_value():
     def scaled(x, w):
         large = tf.constant(1e6)
-        return tf.where(MASK, (x @ w) * large, large) @ tf.transpose(w) / 1e6
+        return tf.where(MASK, (x @ w) * large, large) / large @ tf.transpose(w)
 
     actual, selects = rewritten(scaled, "float16")
     assert selects == {"float32"}
-    assert np.isfinite(actual[1:]).all()
+    np.testing.assert_allclose(actual, scaled(X, W), rtol=1e-2)
