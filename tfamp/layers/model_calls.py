@@ -2,10 +2,10 @@
 
 Five things can only be known then: that a subclassed model is the outermost one called, and so
 returns float32; that a Functional or Sequential is called by a layer of the user's own, and so is a
-part of it, or by a subclassed model, which gets its outputs in a low dtype; that a Sequential has built a new Functional; that a layer holds one that prepares data,
-and so hands its inputs on as they are; which losses a layer adds. The methods are wrapped on the
-one object, not on its class: they go on working after the policy has changed, and touch no other
-model.
+part of it, or by a subclassed model, which gets its outputs in a low dtype; that a Sequential has
+built a new Functional; that a layer holds one that prepares data, and so hands its inputs on as
+they are; which losses a layer adds. The methods are wrapped on the one object, not on its class:
+they go on working after the policy has changed, and touch no other model.
 """
 
 from __future__ import annotations
