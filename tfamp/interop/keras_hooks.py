@@ -357,12 +357,17 @@ def _scope_of_ours() -> Any:
 
 
 def variables_as_stored() -> contextlib.AbstractContextManager[None]:
-    """A context in which a layer being called reads its variables in the dtype they have.
+    """A context in which a layer being called reads its variables in the dtype they have."""
+    return variables_in(None)
+
+
+def variables_in(dtype: str | None) -> contextlib.AbstractContextManager[None]:
+    """A context in which a layer being called reads its variables in a dtype; None is their own.
 
     Symbol: `keras.src.backend.common.variables.AutocastScope`.
     """
     scope: contextlib.AbstractContextManager[None]
-    scope = foreign(f"{_VARIABLES}:AutocastScope")(None)
+    scope = foreign(f"{_VARIABLES}:AutocastScope")(dtype)
     return scope
 
 

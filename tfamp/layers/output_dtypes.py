@@ -16,6 +16,7 @@ while a model runs (subclassed models, models called by other layers) is in `mod
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -427,10 +428,14 @@ def _spec_now(node: Any) -> list[Any]:
     """Symbolic tensors as the call of a layer or op would return them now, its inputs cast."""
     arguments = node.arguments.args, node.arguments.kwargs
     operation = node.operation
+    reading: Any = contextlib.nullcontext()
     if isinstance(operation, keras.Layer) and not isinstance(operation, keras.Model):
         arguments = keras.tree.map_structure(lambda x: _as_called(operation, x), arguments)
+        if operation.autocast and operation.compute_dtype in LOW_PRECISION:
+            reading = keras_hooks.variables_in(operation.compute_dtype)
     args, kwargs = arguments
-    return keras.tree.flatten(operation.compute_output_spec(*args, **kwargs))
+    with reading:
+        return keras.tree.flatten(operation.compute_output_spec(*args, **kwargs))
 
 
 def _as_called(layer: Any, value: Any) -> Any:
