@@ -210,6 +210,25 @@ def test_masks_stay_finite_forwards_and_backwards(name, placement, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_masks_stay_finite_under_autocast(dtype):
+    def attend(s, kept):
+        for masked in MASKED.values():
+            for large in LARGE[dtype]:
+                with tf.GradientTape() as tape, tfamp.autocast(dtype):
+                    tape.watch(s)
+                    products.append(s @ W[0])
+                    weights = tf.nn.softmax(masked(products[-1], kept, large))
+                    loss = tf.reduce_sum(tf.tanh(weights @ W[1]))
+                yield from (loss, *tape.gradient(loss, [s, W[0], W[1]]))
+
+    products: list = []
+    for run in (lambda *args: list(attend(*args)), tf.function(lambda *args: list(attend(*args)))):
+        for found in run(SCORES, tf.constant(KEPT)):
+            assert np.isfinite(found).all()
+    assert {product.dtype.name for product in products} == {dtype}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_softmax_behind_a_choice_of_constants_stays_low(dtype):
     plan = plan_of(
         lambda s, kept: tf.nn.softmax(chosen(s @ W[0], kept, LARGE[dtype][0])) @ W[1],

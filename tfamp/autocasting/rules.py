@@ -177,6 +177,9 @@ def _target(mode: Mode, op: str, dtypes: set[str], members: list[Any], group: _G
     else:
         explicit = {dtype_name(each) for each in members if getattr(each, _EXPLICIT, False)}
         target = state.widest(explicit) if explicit else listed
+    low = target or next(iter(dtypes), "")
+    if "float32" in group.floats and any(state.exceeds(each, low) for each in members):
+        return "float32"
     if target in group.floats:
         return target
     return "float32" if "float32" in group.floats and not dtypes <= group.floats else ""
@@ -460,6 +463,9 @@ def _recast_output(branch_graphs: Any, place: int) -> None:
 
 def convert(original: Any, value: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Converts for library code that asks for the dtype of an op's first input."""
+    hint = kwargs.get("dtype_hint")
+    if hint is not None and current_modes.current is not None and state.exceeds(value, hint.name):
+        kwargs["dtype_hint"] = tf.float32
     if current_modes.current is not None and tf.is_tensor(value):  # true of Keras's variables too
         value, dtype = _converted(value, dtype, sys._getframe(2))
     return original(value, dtype, *args, **kwargs)

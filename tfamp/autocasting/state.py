@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.dtypes import LOW_PRECISION, float_format
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop import tf_private
 from tfamp.interop.tf_private import no_tape_is_active, place_in_trace
@@ -245,6 +245,18 @@ current_modes = _Modes()
 EDITABLE = frozenset({*LOW_PRECISION, "float32"})
 ARRAYS = (np.ndarray, np.generic)
 _NAMES = {tf.as_dtype(name): name for name in EDITABLE}  # DType.name takes long
+
+
+def exceeds(value: Any, dtype: str) -> bool:
+    """Whether numbers, as -1e9 for what is masked, are finite and beyond half a low dtype's range.
+
+    Two of them may be added.
+    """
+    if dtype not in LOW_PRECISION or not isinstance(value, (*ARRAYS, int, float)):
+        return False
+    magnitudes = np.abs(np.asarray(value, "float64"))
+    limit = float_format(dtype).max / 2
+    return bool(np.any((magnitudes > limit) & np.isfinite(magnitudes)))
 
 
 def dtype_name(value: Any) -> str:
