@@ -20,7 +20,7 @@ from tfamp.interop.patching import SYMBOLS, locate
 
 OTHERS = {
     "layer_init", "layer_call", "functional_init", "variable_init", "batch_normalization",
-    "policy_module", "constant", "gradient",
+    "policy_module", "constant", "gradient", "fit",
 }  # fmt: skip
 PATCHED = [symbol for name, symbol in SYMBOLS if name not in OTHERS]
 
