@@ -151,6 +151,21 @@ def test_gradients_of_biases_do_not_make_those_of_activations_float32(dtype):
     assert dtypes(plan_of(step, X, dtype=dtype), "ReluGrad") == {dtype}
 
 
+def test_a_gradient_that_nothing_uses_is_no_result():
+    embedding = tf.Variable(tf.ones((8, 16)))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            h = embedding + x
+            for w in W[:2]:
+                # The constant has a gradient too, a scalar.
+                h += tf.nn.softmax(tf.where(x > 0.0, h @ w, tf.constant(-1e4))) @ W[2]
+            loss = tf.reduce_mean(tf.square(h @ W[2]))
+        embedding.assign_sub(tape.gradient(loss, embedding))
+
+    assert dtypes(plan_of(step, X), "Softmax") == {"bfloat16"}
+
+
 # ---- Masks ---------------------------------------------------------------------------------------
 
 KEPT = np.ones((4, 1, 16), np.float32)

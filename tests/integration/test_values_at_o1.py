@@ -127,3 +127,16 @@ def test_masked_rows_and_a_divergence(dtype, level):
     probabilities = model.predict(TOKENS, verbose=0)
     np.testing.assert_allclose(probabilities.sum(-1), 1.0, atol=1e-6)
     assert model.evaluate(TOKENS, probabilities, verbose=0) >= 0.0
+
+
+def test_a_saved_model_gives_probabilities(tmp_path):
+    model = reader()
+    model.export(tmp_path / "float32", verbose=False)
+    for dtype, freeze in (("float16", True), ("bfloat16", False)):
+        low = tmp_path / dtype
+        tfamp.rewrite_saved_model(tmp_path / "float32", low, dtype=dtype, freeze=freeze)
+        served = tf.saved_model.load(low).signatures["serving_default"]
+        assert dtype in op_dtypes(served)["MatMul"]
+        (found,) = served(tf.constant(TOKENS)).values()
+        np.testing.assert_allclose(np.sum(found, -1), 1.0, atol=1e-6)
+        np.testing.assert_allclose(found, model(TOKENS), rtol=0.05)

@@ -16,6 +16,8 @@ them; nothing that follows becomes float32 for it, as it would behind a denied o
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -61,12 +63,14 @@ class Ends:
 
     Attributes:
         given: Those of placeholders, elements of datasets, and other data.
-        results: Those of float results, and of scalars that are stored or nothing computes with.
+        results: Those of float results, and of scalars that are stored.
+        unused: Those of scalars that nothing computes with: losses that are differentiated only.
         stored: Those of larger tensors that are stored: the updates of weights.
     """
 
     given: Sequence[int]
     results: Sequence[int]
+    unused: Sequence[int]
     stored: Sequence[int]
 
 
@@ -87,7 +91,7 @@ def exact_slots(
     finder = _Finder(index, colors, dtype, ends.given)
     found = finder.masked()
     found.update(dict.fromkeys(finder.computing_with_data(), _GIVEN))
-    found.update(finder.before_results(ends.results, ends.stored))
+    found.update(finder.before_results(ends))
     return found
 
 
@@ -208,34 +212,31 @@ class _Finder:
 
     # Results
 
-    def before_results(self, results: Iterable[int], stored: Iterable[int]) -> dict[int, Reason]:
+    def before_results(self, ends: Ends) -> dict[int, Reason]:
         """Slots behind the last product before a result, and products compared with data.
 
         The last product of one result may be an early one of another: for each slot a number holds
         a bit for every result that it leads to, and one for those it leads to through a product.
         """
-        updates = self._updates(stored)
-        own: dict[int, int] = {}
-        for number, slot in enumerate(dict.fromkeys(results)):
-            own[slot] = own.get(slot, 0) | 1 << number
+        updates = self._updates(ends.stored)
+        numbers = dict.fromkeys([*ends.results, *ends.unused])
+        own = {slot: 1 << number for number, slot in enumerate(numbers)}
         leads, through = self._ways(own, updates)
+        directly = [all_ & ~crossing for all_, crossing in zip(leads, through, strict=True)]
+        unused = sum(own[slot] for slot in ends.unused if slot not in ends.results)
+        gradients = self._behind(directly, own) & unused
+        before = {slot for slot in self._order if directly[slot] & ~gradients}
         found = {
-            slot: _ON_THE_WAY
-            for slot in self._order
-            if leads[slot] & ~through[slot] and self._may_stay(slot)
+            slot: _ON_THE_WAY for slot in self._order if slot in before and self._may_stay(slot)
         }
         compared = (
             slot
             for slot in found
             if self._ops[slot] in _DIFFERENCES and not self._data.isdisjoint(self._sources[slot])
         )
-        before = reach(compared, lambda s: () if self._multiplies(s) else self._sources[s])
-        last = [slot for slot in before if self._colors[slot] == "allow"]
-        found.update(
-            (slot, _COMPARED)
-            for slot in last
-            if leads[slot] & ~through[slot] and slot not in updates
-        )
+        makers = reach(compared, lambda s: () if self._multiplies(s) else self._sources[s])
+        last = [slot for slot in makers if self._colors[slot] == "allow"]
+        found.update((slot, _COMPARED) for slot in last if slot in before and slot not in updates)
         return found
 
     def _updates(self, stored: Iterable[int]) -> Collection[int]:
@@ -246,6 +247,15 @@ class _Finder:
             return () if ends else self._sources[slot]
 
         return reach(stored, sources)
+
+    def _behind(self, directly: Iterable[int], own: Mapping[int, int]) -> int:
+        """The bits of results behind a product that takes what leads to another result.
+
+        Those that nothing computes with are gradients then, as that of a constant in the model.
+        """
+        _, through = self._ways(own, ())
+        behind = (bits for way, bits in zip(directly, through, strict=True) if way)
+        return functools.reduce(operator.or_, behind, 0)
 
     def _ways(
         self, own: Mapping[int, int], updates: Collection[int]
@@ -294,6 +304,7 @@ def ends_of(
     called = {name for node in roots for _, name in node.calls}
     results = dict.fromkeys(slots[0][s] for node in fetched for s in scopes[0].nodes[node].slots)
     given: dict[int, None] = {}
+    unused: dict[int, None] = {}
     stored: dict[int, None] = {}
     for scope, joined in zip(scopes, slots, strict=True):
         is_called = scope.scope in called
@@ -303,18 +314,23 @@ def ends_of(
             elif is_called and node.op == RESULT:
                 results.update((joined[slot], None) for slot in node.slots)
         results.update((joined[slot], None) for slot in _scalar_results(scope))
+        unused.update((joined[slot], None) for slot in _unused_scalars(scope))
         stored.update((joined[slot], None) for slot in _stored(scope))
-    return Ends([*given], [*results], [*stored])
+    return Ends([*given], [*results], [*unused], [*stored])
 
 
 def _scalar_results(scope: GraphIndex) -> Iterator[int]:
-    """Slots of scalars that are stored or returned, or that nothing computes with."""
+    """Slots of scalars that are stored or returned."""
     for edge in scope.edges:
         node, tensor = scope.node_of(edge.target), scope.tensor(edge)
         if scope.shapes.get(tensor) == () and (
             node.op == RESULT or _has_dtype(scope, node, "resource")
         ):
             yield edge.source
+
+
+def _unused_scalars(scope: GraphIndex) -> Iterator[int]:
+    """Slots of scalars that nothing computes with."""
     for (position, port), shape in scope.shapes.items():
         node = scope.nodes[position]
         # The shape of a handle of a list says nothing of the floats in it.
