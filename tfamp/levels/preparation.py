@@ -504,7 +504,9 @@ def _stored_low(mixed: Any, level: EffectiveLevel) -> Any:
     """A model of level O2 anew, with low weights where it computes low."""
     policy = Policy(f"mixed_{level.dtype}")
     # The code of a model makes all weights of those that it holds low.
-    held = {id(each): become_part(each) for each in models_held_by_models(mixed)}
+    held = models_held_by_models(mixed)
+    for each in held:
+        become_part(each)
     low = [layer for layer in layers_of(mixed) if layer.dtype_policy.name == policy.name]
     made = copy_model(mixed, {id(layer): level.dtype for layer in low})
     for old, new in same_layers(mixed, made):
@@ -512,7 +514,7 @@ def _stored_low(mixed: Any, level: EffectiveLevel) -> Any:
         if record is not None and record.follows_input and not record.raised:
             managed_layers.set(new, ManagedLayer(policy, follows_input=True))
             fused_norms.fuse(new, level.dtype)
-        if id(old) in held:
+        if any(old is each for each in held):
             cast_outermost(new)
     for functional, _ in functionals_of(made):
         correct_symbolic_dtypes(functional)
