@@ -573,3 +573,120 @@ def test_a_feature_space_is_float32(low):
     encoded = space({name: tf.constant(value) for name, value in data.items()})
     assert encoded.dtype == tf.float32
     np.testing.assert_allclose(encoded[:, 0], [-1.2247449, 0, 1.2247449], rtol=1e-5)
+
+
+# Layers that need exact values
+
+
+class LooksUp(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.table = layers.Embedding(4096, 1, embeddings_initializer=_row_numbers)
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+
+    def call(self, x):
+        return self.table(x)[..., 0] * self.scale + 0 * x  # x and the weight have the low dtype
+
+
+def _row_numbers(shape, dtype=None):
+    # Exact in both low dtypes: the row modulo 128.
+    return keras.ops.cast(keras.ops.arange(shape[0]) % 128, dtype)[:, None]
+
+
+def functional_table():
+    x = keras.Input((3,))
+    table = layers.Embedding(4096, 1, embeddings_initializer=_row_numbers)
+    return keras.Model(x, layers.Flatten()(table(x)))
+
+
+def sequential_table():
+    table = layers.Embedding(4096, 1, embeddings_initializer=_row_numbers)
+    return keras.Sequential([table, layers.Flatten()])
+
+
+LOOKING_UP = {
+    "subclassed": LooksUp,
+    "subclassed around it": lambda: Outer(LooksUp()),
+    "around a functional": lambda: Outer(functional_table()),
+    "around a sequential": lambda: Outer(sequential_table()),
+    "sequential without an input": sequential_table,
+    "sequential around it": lambda: keras.Sequential([LooksUp()]),
+}
+
+
+@pytest.mark.parametrize("name", LOOKING_UP)
+@pytest.mark.parametrize("how", ["policy", "built", "O2"])
+def test_ids_given_as_floats_find_their_rows(low, name, how):
+    ids = np.array([[257, 2049, 4095]], "float32")  # 257 is not a bfloat16, 2049 not a float16
+    if how == "O2":
+        tfamp.set_global_policy("float32")
+        model = LOOKING_UP[name]()
+        model(ids)
+        tfamp.prepare(model, level="O2", dtype=low)
+    else:
+        model = LOOKING_UP[name]()
+        if how == "built":
+            model.build((None, 3))
+    tables = [x for x in model._flatten_layers() if isinstance(x, layers.Embedding)]
+    for outputs in (model(ids), model.predict(ids, verbose=0)):
+        np.testing.assert_array_equal(outputs, [[1, 1, 127]])
+    assert [table.compute_dtype for table in tables] == [low]
+
+
+def cosine():
+    return layers.Dot(1, normalize=True)
+
+
+FLOAT32_INSIDE = {
+    "unit": (layers.UnitNormalization, [[300.0, 400.0, 0, 0], [0, 0, 0, 0]], [0.6, 0.8]),
+    "cosine": (cosine, [[300.0, 400.0, 0, 0]], [1.0]),
+    "mean of a mask": (layers.GlobalAveragePooling1D, np.full((1, 9, 1), 3e4), [3e4]),
+    "mask of a value": (lambda: layers.Masking(2049.0), [[[2050.0], [2049.0]]], [2050, 0]),
+    "mask of a huge value": (lambda: layers.Masking(-1e9), [[[1.0], [-1e9]]], [1, 0]),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT32_INSIDE)
+def test_layers_that_overflow_or_compare_compute_in_float32(low, name):
+    make, x, expected = FLOAT32_INSIDE[name]
+    layer, x = make(), np.array(x, "float32")
+    arguments = {"mask": np.ones((1, 9), bool)} if "mean" in name else {}
+    outputs = layer([x, x] if name == "cosine" else x, **arguments)
+    assert (layer.compute_dtype, dtype_of(outputs)) == (low, low)
+    np.testing.assert_allclose(np.ravel(outputs)[: len(expected)], expected, rtol=tolerance(low))
+    assert np.isfinite(outputs).all()
+    if isinstance(layer, layers.Masking):
+        mask = keras.ops.ravel(outputs._keras_mask)
+        np.testing.assert_array_equal(mask, [True, False])
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_images_are_interpolated_and_their_gradients_computed_in_float32(low, interpolation):
+    layer, x = layers.UpSampling2D(2, interpolation=interpolation), tf.ones((1, 2, 3, 1), low)
+
+    @tf.function
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = layer(x)
+        assert y.dtype == low
+        return tape.gradient(y, x)
+
+    graph = gradient.get_concrete_function(x).graph.as_graph_def()
+    resizing = [node for node in graph.node if node.op.startswith("Resize")]
+    assert {node.attr["T"].type for node in resizing} == {tf.float32.as_datatype_enum}
+    assert len(resizing) == 2
+    np.testing.assert_allclose(tf.reduce_sum(tf.cast(gradient(x), tf.float32)), 24, rtol=1e-2)
+
+
+def test_spectral_normalization_keeps_float32_weights(low):
+    layer = layers.SpectralNormalization(layers.Dense(8))
+    outputs = layer(X, training=True)
+    kernel = layer.layer.kernel.numpy()
+    assert (dtype_of(outputs), layer.layer.compute_dtype) == (low, low)
+    assert (kernel != kernel.astype(low).astype("float32")).any()
+    large = layers.SpectralNormalization(
+        layers.Dense(64, kernel_initializer=lambda *a, **k: 1e3 * tf.ones((64, 64)))
+    )
+    large(np.ones((1, 64), "float32"), training=True)
+    np.testing.assert_allclose(large.layer.kernel, 1 / 64, rtol=1e-4)

@@ -356,15 +356,13 @@ def _scope_of_ours() -> Any:
     return type("Scope", (foreign(f"{_VARIABLES}:AutocastScope"),), {})
 
 
-def variables_as_stored() -> contextlib.AbstractContextManager[None]:
-    """A context in which a layer being called reads its variables in the dtype they have."""
-    return variables_in(None)
-
-
-def variables_in(dtype: str | None) -> contextlib.AbstractContextManager[None]:
-    """A context in which a layer being called reads its variables in a dtype; None is their own.
+def reading_variables_in(dtype: str | None) -> contextlib.AbstractContextManager[None]:
+    """A context in which the layer being called reads its variables in a dtype.
 
     Symbol: `keras.src.backend.common.variables.AutocastScope`.
+
+    Args:
+        dtype: A float dtype; None for the one that each variable has.
     """
     scope: contextlib.AbstractContextManager[None]
     scope = foreign(f"{_VARIABLES}:AutocastScope")(dtype)

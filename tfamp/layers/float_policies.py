@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION, float_format
-from tfamp.interop.keras_hooks import copy_annotations, variables_as_stored
+from tfamp.interop.keras_hooks import copy_annotations, reading_variables_in
 from tfamp.policy import Policy
 
 _Value = TypeVar("_Value")
@@ -175,10 +175,13 @@ def in_float32(value: Any) -> Any:
 
     One that `in_low` made of a float32 tensor becomes that tensor.
     """
-    if not is_low(value):
-        return value
-    exact = getattr(value, "_tfamp_float32", None)
-    return _cast(value, "float32") if exact is None else exact
+    given = as_given(value)
+    return _cast(given, "float32") if is_low(given) else given
+
+
+def as_given(value: Any) -> Any:
+    """The float32 tensor that `in_low` made a tensor of; anything else as it is."""
+    return getattr(value, "_tfamp_float32", value)
 
 
 def in_low(value: Any, dtype: str) -> Any:
@@ -188,6 +191,21 @@ def in_low(value: Any, dtype: str) -> Any:
     result = _cast(value, dtype)
     result._tfamp_float32 = value
     return result
+
+
+def lowered(values: Any, dtype: str) -> Any:
+    """Returns a structure with its float tensors, also symbolic ones, in a dtype, as `in_low`."""
+
+    def lower(x: Any) -> Any:
+        if not (keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor)):
+            return x
+        given = keras.backend.standardize_dtype(x.dtype)
+        if given not in FLOAT_DTYPES or given == dtype:
+            return x
+        exact = in_float32(x)
+        return in_low(exact, dtype) if dtype in LOW_PRECISION else _cast(exact, dtype)
+
+    return keras.tree.map_structure(lower, values)
 
 
 def _cast(value: Any, dtype: str) -> Any:
@@ -230,7 +248,7 @@ def _holds(weight: Any, dtype: str) -> bool:
     if weight.name != "g_idx" and "_scale" not in weight.name:
         return True
     # A layer may be moved while a graph is traced in which it runs.
-    with tf.init_scope(), variables_as_stored():
+    with tf.init_scope(), reading_variables_in(None):
         sizes = np.abs(keras.ops.convert_to_numpy(weight).astype(np.float32))
     known = float_format(dtype)
     if weight.name == "g_idx":  # the number of each weight's group, as a float

@@ -3,9 +3,9 @@
 Five things can only be known then: that a subclassed model is the outermost one called, and so
 returns float32; that a Functional or Sequential is called by a layer of the user's own, and so is a
 part of it, or by a subclassed model, which gets its outputs in a low dtype; that a Sequential has
-built a new Functional; that a layer holds one that prepares data, and so hands its inputs on as
-they are; which losses a layer adds. The methods are wrapped on the one object, not on its class:
-they go on working after the policy has changed, and touch no other model.
+built a new Functional; that a layer holds one that needs exact inputs; which losses a layer adds.
+The methods are wrapped on the one object, not on its class: they go on working after the policy has
+changed, and touch no other model.
 """
 
 from __future__ import annotations
@@ -26,8 +26,19 @@ from tfamp.layers.float_policies import ManagedLayer, WeakMap, is_built_in, mana
 from tfamp.layers.output_dtypes import graph_of
 from tfamp.policy import Policy, prepares_data
 
-# Layers whose `autocast` was switched off for the sake of those inside that prepare data.
+# Layers whose `autocast` was switched off: they, or those inside, need their inputs' exact values.
 uncast_inputs: WeakMap[bool] = WeakMap()
+# Keras's layers whose low result is off, or has no gradient, unless float32 is in between.
+_FLOAT32_INSIDE: dict[type, Callable[[Any, bool], bool]] = {
+    keras.layers.Dot: lambda layer, _: layer.normalize,  # squares
+    keras.layers.GlobalAveragePooling1D: lambda _, masked: masked,  # sums
+    keras.layers.Masking: lambda *_: True,  # compares with a value
+    keras.layers.SpectralNormalization: lambda *_: True,  # assigns the weights it computes
+    keras.layers.UnitNormalization: lambda *_: True,  # squares
+    # XLA compiles the gradient of float32 only, and that of low bicubic images is None.
+    keras.layers.UpSampling2D: lambda layer, _: layer.interpolation != "nearest",
+}
+_EXACT_INPUTS = (keras.layers.Embedding, keras.layers.Masking)
 
 
 class _Running(threading.local):
@@ -47,6 +58,10 @@ def protect_values(layer: Any) -> None:
     The layer may have any dtype, and its constructor need not have ended yet.
     """
     add_losses_in_float32(layer)
+    if isinstance(layer, keras.layers.Embedding):
+        wrap_method(layer, "call", _look_up_exactly)
+    elif type(layer) in _FLOAT32_INSIDE:
+        _compute_in_float32(layer)
     if isinstance(layer, keras_hooks.functional_class()):
         return  # casts no inputs
     if is_built_in(layer) and not isinstance(layer, keras.Sequential | keras.layers.Wrapper):
@@ -64,6 +79,29 @@ def protect_values(layer: Any) -> None:
         wrap_method(layer, name, begin)
         if isinstance(layer, keras.Sequential):
             wrap_method(layer, "build", functools.partial(_build_sequential, layer))
+
+
+def _look_up_exactly(original: Callable[..., Any], ids: Any, *args: Any, **kwargs: Any) -> Any:
+    if not any((*args, *kwargs.values())):  # not the reverse of an embedding
+        ids = float_policies.as_given(ids)
+    return original(ids, *args, **kwargs)
+
+
+def _compute_in_float32(layer: Any) -> None:
+    """Makes a layer compute in float32 between low inputs and outputs, where its table says so."""
+    applies = _FLOAT32_INSIDE[type(layer)]
+    if isinstance(layer, _EXACT_INPUTS):
+        _uncast(layer)
+
+    def call(original: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        masked = any(x is not None for x in (*args, kwargs.get("mask")))
+        if not applies(layer, masked):
+            return original(inputs, *args, **kwargs)
+        with keras_hooks.reading_variables_in(None):
+            exact = keras.tree.map_structure(float_policies.in_float32, inputs)
+            return float_policies.lowered(original(exact, *args, **kwargs), layer.compute_dtype)
+
+    wrap_method(layer, "call", call)
 
 
 def add_losses_in_float32(layer: Any) -> None:
@@ -131,21 +169,43 @@ def _build_sequential(model: Any, original: Callable[..., Any], *args: Any, **kw
 
 def _take_inputs_as_they_are(layer: Any) -> None:
     if casts_unprepared(layer):
-        layer.autocast = False
-        uncast_inputs.set(layer, True)
+        _uncast(layer)
+    elif _casts_low(layer) and _holds(layer, lambda each: isinstance(each, _EXACT_INPUTS)):
+        _uncast(layer)
+        if not (is_built_in(layer) or isinstance(layer, keras.Sequential)):
+            wrap_method(layer, "call", functools.partial(_cast_and_remember, layer))
+
+
+def _uncast(layer: Any) -> None:
+    layer.autocast = False
+    uncast_inputs.set(layer, True)
+
+
+def _cast_and_remember(layer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a user's code as Keras does, with low inputs that `as_given` turns back."""
+    dtype = layer.compute_dtype
+    args, kwargs = float_policies.lowered((args, kwargs), dtype)
+    with keras_hooks.reading_variables_in(dtype):
+        return original(*args, **kwargs)
 
 
 def casts_unprepared(layer: Any) -> bool:
     """Whether a layer casts its inputs to a low dtype before one inside it prepares them."""
+    return _casts_low(layer) and _holds(layer, _prepares)
+
+
+def _casts_low(layer: Any) -> bool:
     low = layer.autocast and layer.compute_dtype in LOW_PRECISION
-    return low and not isinstance(layer, keras_hooks.functional_class()) and _prepares(layer)
+    return low and not isinstance(layer, keras_hooks.functional_class())
 
 
 def _prepares(layer: Any) -> bool:
-    return any(
-        (prepares_data(type(each)) and each.compute_dtype not in LOW_PRECISION) or _prepares(each)
-        for each in keras_hooks.sublayers(layer)
-    )
+    return prepares_data(type(layer)) and layer.compute_dtype not in LOW_PRECISION
+
+
+def _holds(layer: Any, applies: Callable[[Any], bool]) -> bool:
+    inside = keras_hooks.sublayers(layer)
+    return any(applies(each) or _holds(each, applies) for each in inside)
 
 
 def manage(layer: Any, policy: Policy) -> None:
@@ -195,6 +255,7 @@ def manage_functional(functional: Any, owner: Any = None) -> None:
 def _watch_functional(functional: Any) -> None:
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found = graph_of(functional)
+        args, kwargs = keras.tree.map_structure(float_policies.as_given, (args, kwargs))
         # A Sequential calls its Functional's call(); who called the Sequential is its business.
         if found is not None and found[1].owner() is None:
             return _as_part(functional, original, *args, **kwargs)

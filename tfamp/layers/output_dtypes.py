@@ -432,7 +432,7 @@ def _spec_now(node: Any) -> list[Any]:
     if isinstance(operation, keras.Layer) and not isinstance(operation, keras.Model):
         arguments = keras.tree.map_structure(lambda x: _as_called(operation, x), arguments)
         if operation.autocast and operation.compute_dtype in LOW_PRECISION:
-            reading = keras_hooks.variables_in(operation.compute_dtype)
+            reading = keras_hooks.reading_variables_in(operation.compute_dtype)
     args, kwargs = arguments
     with reading:
         return keras.tree.flatten(operation.compute_output_spec(*args, **kwargs))

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfamp.autocasting.context import autocast
 from tfamp.core.errors import TfampWarning
-from tfamp.interop.keras_hooks import variables_as_stored
+from tfamp.interop.keras_hooks import reading_variables_in
 from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
 from tfamp.layers.float_policies import in_float32
 from tfamp.levels.model_structure import computing_layers_of, layers_of
@@ -107,6 +107,6 @@ def _under_kept_scope(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if traces_for_a_rewrite():
         return _under_kept_scope(original, *args, **kwargs)
-    with autocast(enabled=False), variables_as_stored():
+    with autocast(enabled=False), reading_variables_in(None):
         args, kwargs = keras.tree.map_structure(in_float32, (args, kwargs))
         return original(*args, **kwargs)
