@@ -110,6 +110,17 @@ def functional_class() -> type:
     return found
 
 
+def exported_inputs(model: Any) -> Any:
+    """Specs of the inputs that `export` gives a model that was called, None for others.
+
+    Symbol: `keras.src.export.export_utils.get_input_signature`.
+    """
+    try:
+        return foreign("keras.src.export.export_utils:get_input_signature")(model)
+    except ValueError:  # It was never called, as `export` says.
+        return None
+
+
 def functional_of(model: Any) -> Any:
     """The Functional behind a Sequential, None before it is built.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -372,7 +373,7 @@ def _watch_sequential(model: Any) -> None:
 
 
 def cast_outermost(model: Any, applies: Callable[[], bool] = lambda: True) -> None:
-    """Makes the outermost call of a model return float32, and its spec say so.
+    """Makes the outermost call of a model return float32, and its spec and its export say so.
 
     Called inside another layer's call, it returns its low dtype: that is what the next layer wants.
     So it does when called with symbolic tensors: what becomes of those is not known yet, and the
@@ -402,18 +403,33 @@ def cast_outermost(model: Any, applies: Callable[[], bool] = lambda: True) -> No
 
     for around in (symbolic_call, call, compute_output_spec):
         wrap_method(model, around.__name__, around)
+    wrap_method(model, "export", functools.partial(_export, model))
+
+
+def _export(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Exports a model with inputs of float32, which Keras gives its compute dtype."""
+    given = inspect.signature(original).bind(*args, **kwargs)
+    if model.built and given.arguments.get("input_signature") is None:
+        specs = keras.tree.map_structure(
+            functools.partial(_as_float32, model), keras_hooks.exported_inputs(model)
+        )
+        given.arguments["input_signature"] = specs
+    return original(*given.args, **given.kwargs)
 
 
 def _as_float32(model: Any, value: Any) -> Any:
-    """A tensor, or symbolic one, as float32 if it has the low dtype of a model."""
+    """A tensor, symbolic one or spec as float32 if it has the low dtype of a model."""
     is_symbolic = isinstance(value, keras.KerasTensor)
-    if not is_symbolic and not keras.ops.is_tensor(value):
+    is_spec = isinstance(value, keras.InputSpec)
+    if not (is_symbolic or is_spec or keras.ops.is_tensor(value)):
         return value
     dtype = keras.backend.standardize_dtype(value.dtype)
     if dtype not in LOW_PRECISION or dtype != model.compute_dtype:
         return value
     if is_symbolic:
         return keras.KerasTensor(value.shape, dtype="float32", sparse=value.sparse)
+    if is_spec:
+        return keras.InputSpec("float32", value.shape, name=value.name)
     return float_policies.in_float32(value)
 
 
