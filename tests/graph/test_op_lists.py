@@ -237,7 +237,7 @@ def test_default_allows_no_op_that_would_lose_its_kernel(dtype, device, kernels_
         ("bfloat16", "auto", "infer", {"Pow", "RsqrtGrad"}, {"BiasAddGrad"}),
         ("bfloat16", "gpu", "infer", {"Pow", "RsqrtGrad"}, set()),
         ("bfloat16", "auto", "deny", set(), {"Pow"}),
-        ("bfloat16", "auto", "clear", set(), set()),
+        ("bfloat16", "auto", "clear", set(), {"ResizeBilinear"}),
     ],
 )
 def test_how_defaults_differ_from_grapplers(dtype, device, color, more, fewer):

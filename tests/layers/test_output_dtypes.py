@@ -106,6 +106,24 @@ def test_users_own_float32_layers(low):
         assert layers.BatchNormalization().compute_dtype == low
 
 
+def test_layers_that_a_float32_layer_makes_when_it_is_called(low):
+    class Attended(layers.Layer):
+        def build(self, shape):
+            self.dense = layers.Dense(4)
+
+        def call(self, x):
+            made.append(layers.Softmax())
+            return made[-1](self.dense(x))
+
+    made: list = []
+    with tfamp.policy_scope(tfamp.Policy(f"mixed_{low}", float32_layers=[Attended])):
+        model = keras.Sequential([keras.Input((8,)), Attended(), layers.Dense(4), layers.Dense(1)])
+    assert_float32(model, X)
+    attended, hidden, _ = model.layers
+    found = {each.compute_dtype for each in (attended, attended.dense, *made)}
+    assert (found, hidden.compute_dtype) == ({"float32"}, low)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "mixed_float16"])
 def test_an_explicit_dtype_always_wins(dtype):
     policy = keras.DTypePolicy(dtype)

@@ -295,6 +295,8 @@ def _default_lists(dtype: str, device: str) -> OpLists:
             allow=lists.allow | _BFLOAT16_ALLOW_ADDED,
             infer=(lists.infer | _BFLOAT16_INFER_ADDED) - dropped,
             deny=lists.deny - _BFLOAT16_INFER_ADDED,
+            # Their results are float32, which XLA does not compile gradients of.
+            clear=lists.clear - {"ResizeBilinear"},
         )
     allow = lists.allow - _grappler.EXTERNAL - _FLOAT16_ALLOW_DROPPED | _FLOAT16_ALLOW_ADDED
     # Grappler infers _grappler.FLOAT16_CPU_INFER on CPUs; the square of 256 is inf in float16.

@@ -36,7 +36,7 @@ _FLOAT32_INSIDE: dict[type, Callable[[Any, bool], bool]] = {
     keras.layers.Masking: lambda *_: True,  # compares with a value
     keras.layers.SpectralNormalization: lambda *_: True,  # assigns the weights it computes
     keras.layers.UnitNormalization: lambda *_: True,  # squares
-    # XLA compiles the gradient of float32 only, and that of low bicubic images is None.
+    # The gradient of low bicubic images is None, and XLA was seen to refuse that of bilinear ones.
     keras.layers.UpSampling2D: lambda layer, _: layer.interpolation != "nearest",
 }
 _EXACT_INPUTS = (keras.layers.Embedding, keras.layers.Masking)
@@ -48,6 +48,8 @@ class _Running(threading.local):
         self.symbolic: list[Any] = []
         # Models whose output spec is being computed; Keras keeps no account of these.
         self.specs: list[Any] = []
+        # Layers that a policy keeps in float32, being called or built.
+        self.float32: list[Any] = []
 
 
 _running = _Running()
@@ -441,10 +443,19 @@ def _keep_sublayers_float32(layer: Any, policy: Policy) -> None:
 
     def settle(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _set_float32(keras_hooks.sublayers(layer), is_built_in(layer), policy.name)
-        return original(*args, **kwargs)
+        _running.float32.append(layer)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _running.float32.pop()
 
     wrap_method(layer, "build", settle)
     wrap_method(layer, "call", settle)
+
+
+def runs_float32_layer() -> bool:
+    """Whether a layer that a policy keeps in float32 is being called or built."""
+    return bool(_running.float32)
 
 
 def _set_float32(layers: tuple[Any, ...], handed_down: bool, policy_name: str) -> None:

@@ -267,6 +267,8 @@ def _layer_dtype(layer_class: type, dtype: Any) -> Any:
 
 
 def _layer_init(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    if kwargs.get("dtype") is None and model_calls.runs_float32_layer():
+        kwargs["dtype"] = "float32"
     given = kwargs.get("dtype")
     wanted = _layer_dtype(type(layer), given)
     if wanted is not given:
