@@ -151,6 +151,21 @@ def test_gradients_of_biases_do_not_make_those_of_activations_float32(dtype):
     assert dtypes(plan_of(step, X, dtype=dtype), "ReluGrad") == {dtype}
 
 
+def test_returned_gradients_are_low_and_their_norm_is_float32():
+    bias = tf.Variable(tf.zeros(16))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            h = tf.nn.relu(x @ W[0] + bias)
+            loss = tf.reduce_mean(tf.square(h @ W[1]))
+        gradients = tape.gradient(loss, [W[0], W[1], bias])
+        return loss, gradients, tf.linalg.global_norm(gradients)
+
+    plan = plan_of(step, X)
+    assert dtypes(plan, "ReluGrad") == {"bfloat16"}
+    assert dtypes(plan, "Square", "Sqrt", "L2Loss") == {"float32"}
+
+
 def test_a_gradient_that_nothing_uses_is_no_result():
     embedding = tf.Variable(tf.ones((8, 16)))
 

@@ -63,13 +63,15 @@ class Ends:
 
     Attributes:
         given: Those of placeholders, elements of datasets, and other data.
-        results: Those of float results, and of scalars that are stored.
+        results: Those of float results that are not known to be scalars.
+        scalars: Those of scalars that are returned or stored.
         unused: Those of scalars that nothing computes with: losses that are differentiated only.
         stored: Those of larger tensors that are stored: the updates of weights.
     """
 
     given: Sequence[int]
     results: Sequence[int]
+    scalars: Sequence[int]
     unused: Sequence[int]
     stored: Sequence[int]
 
@@ -218,14 +220,12 @@ class _Finder:
         The last product of one result may be an early one of another: for each slot a number holds
         a bit for every result that it leads to, and one for those it leads to through a product.
         """
-        updates = self._updates(ends.stored)
-        numbers = dict.fromkeys([*ends.results, *ends.unused])
-        own = {slot: 1 << number for number, slot in enumerate(numbers)}
-        leads, through = self._ways(own, updates)
-        directly = [all_ & ~crossing for all_, crossing in zip(leads, through, strict=True)]
-        unused = sum(own[slot] for slot in ends.unused if slot not in ends.results)
-        gradients = self._behind(directly, own) & unused
-        before = {slot for slot in self._order if directly[slot] & ~gradients}
+        gradients = self._gradients([*ends.scalars, *ends.unused])
+        ours = [slot for slot in [*ends.results, *ends.unused] if slot not in gradients]
+        returned = [slot for slot in ends.results if slot in gradients]
+        updates = self._updates([*ends.stored, *returned])
+        leads, through = self._ways(_bits([*ends.scalars, *ours]), updates)
+        before = {slot for slot in self._order if leads[slot] & ~through[slot]}
         found = {
             slot: _ON_THE_WAY for slot in self._order if slot in before and self._may_stay(slot)
         }
@@ -248,14 +248,27 @@ class _Finder:
 
         return reach(stored, sources)
 
-    def _behind(self, directly: Iterable[int], own: Mapping[int, int]) -> int:
-        """The bits of results behind a product that takes what leads to another result.
+    def _gradients(self, scalars: Iterable[int]) -> Collection[int]:
+        """Slots computed by the products of gradients, which round what they return.
 
-        Those that nothing computes with are gradients then, as that of a constant in the model.
+        Such a product takes what is behind a scalar, and another operand that leads to the scalar
+        through a product; it does not lead there itself.
         """
-        _, through = self._ways(own, ())
-        behind = (bits for way, bits in zip(directly, through, strict=True) if way)
-        return functools.reduce(operator.or_, behind, 0)
+        leads, through = self._ways(_bits(scalars), ())
+        behind = [0] * len(self._ops)
+        found: set[int] = set()
+        for slot in self._order:
+            for each in self._sources[slot]:
+                behind[slot] |= behind[each] | leads[each] & ~through[each]
+            if self._multiplies(slot):
+                operands = functools.reduce(
+                    operator.or_, (through[s] for s in self._sources[slot]), 0
+                )
+                if behind[slot] & operands & ~leads[slot]:
+                    found.add(slot)
+            if not found.isdisjoint(self._sources[slot]):
+                found.add(slot)
+        return found
 
     def _ways(
         self, own: Mapping[int, int], updates: Collection[int]
@@ -275,6 +288,10 @@ class _Finder:
                 changed |= (all_, crossing) != (leads[slot], through[slot])
                 leads[slot], through[slot] = all_, crossing
         return leads, through
+
+
+def _bits(slots: Iterable[int]) -> dict[int, int]:
+    return {slot: 1 << number for number, slot in enumerate(dict.fromkeys(slots))}
 
 
 _Table: TypeAlias = Sequence[Sequence[int]]
@@ -302,7 +319,12 @@ def ends_of(
     # The functions that a SavedModel refers to are called from outside.
     roots = [node for node in scopes[0].nodes if node.op == "NoOp"]
     called = {name for node in roots for _, name in node.calls}
-    results = dict.fromkeys(slots[0][s] for node in fetched for s in scopes[0].nodes[node].slots)
+    results: dict[int, None] = {}
+    scalars: dict[int, None] = {}
+    for position in fetched:
+        is_scalar = scopes[0].shapes.get((position, 0)) == ()
+        where = scalars if is_scalar else results
+        where.update((slots[0][slot], None) for slot in scopes[0].nodes[position].slots)
     given: dict[int, None] = {}
     unused: dict[int, None] = {}
     stored: dict[int, None] = {}
@@ -313,10 +335,11 @@ def ends_of(
                 given.update((joined[slot], None) for slot in node.slots)
             elif is_called and node.op == RESULT:
                 results.update((joined[slot], None) for slot in node.slots)
-        results.update((joined[slot], None) for slot in _scalar_results(scope))
+        scalars.update((joined[slot], None) for slot in _scalar_results(scope))
         unused.update((joined[slot], None) for slot in _unused_scalars(scope))
         stored.update((joined[slot], None) for slot in _stored(scope))
-    return Ends([*given], [*results], [*unused], [*stored])
+    others = [slot for slot in unused if slot not in scalars and slot not in results]
+    return Ends([*given], [*results], [*scalars], others, [*stored])
 
 
 def _scalar_results(scope: GraphIndex) -> Iterator[int]:

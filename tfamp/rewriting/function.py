@@ -116,7 +116,7 @@ def rewrite(
         >>> layer(tf.ones((1, 4))).dtype
         tf.float32
         >>> [(node.op, node.dtype) for node in layer.plan(tf.ones((1, 4))).nodes[-3:]]
-        [('MatMul', 'bfloat16'), ('Relu', 'bfloat16'), ('Identity', 'float32')]
+        [('MatMul', 'bfloat16'), ('Relu', 'float32'), ('Identity', 'float32')]
     """
     require_tensorflow("tfamp.rewrite")
     tuned = placement == _TUNE
