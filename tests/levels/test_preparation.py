@@ -651,3 +651,21 @@ def test_a_layer_kept_at_o1_reads_float32_weights_in_eager_calls_too():
         model, _ = tfamp.prepare(model, level="O1", dtype="float16", keep_float32=kept)
         model(np.ones((2, 4), "float32"))
         assert read[-1] == dtype
+
+
+def test_o2_takes_a_layer_whose_call_is_a_function():
+    class Product(layers.Layer):
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=(shape[-1], 4))
+
+        @tf.function
+        def call(self, x):
+            return x @ self.kernel
+
+    model = keras.Sequential([keras.Input((8,)), Product(), layers.Dense(1)])
+    tfamp.prepare(model, level="O2", dtype="bfloat16")
+    assert "bfloat16" in op_dtypes(tf.function(model), tf.ones((2, 8)))["MatMul"]
+    model.compile("sgd", "mse")
+    before = model.layers[0].kernel.numpy()
+    model.fit(np.ones((4, 8)), np.ones((4, 1)), verbose=0)
+    assert (model.layers[0].kernel.numpy() != before).any()

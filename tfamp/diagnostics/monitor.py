@@ -438,7 +438,10 @@ class NumericsMonitor(keras.callbacks.Callback):
     def _why_stopped(self, consecutive: int) -> str:
         record = self.history[-1] if self.history else {"variables": {}}
         bad = [name for name, each in record["variables"].items() if each["nonfinite"]]
-        where = "their sum over the replicas overflowed, no replica's own did"
+        where = (
+            "the last record names no variable: a sum of finite gradients, over replicas or "
+            "micro-batches, overflowed, or the steps were not recorded; every=1 records each"
+        )
         if bad:
             scale = records.scale_text(record["loss_scale"])
             where = f"at step {record['step']}, with loss scale {scale}, the first bad variable was"
