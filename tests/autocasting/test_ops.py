@@ -209,6 +209,21 @@ FLOAT32 = [
     Row("Prod", lambda f, x: tf.reduce_prod(x), "float32"),
     Row("EuclideanNorm", lambda f, x: tf.math.reduce_euclidean_norm(x), "float32"),
     Row("Cumsum", lambda f, x: tf.cumsum(x), "float32"),
+    Row(
+        "ResizeBilinear",
+        lambda f, x: tf.image.resize(image(x), (6, 6)),
+        "float32",
+    ),
+    Row(
+        "ResizeBicubic",
+        lambda f, x: tf.image.resize(image(x), (6, 6), "bicubic"),
+        "float32",
+    ),
+    Row(
+        "ScaleAndTranslate",
+        lambda f, x: tf.image.resize(image(x), (6, 6), antialias=True),
+        "float32",
+    ),
     Row("Square", lambda f, x: tf.square(x), "float32"),
     Row("SquaredDifference", lambda f, x: tf.math.squared_difference(x, x), "float32"),
     Row("Cumprod", lambda f, x: tf.math.cumprod(x), "float32"),
