@@ -18,7 +18,6 @@ _COLORS = {
     "rewrite_lists": "#e8590c",
     "rewrite": "#a33b00",
     "rewrite_fused": "#c2255c",
-    "rewrite_measured": "#7a1f5c",
     "tune": "#3d0b45",
     "torch_float32": "#b7d3f2",
     "torch_autocast": "#3b7dd8",

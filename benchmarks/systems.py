@@ -49,7 +49,6 @@ _ALL = (
     System("tfamp_policy", "tfamp policy"),
     System("rewrite_lists", "tfamp.rewrite, lists", placement="lists"),
     System("rewrite", "tfamp.rewrite, min_cut", placement="min_cut"),
-    System("rewrite_measured", "tfamp.rewrite, measured", placement="measured"),
     System("rewrite_fused", "tfamp.rewrite, fused", placement="fused"),
     # Whichever of these and float32 is fastest by its own measurement: its losses are theirs.
     System("tune", "tfamp.tune", losses=False),
@@ -61,7 +60,7 @@ SYSTEMS = {each.name: each for each in _ALL}
 PEERS = ("float32", "float32_xla", "keras_policy", "keras_policy_xla", "tensorflow_amp")
 OWN = tuple(name for name in SYSTEMS if SYSTEMS[name].placement)
 # What a user is advised to take: the first of these that was measured.
-CHOSEN = ("tune", "rewrite_measured")
+CHOSEN = ("tune",)
 # float32 again, from initial weights rounded to the low dtype: how far that alone takes the loss.
 CONTROL = System("float32_rounded", "float32, initial weights rounded")
 # TensorFlow's own optimizer of graphs, by dtype.

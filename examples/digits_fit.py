@@ -116,7 +116,7 @@ def tune(data: Digits, small: bool, seed: int, display: Progress) -> tfamp.TuneR
     x, y = tf.constant(data.x_train[:batch]), tf.constant(data.y_train[:batch])
     task = display.add_task("step time", total=1, note=f"a train step, {width} units a layer")
     with redirect_stdout(StringIO()):  # `tune` has a bar of its own on terminals.
-        report = tfamp.tune(step, x, y, rounds=rounds, measure_seconds=3.0)
+        report = tfamp.tune(step, x, y, rounds=rounds)
     display.advance(task)
     return report
 

@@ -126,16 +126,3 @@ def without_tfamp() -> Iterator[Callable[..., None]]:
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         yield lambda program, **names: pool.submit(exec, program, names).result(timeout=600)
-
-
-@pytest.fixture
-def times_folder(tmp_path, monkeypatch):
-    """An empty cache of times of ops, and TFAMP_PROFILE not set."""
-    from tfamp.machine import op_times
-
-    folder = tmp_path / "cache"
-    monkeypatch.delenv("TFAMP_PROFILE")
-    monkeypatch.setattr(op_times, "cache_folder", lambda: folder)
-    op_times._store.cache_clear()
-    yield folder
-    op_times._store.cache_clear()

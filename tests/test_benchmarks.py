@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 pytest.importorskip("benchmarks", reason="the benchmarks are no part of the package")
 
 import tfamp
-from benchmarks import data, measured, plot, report, results, scaling, serving, tables
+from benchmarks import data, plot, report, results, scaling, serving, tables
 from benchmarks.__main__ import main
 from benchmarks.casts import count_casts
 from benchmarks.interleaved import Options, WorkerError, workers
@@ -163,7 +163,7 @@ def test_the_chosen_step_stands_beside_the_best_peer_and_placement():
     run = a_run()
     slower, faster = Measured([2.0, 4.0, 2.0]), Measured([1.0, 2.0, 1.0])
     (mlp,) = run.workloads
-    mlp.systems |= {"float32_xla": slower, "rewrite_measured": slower, "tune": faster}
+    mlp.systems |= {"float32_xla": slower, "rewrite_fused": slower, "tune": faster}
     lstm = dataclasses.replace(mlp, workload="lstm", systems=mlp.systems | {"tune": slower})
     run.workloads += [lstm, dataclasses.replace(mlp, systems={"float32": slower}, control=[])]
     found = report.all_tables(run)[1]
@@ -477,21 +477,6 @@ def test_a_tiny_run_from_the_command_line(tmp_path, dtype, capsys):
     assert written["png"].read_bytes().startswith(b"\x89PNG")
     assert SYSTEMS["rewrite"].title in printed
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", printed)
-
-
-@pytest.mark.slow
-def test_placements_are_compared_by_turns(capsys):
-    measured.main(["--workloads", "mlp", "--size", "small", "--rounds", "1"])
-    title, _, headers, row, *_ = capsys.readouterr().out.splitlines()
-    assert title == "Measured placement, bfloat16, size small"
-    assert headers.split()[-3:] == ["lists", "min_cut", "measured"]
-    # TFAMP_PROFILE is builtin here.
-    name, timed, seconds, share, differ, *_ = row.split()
-    assert (name, timed, seconds, share, differ) == ("mlp", "0", "0.0", "0%", "0")
-    measured.main(["--plans", "--workloads", "mlp", "--size", "small"])
-    _, title, _, _, row, *_ = capsys.readouterr().out.splitlines()
-    assert title.endswith("the same plan for 1 of 1")
-    assert row.split()[-2:] == ["0", "0.00%"]
 
 
 # Serving

@@ -163,7 +163,7 @@ def test_wrong_usage_is_exit_code_2(run, arguments, message, tmp_path, monkeypat
         (["--allow-add", "MatMull"], 2, "'MatMull'; the nearest names are 'MatMul'"),
         (["--allow-add", "Exp", "--deny-add", "Exp"], 2, "in both --allow-add and --deny-add"),
         (["--placement", "nowhere"], 2, "--placement must be one of"),
-        (["--placement", "fused"], 1, "give --freeze too, or --placement measured"),
+        (["--placement", "fused"], 1, "give --freeze too, or --placement min_cut"),
         (["--calibrate", "no.npz"], 2, "--calibrate: cannot read 'no.npz': No such file"),
         (["--calibrate", "."], 2, "--calibrate: cannot read '.': Is a directory"),
         (["--calibrate", __file__], 2, "is no .npz file of numbers; numpy.savez"),

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import json
 import logging
-import math
 import os
 import re
 import signal
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import tfamp
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import TfampError, TfampWarning
-from tfamp.core.options import checked_count, checked_number
+from tfamp.core.options import checked_count
 
 if TYPE_CHECKING:
     from tfamp.planning.structures import RewritePlan
@@ -38,7 +37,7 @@ _COLORS = {
 # The library's messages name its arguments; these are the same on the command line.
 _ARGUMENTS = re.compile(
     r"\b(dtype|device|placement)=(?:'(\w+)'|None)"
-    r"|\b(keep_float32|force_low|placement|measure_seconds|batch_size|(?:allow|infer|deny|clear)_add)\b=?"
+    r"|\b(keep_float32|force_low|placement|batch_size|(?:allow|infer|deny|clear)_add)\b=?"
     r"|\b(overwrite|freeze|training)=True"
 )
 # Ending of a report's name -> what makes it.
@@ -107,15 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Prints the plan of a rewrite: the dtype of every node and why, and every "
         "Cast. Writes nothing.",
     )
-    tune = commands.add_parser(
-        "tune",
-        help="measure which placement of low precision is the fastest here",
-        description="Runs a signature of the SavedModel SRC in float32 and in low precision by "
-        "turns, on real inputs or made-up ones, and tells the times and how far the results are "
-        "from float32's. Writes nothing. Loading a SavedModel runs what initialises it.",
-    )
     _add_model_options(doctor)
-    _add_tuning(tune)
     for each in (rewrite, inspect):
         each.add_argument("src", metavar="SRC", help="directory of a SavedModel")
     rewrite.add_argument(
@@ -127,9 +118,9 @@ def build_parser() -> argparse.ArgumentParser:
     text = f"write every decision with its reason to FILE ({endings})"
     rewrite.add_argument("--report", metavar="FILE", type=_report_path, help=text)
     rewrite.add_argument("--overwrite", action="store_true", help="replace a SavedModel in DST")
-    for each in (doctor, inspect, tune):
+    for each in (doctor, inspect):
         each.add_argument("--json", action="store_true", help="print one JSON object")
-    runs = ((doctor, _doctor), (rewrite, _rewrite), (inspect, _inspect), (tune, _tune))
+    runs = ((doctor, _doctor), (rewrite, _rewrite), (inspect, _inspect))
     for each, run in runs:
         each.set_defaults(run=run)
     return parser
@@ -145,22 +136,6 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--training", action="store_true", help="of a .keras file: forward and backward pass")
 
 
-def _add_tuning(parser: argparse.ArgumentParser) -> None:
-    """Adds the model, and how it is measured; each is an argument of the library's."""
-    add = parser.add_argument
-    add("src", metavar="SRC", help="directory of a SavedModel")
-    _add_dtype(parser, "low dtype to measure")
-    add("--signature", metavar="NAME", help="which signature")
-    text = "inputs by name; without it random numbers of the shapes that the signature takes"
-    add("--inputs", metavar="FILE.npz", help=text)
-    add("--batch-size", metavar="N", type=int, help="size of the batch the model leaves open")
-    text = "a placement to measure, beside float32; may be repeated; all if not given"
-    add("--candidate", metavar="NAME", action="append", dest="candidates", help=text)
-    text = "choose nothing with a larger relative error than this"
-    add("--max-error", metavar="X", type=float, help=text)
-    add("--rounds", metavar="N", type=int, help="how often each is measured")
-
-
 def _add_dtype(parser: argparse.ArgumentParser, what: str) -> None:
     text = f"{what}; auto, the default: what this machine multiplies natively"
     parser.add_argument("--dtype", choices=(*LOW_PRECISION, "auto"), default="auto", help=text)
@@ -174,12 +149,9 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("auto", "cpu", "gpu", "tpu"), default="auto", help=text)
     text = (
         "what decides where Casts go: lists, the default, min_cut for what is worth it on a "
-        "device of this kind, by tfamp's built-in table, or measured for what is worth it by the "
-        "times of the model's ops on this machine"
+        "device of this kind, by tfamp's built-in table"
     )
     add("--placement", default="lists", help=text)
-    text = "with measured, about how long to measure at most; 10 by default"
-    add("--measure-seconds", metavar="SECONDS", type=float, default=10.0, help=text)
     for name, what in (("keep-float32", "stay float32"), ("force-low", "compute in low precision")):
         text = f"nodes with a name in which REGEX is found {what}; may be repeated"
         add(f"--{name}", metavar="REGEX", action="append", default=[], help=text)
@@ -269,42 +241,16 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tune(args: argparse.Namespace) -> int:
-    with _wrong_usage():
-        for name in ("batch_size", "rounds"):
-            if getattr(args, name) is not None:
-                checked_count(f"--{name.replace('_', '-')}", getattr(args, name))
-        if args.max_error is not None:
-            checked_number("--max-error", args.max_error, low=0.0, high=math.inf)
-    names = ("dtype", "signature", "batch_size", "candidates", "max_error", "rounds")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    with _prepared() as saved_model:
-        from tfamp.diagnostics.saved_tuning import tune_saved_model
-        from tfamp.planning.choices import check_choice
-        from tfamp.rewriting.tuning import CANDIDATES
-
-        with _wrong_usage():
-            for name in given.get("candidates", ()):
-                check_choice("--candidate", name, CANDIDATES)
-        with _wrong_usage("--inputs: "):
-            inputs = saved_model.calibration_of(args.inputs)
-        if inputs is not None:
-            (given["inputs"],) = inputs.data
-        report = tune_saved_model(args.src, **given)
-    print(report.to_json() if args.json else report.to_text())
-    return 0
-
-
 def _choices(args: argparse.Namespace, saved_model: Any) -> dict[str, Any]:
     from tfamp.machine.profile_choice import device_kind
     from tfamp.rewriting.pipeline import RewriteSettings
 
     dtype = saved_model.required_dtype(args.dtype)
     changes = {f"{color}_add": getattr(args, f"{color}_add") for color in _COLORS}
-    plain = ("freeze", "keep_float32", "force_low", "placement", "device", "measure_seconds")
+    plain = ("freeze", "keep_float32", "force_low", "placement", "device")
     choices, lists = {name: getattr(args, name) for name in plain}, None
     with _wrong_usage():
-        names = ("placement", "measure_seconds", "keep_float32", "force_low")
+        names = ("placement", "keep_float32", "force_low")
         RewriteSettings(**{name: choices[name] for name in names})
         if any(changes.values()):
             lists = tfamp.OpLists.default(dtype, device_kind(args.device)).with_changes(**changes)

@@ -152,29 +152,6 @@ def test_bias_gradients(device, check):
     check("that of TensorFlow's kernel BiasAddGrad", error(raw))
 
 
-def test_weight_cache(device, check):
-    """Inference with cached low-precision weights is no slower than without."""
-    width = device.size(4096, 32)
-    with tf.device(device.name):
-        model = models.mlp(width, device.size(8, 2), width)
-        x = tf.random.normal((device.size(64, 4), width))
-        functions = {
-            cached: tfamp.rewrite(
-                lambda x: model(x, training=False),
-                dtype=device.low,
-                placement="lists",
-                cache_weights=cached,
-            )
-            for cached in (False, True)
-        }
-        same = np.array_equal(*(function(x).numpy() for function in functions.values()))
-        ways = {name: lambda each=each: each(x) for name, each in functions.items()}
-        seconds = seconds_by_turns(ways, rounds=device.size(15, 3), calls=device.size(20, 2))
-    check("results are equal", same, equals=True)
-    # Two medians of the same differ by a percent or two.
-    check("time, to that without", ratio(seconds, True, False), at_most=1.02, timing=True)
-
-
 def test_saved_model(device, check, tmp_path):
     """A SavedModel that was converted on a CPU for a GPU."""
     source, target = tmp_path / "float32", tmp_path / "low"

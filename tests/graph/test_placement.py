@@ -21,7 +21,6 @@ from tfamp.graph.rewrite import colors_of, rewrite_graph_def
 from tfamp.planning.choices import NodeChoices
 from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, estimate, scope_seconds
-from tfamp.planning.measured_costs import MeasuredTimes
 from tfamp.planning.placement import place
 from tfamp.planning.structures import (
     Edge,
@@ -149,23 +148,6 @@ def test_it_is_the_best_of_all_placements(problem):
 @given(problems(most=11))
 def test_it_is_the_best_of_all_placements_of_larger_graphs(problem):
     assert_optimal(problem)
-
-
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
-@given(problems(), st.sets(st.integers(0, 12)))
-def test_by_measured_times_it_is_the_best_beyond_noise_and_never_dearer_than_the_lists(
-    problem, lists
-):
-    index, regions, painting, safe, costs = problem
-    by_lists = {**{slot: Reason("allow", "") for slot in sorted(lists & safe)}, **painting.low}
-    apart, _ = MeasuredTimes().told_apart(index, costs, by_lists)
-    assert_optimal((index, regions, painting, safe, apart))
-    wrong = dataclasses.replace(costs, slots=[each[::-1] for each in costs.slots])
-    if allowed(index, regions, painting, frozenset(by_lists)):
-        lists = Painting(by_lists, painting.denied)
-        low = frozenset(MeasuredTimes().place(index, regions, lists, safe, wrong, costs).low)
-        assert allowed(index, regions, painting, low)
-        assert seconds(index, costs, low) <= seconds(index, costs, by_lists) + 1e-12
 
 
 def test_consumers_share_one_cast():

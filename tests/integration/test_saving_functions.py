@@ -31,7 +31,7 @@ class Module(tf.Module):
         super().__init__()
         self.weight = tf.Variable(np.random.default_rng(2).random((WIDTH, WIDTH), "float32") / 4)
         self.attribute = tfamp.rewrite(lambda x: apart(x @ self.weight), dtype="bfloat16")
-        self.cached = tfamp.rewrite(lambda x: x @ self.weight, dtype="bfloat16", cache_weights=True)
+        self.cached = tfamp.rewrite(lambda x: x @ self.weight, dtype="bfloat16")
         self.listed = [tfamp.rewrite(lambda x: quarter(x @ self.weight), dtype="bfloat16")]
 
     @tfamp.rewrite(dtype="bfloat16")
@@ -139,7 +139,7 @@ def test_without_a_signature_tensorflow_says_what_it_says_of_a_function(tmp_path
 
 def test_keras_models_and_checkpoints_take_it(tmp_path):
     model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(4, "silu")])
-    model.fast = tfamp.rewrite(model, dtype="bfloat16", cache_weights=True)
+    model.fast = tfamp.rewrite(model, dtype="bfloat16")
     expected = model.fast(X)
     archive = keras.export.ExportArchive()
     archive.track(model)

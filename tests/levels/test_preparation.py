@@ -627,7 +627,7 @@ def test_the_signature_is_the_one_that_is_documented():
     parameters = inspect.signature(tfamp.prepare).parameters
     assert list(parameters) == [
         "model", "optimizer", "level", "dtype", "loss_scale", "grad_clip", "keep_float32",
-        "master_weights", "placement", "measure_seconds", "weight_rounding", "slots", "config",
+        "master_weights", "placement", "weight_rounding", "slots", "config",
         "example_batch",
     ]  # fmt: skip
     assert parameters["level"].default == "O2"

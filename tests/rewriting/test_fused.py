@@ -32,7 +32,7 @@ def placement_of(function):
 
 
 def tuned(function, *args, candidates=("min_cut", "fused")):
-    options = {"dtype": "bfloat16", "rounds": 1, "measure_seconds": 0}
+    options = {"dtype": "bfloat16", "rounds": 1}
     return tfamp.tune(function, *args, candidates=candidates, **options)
 
 
@@ -134,7 +134,7 @@ def test_what_overflows_when_it_is_stored_is_not_finite_inside():
         squares = tf.nn.relu(hidden * hidden) + hidden - tf.abs(hidden)
         return squares @ tf.eye(WIDTH), tf.reduce_all(tf.math.is_finite(squares))
 
-    options = {"dtype": "float16", "placement": "fused", "force_low": ["."], "measure_seconds": 0}
+    options = {"dtype": "float16", "placement": "fused", "force_low": ["."]}
     fused = tfamp.rewrite(product, **options)
     for value, finite in ((100.0, True), (300.0, False)):  # float32 has the square of both.
         x = tf.fill((2 * ROWS, WIDTH), value)
@@ -142,11 +142,11 @@ def test_what_overflows_when_it_is_stored_is_not_finite_inside():
     assert "IsFinite" in compiled(fused, x)[0]
 
 
-def test_other_batches_and_cached_weights(fused_wins):
+def test_other_batches(fused_wins):
     layer = Layer()
     signature = [tf.TensorSpec((None, WIDTH))]
-    options = {"dtype": "bfloat16", "placement": "fused", "measure_seconds": 0}
-    rewritten = tfamp.rewrite(tf.function(layer, signature), cache_weights=True, **options)
+    options = {"dtype": "bfloat16", "placement": "fused"}
+    rewritten = tfamp.rewrite(tf.function(layer, signature), **options)
     for rows in (ROWS, 2 * ROWS, 1):
         x = data(rows, WIDTH)
         assert_close(rewritten(x), layer(x), "bfloat16", depth=4)
@@ -186,10 +186,10 @@ def test_a_saved_model_is_compiled_where_it_is_frozen(tmp_path):
     rewrite = functools.partial(
         tfamp.rewrite_saved_model, tmp_path / "from", tmp_path / "to", dtype="bfloat16"
     )
-    with pytest.raises(ValueError, match="give freeze=True too, or placement='measured'"):
-        rewrite(placement="fused", measure_seconds=0)
+    with pytest.raises(ValueError, match="give freeze=True too, or placement='min_cut'"):
+        rewrite(placement="fused")
     assert not (tmp_path / "to").exists()
-    rewrite(placement="fused", measure_seconds=0, freeze=True)
+    rewrite(placement="fused", freeze=True)
     run = tf.saved_model.load(str(tmp_path / "to")).signatures["serving_default"]
     assert any(op.type == "PartitionedCall" for op in run.graph.get_operations())
     (found,) = run(x).values()

@@ -451,20 +451,6 @@ def test_a_call_runs_what_was_traced_also_where_a_tape_is_around_it(layer, x, ti
     assert tape.gradient(y, variable) is not None
 
 
-def test_rewrite_takes_the_fastest(layer, x, timed):
-    best = tfamp.rewrite(layer, dtype="bfloat16", placement="tune", example_args=(x,))
-    assert best.settings.placement == "min_cut"
-    timed["float32"] = 0.1
-    decorate = tfamp.rewrite(dtype="bfloat16", placement="tune", example_args=(x,))
-    slow = decorate(layer)
-    assert slow.dtype is None
-    assert_computes_in("float32", slow.concrete(x))
-    with pytest.raises(tfamp.RewriteError, match="runs in float32"):
-        slow.plan(x)
-    with pytest.raises(ValueError, match=r"placement=\"tune\" .*example_args=\(x, y\)"):
-        tfamp.rewrite(layer, placement="tune")
-
-
 def test_wrong_arguments_say_what_is_expected(layer, x):
     with pytest.raises(ValueError, match="candidates must be one of float32, .*; got 'fast'"):
         tfamp.tune(layer, x, candidates=["fast"])

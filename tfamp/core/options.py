@@ -12,9 +12,7 @@ from typing import Any
 from tfamp.core.dtypes import float_format
 
 # What may decide which nodes of a graph are converted, of those that are safe.
-PLACEMENTS = ("min_cut", "measured", "lists", "fused")
-# Those that go by times measured on this machine.
-MEASURED = ("measured", "fused")
+PLACEMENTS = ("min_cut", "lists", "fused")
 
 
 def checked_number(name: str, value: Any, *, low: float, high: float, bounds: str = "[]") -> float:

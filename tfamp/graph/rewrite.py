@@ -6,16 +6,15 @@ import contextlib
 import dataclasses
 import gc
 import importlib.metadata
-import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
-from tfamp.core.options import MEASURED, PLACEMENTS
+from tfamp.core.options import PLACEMENTS
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.apply import apply_plan, control_inputs, verify_rewrite
 from tfamp.graph.functions import bodies, copied, has_frames, inline_calls
@@ -23,7 +22,6 @@ from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.graph.op_signatures import SUCCESSORS
 from tfamp.graph.transforms import (
-    Sums,
     as_batches,
     as_sums,
     as_zeros,
@@ -40,10 +38,7 @@ from tfamp.planning.choices import NodeChoices, check_choice
 from tfamp.planning.coloring import Updates
 from tfamp.planning.decision import Decision, Request, decide
 from tfamp.planning.ranges import RULE as CALIBRATION
-from tfamp.planning.structures import FLOAT32, LOOPS, GraphIndex, RewritePlan, RewriteResult
-
-if TYPE_CHECKING:
-    from tfamp.planning.measured_costs import MeasuredTimes
+from tfamp.planning.structures import FLOAT32, LOOPS, RewritePlan, RewriteResult
 
 
 def rewrite_graph_def(
@@ -58,7 +53,6 @@ def rewrite_graph_def(
     placement: str = "min_cut",
     device: str = "auto",
     profile: MachineProfile | None = None,
-    measure_seconds: float = 10.0,
 ) -> RewriteResult:
     """Returns a graph that computes in low precision where that is safe and worth it.
 
@@ -75,17 +69,15 @@ def rewrite_graph_def(
         placement: "min_cut": the lists decide what may be low, a minimum cut what is worth it, by
             the times that `profile` gives for the shapes in the graph. They are there in
             `graph.as_graph_def(add_shapes=True)`. Without them, and where the cut gains next to
-            nothing, the lists decide, as with "lists". "measured": the same by the times of the
-            graph's own ops and Casts, measured on this machine, of which the plan tells. "fused":
-            as "measured", and XLA compiles the arithmetic between products and convolutions; the
-            plan tells of the nodes as they were before.
+            nothing, the lists decide, as with "lists". "fused": as "min_cut", and XLA compiles the
+            arithmetic between products and convolutions; the plan tells of the nodes as they were
+            before.
         device: Kind of device of the nodes that are pinned to none: "cpu", "gpu", "tpu", or "auto"
             for this machine's. A node without a kernel there stays float32. "gpu" needs a
             TensorFlow that has kernels for GPUs, not a GPU.
         profile: How fast the machine is in each dtype; None for built-in figures, which depend on
             the kind of device and on what it multiplies natively. No profile is measured or read
             here, whatever TFAMP_PROFILE says: `tfamp.rewrite` does that.
-        measure_seconds: With "measured", about how long to measure at most: see `tfamp.rewrite`.
 
     Returns:
         The new graph, with functions rewritten under their names, and the plan.
@@ -111,7 +103,7 @@ def rewrite_graph_def(
             "That of a concrete function is `function.graph.as_graph_def()`."
         )
     choices = NodeChoices(fetches, feeds, keep_float32, force_low)
-    request = make_request(choices, dtype, op_lists, placement, device, profile, measure_seconds)
+    request = make_request(choices, dtype, op_lists, placement, device, profile)
     owned = inline_calls(copied(graph_def), request.choices.used_names)
     return RewriteResult(owned, convert(owned, request).plan)
 
@@ -123,7 +115,6 @@ def make_request(
     placement: str = "min_cut",
     device: str = "auto",
     profile: MachineProfile | None = None,
-    measure_seconds: float = 10.0,
 ) -> Request:
     """Checks arguments of `rewrite_graph_def` and fills in what they leave to this machine."""
     check_lists(op_lists)
@@ -136,8 +127,7 @@ def make_request(
     check_choice("device", device, DEVICES)
     kind = profile_choice.device_kind(device)
     _check_kernels(kind)
-    check_seconds(measure_seconds)
-    _check_measurable(placement, kind)
+    _check_xla(placement)
     lists = op_lists or OpLists.default(dtype, kind)
     return Request(
         dtype=dtype,
@@ -147,7 +137,6 @@ def make_request(
         device=kind,
         placement=placement,
         profile=profile or profile_choice.profile_of(kind),
-        measure_seconds=measure_seconds,
         exact_statistics=lists.exact_statistics,
     )
 
@@ -163,27 +152,12 @@ def _check_kernels(device: str) -> None:
         )
 
 
-def check_seconds(seconds: Any) -> None:
-    """Raises a TypeError or ValueError unless it is a number of seconds to measure for."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        raise TypeError(f"measure_seconds must be a number; got {seconds!r}.")
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"measure_seconds must be finite and not negative; got {seconds!r}.")
-
-
-def _check_measurable(placement: str, device: str) -> None:
-    """Raises a ValueError unless this machine has the kind of device that is to be measured."""
-    here = ("cpu", tf_private.default_device_kind())
-    if placement in MEASURED and device not in here:
-        raise ValueError(
-            f"placement={placement!r} times the ops of the graph on this machine, which has no "
-            f"{device}. Give placement='min_cut', which estimates times, or rewrite on a machine "
-            "that has one."
-        )
+def _check_xla(placement: str) -> None:
+    """Raises a ValueError where XLA is to compile and does not work."""
     if placement == "fused" and not tf_private.xla_works(""):
         raise ValueError(
             "placement='fused' has XLA compile arithmetic, and XLA does not work here. Give "
-            "placement='measured', which is the same without it."
+            "placement='min_cut', which is the same without it."
         )
 
 
@@ -222,7 +196,7 @@ def convert(graph_def: Any, request: Request) -> Decision:
     weights = read_before_loops(graph_def, request.choices.used_names)
     if weights:
         indexes = build_indexes(graph_def, dtype=request.dtype, device=request.device)
-    decision = decide(indexes, weights, request, _measured(graph_def, indexes, request, sums))
+    decision = decide(indexes, weights, request)
     before = control_inputs(graph_def)
     apply_plan(graph_def, decision.plan)
     if request.updates != "low":
@@ -258,16 +232,6 @@ def gradients_by_filters(graph_def: Any, request: Request) -> None:
 
         peaks = request.profile.peaks["matmul"]
         by_faster_ops(graph_def, request.device, peaks[request.dtype] > peaks[FLOAT32])
-
-
-def _measured(
-    graph_def: Any, indexes: Sequence[GraphIndex], request: Request, sums: Sums
-) -> MeasuredTimes | None:
-    if request.placement not in MEASURED:
-        return None
-    from tfamp.graph.op_works import measured_times
-
-    return measured_times(graph_def, indexes, request, sums)
 
 
 def check_lists(op_lists: Any) -> None:

@@ -161,21 +161,9 @@ def function_signature(function: Any) -> inspect.Signature:
 class SaveableFunction(private("eager.polymorphic_function.polymorphic_function:Function")):  # type: ignore[misc]
     """A `tf.function` with a class of its own, which TensorFlow tracks and saves like any other.
 
-    Symbols: `tensorflow.python.eager.polymorphic_function.polymorphic_function.Function`, and of it
-    `_list_all_concrete_functions` and `_list_all_concrete_functions_for_serialization`. What saves
+    Symbol: `tensorflow.python.eager.polymorphic_function.polymorphic_function.Function`. What saves
     a model asks of each attribute and signature whether it is one; no public base class will do.
     """
-
-    def stand_ins(self) -> Iterable[Any]:
-        """Returns the `tf.function`s that some calls run instead: saved is this one."""
-        return ()
-
-    def _list_all_concrete_functions(self) -> Any:
-        for function in self.stand_ins():
-            for trace in function._list_all_concrete_functions_for_serialization():
-                args, kwargs = trace.structured_input_signature
-                self.get_concrete_function(*args, **kwargs)
-        return super()._list_all_concrete_functions()
 
 
 # ---- For diagnostics -----------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 import importlib
 import json
-import math
 import numbers
 import os
 import re
@@ -32,7 +31,6 @@ from tfamp.core.options import (
     GradClip,
     LossScale,
     checked_growth_factor,
-    checked_number,
     resolve_grad_clip,
     resolve_weight_rounding,
 )
@@ -61,7 +59,6 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "keep_float32": lambda text: [part.strip() for part in text.split(",") if part.strip()],
     "master_weights": lambda text: _FLAGS.get(text.lower(), text),
     "grad_clip": float,
-    "measure_seconds": float,
 }
 
 PREFIX = "TFAMP_"
@@ -105,9 +102,8 @@ class PrecisionConfig:
         keep_float32: What stays float32: names of layers, regular expressions, layer classes or
             layers.
         master_weights: True to store weights in the low dtype with float32 copies in the optimizer.
-        placement: "lists", "min_cut", "measured" or "fused": at level O1 what decides which ops are
+        placement: "lists", "min_cut" or "fused": at level O1 what decides which ops are
             converted. None is "lists", and with level "auto" "min_cut".
-        measure_seconds: With "measured", about how long to measure at most; None is 10.
         weight_rounding: "stochastic", "split" or "kahan" to store weights in the low dtype without
             copies, as `LossScaleOptimizer` does.
         slots: With it, the dtype of what the optimizer keeps: "bfloat16", "float16" or "float32".
@@ -128,7 +124,6 @@ class PrecisionConfig:
     keep_float32: tuple[Any, ...] = ()
     master_weights: bool | None = None
     placement: str | None = None
-    measure_seconds: float | None = None
     weight_rounding: str | None = None
     slots: str | None = None
 
@@ -265,8 +260,7 @@ class PrecisionConfig:
     def placement_options(self) -> dict[str, Any]:
         """Returns what a rewrite is told about the placement, by the names of its arguments."""
         placement = self.placement or ("min_cut" if self.level == "auto" else "lists")
-        seconds = self.measure_seconds
-        return {"placement": placement} | ({} if seconds is None else {"measure_seconds": seconds})
+        return {"placement": placement}
 
 
 def _check_together(config: PrecisionConfig) -> None:
@@ -514,12 +508,6 @@ def _read_placement(value: Any) -> str | None:
     return None if value is None else _read_word("placement", value, expected, known)
 
 
-def _read_seconds(value: Any) -> float | None:
-    if value is None:
-        return None
-    return checked_number("measure_seconds", value, low=0.0, high=math.inf, bounds="[)")
-
-
 _READERS = {
     "level": _read_level,
     "dtype": read_dtype,
@@ -528,7 +516,6 @@ _READERS = {
     "keep_float32": _read_keep_float32,
     "master_weights": _read_master_weights,
     "placement": _read_placement,
-    "measure_seconds": _read_seconds,
     "weight_rounding": _read_weight_rounding,
     "slots": _read_slots,
 }

@@ -125,7 +125,6 @@ def prepare(
     keep_float32: Any = (),
     master_weights: bool | None = None,
     placement: str | None = None,
-    measure_seconds: float | None = None,
     weight_rounding: str | None = None,
     slots: str | None = None,
     config: PrecisionConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
@@ -168,9 +167,8 @@ def prepare(
             copies in the optimizer. None is False, but at O3 True for optimizers that keep averages
             of squared gradients, Adam for one: they learn nothing from low variables alone.
         placement: At level O1 what decides which ops are converted, as for `tfamp.rewrite`:
-            "lists", "min_cut", "measured" or "fused". None is "lists", and with level "auto"
+            "lists", "min_cut" or "fused". None is "lists", and with level "auto"
             "min_cut".
-        measure_seconds: With "measured", about how long to measure at most; None is 10.
         weight_rounding: "stochastic", "split" or "kahan" stores the weights in the low dtype at
             level O2 or O3 without float32 copies, and rounds their updates so that none is lost;
             see `LossScaleOptimizer`.
@@ -216,7 +214,6 @@ def prepare(
         keep_float32=None if isinstance(keep_float32, tuple) and not keep_float32 else keep_float32,
         master_weights=master_weights,
         placement=placement,
-        measure_seconds=measure_seconds,
         weight_rounding=weight_rounding,
         slots=slots,
     )

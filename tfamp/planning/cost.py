@@ -16,7 +16,6 @@ from tfamp.core.profile import STRIDED, WIDE, MachineProfile
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,
-    MAIN_GRAPH,
     RESULT,
     Edge,
     GraphIndex,
@@ -45,14 +44,12 @@ class ScopeCosts:
         casts: For each float32 tensor the time of a Cast.
         overheads: What each node takes beside.
         unshaped: Slots with a tensor of which the graph does not tell the rank.
-        measured: The nodes whose times were measured; those of others are estimates.
     """
 
     slots: Sequence[tuple[float, float]]
     casts: Mapping[Tensor, float]
     overheads: Sequence[float]
     unshaped: Set[int] = frozenset()
-    measured: Set[int] = frozenset()
 
     def node(self, index: GraphIndex, position: int, low: Collection[int]) -> float:
         """Returns the seconds a node takes if the slots in `low` are converted."""
@@ -80,15 +77,9 @@ def scope_seconds(index: GraphIndex, costs: ScopeCosts, low: Collection[int]) ->
     return sum(costs.overheads) + slots + casts
 
 
-def estimate(
-    index: GraphIndex, profile: MachineProfile, dtype: str, cached: Collection[str] = ()
-) -> ScopeCosts:
-    """Estimates what everything in a scope takes on a machine.
-
-    Casts of what the graph itself reads from variables take no time if the names of their handles
-    are among `cached`.
-    """
-    return _Estimate(index, profile, dtype).costs(cached if index.scope == MAIN_GRAPH else ())
+def estimate(index: GraphIndex, profile: MachineProfile, dtype: str) -> ScopeCosts:
+    """Estimates what everything in a scope takes on a machine."""
+    return _Estimate(index, profile, dtype).costs()
 
 
 def bytes_of(dtype: str) -> int:
@@ -128,21 +119,15 @@ class _Estimate:
             open_one = max(1, math.prod(self._shapes[given]) // max(1, known))
             self._shapes[position, 0] = tuple(open_one if d is None else d for d in shape)
 
-    def costs(self, cached: Collection[str]) -> ScopeCosts:
+    def costs(self) -> ScopeCosts:
         index = self._index
         times: list[tuple[float, float]] = [(0.0, 0.0)] * len(index.slots)
         for position, node in enumerate(index.nodes):
             of_node = self._cast_times if node.op == "Cast" else self._op_times
             for slot, seconds in zip(node.slots, of_node(position), strict=True):
                 times[slot] = seconds
-        free = {
-            index.slots[edge.target].node
-            for edge in index.edges
-            if index.node_of(edge.source).name in cached
-            and index.node_of(edge.target).op == "ReadVariableOp"
-        }
         casts = {
-            tensor: 0.0 if tensor[0] in free else self._cast_seconds(tensor, FLOAT32, self._dtype)
+            tensor: self._cast_seconds(tensor, FLOAT32, self._dtype)
             for slot, tensors in enumerate(self._written)
             if index.slots[slot].dtype == FLOAT32
             for tensor in tensors

@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tfamp.core.profile import MachineProfile
 from tfamp.planning.choices import ChosenNodes, NodeChoices, Place, nearest_names
@@ -46,9 +46,6 @@ from tfamp.planning.structures import (
     reach,
 )
 
-if TYPE_CHECKING:  # Loaded where something was measured.
-    from tfamp.planning.measured_costs import MeasuredTimes
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -60,12 +57,10 @@ class Request:
         colors: Colour of every op type that is on a list.
         updates: How far arithmetic on gradients, on its way to variables, may be low.
         device: Kind of device of nodes that are pinned to none.
-        placement: "min_cut", "measured", "lists" or "fused".
+        placement: "min_cut", "lists" or "fused".
         profile: How fast the machine is.
         ranges: What was measured, if anything was.
         limits: From where on measured values need float32, unless the caller forces them low.
-        cached: Names of handles of variables whose Casts take no time.
-        measure_seconds: With "measured" and "fused", about how long to measure.
         exact_statistics: Whether normalizations stay float32, unless the caller forces them low.
     """
 
@@ -78,8 +73,6 @@ class Request:
     profile: MachineProfile
     ranges: Ranges | None = None
     limits: Limits | None = None
-    cached: frozenset[str] = frozenset()
-    measure_seconds: float = 0.0
     exact_statistics: bool = False
 
 
@@ -121,7 +114,6 @@ def decide(
     indexes: Sequence[GraphIndex],
     weights: Collection[tuple[str, str]],
     request: Request,
-    times: MeasuredTimes | None = None,
 ) -> Decision:
     """Decides about a graph and its functions.
 
@@ -129,7 +121,6 @@ def decide(
         indexes: The graph, then its functions.
         weights: Arguments of loops' functions that hold weights: see `join`.
         request: What is asked.
-        times: What was measured of them; None where all times are estimates.
 
     Raises:
         ValueError: The graph has no node of a name, or that matches a pattern, of the request's.
@@ -144,17 +135,12 @@ def decide(
         if (number, position) not in chosen.forced
     }
     regions, painting = rules.paint({**found, **chosen.kept})
-    estimates = [estimate(i, request.profile, request.dtype, request.cached) for i in indexes]
-    costs = estimates if times is None else times.costs(indexes, estimates)
+    costs = [estimate(i, request.profile, request.dtype) for i in indexes]
     if request.placement != "lists":
         safe = rules.safe(regions, painting)
-        estimated = joined.join_costs(estimates, safe)
-        if times is None:
-            least_gain = request.profile.least_gain
-            painting = place(joined.index, regions, painting, safe, estimated, least_gain)
-        else:
-            measured = joined.join_costs(costs, safe)
-            painting = times.place(joined.index, regions, painting, safe, estimated, measured)
+        least_gain = request.profile.least_gain
+        joined_costs = joined.join_costs(costs, safe)
+        painting = place(joined.index, regions, painting, safe, joined_costs, least_gain)
     why_float32 = {**painting.left, **painting.denied, **regions.fixed}
     scopes = tuple(
         PaintedScope(
@@ -336,7 +322,6 @@ def _node_plans(scope: PaintedScope, request: Request) -> Iterator[NodePlan]:
             reason=why_low[0] if why_low else _why_float32(scope, slots[0], request.colors),
             cost=seconds if scope.costs.is_known(node) else None,
             inputs=tuple(inputs.get(position, ())),
-            measured=position in scope.costs.measured,
         )
 
 

@@ -192,7 +192,7 @@ def _cast_json(cast: CastSite) -> dict[str, Any]:
 def _cost(node: NodePlan) -> str:
     if node.cost is None:
         return "unknown"
-    return f"{1e6 * node.cost:.3g} us, {'measured' if node.measured else 'estimated'}"
+    return f"{1e6 * node.cost:.3g} us, estimated"
 
 
 def _known(count: int | None) -> str:

@@ -301,7 +301,6 @@ class NodePlan:
         cost: Its time in seconds; None where the graph does not tell the shapes.
         inputs: Names of the nodes and arguments of the scope it takes tensors from, each once, in
             the order of its inputs; also those that do not compute with floats.
-        measured: Whether the cost was measured on this machine; else it is an estimate.
     """
 
     scope: str
@@ -311,7 +310,6 @@ class NodePlan:
     reason: Reason
     cost: float | None = None
     inputs: tuple[str, ...] = ()
-    measured: bool = False
 
 
 @dataclass(frozen=True, slots=True)

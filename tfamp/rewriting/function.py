@@ -14,20 +14,17 @@ import tensorflow as tf
 
 from tfamp.autocasting.state import current_modes
 from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarning
-from tfamp.core.options import PLACEMENTS
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration, measure
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop.keras_hooks import require_tensorflow
 from tfamp.interop.patching import level_of_user
 from tfamp.interop.tf_functions import SaveableFunction
-from tfamp.planning.choices import check_choice
 from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import RewritePlan
 from tfamp.policy import low_dtype
 from tfamp.rewriting.pipeline import FlatGraph, RewriteSettings, into_current_graph
 from tfamp.rewriting.traced_function import FlatCall, TracedFunction, fused_batch_normalization
-from tfamp.rewriting.weight_cache import WeightCache
 
 _EAGER = (
     "{} runs as written, in float32: after tf.config.run_functions_eagerly(True) no function is "
@@ -35,7 +32,6 @@ _EAGER = (
 )
 
 # A placement that is none: the best of all of them.
-_TUNE = "tune"
 _NO_RESULT = {
     "an async generator": inspect.isasyncgenfunction,
     "a coroutine function (async def)": inspect.iscoroutinefunction,
@@ -54,9 +50,7 @@ def rewrite(
     placement: str = "min_cut",
     profile: MachineProfile | str | None = None,
     on_error: str = "raise",
-    cache_weights: bool = False,
     example_args: Sequence[Any] | None = None,
-    measure_seconds: float = 10.0,
 ) -> Any:
     """Returns a function that computes the same in low precision, where that is safe.
 
@@ -81,23 +75,14 @@ def rewrite(
             `tfamp.graph.Calibration`. Nodes with values too large for the dtype stay float32.
             Variables are as before afterwards.
         placement: "min_cut": the lists decide what may be low, a minimum cut what is worth it on
-            this machine, by estimated times. "measured": the same, by the times of the graph's own
-            ops and Casts, measured on this machine. "fused": as "measured", and XLA compiles the
+            this machine, by estimated times. "fused": as "min_cut", and XLA compiles the
             elementwise arithmetic between products and convolutions. "lists": the lists decide
-            alone. "tune": what is the fastest of these and float32 on `example_args`, which are run
-            some dozen times; see `tfamp.tune`.
+            alone. Which is the fastest, `tfamp.tune` measures.
         profile: What min_cut goes by: a `tfamp.graph.MachineProfile`, "builtin" for fixed figures,
             or None for this machine's, measured in 3 s once and cached; see `TFAMP_PROFILE`.
         on_error: "raise", or "keep": warn and run the float32 function where a graph cannot be
             rewritten.
-        cache_weights: Keeps low-precision copies of the weights that the function only reads from
-            call to call, for calls from Python outside tapes: inference, and frozen layers of a
-            train step. They are made again when a weight has changed. Takes two bytes for each
-            weight, and about 10 us a weight and call to look.
         example_args: Arguments of a call, to rewrite at once instead of at the first call.
-        measure_seconds: With "measured", about how long to measure at most, each time the function
-            is traced: the largest ops first, others keep an estimate. What is measured is kept
-            in the user's cache folder, so that it is measured once; 0 measures nothing new.
 
     Returns:
         A `RewrittenFunction`.
@@ -119,24 +104,18 @@ def rewrite(
         [('MatMul', 'bfloat16'), ('Relu', 'float32'), ('Identity', 'float32')]
     """
     require_tensorflow("tfamp.rewrite")
-    tuned = placement == _TUNE
-    check_choice("placement", placement, (*PLACEMENTS, _TUNE))
     settings = RewriteSettings(
-        dtype=(low_dtype(dtype) or "bfloat16") if tuned else _low_dtype(dtype),
+        dtype=_low_dtype(dtype),
         op_lists=op_lists,
         keep_float32=keep_float32,
         force_low=force_low,
         calibration=None if calibration is None else Calibration.of(calibration),
-        placement=PLACEMENTS[0] if tuned else placement,
+        placement=placement,
         profile=profile,
         on_error=on_error,
-        cache_weights=cache_weights,
-        measure_seconds=measure_seconds,
     )
-    _check_example_args(example_args, tuned)
-    make = functools.partial(
-        _tuned if tuned else _make, settings=settings, example_args=example_args
-    )
+    _check_example_args(example_args)
+    make = functools.partial(_make, settings=settings, example_args=example_args)
     return make if fn is None else make(fn)
 
 
@@ -153,32 +132,12 @@ def _low_dtype(dtype: str | None) -> str | None:
     return name
 
 
-def _check_example_args(example_args: Any, needed: bool) -> None:
-    if needed and example_args is None:
-        raise ValueError(
-            'placement="tune" runs the function to find the fastest way: give the arguments of a '
-            "call as example_args, e.g. example_args=(x, y), or use tfamp.tune(fn, x, y)."
-        )
+def _check_example_args(example_args: Any) -> None:
     if example_args is not None and not isinstance(example_args, list | tuple):
         raise TypeError(
             "example_args must be a list or tuple of the arguments of a call, e.g. (x,); got "
             f"{type(example_args).__name__}."
         )
-
-
-def _tuned(
-    fn: Any, settings: RewriteSettings, example_args: Sequence[Any] | None
-) -> RewrittenFunction:
-    """The fastest rewritten function; one that runs in float32 where that is the fastest."""
-    from tfamp.rewriting import tuning  # Nothing else needs it.
-
-    check_function(fn)
-    ways = tuning.candidates_of(fn, settings, RewrittenFunction, tuning.CANDIDATES)
-    name, args = TracedFunction.of(fn).name, tuple(example_args or ())
-    best = tuning.compare_candidates(ways, args, name=name, dtype=str(settings.dtype)).best
-    if isinstance(best, RewrittenFunction):
-        return best
-    return RewrittenFunction(fn, dataclasses.replace(settings, dtype=None))
 
 
 def _make(
@@ -211,24 +170,12 @@ class RewrittenFunction(SaveableFunction):
         self._instance: Any = None
         self._traced = TracedFunction.of(fn) if traced is None else traced
         self._plans: weakref.WeakKeyDictionary[Any, RewritePlan] = weakref.WeakKeyDictionary()
-        super().__init__(**self._traced.wrapper(functools.partial(self._trace, None)))
-        self._cache = WeightCache() if settings.cache_weights and settings.dtype else None
-        self._cached_function: Any = None
-        if self._cache is not None:
-            body = functools.partial(self._trace, self._cache)
-            self._cached_function = SaveableFunction(**self._traced.wrapper(body))
+        super().__init__(**self._traced.wrapper(self._trace))
         self._bound: weakref.WeakKeyDictionary[Any, RewrittenFunction] = weakref.WeakKeyDictionary()
         self._handles: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         functools.update_wrapper(self, self._traced.python_function, updated=())
         # Without it, `inspect` takes an object with `__get__` for a builtin of unknown arguments.
         self.__signature__ = self._traced.signature
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function; the first call with arguments of a kind traces and rewrites it."""
-        if self._cache is None or not self._cache.can_be_used():
-            return super().__call__(*args, **kwargs)
-        self._cache.refresh()
-        return self._cached_function(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> RewrittenFunction:
         """A method: the function of each object is traced for itself."""
@@ -245,10 +192,6 @@ class RewrittenFunction(SaveableFunction):
             handle._instance = instance  # As a method does, keep it: what is cached does not.
             self._handles[instance] = weakref.ref(handle)
         return handle
-
-    def stand_ins(self) -> tuple[Any, ...]:
-        """Returns what runs where low-precision weights are kept: it is not what is saved."""
-        return () if self._cached_function is None else (self._cached_function,)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles as what it was made from: graphs belong to a process."""
@@ -277,8 +220,7 @@ class RewrittenFunction(SaveableFunction):
             RewriteError: There is none, as the function runs in float32: it could not be rewritten
                 and `on_error` is "keep", or this machine has no faster dtype.
         """
-        function = self._cached_function or self
-        plan = self._plans.get(function.get_concrete_function(*args, **kwargs).graph)
+        plan = self._plans.get(self.get_concrete_function(*args, **kwargs).graph)
         if plan is None:
             raise RewriteError(f"{self._traced.name} was not rewritten: it runs in float32.")
         return plan
@@ -327,7 +269,7 @@ class RewrittenFunction(SaveableFunction):
         settings.convert(graph.graph_def, graph.outputs, graph.inputs, self._ranges(graph))
         return graph
 
-    def _trace(self, cache: WeightCache | None, *args: Any, **kwargs: Any) -> Any:
+    def _trace(self, *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
             warnings.warn(
                 _EAGER.format(self._traced.name), TfampWarning, stacklevel=level_of_user()
@@ -339,7 +281,7 @@ class RewrittenFunction(SaveableFunction):
         try:
             graph = FlatGraph.of(traced)
             ranges = self._ranges(graph)
-            tensors, plan = into_current_graph(graph, values, self._settings, ranges, cache)
+            tensors, plan = into_current_graph(graph, values, self._settings, ranges)
         except RewriteError as error:
             if self._settings.on_error == "raise":
                 raise

@@ -44,7 +44,7 @@ from tfamp.graph.functions import (
     unshare_branches,
 )
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.rewrite import check_lists, check_seconds, convert, make_request
+from tfamp.graph.rewrite import check_lists, convert, make_request
 from tfamp.interop import tf_functions
 from tfamp.interop.tf_functions import as_written
 from tfamp.machine.profile_choice import check_profile, resolve_profile
@@ -52,7 +52,6 @@ from tfamp.planning.choices import NodeChoices, check_choice, patterns, tensor_n
 from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import LOOPS, RewritePlan, node_name, producers_first
 from tfamp.rewriting.traced_function import FlatCall, TracedFunction
-from tfamp.rewriting.weight_cache import WeightCache, cacheable_variables, cached_casts
 
 _ON_ERROR = ("raise", "keep")
 _NUMBERS = itertools.count(1)
@@ -107,16 +106,13 @@ class RewriteSettings:
     device: str = "auto"
     profile: MachineProfile | str | None = None
     on_error: str = "raise"
-    cache_weights: bool = False
     may_miss: tuple[str, ...] = ()
-    measure_seconds: float = 10.0
 
     def __post_init__(self) -> None:
         check_choice("on_error", self.on_error, _ON_ERROR)
         check_choice("placement", self.placement, PLACEMENTS)
         check_lists(self.op_lists)
         check_profile(self.profile)
-        check_seconds(self.measure_seconds)
         for name in ("keep_float32", "force_low"):
             # The dataclass is frozen for its users; this is where its values are made.
             object.__setattr__(self, name, tensor_names(name, getattr(self, name)))
@@ -140,12 +136,10 @@ class RewriteSettings:
         fetches: Iterable[str],
         feeds: Iterable[str],
         ranges: Ranges | None = None,
-        cached: Iterable[str] = (),
     ) -> Any:
         """Converts a graph in place; returns the `Decision`, None without a dtype.
 
-        With what was measured on the calibration data, and the names of handles of variables of
-        which low-precision copies are kept.
+        With what was measured on the calibration data.
         """
         if self.dtype is None:
             return None
@@ -158,11 +152,9 @@ class RewriteSettings:
             self.placement,
             self.device,
             profile,
-            self.measure_seconds,
         )
-        data, cached = self.calibration, frozenset(cached)
-        limits = None if data is None else data.limits(self.dtype)
-        request = dataclasses.replace(request, ranges=ranges, limits=limits, cached=cached)
+        limits = None if self.calibration is None else self.calibration.limits(self.dtype)
+        request = dataclasses.replace(request, ranges=ranges, limits=limits)
         return convert(graph_def, request)
 
 
@@ -174,22 +166,16 @@ def into_current_graph(
     values: Sequence[Any],
     settings: RewriteSettings = AS_IT_IS,
     ranges: Ranges | None = None,
-    cache: WeightCache | None = None,
 ) -> tuple[list[Any], RewritePlan | None]:
     """Converts a graph and adds it to the function that is being traced.
 
     The graph is changed. There is a tensor for each of its inputs, of the dtype it has there; the
-    ranges are those on the calibration data, and the cache holds low-precision copies of weights to
-    take instead of casting them. Returns the tensors that stand for the outputs, and the plan.
+    ranges are those on the calibration data. Returns what stands for the outputs, and the plan.
     """
     for node in _custom_nodes(graph.graph_def):
         node.attr[_DTYPES].CopyFrom(node.attr["T"])
-    variables = {} if cache is None else cacheable_variables(graph.traced, graph.graph_def)
-    converted = settings.convert(graph.graph_def, graph.outputs, graph.inputs, ranges, variables)
+    converted = settings.convert(graph.graph_def, graph.outputs, graph.inputs, ranges)
     plan = None if converted is None else converted.plan
-    low: Mapping[str, Any] = {}
-    if cache is not None and plan is not None:
-        low = cached_casts(graph.graph_def, variables, cache, plan.dtype)
     graph_def = rename_functions(graph.graph_def, new_suffix())
     captured = [tf_functions.capture_into_graph(value) for value in values]
     inputs = dict(zip(graph.inputs, captured, strict=True))
@@ -197,7 +183,7 @@ def into_current_graph(
     scope = _free_scope(graph_def, current, graph.inputs)
     host = _Host(current, scope, inputs, graph.traced.graph, settings.for_gradients())
     _adopt_gradients(graph_def, host)
-    results = _import_graph_def(graph_def, {**inputs, **low}, graph.outputs, scope)
+    results = _import_graph_def(graph_def, inputs, graph.outputs, scope)
     tf_functions.note_variables(graph.traced.graph.variables)
     return results, plan
 

@@ -35,7 +35,6 @@ def rewrite_saved_model(
     placement: str = "lists",
     device: str = "auto",
     overwrite: bool = False,
-    measure_seconds: float = 10.0,
 ) -> RewritePlan:
     """Writes a SavedModel that computes in low precision where the lists say so.
 
@@ -64,13 +63,11 @@ def rewrite_saved_model(
         force_low: The same: these compute in low precision wherever the op has a kernel for it.
         placement: "lists": the lists decide alone, as the model may run on another machine than
             this. "min_cut": they decide what may be low, a minimum cut what is worth it on a device
-            of this kind, by the built-in table. "measured": the same by the times of the model's
-            own ops, measured on this machine. "fused", with `freeze` only: as "measured", and XLA
+            of this kind, by the built-in table. "fused", with `freeze` only: as "min_cut", and XLA
             compiles the arithmetic between products where the model runs.
         device: Kind of device the model will run on: "cpu", "gpu", "tpu", or "auto" for this
             machine's. A node without a kernel there stays float32.
         overwrite: Whether a SavedModel in `dst` is replaced.
-        measure_seconds: With "measured", about how long to measure at most: see `tfamp.rewrite`.
 
     Returns:
         The plan, with the reason for every node. A `NothingConvertedWarning` says that no node
@@ -96,7 +93,7 @@ def rewrite_saved_model(
     if not source.exists():
         saved_files.read_saved_model(source)  # It says what is missing.
     final = saved_files.check_target(source, target, overwrite)
-    others = (op_lists, keep_float32, force_low, placement, device, measure_seconds)
+    others = (op_lists, keep_float32, force_low, placement, device)
     settings = _settings(freeze, dtype, calibration, *others)
     model, plan = _rewritten(source, settings, freeze)
     leave_out = {saved_files.GRAPH_FILE, saved_files.FINGERPRINT_FILE}
@@ -122,7 +119,6 @@ def inspect_saved_model(
     force_low: Iterable[str] = (),
     placement: str = "lists",
     device: str = "auto",
-    measure_seconds: float = 10.0,
 ) -> RewritePlan:
     """Tells what `rewrite_saved_model` would do, and writes nothing.
 
@@ -136,7 +132,6 @@ def inspect_saved_model(
         force_low: As there.
         placement: As there.
         device: As there.
-        measure_seconds: As there.
 
     Returns:
         The plan.
@@ -144,14 +139,14 @@ def inspect_saved_model(
     Raises:
         TypeError, ValueError, SavedModelError, RewriteError: As `rewrite_saved_model`.
     """
-    others = (op_lists, keep_float32, force_low, placement, device, measure_seconds)
+    others = (op_lists, keep_float32, force_low, placement, device)
     settings = _settings(freeze, dtype, calibration, *others)
     return _rewritten(Path(src), settings, freeze)[1]
 
 
 def _settings(freeze: bool, dtype: Any, calibration: Any, *others: Any) -> RewriteSettings:
     """How to rewrite by the built-in table; the others are `op_lists` and so on, as they come."""
-    names = ("op_lists", "keep_float32", "force_low", "placement", "device", "measure_seconds")
+    names = ("op_lists", "keep_float32", "force_low", "placement", "device")
     settings = RewriteSettings(
         dtype=required_dtype(dtype),
         calibration=calibration_of(calibration),
@@ -162,7 +157,7 @@ def _settings(freeze: bool, dtype: Any, calibration: Any, *others: Any) -> Rewri
         raise ValueError(
             "placement='fused' compiles the arithmetic of a graph, and a SavedModel that is not "
             "frozen computes in functions, which are left alone: give freeze=True too, or "
-            "placement='measured', which is the same without compiling."
+            "placement='min_cut', which is the same without compiling."
         )
     return settings
 

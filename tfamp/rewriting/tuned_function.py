@@ -22,7 +22,6 @@ def tune(
     candidates: Sequence[str] = CANDIDATES,
     max_error: float | None = None,
     rounds: int = ROUNDS,
-    measure_seconds: float = 10.0,
 ) -> TuneReport:
     """Runs a function in float32 and in low precision by turns, and keeps what is the fastest.
 
@@ -50,7 +49,6 @@ def tune(
         max_error: Largest error of the outputs against float32's for a candidate to be chosen; see
             `TuneRow.error`. None is no bound, but results must be finite where float32's are.
         rounds: How often each candidate has its turn.
-        measure_seconds: About how long to measure ops at most, for the candidate "measured".
 
     Returns:
         The report: `report.best` is what to call from now on, `print(report.to_text())` tells why.
@@ -71,7 +69,7 @@ def tune(
         tf.float32
     """
     require_tensorflow("tfamp.tune")
-    settings = RewriteSettings(measure_seconds=measure_seconds)
+    settings = RewriteSettings()
     if isinstance(fn, RewrittenFunction):
         fn, settings = fn.written, fn.settings
         dtype = settings.dtype if dtype is None else dtype

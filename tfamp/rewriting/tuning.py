@@ -100,7 +100,7 @@ _MAKERS: Mapping[str, Callable[[Any, RewriteSettings, Maker], Candidate]] = {
     **{name: functools.partial(_placed, name) for name in PLACEMENTS},
 }
 # Those of `tune` unless others are given.
-CANDIDATES = (FLOAT32, "lists", "min_cut", "measured", FUSED)
+CANDIDATES = (FLOAT32, "lists", "min_cut", FUSED)
 
 
 def compare_candidates(
@@ -128,7 +128,7 @@ def compare_candidates(
     check_call(candidates[0].function, args, name)
     with _undisturbed(), kept_random_states() as randoms:
         traced = [(each, each.function.get_concrete_function(*args)) for each in candidates]
-        # One in which there is nothing to compile is "measured" once more.
+        # One in which there is nothing to compile is "min_cut" once more.
         traced = [pair for pair in traced if pair[0].name != FUSED or has_fused(pair[1].graph)]
         candidates, traces = zip(*traced, strict=True)
         draws_from_new = randoms.keras_has_another()
