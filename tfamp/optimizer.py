@@ -106,8 +106,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             bfloat16 variables that rounding would lose. "stochastic" rounds to one of the two
             neighbours at random, unbiased. "split", for bfloat16, keeps 16 bits beside a weight
             that make the float32 master of the two: training is that of `master_weights`, bit for
-            bit, in 4 bytes a weight instead of 6. "kahan" keeps the rounding error in one more
-            low number. float32 variables are updated as ever.
+            bit, in 4 bytes a weight instead of 6. float32 variables are updated as ever.
         slots: With `weight_rounding` the dtype of what the inner optimizer keeps of the low
             variables: "bfloat16", "float16" or "float32"; low ones are rounded stochastically.
             None is "float32" for "split", else "bfloat16".

@@ -17,7 +17,6 @@ WAYS = {
     "to nearest": {"master_weights": False},
     "stochastic": {"weight_rounding": "stochastic"},
     "split": {"weight_rounding": "split"},
-    "kahan": {"weight_rounding": "kahan"},
 }
 
 

@@ -179,9 +179,9 @@ def test_masters_learn_what_pure_float16_loses(run):
     "ways",
     [
         # Split is bit for bit what float32 masters are: tests/updates.
-        pytest.param(["to nearest", "stochastic", "kahan"], marks=pytest.mark.slow, id="some"),
+        pytest.param(["to nearest", "stochastic"], marks=pytest.mark.slow, id="some"),
         pytest.param(
-            ["to nearest", "stochastic", "split", "split, low slots", "kahan"],
+            ["to nearest", "stochastic", "split", "split, low slots"],
             marks=pytest.mark.nightly,
             id="all",
         ),
@@ -199,7 +199,7 @@ def test_pure_bfloat16_learns_with_every_rounding_but_to_nearest(run, ways):
     wide, nearest = bits.pop("float32"), bits.pop("to nearest")
     assert nearest > 1.2 * wide
     assert max(bits.values()) < 1.05 * wide
-    assert sizes["stochastic"] < 6.3 < sizes["kahan"] < 8.3 < sizes["float32"]
+    assert sizes["stochastic"] < 6.3 < sizes["float32"]
 
 
 @pytest.mark.slow

@@ -200,7 +200,7 @@ class LowWeights:
     """The low-precision variables of an optimizer, as float32 variables that it updates.
 
     Args:
-        how: What is done about the rounding of weights: "stochastic", "split" or "kahan".
+        how: What is done about the rounding of weights: "stochastic" or "split".
         slots: The dtype of the optimizer's slots.
         seed: A scalar integer variable with the seed of all random rounding.
     """
@@ -227,7 +227,8 @@ class LowWeights:
                 raise ValueError(
                     f"weight_rounding='split' keeps the lower half of a float32 number beside a "
                     f"bfloat16 weight, which is its upper half; {variable_name(variable)} is "
-                    f"{dtype_name(variable)}. Give weight_rounding='kahan', or bfloat16 weights."
+                    f"{dtype_name(variable)}. Give weight_rounding='stochastic', or bfloat16 "
+                    "weights."
                 )
             form = form_of(self.how, dtype_name(variable))
             beside = [_zeros_beside(variable, self.how, dtype) for dtype in form.dtypes[1:]]
