@@ -40,6 +40,8 @@ _REPLACED = (
     "_backend_apply_gradients",
     "_backend_update_step",
 )
+# What no rule computes.
+_UNRULED = ("amsgrad", "use_ema", "gradient_accumulation_steps")
 # Strategies in which every replica has a copy of each variable, and makes the same update of it.
 _MIRRORS = (
     tf.distribute.MirroredStrategy,
@@ -49,43 +51,48 @@ _MIRRORS = (
 
 
 def has_fused_update(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether some variables of an optimizer can be updated in one pass, with Keras's result.
-
-    Not with moving averages of the weights or with gradient accumulation.
-    """
-    rule = _rule_of(optimizer)
+    """Whether some variables of an optimizer can be updated in one pass, with Keras's result."""
     return (
         runs_tensorflow()
-        and rule is not None
-        and all(isinstance(getattr(optimizer, name), (int, float)) for name in rule.settings)
-        and not getattr(optimizer, "amsgrad", False)
-        and not optimizer.use_ema
-        and not optimizer.gradient_accumulation_steps
-        and not any(name in vars(optimizer) for name in _REPLACED)
+        and unruled(optimizer) is None
         and (not tf.distribute.has_strategy() or isinstance(tf.distribute.get_strategy(), _MIRRORS))
         and tf.compat.v1.executing_eagerly_outside_functions()
     )
 
 
+def unruled(optimizer: keras.optimizers.Optimizer) -> str | None:
+    """An optimizer of which there is no rule, in words; None where there is one."""
+    rule = _rule_of(optimizer)
+    words = f"{optimizer.name} ({type(optimizer).__name__})"
+    if rule is None:
+        return words
+    numbers = {name: getattr(optimizer, name) for name in rule.settings}
+    other = {name: value for name, value in numbers.items() if not isinstance(value, (int, float))}
+    features = {name: getattr(optimizer, name, None) for name in _UNRULED}
+    other |= {name: value for name, value in features.items() if value}
+    own = [f"a method {name} of its own" for name in _REPLACED if name in vars(optimizer)]
+    given = [*(f"{name}={value!r}" for name, value in other.items()), *own]
+    return f"{words} with {', '.join(given)}" if given else None
+
+
 def fused_update(
     optimizer: keras.optimizers.Optimizer, gradients: Gradients, chance: Chance | None = None
 ) -> Gradients | None:
-    """Applies dense gradients to float32 variables, and what stands for them, in one pass each.
+    """Applies dense gradients to float32 variables, and all to what is stored low, in one pass.
 
     `chance` decides how what is stored in fewer bits is rounded. Returns the gradients of the other
     variables, which are to be applied as Keras does and end the step; None where there are none.
-    Without XLA only SGD has some that are applied here.
+    Without XLA only SGD has float32 variables that are updated here.
     """
     # Warns of gradients that are None, as the optimizer does.
     values, variables = optimizer._filter_empty_gradients(gradients.values, gradients.variables)
     gradients = replace(gradients, values=values, variables=variables, checked=None)
     rule = _rule_of(optimizer)
-    keys = list(map(optimizer._var_key, variables))
-    once = [number == 1 for number in map(Counter(keys).__getitem__, keys)]
-    fits = [a and _fits(rule, *pair) for a, pair in zip(once, gradients.pairs(), strict=True)]
+    fits = [_fits(rule, *pair) for pair in gradients.pairs()]
     if optimizer.clipnorm or optimizer.clipvalue or optimizer.global_clipnorm:
-        if not all(fits):
+        if not (all(fits) or any(map(_is_low, variables))):
             return gradients  # The norm may be that of all gradients together.
+        # Keras clips what is left to it once more, which changes nothing then.
         gradients = gradients.unscaled()
         # Keras clips what each replica has, and sums then.
         gradients = replace(gradients, values=optimizer._clip_gradients(gradients.values))
@@ -112,19 +119,30 @@ def _chosen(gradients: Gradients, choice: Sequence[bool], chosen: bool) -> Gradi
 
 def _fits(rule: _Rule | None, gradient: Any, variable: Any) -> bool:
     target = native(variable)
-    return (
-        rule is not None
-        and tf.is_tensor(gradient)
-        and not isinstance(gradient, tf.IndexedSlices)
-        and gradient.dtype != tf.float64
-        and gradient.shape.is_fully_defined()
-        and 0 not in gradient.shape
-        and (_is_low(target) or isinstance(target, tf.Variable))
-        and target.dtype == tf.float32
-        and getattr(variable, "constraint", None) is None
-        and not is_next_value(variable)
-        and ((rule.run is not None and not _is_low(target)) or xla_works(target.device))
+    return rule is not None and (
+        _is_low(target)
+        or (
+            tf.is_tensor(gradient)
+            and not isinstance(gradient, tf.IndexedSlices)
+            and gradient.dtype != tf.float64
+            and gradient.shape.is_fully_defined()
+            and 0 not in gradient.shape
+            and isinstance(target, tf.Variable)
+            and target.dtype == tf.float32
+            and getattr(variable, "constraint", None) is None
+            and not is_next_value(variable)
+            and (rule.run is not None or xla_works(target.device))
+        )
     )
+
+
+def _dense(gradient: Any, variable: Any) -> Any:
+    """A gradient as a compiled update of a variable takes it; rows are added up in float32."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.cast(gradient.values, tf.float32)
+        return tf.math.unsorted_segment_sum(values, gradient.indices, variable.shape[0])
+    gradient = tf.ensure_shape(gradient, variable.shape)
+    return tf.cast(gradient, tf.float32) if gradient.dtype == tf.float64 else gradient
 
 
 def _is_low(target: Any) -> bool:
@@ -146,20 +164,36 @@ def _update_in_one_pass(
             steps = tf.convert_to_tensor(native(optimizer._iterations))
             chance = Chance(tf.zeros_like(steps), steps)
         step = _Step(factors, decay, rule.numbers(optimizer, rate), chance)
-        updates: dict[tuple[str, bool], list[_Update]] = defaultdict(list)
+        # A variable that is given twice is updated twice, one update after the other.
+        times: Counter[int] = Counter()
+        updates: dict[tuple[str, bool, int], list[_Update]] = defaultdict(list)
         for gradient, variable in gradients.pairs():
             # Low gradients are cast in the compiled update where there is one, not all beforehand.
-            if rule.run is not None and not _is_low(variable):
+            if _is_low(variable):
+                gradient = _dense(gradient, variable)
+            elif rule.run is not None:
                 gradient = tf.cast(gradient, tf.float32)
             update = _update_of(optimizer, rule, gradient, variable)
-            updates[native(variable).device, _is_low(variable)].append(update)
-        for (device, low), its_own in updates.items():
+            place = native(variable).device, _is_low(variable), times[update.number]
+            times[update.number] += 1
+            updates[place].append(update)
+        for (device, low, _), its_own in updates.items():
             with tf.device(device):
                 if rule.run is not None and not low:
                     rule.run(optimizer, step, its_own)
                     continue
                 for group in grouped(its_own, device, lambda u: u.kind, lambda u: u.bytes):
                     _run_compiled(rule, step, group, device)
+        for variable in gradients.variables:
+            if getattr(variable, "constraint", None) is not None:
+                _constrain(variable, optimizer._get_variable_index(variable), chance)
+
+
+def _constrain(target: Any, index: int, chance: Chance) -> None:
+    """Applies the constraint of a variable that is stored low, behind its update."""
+    value = target.constraint(load(target.form, target.handles))
+    number = tf.constant(index * NUMBERS_OF_ONE + NUMBERS_OF_ONE - 1)
+    store(target.form, target.handles, value, chance, number)
 
 
 def _factors(divisor: Any) -> tuple[Any, ...]:
@@ -427,6 +461,8 @@ _ADAFACTOR = _Rule(
     next_value=_adafactor_value,
     next_slots=_adafactor_slots,
 )
+# By name, for messages.
+RULED = ("SGD", "Adam", "AdamW", "Lion", "Adafactor")
 _RULES = {
     keras.optimizers.Adam: _ADAM,
     keras.optimizers.AdamW: _ADAM,
@@ -456,8 +492,9 @@ def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update], device: str)
     # ones XLA would compute a second time, so what is computed of them is compiled by itself.
     wide = all(form.dtypes == FLOAT32.dtypes for own in forms for form in own[1:])
     scalars, on_cpu = (len(step.factors), len(step.numbers)), device_kind_of(device) == "cpu"
+    compiles = xla_works(device)
     for each in [parts] if wide else [(part,) for part in parts]:
-        compiled = _compiled(rule, each, decays, forms, dtypes, scalars, on_cpu)
+        compiled = _compiled(rule, each, decays, forms, dtypes, scalars, on_cpu, compiles)
         compiled(step, list(gradients), list(handles), tf.constant(numbers, tf.int32))
 
 
@@ -472,6 +509,7 @@ def _compiled(
     dtypes: tuple[tf.DType, ...],
     scalars: tuple[int, int],
     on_cpu: bool,
+    compiles: bool,
 ) -> Any:
     def update_all(step: _Step, gradients: Any, handles: Any, numbers: Any) -> list[Any]:
         halved = []
@@ -490,7 +528,7 @@ def _compiled(
     resources = [[[_RESOURCE] * len(form.dtypes) for form in own] for own in forms]
     gradients = [tf.TensorSpec(None, dtype) for dtype in dtypes]
     signature = [step, gradients, resources, tf.TensorSpec([len(forms)], tf.int32)]
-    return tf.function(update_all, signature, jit_compile=True, autograph=False)
+    return tf.function(update_all, signature, jit_compile=compiles, autograph=False)
 
 
 class _Cell(NamedTuple):
