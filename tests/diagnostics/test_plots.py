@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.monitor_records import made_record
-from tfamp.diagnostics import plot_compare, plot_exponents, plot_loss_scale, training_report
+from tfamp.diagnostics import plot_compare, plot_exponents, plot_loss_scale
 from tfamp.diagnostics.plots import new_figure
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -117,7 +117,7 @@ def test_no_window_and_no_setting_of_matplotlib_is_touched():
     assert figure.canvas.manager is None
 
 
-def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch, tmp_path):
+def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch):
     for name in {"matplotlib", *sys.modules}:
         if name.partition(".")[0] == "matplotlib":
             monkeypatch.setitem(sys.modules, name, None)
@@ -127,7 +127,6 @@ def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch, tmp_pa
         lambda: plot_loss_scale(HISTORY),
         lambda: plot_exponents(HISTORY),
         lambda: plot_compare(SimpleNamespace(rows=[row("a", 0.5)])),
-        lambda: training_report(tmp_path / "report.html", history={"loss": [1.0]}),
     ):
         with pytest.raises(ModuleNotFoundError, match=r'pip install "tfamp\[plot\]"'):
             made()

@@ -234,7 +234,7 @@ def test_the_gradient_penalty_helps_in_float16_as_in_float32(run):
 
 
 @pytest.mark.slow
-def test_the_monitored_digits_leave_a_log_pictures_and_a_report(run, tmp_path):
+def test_the_monitored_digits_leave_a_log_and_pictures(run, tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "pictures").mkdir()
     code, printed = run("monitor_digits", "--small", "--epochs", "1", "--docs", "pictures")
@@ -244,7 +244,6 @@ def test_the_monitored_digits_leave_a_log_pictures_and_a_report(run, tmp_path):
     records = [json.loads(line) for line in (made / "numerics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [5, 10, 15]
     assert records[0]["loss_scale"] < 2.0**24
-    assert (made / "training_report.html").read_text(encoding="utf-8").endswith("</html>\n")
     pictures = [made / "loss_scale.png", made / "exponents.png"]
     pictures += [tmp_path / "pictures" / f"monitor_{path.name}" for path in pictures]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from tfamp.diagnostics.plots import plot_exponents as plot_exponents
     from tfamp.diagnostics.plots import plot_loss_scale as plot_loss_scale
     from tfamp.diagnostics.precision_comparison import compare as compare
-    from tfamp.diagnostics.training_page import training_report as training_report
 
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
@@ -40,6 +39,5 @@ __all__, __getattr__, __dir__ = lazy_names(
         ".operator_stats": ("OpCounts", "op_counts"),
         ".plots": ("plot_compare", "plot_exponents", "plot_loss_scale"),
         ".precision_comparison": ("compare",),
-        ".training_page": ("training_report",),
     },
 )
