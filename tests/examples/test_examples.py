@@ -264,15 +264,14 @@ def test_a_converted_model_is_as_good_and_a_frozen_one_smaller(run, dtype):
 
 
 @pytest.mark.slow
-def test_the_layer_that_float16_ruins_is_found_and_repaired(run, tmp_path):
-    code, printed = run("compare_layers", "--small", "--html", "strip.html")
+def test_the_layer_that_float16_ruins_is_found_and_repaired(run):
+    code, printed = run("compare_layers", "--small")
     assert code == 0
     assert printed.splitlines()[1].startswith("digits/energy")
     assert re.search(r"with these in float32, proved by a run.*\n  digits/energy\n", printed)
     rows = [percent(r"│", line) for line in printed.splitlines() if line.startswith("│")]
     assert rows[1] < 20 < 80 < rows[0]
     assert abs(rows[2] - rows[0]) < 1
-    assert "digits/energy" in (tmp_path / "strip.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
