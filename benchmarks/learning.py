@@ -43,7 +43,6 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "stochastic": {"weight_rounding": "stochastic"},
     "split": {"weight_rounding": "split"},
     "split, low slots": {"weight_rounding": "split", "slots": "bfloat16"},
-    "kahan": {"weight_rounding": "kahan"},
 }
 FLOAT32 = "float32"
 RUNS = (
@@ -287,8 +286,8 @@ def figure(task: str, runs: Sequence[Learnt]) -> Any:
 # Steps that a curve's points are means of.
 _SMOOTH = 10
 _COLORS = (
-    *("#1c2430", "#d55e00", "#0072b2", "#009e73", "#e69f00", "#cc79a7"),
-    *("#d55e00", "#0072b2", "#cc79a7"),
+    *("#1c2430", "#d55e00", "#0072b2", "#009e73", "#e69f00"),
+    *("#d55e00", "#0072b2"),
 )
 
 

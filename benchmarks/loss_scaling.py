@@ -47,7 +47,6 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed": ("float32", {}),
     "low, masters": ("bfloat16", {"master_weights": True}),
     "split": ("bfloat16", {"weight_rounding": "split"}),
-    "kahan": ("bfloat16", {"weight_rounding": "kahan"}),
     "stochastic": ("bfloat16", {"weight_rounding": "stochastic"}),
 }
 

@@ -33,7 +33,6 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "low, masters": ("{}", {"master_weights": True}),
     "split": ("{}", {"weight_rounding": "split"}),
     "split, low slots": ("{}", {"weight_rounding": "split", "slots": "bfloat16"}),
-    "kahan": ("{}", {"weight_rounding": "kahan"}),
     "stochastic": ("{}", {"weight_rounding": "stochastic"}),
 }
 

@@ -8,7 +8,7 @@ sum is inf, the layer gives zeros, and the model finite, wrong answers without a
 shortest list of layers to keep in float32 and proves it by a run. The table shows the accuracy
 before and after.
 
-    python examples/compare_layers.py [--bound 0.05] [--html strip.html] [--small]
+    python examples/compare_layers.py [--bound 0.05] [--small]
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's notes would tear the table
 
@@ -78,7 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the example."""
     parser = make_parser(__doc__, epochs=30, small_epochs=4)
     parser.add_argument("--bound", type=float, default=0.05, help="error of the outputs to allow")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the heat strip to FILE")
     args = parse(parser, argv)
     if args.dtype == "float32":
         parser.error("--dtype float32 leaves nothing to compare; give float16 or bfloat16")
@@ -95,9 +93,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         model, data.x_test[:BATCH], dtype=args.dtype, bound=args.bound
     )
     console.print(found.to_text(), markup=False, highlight=False, soft_wrap=True)
-    if args.html is not None:
-        args.html.write_text(found.to_html_fragment(), encoding="utf-8")
-        console.print(f"wrote {args.html}", highlight=False)
     if found.keep_float32 is None:
         return 1
 

@@ -1,8 +1,8 @@
 """Watches a CNN on scikit-learn's digits train in float16, and reports whether float16 is enough.
 
 A `NumericsMonitor` counts the gradients by size every few steps. What it saw goes to a file of JSON
-lines, two pictures and one HTML page that opens offline, training_report.html. The loss scale
-starts far too high on purpose, so that there are skipped steps to see.
+lines and two pictures. The loss scale starts far too high on purpose, so that there are skipped
+steps to see.
 
     python examples/monitor_digits.py [--out monitor_digits] [--every 20] [--small]
 
@@ -26,20 +26,13 @@ from digits_fit import BATCH, build_model
 from rich.console import Console
 
 import tfamp
-from tfamp.diagnostics import (
-    NumericsMonitor,
-    plot_exponents,
-    plot_loss_scale,
-    training_report,
-)
+from tfamp.diagnostics import NumericsMonitor, plot_exponents, plot_loss_scale
 
 INITIAL_SCALE = 2.0**24
 
 
-def train(
-    monitor: NumericsMonitor, dtype: str, epochs: int, seed: int, console: Console
-) -> keras.callbacks.History:
-    """Returns the history of a model that was trained while the monitor watched."""
+def train(monitor: NumericsMonitor, dtype: str, epochs: int, seed: int, console: Console) -> None:
+    """Trains a model while the monitor watches."""
     keras.utils.set_random_seed(seed)
     data = load_digits()
     policy = "float32" if dtype == "float32" else f"mixed_{dtype}"
@@ -53,7 +46,7 @@ def train(
         metrics=["accuracy"],
     )
     with progress(console) as display:
-        return model.fit(
+        model.fit(
             data.x_train,
             data.y_train,
             batch_size=BATCH,
@@ -77,18 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     every = args.every or (5 if args.small else 20)
     monitor = NumericsMonitor(every, jsonl=log, activations=True)
-    history = train(monitor, args.dtype, args.epochs, args.seed, console)
+    train(monitor, args.dtype, args.epochs, args.seed, console)
     console.print(monitor)
-    report = training_report(
-        args.out / "training_report.html",
-        monitor=monitor,
-        history=history,
-        title=f"Digits in {args.dtype}",
-    )
     for folder, prefix in [(args.out, ""), *([(args.docs, "monitor_")] if args.docs else [])]:
         plot_loss_scale(monitor).savefig(folder / f"{prefix}loss_scale.png")
         plot_exponents(monitor).savefig(folder / f"{prefix}exponents.png")
-    console.print(f"{len(monitor.history)} records in {log}; the report: {report}")
+    console.print(f"{len(monitor.history)} records in {log}")
     return 0
 
 

@@ -1,8 +1,8 @@
 """Trains a model stored in bfloat16 as well as in float32, without float32 copies of its weights.
 
 The character transformer of `char_transformer.py` learns with AdamW in float32, and stored in
-bfloat16 with five ways to round the updates of its weights: to nearest, which loses the small ones;
-stochastically; split, whose lower halves the optimizer keeps; and with Kahan's compensation.
+bfloat16 with four ways to round the updates of its weights: to nearest, which loses the small ones;
+stochastically; and split, whose lower halves the optimizer keeps, with slots of either dtype.
 Printed are bits per character on unseen files and the bytes of weights and optimizer for each
 parameter; the losses are plotted in one picture.
 
@@ -37,7 +37,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "stochastic": {"level": "O3", "weight_rounding": "stochastic"},
     "split": {"level": "O3", "weight_rounding": "split"},
     "split, low slots": {"level": "O3", "weight_rounding": "split", "slots": "bfloat16"},
-    "kahan": {"level": "O3", "weight_rounding": "kahan"},
 }
 
 

@@ -23,7 +23,7 @@ from tfamp.training import gradients as gradient_lib
 from tfamp.training import scaling, skip_warning
 from tfamp.training.apply import Weights, apply_if_finite
 from tfamp.training.gradients import GradientPipeline, Gradients
-from tfamp.training.low_weights import LowWeights, check_slots
+from tfamp.training.low_weights import LowWeights, check_rounded
 from tfamp.training.replicas import check_in_replica, outside_the_graph
 
 _Loss = TypeVar("_Loss")
@@ -106,8 +106,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             bfloat16 variables that rounding would lose. "stochastic" rounds to one of the two
             neighbours at random, unbiased. "split", for bfloat16, keeps 16 bits beside a weight
             that make the float32 master of the two: training is that of `master_weights`, bit for
-            bit, in 4 bytes a weight instead of 6. "kahan" keeps the rounding error in one more
-            low number. float32 variables are updated as ever.
+            bit, in 4 bytes a weight instead of 6. float32 variables are updated as ever. It goes
+            with SGD, Adam, AdamW, Lion and Adafactor as Keras has them.
         slots: With `weight_rounding` the dtype of what the inner optimizer keeps of the low
             variables: "bfloat16", "float16" or "float32"; low ones are rounded stochastically.
             None is "float32" for "split", else "bfloat16".
@@ -120,7 +120,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         ValueError: `inner_optimizer` scales losses itself, or a number is out of range, or
             `loss_scale` is given together with the arguments it replaces, or `grad_clip` or
             `aggregate_in_float16` with an inner optimizer that accumulates gradients, or
-            `weight_rounding` with `master_weights`, or `slots` without `weight_rounding`.
+            `weight_rounding` with `master_weights` or another optimizer, or `slots` without
+            `weight_rounding`.
 
     Example:
         >>> import keras, numpy, tfamp
@@ -224,7 +225,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # As Keras makes seeds: of what `keras.utils.set_random_seed` has set. A checkpoint holds
         # it, as what comes after depends on it.
         self._rounding_seed = self._scalar("rounding_seed", "int", random.randrange(2**31))
-        check_slots(self.inner_optimizer, slots)
+        check_rounded(self.inner_optimizer, slots)
         return LowWeights(rounding, slots, self._rounding_seed)
 
     def _scalar(self, name: str, dtype: str, value: float | bool) -> keras.Variable:

@@ -286,11 +286,12 @@ def test_dtypes_and_inputs_of_all_forms_are_taken(x):
 def test_wrong_arguments_are_refused(options, message, x):
     with pytest.raises(ValueError, match=message):
         compare(sequential([]), x, **options)
-    with pytest.raises(TypeError, match="takes a Keras model.*got int"):
-        compare(3, x, dtype="float16")
+    for wrong in (3, tf.nn.relu):
+        with pytest.raises(TypeError, match=f"takes a Keras model.*got {type(wrong).__name__}"):
+            compare(wrong, x, dtype="float16")
 
 
-def test_text_json_and_html_tell_the_same(x):
+def test_text_and_json_tell_the_same(x):
     found = compare(sequential([Overflowing(name="culprit")]), x, dtype="float16", bound=0.02)
     assert isinstance(found, Comparison)
     lines = found.to_text().splitlines()
@@ -301,17 +302,6 @@ def test_text_json_and_html_tell_the_same(x):
     assert facts["output_error"] == "inf"
     assert facts["rows"][0]["share_out_of_range"] == 0
     assert [row["layer"] for row in facts["rows"]] == [row.layer for row in found.rows]
-    page = found.to_html_fragment()
-    assert page.count("<span title=") == 2 * len(found.rows)
-    assert "net/culprit (Overflowing, float16)" in page
-    assert page.count("#000000") == page.count("background:#000000") >= 2
-    assert "http" not in page
-    assert "<script" not in page
-
-
-def test_names_are_escaped_in_html(x):
-    model = keras.Sequential([keras.Input((16,)), L.Dense(2), L.Dense(2)], name="a<b>")
-    assert "a<b>" not in compare(model, x, dtype="bfloat16").to_html_fragment()
 
 
 def test_a_layer_by_itself_is_compared(x):
@@ -356,7 +346,5 @@ def test_several_inputs_and_layers_called_in_a_loop(x):
 )
 def test_where_float32_gives_nothing_no_error_is_claimed(x, made, message):
     model = keras.Sequential([keras.Input((16,)), L.Dense(4), L.Dense(2)])
-    converted = tfamp.rewrite(lambda x: x @ tf.ones((16, 2)), dtype="float16", placement="lists")
-    for subject in (model, converted):
-        with pytest.raises(ValueError, match=message):
-            compare(subject, made(x), dtype="float16", bound=0.01)
+    with pytest.raises(ValueError, match=message):
+        compare(model, made(x), dtype="float16", bound=0.01)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.monitor_records import made_record
-from tfamp.diagnostics import plot_compare, plot_exponents, plot_loss_scale, training_report
+from tfamp.diagnostics import plot_exponents, plot_loss_scale
 from tfamp.diagnostics.plots import new_figure
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -17,10 +17,6 @@ HISTORY = [
     made_record(200, scale=2.0**13, changes=[[101, 2.0**15], [150, 2.0**14], [151, 2.0**13]],
                 skipped=[149, 150]),
 ]  # fmt: skip
-
-
-def row(layer, error, share=0.0):
-    return SimpleNamespace(layer=layer, relative_error=error, max=3.0, share_out_of_range=share)
 
 
 def heights(axes):
@@ -99,17 +95,6 @@ def test_what_is_no_history_is_an_error(plot):
         plot([{"loss": 1}])
 
 
-def test_layers_are_drawn_in_order_and_what_is_out_of_range_apart():
-    rows = [row("a", 0.5, 0.25), row("b", 0.1), row("c", float("inf")), row("d", 0.0)]
-    figure = plot_compare(SimpleNamespace(rows=rows))
-    (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == list("abcd")
-    assert [len(container) for container in axes.containers] == [3, 1]
-    assert {"5.0e-01, 25.0% out of range", "not finite", "1.0e-01"} <= set(texts(figure))
-    long = plot_compare(SimpleNamespace(rows=[row(str(i), 0.1) for i in range(60)]))
-    assert "the first 40 of 60 layers" in texts(long)
-
-
 def test_no_window_and_no_setting_of_matplotlib_is_touched():
     before = dict(matplotlib.rcParams)
     figure = plot_loss_scale(HISTORY)
@@ -117,7 +102,7 @@ def test_no_window_and_no_setting_of_matplotlib_is_touched():
     assert figure.canvas.manager is None
 
 
-def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch, tmp_path):
+def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch):
     for name in {"matplotlib", *sys.modules}:
         if name.partition(".")[0] == "matplotlib":
             monkeypatch.setitem(sys.modules, name, None)
@@ -126,13 +111,6 @@ def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch, tmp_pa
     for made in (
         lambda: plot_loss_scale(HISTORY),
         lambda: plot_exponents(HISTORY),
-        lambda: plot_compare(SimpleNamespace(rows=[row("a", 0.5)])),
-        lambda: training_report(tmp_path / "report.html", history={"loss": [1.0]}),
     ):
         with pytest.raises(ModuleNotFoundError, match=r'pip install "tfamp\[plot\]"'):
             made()
-
-
-def test_what_is_no_comparison_is_an_error():
-    with pytest.raises(TypeError, match="what tfamp.diagnostics.compare returned; got list"):
-        plot_compare(HISTORY)

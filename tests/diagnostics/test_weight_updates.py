@@ -8,7 +8,7 @@ import tensorflow as tf
 import tfamp
 from helpers.cases import one_in
 from helpers.training import BATCH
-from tfamp.diagnostics import NumericsMonitor, training_report
+from tfamp.diagnostics import NumericsMonitor
 
 SPACINGS = {"float16": (2.0**-10, 2.0**-14), "bfloat16": (2.0**-7, 2.0**-126)}
 WAYS = {
@@ -17,7 +17,6 @@ WAYS = {
     "to nearest": {"master_weights": False},
     "stochastic": {"weight_rounding": "stochastic"},
     "split": {"weight_rounding": "split"},
-    "kahan": {"weight_rounding": "kahan"},
 }
 
 
@@ -61,7 +60,7 @@ def shares(before, after, dtype):
 
 
 @pytest.mark.parametrize("way", one_in(2, WAYS))
-def test_the_share_of_lost_updates_is_in_records_and_logs(way, tmp_path):
+def test_the_share_of_lost_updates_is_in_records_and_logs(way):
     model, monitor = made(way), NumericsMonitor(every=2)
     exact = way not in ("to nearest", "stochastic")
     values = Values(exact)
@@ -87,9 +86,6 @@ def test_the_share_of_lost_updates_is_in_records_and_logs(way, tmp_path):
     assert np.isnan(history.history["lost_updates_float16"]) != exact
     sentence = f"loses, at step 4: {', '.join(f'{lost[d]:.1%} in {d}' for d in lost)}"
     assert sentence in monitor.to_text()
-    page = training_report(tmp_path / "report.html", monitor=monitor).read_text(encoding="utf-8")
-    assert sentence in page
-    assert "more than 16 bits" in page
 
 
 def test_a_skipped_step_and_steps_executed_together_have_no_share():

@@ -179,9 +179,9 @@ def test_masters_learn_what_pure_float16_loses(run):
     "ways",
     [
         # Split is bit for bit what float32 masters are: tests/updates.
-        pytest.param(["to nearest", "stochastic", "kahan"], marks=pytest.mark.slow, id="some"),
+        pytest.param(["to nearest", "stochastic"], marks=pytest.mark.slow, id="some"),
         pytest.param(
-            ["to nearest", "stochastic", "split", "split, low slots", "kahan"],
+            ["to nearest", "stochastic", "split", "split, low slots"],
             marks=pytest.mark.nightly,
             id="all",
         ),
@@ -199,7 +199,7 @@ def test_pure_bfloat16_learns_with_every_rounding_but_to_nearest(run, ways):
     wide, nearest = bits.pop("float32"), bits.pop("to nearest")
     assert nearest > 1.2 * wide
     assert max(bits.values()) < 1.05 * wide
-    assert sizes["stochastic"] < 6.3 < sizes["kahan"] < 8.3 < sizes["float32"]
+    assert sizes["stochastic"] < 6.3 < sizes["float32"]
 
 
 @pytest.mark.slow
@@ -234,7 +234,7 @@ def test_the_gradient_penalty_helps_in_float16_as_in_float32(run):
 
 
 @pytest.mark.slow
-def test_the_monitored_digits_leave_a_log_pictures_and_a_report(run, tmp_path):
+def test_the_monitored_digits_leave_a_log_and_pictures(run, tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "pictures").mkdir()
     code, printed = run("monitor_digits", "--small", "--epochs", "1", "--docs", "pictures")
@@ -244,7 +244,6 @@ def test_the_monitored_digits_leave_a_log_pictures_and_a_report(run, tmp_path):
     records = [json.loads(line) for line in (made / "numerics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [5, 10, 15]
     assert records[0]["loss_scale"] < 2.0**24
-    assert (made / "training_report.html").read_text(encoding="utf-8").endswith("</html>\n")
     pictures = [made / "loss_scale.png", made / "exponents.png"]
     pictures += [tmp_path / "pictures" / f"monitor_{path.name}" for path in pictures]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
@@ -265,15 +264,14 @@ def test_a_converted_model_is_as_good_and_a_frozen_one_smaller(run, dtype):
 
 
 @pytest.mark.slow
-def test_the_layer_that_float16_ruins_is_found_and_repaired(run, tmp_path):
-    code, printed = run("compare_layers", "--small", "--html", "strip.html")
+def test_the_layer_that_float16_ruins_is_found_and_repaired(run):
+    code, printed = run("compare_layers", "--small")
     assert code == 0
     assert printed.splitlines()[1].startswith("digits/energy")
     assert re.search(r"with these in float32, proved by a run.*\n  digits/energy\n", printed)
     rows = [percent(r"│", line) for line in printed.splitlines() if line.startswith("│")]
     assert rows[1] < 20 < 80 < rows[0]
     assert abs(rows[2] - rows[0]) < 1
-    assert "digits/energy" in (tmp_path / "strip.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from helpers.cases import first_of
 from tfamp.core.dtypes import float_format
 from tfamp.training import rounding
 
@@ -166,53 +165,3 @@ def test_split_keeps_the_nearest_number_and_nan():
     finite = np.isfinite(below) & np.isfinite(above)
     distance = np.minimum(values - below, above - values)[finite]
     np.testing.assert_array_equal(np.abs(values.astype("float64") - weight)[finite], distance)
-
-
-@pytest.mark.parametrize("dtype", first_of(LOW))
-def test_kahan_loses_no_more_than_the_last_bit_of_the_error(dtype):
-    values = np.random.default_rng(2).standard_normal(10**5).astype("float32")
-    each = words(1, len(values), tf.constant(4, tf.int64))
-    weight, error = rounding.compensated(tf.constant(values), dtype, each)
-    assert weight.dtype == error.dtype == tf.as_dtype(dtype)
-    np.testing.assert_array_equal(weight, rounding.nearest(values, dtype))
-    again = rounding.with_compensation(weight, error).numpy()
-    eps = float_format(dtype).eps
-    assert (np.abs(again - values) <= eps**2 * np.abs(values) + 2.0**-34).all()
-
-
-def test_an_error_that_is_not_the_weights_is_left_out():
-    weight = tf.constant([1.0, 1e-3, np.inf], tf.bfloat16)
-    error = tf.constant([2.0**-9, 0.25, 0.0], tf.bfloat16)
-    found = rounding.with_compensation(weight, error).numpy()
-    np.testing.assert_array_equal(found[[0, 2]], [1 + 2.0**-9, np.inf])
-    assert found[1] == np.float32(tf.constant(1e-3, tf.bfloat16))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", LOW)
-def test_a_long_sum_with_kahan_wanders_as_far_as_chance_takes_it_and_no_farther(dtype):
-    """A sum of 10**6 small updates cannot be within 1e-6 of float64's in 32 bits.
-
-    The error of a weight about 1 is up to eps / 2 and has a spacing of eps**2 / 4 at most, so that
-    a step's rounding has a deviation of eps**2 / 8 at most: after n steps sqrt(n) times that, for
-    10**6 in bfloat16 8e-3 and in float16 1e-4. Float32 itself rounds by up to 2**-24 a step: 6e-2.
-    """
-    # The update is a number of float32 steps, an odd one: what adds it up exactly is float32.
-    steps, count, update = 4096, 1000, 341 * 2.0**-23
-
-    @tf.function(jit_compile=True)
-    def total():
-        def add(step, weight, error):
-            value = rounding.with_compensation(weight, error) + update
-            random = rounding.random_words(rounding.keys(3, step, 0), [count])
-            return step + 1, *rounding.compensated(value, dtype, random)
-
-        start = tf.ones([count], dtype), tf.zeros([count], dtype)
-        state = (tf.constant(0, tf.int64), *start)
-        _, weight, error = tf.while_loop(lambda step, *_: step < steps, add, state)
-        return rounding.with_compensation(weight, error)
-
-    errors = total().numpy().astype("float64") - (1 + steps * update)
-    deviation = np.sqrt(steps) * float_format(dtype).eps ** 2 / 8
-    assert np.abs(errors).max() < 5 * deviation
-    assert np.abs(errors.mean()) < 5 * deviation / np.sqrt(count)

@@ -50,7 +50,7 @@ def checked_flag(name: str, value: Any) -> bool:
     return value
 
 
-WEIGHT_ROUNDINGS = ("stochastic", "split", "kahan")
+WEIGHT_ROUNDINGS = ("stochastic", "split")
 SLOTS = ("bfloat16", "float16", "float32")
 
 

@@ -22,11 +22,9 @@ if TYPE_CHECKING:
     from tfamp.diagnostics.nonfinite_report import ValueRange as ValueRange
     from tfamp.diagnostics.operator_stats import OpCounts as OpCounts
     from tfamp.diagnostics.operator_stats import op_counts as op_counts
-    from tfamp.diagnostics.plots import plot_compare as plot_compare
     from tfamp.diagnostics.plots import plot_exponents as plot_exponents
     from tfamp.diagnostics.plots import plot_loss_scale as plot_loss_scale
     from tfamp.diagnostics.precision_comparison import compare as compare
-    from tfamp.diagnostics.training_page import training_report as training_report
 
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
@@ -38,8 +36,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         ".nonfinite": ("find_nonfinite",),
         ".nonfinite_report": ("NonFiniteReport", "ValueRange"),
         ".operator_stats": ("OpCounts", "op_counts"),
-        ".plots": ("plot_compare", "plot_exponents", "plot_loss_scale"),
+        ".plots": ("plot_exponents", "plot_loss_scale"),
         ".precision_comparison": ("compare",),
-        ".training_page": ("training_report",),
     },
 )

@@ -1,9 +1,8 @@
-"""What a comparison of float32 with mixed precision found: errors, rows, text, JSON and HTML."""
+"""What a comparison of float32 with mixed precision found: errors, rows, text and JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -16,26 +15,20 @@ from tfamp.core import notebook_html
 from tfamp.core.dtypes import float_format
 from tfamp.core.text_table import table_lines
 
-# Errors from 1 on are the darkest; under a millionth, float32's own rounding, they are white.
-_DECADES, _COLORS = (-6, -3, 0), ((255, 255, 255), (254, 178, 76), (177, 0, 38))
-_WIDTH = 12
-_TEXT = "font:13px/1.5 system-ui,sans-serif"
-
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """One layer, or one op of a function.
+    """One layer.
 
     Attributes:
-        layer: The layer's path; the node's name for an op.
-        kind: Class of the layer; type of the op.
+        layer: The layer's path.
+        kind: Class of the layer.
         dtype: What it computes in, in the mixed run.
         relative_error: Of its outputs in the mixed run over those in the float32 run: the largest
             difference over the largest magnitude. It holds all errors made up to there; inf where
             a value is not finite that should be.
         own_error: The same for this layer alone in the low dtype, on float32 inputs; None where it
-            computes in float32, or cannot be run so. For an op: what its error exceeds that of its
-            inputs by.
+            computes in float32, or cannot be run so.
         max: Largest magnitude of its float32 outputs.
         overflow: Share of its float32 outputs that are too large for the low dtype.
         underflow: Share of its float32 outputs that are too small for it, and not 0.
@@ -68,15 +61,14 @@ class Comparison:
     """What `compare` found.
 
     Attributes:
-        model: Name of the model or function.
+        model: Name of the model.
         dtype: The low dtype.
-        rows: Its layers, or ops, in the order in which they ended.
+        rows: Its layers, in the order in which they ended.
         output_error: Relative error of the outputs in mixed precision.
         bound: The bound that was asked for, or None.
         keep_float32: The shortest list found of layers to keep in float32, with all that is in
             them, that brings the output error under the bound. Empty where it is under the bound
-            already, and where no bound was asked for; None where no list brings it there. For
-            `tfamp.rewrite` they are names of nodes; for a function under autocast, op types.
+            already, and where no bound was asked for; None where no list brings it there.
         proved_error: The output error of a run with these layers in float32; None without a list.
         runs: How many lists were run to find it.
         noise: Relative error between two runs in float32: 0 unless the model is random. No error
@@ -118,7 +110,7 @@ class Comparison:
         rows = notebook_html.table(_HEAD, self._ordered_cells(), left=3, rest=": to_json() has all")
         verdict = notebook_html.lines_of(self._verdict())
         title = f"Comparison of {self.model}"
-        return notebook_html.fragment(title, self.to_html_fragment(), verdict, rows)
+        return notebook_html.fragment(title, verdict, rows)
 
     def _verdict(self) -> Iterator[str]:
         yield f"output error of {self.model} in {self.dtype}: {_number(self.output_error)}"
@@ -151,13 +143,6 @@ class Comparison:
         # JSON has no inf and no NaN.
         plain = json.loads(json.dumps(facts), parse_constant=lambda each: str(float(each)))
         return json.dumps(plain, indent=2)
-
-    def to_html_fragment(self) -> str:
-        """Returns a heat strip: a cell for each row, coloured by the logarithm of its error.
-
-        The HTML needs no style sheet, no script and no network, so that a page can embed it.
-        """
-        return "\n".join(_strip_lines(self))
 
 
 _HEAD = ("layer", "kind", "dtype", "error", "own", "largest", "too large", "too small")
@@ -217,60 +202,3 @@ def range_shares(values: Sequence[Any], dtype: str) -> dict[str, Any]:
 
 def _float64(value: Any) -> np.ndarray[Any, Any]:
     return np.asarray(value).astype(np.float64)
-
-
-# ---- The heat strip ------------------------------------------------------------------------------
-
-
-def _strip_lines(comparison: Comparison) -> Iterator[str]:
-    kept = set(comparison.keep_float32 or ())
-    title = (
-        f"{comparison.model}, {comparison.dtype} against float32: "
-        f"output error {comparison.output_error:.2g}"
-    )
-    yield f'<figure class="tfamp-heat-strip" style="margin:1em 0;{_TEXT}">'
-    yield f"<figcaption>{html.escape(title)}</figcaption>"
-    for name, what in (("error so far", "relative_error"), ("own error", "own_error")):
-        yield '<div style="display:flex;align-items:center;margin:2px 0">'
-        yield f'<span style="flex:0 0 6.5em">{name}</span>'
-        yield '<div style="display:flex;flex-wrap:wrap">'
-        for row in comparison.rows:
-            yield _strip_cell(row, getattr(row, what), row.layer in kept)
-        yield "</div></div>"
-    yield _legend()
-    yield "</figure>"
-
-
-def _strip_cell(row: ComparisonRow, error: float | None, kept: bool) -> str:
-    tip = f"{row.layer} ({row.kind}, {row.dtype})\nerror {row.relative_error:.2g}"
-    if row.own_error is not None:
-        tip += f", own {row.own_error:.2g}"
-    tip += f"\nlargest {row.max:.2g}, out of range {row.share_out_of_range:.1%}"
-    if kept:
-        tip += "\nto keep in float32"
-    edge = "2px solid #1a6" if kept else "1px solid #999"
-    return (
-        f'<span title="{html.escape(tip)}" style="box-sizing:border-box;width:{_WIDTH}px;'
-        f'height:24px;border:{edge};background:{_color(error)}"></span>'
-    )
-
-
-def _color(error: float | None) -> str:
-    """From white to red by the logarithm of an error, black if not finite; grey without one."""
-    if error is None:
-        return "#dddddd"
-    if not math.isfinite(error):
-        return "#000000"
-    size = math.log10(error) if error else -math.inf
-    mixed = (np.interp(size, _DECADES, each) for each in zip(*_COLORS, strict=True))
-    return "#" + "".join(f"{round(float(each)):02x}" for each in mixed)
-
-
-def _legend() -> str:
-    samples = (1e-6, 1e-4, 1e-2, 1.0, math.inf)
-    cells = "".join(
-        f'<span style="padding:0 .6em;color:{"#fff" if each >= 1 else "#000"};'
-        f'background:{_color(each)};border:1px solid #999">{each:g}</span>'
-        for each in samples
-    )
-    return f'<div style="margin-top:4px">relative error {cells}</div>'

@@ -1,4 +1,4 @@
-"""Pictures of a monitor's records and of comparisons; matplotlib is loaded when one is made."""
+"""Pictures of a monitor's records; matplotlib is loaded when one is made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ BLUE, ORANGE, GREEN, RED, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#56
 INK, FAINT, GRID = "#1c2430", "#5b6675", "#d5dae1"
 
 _BFLOAT16_NORMAL, _BFLOAT16_LARGEST = -126, 127
-_MOST_LAYERS = 40
 # Shares of the values under which an exponent does not make the picture wider.
 _FEW = 5e-4
 
@@ -202,68 +201,6 @@ def _scales_text(records: Sequence[Mapping[str, Any]]) -> str:
 def _steps_text(records: Sequence[Mapping[str, Any]]) -> str:
     first, last = records[0]["step"], records[-1]["step"]
     return f"step {first}" if first == last else f"{len(records)} steps from {first} to {last}"
-
-
-def plot_compare(comparison: Any) -> Figure:
-    """Draws the relative error of every layer, in the order of a comparison's rows.
-
-    Args:
-        comparison: What `tfamp.diagnostics.compare` returned.
-
-    Returns:
-        A matplotlib figure; `figure.savefig("compare.png")` writes it.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        TypeError: It is no comparison.
-        ValueError: The comparison has no row.
-
-    Example:
-        >>> from types import SimpleNamespace as Row
-        >>> from tfamp.diagnostics import plot_compare
-        >>> plot_compare(Row(rows=[]))
-        Traceback (most recent call last):
-        ...
-        ValueError: There is no row to show: the comparison has no layer.
-    """
-    if not hasattr(comparison, "rows"):
-        raise TypeError(
-            "comparison must be what tfamp.diagnostics.compare returned; got "
-            f"{type(comparison).__name__}."
-        )
-    rows = list(comparison.rows)
-    if not rows:
-        raise ValueError("There is no row to show: the comparison has no layer.")
-    shown = rows[:_MOST_LAYERS]
-    figure = new_figure(8, 1.2 + 0.26 * len(shown))
-    axes = figure.add_subplot()
-    dress(axes)
-    errors = [row.relative_error for row in shown]
-    finite = [error for error in errors if math.isfinite(error) and error > 0] or [1e-8]
-    left, right = min(finite) / 3, max(finite) * 3
-    lengths = [max(error, left) if math.isfinite(error) else right for error in errors]
-    labels = (BLUE, "all values in range"), (RED, "some values out of range")
-    for kind, (color, label) in enumerate(labels):
-        places = [i for i, row in enumerate(shown) if (row.share_out_of_range > 0) == kind]
-        if places:
-            widths = [lengths[i] for i in places]
-            axes.barh(places, widths, height=0.7, color=color, label=label)
-    for place, (row, length) in enumerate(zip(shown, lengths, strict=True)):
-        text = f"{row.relative_error:.1e}" if math.isfinite(row.relative_error) else "not finite"
-        if row.share_out_of_range:
-            text += f", {row.share_out_of_range:.1%} out of range"
-        where = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(text, (length, place), **where, fontsize=8, color=FAINT)
-    axes.set_xscale("log")
-    axes.set_xlim(left, right * (right / left) ** 0.25)
-    axes.set_yticks(range(len(shown)), [str(row.layer) for row in shown])
-    axes.invert_yaxis()
-    axes.set_xlabel("relative error against float32")
-    axes.grid(axis="x", color=GRID, linewidth=0.7)
-    if len(rows) > len(shown):
-        axes.set_title(f"the first {len(shown)} of {len(rows)} layers", loc="left", fontsize=9)
-    figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=9, labelcolor=INK)
-    return figure
 
 
 # ---- What all pictures share ---------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`compare`: float32 against mixed precision, layer by layer or op by op."""
+"""`compare`: float32 against mixed precision, layer by layer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ import tensorflow as tf
 from tfamp.diagnostics.comparison import Comparison
 from tfamp.diagnostics.layer_comparison import LayerComparison
 from tfamp.diagnostics.model_runs import low_dtype_of
-from tfamp.diagnostics.op_comparison import OpComparison
 from tfamp.policy import low_dtype
-from tfamp.rewriting.function import RewrittenFunction
 
 
 def compare(
@@ -29,18 +27,14 @@ def compare(
     those that a `tfamp.Policy` keeps float32. It is as before afterwards: weights, policies, moving
     statistics and seeds.
 
-    A function is compared op by op: what `tfamp.rewrite` returned with its rewrite, any other
-    function under `tfamp.autocast`. Variables are as before afterwards.
-
     With a bound, the layers with the largest errors of their own are kept in float32, as few as
     are found to be enough: first more and more of them, then each that is not needed is taken out
     again. The list that is returned was run.
 
     Args:
-        model: A Keras model or layer, a function, or what `tfamp.rewrite` returned.
+        model: A Keras model or layer.
         x: What to call it with: arrays or tensors in the structure that the model takes. Of a
-            `tf.data.Dataset` the first element, and of an element (x, y) x. For a function the
-            argument, or a tuple of several.
+            `tf.data.Dataset` the first element, and of an element (x, y) x.
         dtype: "float16" or "bfloat16"; None is the model's own low dtype, or what this machine
             multiplies natively.
         bound: Largest relative error of the outputs that is wanted; None asks for no list.
@@ -50,9 +44,9 @@ def compare(
         The comparison. Errors are the largest difference over the largest float32 magnitude.
 
     Raises:
-        TypeError: `model` is neither a model nor a function.
-        ValueError: The dtype or the bound is wrong, the dtype is not that of the rewrite, or
-            float32 gives nothing to compare with: no example, or no finite output.
+        TypeError: `model` is not a model or a layer.
+        ValueError: The dtype or the bound is wrong, or float32 gives nothing to compare with: no
+            example, or no finite output.
 
     Example:
         >>> dense = keras.layers.Dense
@@ -66,25 +60,22 @@ def compare(
         >>> found.proved_error < 0.01
         True
     """
+    if not isinstance(model, keras.Layer):
+        raise TypeError(
+            f"compare takes a Keras model or layer; got {type(model).__name__}. Of a function, put "
+            "the parts to be compared into keras.layers.Layer subclasses, and these into a model."
+        )
     low = _checked_dtype(model, dtype)
     if bound is not None and not (isinstance(bound, int | float) and bound >= 0):
         raise ValueError(f"bound must be a relative error, such as 0.01; got {bound!r}.")
-    if isinstance(model, keras.Layer):
-        subject: Any = LayerComparison(model, _first(x), low)
-    elif callable(model):
-        subject = OpComparison(model, _arguments(x), low)
-    else:
-        raise TypeError(
-            "compare takes a Keras model, a function or what tfamp.rewrite returned; got "
-            f"{type(model).__name__}."
-        )
+    subject = LayerComparison(model, _first(x), low)
     _check_outputs(subject.outputs)
     rows, error = subject.rows()
     found = Found((), None, 0)
     if bound is not None:
         found = search_list(subject.suspects(), subject.output_error, bound, most_runs=most_runs)
     return Comparison(
-        model=str(getattr(model, "name", getattr(model, "__name__", type(model).__name__))),
+        model=model.name,
         dtype=low,
         rows=rows,
         output_error=error,
@@ -97,22 +88,11 @@ def compare(
 
 
 def _checked_dtype(model: Any, dtype: Any) -> str:
-    is_rewritten = isinstance(model, RewrittenFunction)
-    own = model.dtype if is_rewritten else None
-    if isinstance(model, keras.Layer):
-        own = low_dtype_of(model)
+    own = low_dtype_of(model)
     name = getattr(dtype, "name", dtype)
     if isinstance(name, str):
         name = name.removeprefix("mixed_")
-    asked = own if name in (None, "auto") and own else low_dtype(name) or "bfloat16"
-    if is_rewritten and own is None:
-        raise ValueError(
-            "The function is not rewritten: float32 is the fastest this machine has. Give "
-            "tfamp.rewrite a dtype."
-        )
-    if is_rewritten and asked != own:
-        raise ValueError(f"The function is rewritten to {own}, not {asked}; leave dtype out.")
-    return str(asked)
+    return str(own if name in (None, "auto") and own else low_dtype(name) or "bfloat16")
 
 
 def _check_outputs(outputs: Sequence[Any]) -> None:
@@ -137,16 +117,10 @@ def _first(x: Any) -> Any:
     return element[0] if isinstance(element, tuple) else element
 
 
-def _arguments(x: Any) -> tuple[Any, ...]:
-    x = _first(x)
-    given = x if isinstance(x, tuple) else (x,)
-    return tuple(tf.nest.map_structure(tf.convert_to_tensor, given))
-
-
 # ---- The search for what to keep -----------------------------------------------------------------
 
 
-# Of a run with the layers, or ops, of some names in float32.
+# Of a run with the layers of some names in float32.
 ErrorOf: TypeAlias = Callable[[frozenset[str]], float]
 
 

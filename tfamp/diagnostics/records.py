@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -27,11 +26,10 @@ if TYPE_CHECKING:
     from tfamp.diagnostics.weight_updates import Lost
 
 _SHARES = ("zeros", "<2^-24", "<2^-14", ">65504")
-HEADINGS = ("gradients of", *_SHARES, "unscaled <2^-24", "unscaled size", "updates lost")
+_HEADINGS = ("gradients of", *_SHARES, "unscaled <2^-24", "unscaled size", "updates lost")
 # A step, its loss scale, and the number of steps skipped before.
 PastStep: TypeAlias = tuple[int, float, int]
 _MOST_ROWS = 12
-_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def make_record(
@@ -156,18 +154,12 @@ def exponents_of(described: Mapping[str, Any]) -> dict[int, int]:
 # ---- In words -----------------------------------------------------------------------------------
 
 
-def scale_text(scale: float | None, *, superscript: bool = False) -> str:
-    """Returns a loss scale as people say it: "2^15" or "2¹⁵", "1000", "none"."""
+def scale_text(scale: float | None) -> str:
+    """Returns a loss scale as people say it: "2^15", "1000", "none"."""
     if scale is None:
         return "none"
     mantissa, exponent = math.frexp(scale)
-    text = f"{scale:g}" if mantissa != 0.5 else f"2^{exponent - 1}"
-    return raised(text) if superscript else text
-
-
-def raised(text: str) -> str:
-    """Returns a text with the numbers behind "^" raised: "2⁻²⁴" for "2^-24"."""
-    return re.sub(r"\^(-?\d+)", lambda match: match[1].translate(_RAISED), text)
+    return f"{scale:g}" if mantissa != 0.5 else f"2^{exponent - 1}"
 
 
 def summary_lines(record: Mapping[str, Any]) -> list[str]:
@@ -181,24 +173,20 @@ def summary_lines(record: Mapping[str, Any]) -> list[str]:
         f"float16 flushes gradients under 2^-24 to zero: {lost:.1%} of them, {without:.1%} without "
         "loss scale",
     ]
-    if (sentence := lost_updates_text(record)) is not None:
+    if (sentence := _lost_updates_text(record)) is not None:
         lines.append(sentence)
     if record["first_nonfinite"] is not None:
         lines.append(f"first variable with an inf or NaN: {record['first_nonfinite']}")
     return lines
 
 
-def all_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _summary_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Returns one row for all gradients and one for each variable, those that lose most first."""
     variables = sorted(record["variables"].items(), key=lambda item: -item[1]["under_2**-14"])
     everything = {**record["gradients"], "lost_updates": record.get("lost_updates")}
-    return [_row(*each) for each in (("all variables", everything), *variables)]
-
-
-def _summary_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    rows = all_rows(record)
+    rows = [_row(*each) for each in (("all variables", everything), *variables)]
     if rest := len(rows[_MOST_ROWS + 1 :]):
-        rows[_MOST_ROWS + 1 :] = [(f"and {rest} others", *[""] * (len(HEADINGS) - 1))]
+        rows[_MOST_ROWS + 1 :] = [(f"and {rest} others", *[""] * (len(_HEADINGS) - 1))]
     return rows
 
 
@@ -206,7 +194,7 @@ def to_text(history: Sequence[Mapping[str, Any]]) -> str:
     """Returns the summary of the last record as plain text."""
     if not history:
         return "no record yet"
-    table = table_lines([HEADINGS, *_summary_rows(history[-1])], left=1)
+    table = table_lines([_HEADINGS, *_summary_rows(history[-1])], left=1)
     return "\n".join([*summary_lines(history[-1]), *table])
 
 
@@ -221,8 +209,8 @@ def to_rich(history: Sequence[Mapping[str, Any]]) -> Any:
         return Text("no record yet")
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     # A name may take several lines; the numbers are not cut.
-    table.add_column(HEADINGS[0], overflow="fold")
-    for heading in HEADINGS[1:]:
+    table.add_column(_HEADINGS[0], overflow="fold")
+    for heading in _HEADINGS[1:]:
         table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
     for row in _summary_rows(history[-1]):
         table.add_row(*(Text(cell) for cell in row))
@@ -243,7 +231,8 @@ def _row(name: str, described: Mapping[str, Any]) -> tuple[str, ...]:
     exponents = exponents_of(described)
     span = f"2^{min(exponents)}..2^{max(exponents) + 1}" if exponents else "-"
     unscaled = f"{described['unscaled'][SHARES[0]]:.1%}"
-    return (name, *share_cells(described), unscaled, span, _lost_cell(described))
+    shares = [f"{described[key]:.1%}" for key in ("zeros", *SHARES)]
+    return (name, *shares, unscaled, span, _lost_cell(described))
 
 
 def _lost_cell(described: Mapping[str, Any]) -> str:
@@ -253,7 +242,7 @@ def _lost_cell(described: Mapping[str, Any]) -> str:
     return shares[0] if shares else "-"
 
 
-def lost_updates_text(record: Mapping[str, Any]) -> str | None:
+def _lost_updates_text(record: Mapping[str, Any]) -> str | None:
     """Returns a sentence of the updates of weights that rounding loses, if there is a figure."""
     lost = record.get("lost_updates")
     if not lost:
@@ -263,8 +252,3 @@ def lost_updates_text(record: Mapping[str, Any]) -> str | None:
         f"updates of weights that rounding to nearest loses, at step {lost['step']}: "
         f"{', '.join(found)}; master_weights or weight_rounding keep them"
     )
-
-
-def share_cells(described: Mapping[str, Any]) -> list[str]:
-    """Returns the shares of zeros, and of what float16 loses."""
-    return [f"{described[key]:.1%}" for key in ("zeros", *SHARES)]

@@ -31,7 +31,6 @@ _HOW = {
 _ROUNDED = {
     "stochastic": "updates rounded stochastically",
     "split": "the float32 rest beside them in the optimizer",
-    "kahan": "the rounding error beside them in the optimizer",
 }
 
 

@@ -104,7 +104,7 @@ class PrecisionConfig:
         master_weights: True to store weights in the low dtype with float32 copies in the optimizer.
         placement: "lists", "min_cut" or "fused": at level O1 what decides which ops are
             converted. None is "lists", and with level "auto" "min_cut".
-        weight_rounding: "stochastic", "split" or "kahan" to store weights in the low dtype without
+        weight_rounding: "stochastic" or "split" to store weights in the low dtype without
             copies, as `LossScaleOptimizer` does.
         slots: With it, the dtype of what the optimizer keeps: "bfloat16", "float16" or "float32".
 
@@ -289,7 +289,7 @@ def _check_together(config: PrecisionConfig) -> None:
     if config.weight_rounding == "split" and config.dtype == "float16":
         raise ValueError(
             "weight_rounding='split' keeps the lower half of a float32 number beside a bfloat16 "
-            "weight; got dtype='float16'. Give dtype='bfloat16', or weight_rounding='kahan'."
+            "weight; got dtype='float16'. Give dtype='bfloat16', or weight_rounding='stochastic'."
         )
     resolve_weight_rounding(config.weight_rounding, config.slots, config.master_weights)
 
@@ -601,7 +601,7 @@ def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLeve
     if config.weight_rounding == "split" and dtype != "bfloat16":
         raise ValueError(
             f"weight_rounding='split' goes with bfloat16, and the dtype here is {dtype}: give "
-            "dtype='bfloat16', or weight_rounding='kahan'."
+            "dtype='bfloat16', or weight_rounding='stochastic'."
         )
     return EffectiveLevel(
         level=level,

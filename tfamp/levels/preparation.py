@@ -169,7 +169,7 @@ def prepare(
         placement: At level O1 what decides which ops are converted, as for `tfamp.rewrite`:
             "lists", "min_cut" or "fused". None is "lists", and with level "auto"
             "min_cut".
-        weight_rounding: "stochastic", "split" or "kahan" stores the weights in the low dtype at
+        weight_rounding: "stochastic" or "split" stores the weights in the low dtype at
             level O2 or O3 without float32 copies, and rounds their updates so that none is lost;
             see `LossScaleOptimizer`.
         slots: With it, the dtype of what the optimizer keeps: "bfloat16", "float16" or "float32".

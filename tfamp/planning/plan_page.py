@@ -11,7 +11,7 @@ import base64
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -47,17 +47,21 @@ def render_page(plan: Mapping[str, Any]) -> str:
         >>> "</html>" in render_page(plan)
         True
     """
-    style, script = sources()
+    scripts = "\n".join(_asset(name) for name in _SCRIPTS)
+    style = _asset("palette.css") + _asset("style.css")
+    script = f'(() => {{\n"use strict";\n{scripts}}})();\n'
+    # What the page allows its browser: its style sheet and script by hash, nothing else.
+    rules = "default-src 'none'", f"style-src {_hash(style)}", f"script-src {_hash(script)}"
     parts = {
-        "policy": security_policy([style], [script]),
+        "policy": "; ".join(rules),
         "style": style,
         "plan": _embeddable(plan),
         "script": script,
     }
-    return filled(asset(f"{_ASSETS}/page.html"), parts)
+    return _filled(_asset("page.html"), parts)
 
 
-def filled(skeleton: str, parts: Mapping[str, str]) -> str:
+def _filled(skeleton: str, parts: Mapping[str, str]) -> str:
     """Returns a page: a skeleton with parts in the place of their names between "@@"."""
     # One pass over the skeleton, so that nothing in a part is taken for a placeholder.
     pieces = skeleton.split("@@")
@@ -65,9 +69,8 @@ def filled(skeleton: str, parts: Mapping[str, str]) -> str:
     return "".join(pieces)
 
 
-def asset(path: str) -> str:
-    """Returns a text file of the package."""
-    return resources.files("tfamp").joinpath(path).read_text(encoding="utf-8")
+def _asset(name: str) -> str:
+    return resources.files("tfamp").joinpath(f"{_ASSETS}/{name}").read_text(encoding="utf-8")
 
 
 def _embeddable(plan: Mapping[str, Any]) -> str:
@@ -75,43 +78,6 @@ def _embeddable(plan: Mapping[str, Any]) -> str:
     # or start a comment; as an escape in a JSON string it is the same character.
     text = json.dumps(plan, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def security_policy(
-    styles: Sequence[str],
-    scripts: Sequence[str],
-    *,
-    images: bool = False,
-    inline_styles: bool = False,
-) -> str:
-    """Returns what a page allows its browser: style sheets and scripts by hash, nothing else.
-
-    Args:
-        styles: The style sheets.
-        scripts: The scripts.
-        images: Whether images that are in the page itself are shown.
-        inline_styles: Whether elements may have styles of their own.
-    """
-    rules = ["default-src 'none'"]
-    rules += [f"style-src {' '.join(map(_hash, styles))}"] * bool(styles)
-    rules += [f"script-src {' '.join(map(_hash, scripts))}"] * bool(scripts)
-    rules += ["img-src data:"] * images
-    rules += ["style-src-attr 'unsafe-inline'"] * inline_styles
-    return "; ".join(rules)
-
-
-def palette() -> str:
-    """Returns the colours of the page, light and dark, as custom properties of CSS."""
-    return asset(f"{_ASSETS}/palette.css")
-
-
-def sources() -> tuple[str, str]:
-    """Returns the style sheet and the script of every such page, for one that shows it in a frame.
-
-    The policy of the outer page holds for the inner one too.
-    """
-    parts = "\n".join(asset(f"{_ASSETS}/{name}") for name in _SCRIPTS)
-    return palette() + asset(f"{_ASSETS}/style.css"), f'(() => {{\n"use strict";\n{parts}}})();\n'
 
 
 def _hash(text: str) -> str:

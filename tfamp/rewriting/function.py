@@ -256,19 +256,6 @@ class RewrittenFunction(SaveableFunction):
         """The low dtype; None where float32 is the fastest this machine has."""
         return self._settings.dtype
 
-    def float32_trace(self, call: FlatCall) -> Any:
-        """Returns the concrete function of a call as it is before it is rewritten."""
-        # An autocast around the call would decide before the rewrite, about the outputs too.
-        with fused_batch_normalization(), current_modes.set_to(None):
-            return self._traced.trace(call)
-
-    def rewritten_graph(self, call: FlatCall, *, keep_float32: Iterable[str] = ()) -> FlatGraph:
-        """Returns the graph that a call is converted to, with more nodes that stay float32."""
-        graph = FlatGraph.of(self.float32_trace(call))
-        settings = self._settings.keeping(keep_float32)
-        settings.convert(graph.graph_def, graph.outputs, graph.inputs, self._ranges(graph))
-        return graph
-
     def _trace(self, *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
             warnings.warn(
@@ -276,7 +263,9 @@ class RewrittenFunction(SaveableFunction):
             )
             return self._traced.python_function(*args, **kwargs)
         call = FlatCall(args, kwargs)
-        traced = self.float32_trace(call)
+        # An autocast around the call would decide before the rewrite, about the outputs too.
+        with fused_batch_normalization(), current_modes.set_to(None):
+            traced = self._traced.trace(call)
         values = [*call.tensors, *traced.captured_inputs]
         try:
             graph = FlatGraph.of(traced)

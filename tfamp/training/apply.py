@@ -18,7 +18,7 @@ from tfamp.interop.tf_private import strategy_needs_merge_call, xla_works
 from tfamp.training.forms import Chance
 from tfamp.training.fused_update import fused_update, has_fused_update
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value, variable_name
-from tfamp.training.low_weights import LowWeights
+from tfamp.training.low_weights import LowWeights, StoredWeight
 from tfamp.training.optimizer_view import applied, view_of
 from tfamp.training.replicas import call_if, update_everywhere
 from tfamp.training.rounding import nearest_of_numbers
@@ -91,13 +91,11 @@ def _apply(weights: Weights, gradients: Gradients) -> None:
         if others is None:
             return
         gradients = others
+    if weights.low is not None:
+        weights.low.check_all_updated(optimizer, gradients.variables)
     gradients = gradients.unscaled()
     if any(each.gradient_accumulation_steps for each in applied(optimizer)):
         gradients = gradients.as_stored()
-    low = weights.low
-    if low is not None and chance is not None and low.updates_any(gradients.variables):
-        low.apply(optimizer, gradients, chance)
-        return
     asked: list[bool] = []
     counts_itself = tf.distribute.has_strategy() and not strategy_needs_merge_call()
     view = optimizer
@@ -196,6 +194,9 @@ class Weights:
         A value that was assigned to a variable since the last update holds. Variables that are as
         they are are returned.
         """
+        if self.low is not None:  # It holds whatever is assigned.
+            targets = self.targets(variables)
+            return [each.read() if isinstance(each, StoredWeight) else each for each in targets]
         return [_exact(*pair) for pair in zip(variables, self.targets(variables), strict=True)]
 
     def set_exact(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
@@ -215,10 +216,6 @@ class Weights:
 
     def finalize(self, variables: Sequence[Any]) -> None:
         """Puts the optimizer's moving averages, if it has any, into the weights."""
-        chance = self.chance()
-        if self.low is not None and chance is not None:
-            self.low.finalize(self.optimizer, chance)
-            return
         self.load()
         self.optimizer.finalize_variable_values(self.targets(variables))
         self.store()

@@ -37,7 +37,7 @@ def grouped(
         others += alike[whole:]
     left = 0
     for each in others:
-        if size(each) > left:
+        if not groups or size(each) > left:
             groups.append([])
             left = _ROOM
         groups[-1].append(each)

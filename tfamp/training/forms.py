@@ -36,15 +36,9 @@ FLOAT32 = wide_form("float32")
 
 @functools.cache
 def form_of(how: str, dtype: str) -> Form:
-    """The form of numbers of a low dtype that are rounded "stochastic", "split" or "kahan"."""
+    """The form of numbers of a low dtype that are rounded "stochastic" or "split"."""
     if how == "split":
         return Form((dtype, "int16"), rounding.joined, lambda value, words: rounding.split(value))
-    if how == "kahan":
-        return Form(
-            (dtype, dtype),
-            rounding.with_compensation,
-            lambda value, words: rounding.compensated(value, dtype, words()),
-        )
     return Form(
         (dtype,),
         rounding.widened,

@@ -40,6 +40,8 @@ _REPLACED = (
     "_backend_apply_gradients",
     "_backend_update_step",
 )
+# What no rule computes.
+_UNRULED = ("amsgrad", "use_ema", "gradient_accumulation_steps")
 # Strategies in which every replica has a copy of each variable, and makes the same update of it.
 _MIRRORS = (
     tf.distribute.MirroredStrategy,
@@ -49,43 +51,48 @@ _MIRRORS = (
 
 
 def has_fused_update(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether some variables of an optimizer can be updated in one pass, with Keras's result.
-
-    Not with moving averages of the weights or with gradient accumulation.
-    """
-    rule = _rule_of(optimizer)
+    """Whether some variables of an optimizer can be updated in one pass, with Keras's result."""
     return (
         runs_tensorflow()
-        and rule is not None
-        and all(isinstance(getattr(optimizer, name), (int, float)) for name in rule.settings)
-        and not getattr(optimizer, "amsgrad", False)
-        and not optimizer.use_ema
-        and not optimizer.gradient_accumulation_steps
-        and not any(name in vars(optimizer) for name in _REPLACED)
+        and unruled(optimizer) is None
         and (not tf.distribute.has_strategy() or isinstance(tf.distribute.get_strategy(), _MIRRORS))
         and tf.compat.v1.executing_eagerly_outside_functions()
     )
 
 
+def unruled(optimizer: keras.optimizers.Optimizer) -> str | None:
+    """An optimizer of which there is no rule, in words; None where there is one."""
+    rule = _rule_of(optimizer)
+    words = f"{optimizer.name} ({type(optimizer).__name__})"
+    if rule is None:
+        return words
+    numbers = {name: getattr(optimizer, name) for name in rule.settings}
+    other = {name: value for name, value in numbers.items() if not isinstance(value, (int, float))}
+    features = {name: getattr(optimizer, name, None) for name in _UNRULED}
+    other |= {name: value for name, value in features.items() if value}
+    own = [f"a method {name} of its own" for name in _REPLACED if name in vars(optimizer)]
+    given = [*(f"{name}={value!r}" for name, value in other.items()), *own]
+    return f"{words} with {', '.join(given)}" if given else None
+
+
 def fused_update(
     optimizer: keras.optimizers.Optimizer, gradients: Gradients, chance: Chance | None = None
 ) -> Gradients | None:
-    """Applies dense gradients to float32 variables, and what stands for them, in one pass each.
+    """Applies dense gradients to float32 variables, and all to what is stored low, in one pass.
 
     `chance` decides how what is stored in fewer bits is rounded. Returns the gradients of the other
     variables, which are to be applied as Keras does and end the step; None where there are none.
-    Without XLA only SGD has some that are applied here.
+    Without XLA only SGD has float32 variables that are updated here.
     """
     # Warns of gradients that are None, as the optimizer does.
     values, variables = optimizer._filter_empty_gradients(gradients.values, gradients.variables)
     gradients = replace(gradients, values=values, variables=variables, checked=None)
     rule = _rule_of(optimizer)
-    keys = list(map(optimizer._var_key, variables))
-    once = [number == 1 for number in map(Counter(keys).__getitem__, keys)]
-    fits = [a and _fits(rule, *pair) for a, pair in zip(once, gradients.pairs(), strict=True)]
+    fits = [_fits(rule, *pair) for pair in gradients.pairs()]
     if optimizer.clipnorm or optimizer.clipvalue or optimizer.global_clipnorm:
-        if not all(fits):
+        if not (all(fits) or any(map(_is_low, variables))):
             return gradients  # The norm may be that of all gradients together.
+        # Keras clips what is left to it once more, which changes nothing then.
         gradients = gradients.unscaled()
         # Keras clips what each replica has, and sums then.
         gradients = replace(gradients, values=optimizer._clip_gradients(gradients.values))
@@ -93,7 +100,11 @@ def fused_update(
         own = _chosen(gradients, fits, True)
         if several_replicas() and not own.summed:
             own = own.summed_over_replicas()
-        _update_in_one_pass(optimizer, rule, own, chance)
+        sparse = [isinstance(value, tf.IndexedSlices) for value in own.values]
+        if not all(sparse):
+            _update_in_one_pass(optimizer, rule, _chosen(own, sparse, False), chance)
+        if any(sparse):
+            _update_in_one_pass(optimizer, rule, _chosen(own, sparse, True).unscaled(), chance)
     if not all(fits):
         return _chosen(gradients, fits, False)
     iterations = native(optimizer._iterations)
@@ -112,19 +123,37 @@ def _chosen(gradients: Gradients, choice: Sequence[bool], chosen: bool) -> Gradi
 
 def _fits(rule: _Rule | None, gradient: Any, variable: Any) -> bool:
     target = native(variable)
-    return (
-        rule is not None
-        and tf.is_tensor(gradient)
-        and not isinstance(gradient, tf.IndexedSlices)
-        and gradient.dtype != tf.float64
-        and gradient.shape.is_fully_defined()
-        and 0 not in gradient.shape
-        and (_is_low(target) or isinstance(target, tf.Variable))
-        and target.dtype == tf.float32
-        and getattr(variable, "constraint", None) is None
-        and not is_next_value(variable)
-        and ((rule.run is not None and not _is_low(target)) or xla_works(target.device))
+    return rule is not None and (
+        _is_low(target)
+        or (
+            tf.is_tensor(gradient)
+            and not isinstance(gradient, tf.IndexedSlices)
+            and gradient.dtype != tf.float64
+            and gradient.shape.is_fully_defined()
+            and 0 not in gradient.shape
+            and isinstance(target, tf.Variable)
+            and target.dtype == tf.float32
+            and getattr(variable, "constraint", None) is None
+            and not is_next_value(variable)
+            and (rule.run is not None or xla_works(target.device))
+        )
     )
+
+
+def _dense(gradient: Any, variable: Any) -> tuple[Any, Any]:
+    """A gradient as a compiled update of a variable takes it, and its squares if they are not its.
+
+    Of a row that is given more than once Keras adds up the squares, not only the gradients.
+    """
+    if isinstance(gradient, tf.IndexedSlices):
+        values, rows = tf.cast(gradient.values, tf.float32), variable.shape[0]
+        both = (values, tf.square(values))
+        gradient, squares = (
+            tf.math.unsorted_segment_sum(each, gradient.indices, rows) for each in both
+        )
+        return gradient, squares
+    gradient = tf.ensure_shape(gradient, variable.shape)
+    return tf.cast(gradient, tf.float32) if gradient.dtype == tf.float64 else gradient, None
 
 
 def _is_low(target: Any) -> bool:
@@ -146,20 +175,37 @@ def _update_in_one_pass(
             steps = tf.convert_to_tensor(native(optimizer._iterations))
             chance = Chance(tf.zeros_like(steps), steps)
         step = _Step(factors, decay, rule.numbers(optimizer, rate), chance)
-        updates: dict[tuple[str, bool], list[_Update]] = defaultdict(list)
+        # A variable that is given twice is updated twice, one update after the other.
+        times: Counter[int] = Counter()
+        updates: dict[tuple[str, bool, int], list[_Update]] = defaultdict(list)
         for gradient, variable in gradients.pairs():
             # Low gradients are cast in the compiled update where there is one, not all beforehand.
-            if rule.run is not None and not _is_low(variable):
+            squares = None
+            if _is_low(variable):
+                gradient, squares = _dense(gradient, variable)
+            elif rule.run is not None:
                 gradient = tf.cast(gradient, tf.float32)
-            update = _update_of(optimizer, rule, gradient, variable)
-            updates[native(variable).device, _is_low(variable)].append(update)
-        for (device, low), its_own in updates.items():
+            update = _update_of(optimizer, rule, gradient, squares, variable)
+            place = native(variable).device, _is_low(variable), times[update.number]
+            times[update.number] += 1
+            updates[place].append(update)
+        for (device, low, _), its_own in updates.items():
             with tf.device(device):
                 if rule.run is not None and not low:
                     rule.run(optimizer, step, its_own)
                     continue
                 for group in grouped(its_own, device, lambda u: u.kind, lambda u: u.bytes):
                     _run_compiled(rule, step, group, device)
+        for variable in gradients.variables:
+            if getattr(variable, "constraint", None) is not None:
+                _constrain(variable, optimizer._get_variable_index(variable), chance)
+
+
+def _constrain(target: Any, index: int, chance: Chance) -> None:
+    """Applies the constraint of a variable that is stored low, behind its update."""
+    value = target.constraint(load(target.form, target.handles))
+    number = tf.constant(index * NUMBERS_OF_ONE + NUMBERS_OF_ONE - 1)
+    store(target.form, target.handles, value, chance, number)
 
 
 def _factors(divisor: Any) -> tuple[Any, ...]:
@@ -175,14 +221,14 @@ def _factors(divisor: Any) -> tuple[Any, ...]:
     return first, 1.0 / (divisor * first)
 
 
-def _update_of(optimizer: Any, rule: _Rule, gradient: Any, variable: Any) -> _Update:
+def _update_of(optimizer: Any, rule: _Rule, gradient: Any, squares: Any, variable: Any) -> _Update:
     target, index = native(variable), optimizer._get_variable_index(variable)
     decays = bool(optimizer.weight_decay) and optimizer._use_weight_decay(target)
     slots = rule.slots(optimizer, index)
     forms = (getattr(target, "form", FLOAT32), *map(form_of_slot, slots))
     own = target.handles if _is_low(target) else [target.handle]
     handles = [own, *([native(slot).handle] for slot in slots)]
-    return _Update(gradient, decays, forms, handles, index)
+    return _Update(gradient, squares, decays, forms, handles, index)
 
 
 def form_of_slot(slot: Any) -> Form:
@@ -228,6 +274,7 @@ class _Update(NamedTuple):
     """What one variable is updated with."""
 
     gradient: Any
+    squares: Any  # Of a sparse gradient; None: those of the gradient.
     decays: bool
     forms: tuple[Form, ...]  # Of the variable and of its slots.
     handles: Sequence[Sequence[Any]]  # Of each, those of what is stored for it.
@@ -236,7 +283,8 @@ class _Update(NamedTuple):
     @property
     def kind(self) -> Any:
         """What is the same for all that are compiled alike."""
-        return self.gradient.shape, self.gradient.dtype, self.decays, self.forms
+        is_sparse = self.squares is not None
+        return self.gradient.shape, self.gradient.dtype, is_sparse, self.decays, self.forms
 
     @property
     def bytes(self) -> int:
@@ -253,7 +301,7 @@ def _is_parted(form: Form) -> bool:
 def _sgd(optimizer: Any, step: _Step, updates: list[_Update]) -> None:
     """Updates float32 variables by TensorFlow's own ops."""
     rate, momentum = step.numbers
-    for gradient, decays, _, handles, _ in updates:
+    for gradient, _, decays, _, handles, _ in updates:
         variable = handles[0][0]
         if decays:
             decayed = load(FLOAT32, handles[0]) * step.decay
@@ -278,7 +326,7 @@ def _descent_value(times: Any, numbers: Any, gradient: Any, value: Any) -> Any:
     return value - times(gradient, numbers[0])
 
 
-def _momentum_slots(times: Any, numbers: Any, gradient: Any, mean: Any) -> Any:
+def _momentum_slots(times: Any, numbers: Any, gradient: Any, squares: Any, mean: Any) -> Any:
     rate, momentum = numbers
     return (times(mean, momentum) - times(gradient, rate),)
 
@@ -301,10 +349,12 @@ def _adam_numbers(optimizer: Any, rate: Any) -> tuple[Any, ...]:
     return (rate * tf.sqrt(bias_2) / bias_1, *rests, _number(optimizer.epsilon))
 
 
-def _adam_slots(times: Any, numbers: Any, gradient: Any, mean: Any, square: Any) -> Any:
+def _adam_slots(
+    times: Any, numbers: Any, gradient: Any, squares: Any, mean: Any, square: Any
+) -> Any:
     _, rest_1, rest_2, _ = numbers
     mean = mean + times(gradient - mean, rest_1)
-    return mean, square + times(times(gradient, gradient) - square, rest_2)
+    return mean, square + times(squares - square, rest_2)
 
 
 def _adam_value(times: Any, numbers: Any, gradient: Any, value: Any, mean: Any, square: Any) -> Any:
@@ -322,7 +372,7 @@ def _lion_value(times: Any, numbers: Any, gradient: Any, value: Any, mean: Any) 
     return value - times(rate, tf.sign(times(mean, beta_1) + times(gradient, rest_1)))
 
 
-def _lion_slots(times: Any, numbers: Any, gradient: Any, mean: Any) -> Any:
+def _lion_slots(times: Any, numbers: Any, gradient: Any, squares: Any, mean: Any) -> Any:
     _, _, beta_2, _, rest_2 = numbers
     return (times(mean, beta_2) + times(gradient, rest_2),)
 
@@ -343,9 +393,9 @@ def _adafactor_own_slots(optimizer: Any, index: int) -> list[Any]:
     return [*factors, optimizer._v[index]]
 
 
-def _adafactor_slots(times: Any, numbers: Any, gradient: Any, *slots: Any) -> Any:
+def _adafactor_slots(times: Any, numbers: Any, gradient: Any, squares: Any, *slots: Any) -> Any:
     _, beta_2, rest, epsilon, *_ = numbers
-    squares = times(gradient, gradient) + epsilon
+    squares = squares + epsilon
 
     def averaged(old: Any, new: Any) -> Any:
         return times(beta_2, old) + times(rest, new)
@@ -427,6 +477,8 @@ _ADAFACTOR = _Rule(
     next_value=_adafactor_value,
     next_slots=_adafactor_slots,
 )
+# By name, for messages.
+RULED = ("SGD", "Adam", "AdamW", "Lion", "Adafactor")
 _RULES = {
     keras.optimizers.Adam: _ADAM,
     keras.optimizers.AdamW: _ADAM,
@@ -450,15 +502,17 @@ def _rule_of(optimizer: keras.optimizers.Optimizer) -> _Rule | None:
 def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update], device: str) -> None:
     parts = (_update_slots, _update_value) if rule.next_slots is not None else (_update_value,)
     parts = parts[::-1] if rule.value_first else parts
-    gradients, decays, forms, handles, numbers = zip(*updates, strict=True)
-    dtypes = tuple(gradient.dtype for gradient in gradients)
+    gradients, squares, decays, forms, handles, numbers = zip(*updates, strict=True)
+    dtypes = tuple((g.dtype, own is not None) for g, own in zip(gradients, squares, strict=True))
+    given = [own for own in squares if own is not None]
     # What is computed of float32 slots takes them from the memory they were just written to. Low
     # ones XLA would compute a second time, so what is computed of them is compiled by itself.
     wide = all(form.dtypes == FLOAT32.dtypes for own in forms for form in own[1:])
     scalars, on_cpu = (len(step.factors), len(step.numbers)), device_kind_of(device) == "cpu"
+    compiles = xla_works(device)
     for each in [parts] if wide else [(part,) for part in parts]:
-        compiled = _compiled(rule, each, decays, forms, dtypes, scalars, on_cpu)
-        compiled(step, list(gradients), list(handles), tf.constant(numbers, tf.int32))
+        compiled = _compiled(rule, each, decays, forms, dtypes, scalars, on_cpu, compiles)
+        compiled(step, list(gradients), given, list(handles), tf.constant(numbers, tf.int32))
 
 
 # Traced once for so many variables, and compiled once per set of shapes. It takes handles: a
@@ -469,28 +523,35 @@ def _compiled(
     parts: tuple[Callable[..., list[Any]], ...],
     decays: tuple[bool, ...],
     forms: tuple[tuple[Form, ...], ...],
-    dtypes: tuple[tf.DType, ...],
+    dtypes: tuple[tuple[tf.DType, bool], ...],
     scalars: tuple[int, int],
     on_cpu: bool,
+    compiles: bool,
 ) -> Any:
-    def update_all(step: _Step, gradients: Any, handles: Any, numbers: Any) -> list[Any]:
+    def update_all(
+        step: _Step, gradients: Any, squares: Any, handles: Any, numbers: Any
+    ) -> list[Any]:
         halved = []
+        given = iter(squares)
         for i, (gradient, own) in enumerate(zip(gradients, handles, strict=True)):
             first = numbers[i] * NUMBERS_OF_ONE
             pairs = enumerate(zip(forms[i], own, strict=True))
             cells = [_Cell(*pair, first + j) for j, pair in pairs]
-            wide = gradient if dtypes[i] == tf.float32 else widened(gradient)
+            dtype, is_sparse = dtypes[i]
+            wide = gradient if dtype == tf.float32 else widened(gradient)
+            own_squares = next(given) if is_sparse else None
             for part in parts:
-                halved += part(rule, step, wide, decays[i], cells)
+                halved += part(rule, step, (wide, own_squares), decays[i], cells)
         # XLA on CPUs has a loop for each result, and repeats in it what has no result of its own.
         return halved if on_cpu else []
 
     factors, numbers = ((_SCALAR,) * count for count in scalars)
     step = _Step(factors, _SCALAR, numbers, Chance(_COUNT, _COUNT))
     resources = [[[_RESOURCE] * len(form.dtypes) for form in own] for own in forms]
-    gradients = [tf.TensorSpec(None, dtype) for dtype in dtypes]
-    signature = [step, gradients, resources, tf.TensorSpec([len(forms)], tf.int32)]
-    return tf.function(update_all, signature, jit_compile=True, autograph=False)
+    gradients = [tf.TensorSpec(None, dtype) for dtype, _ in dtypes]
+    squares = [tf.TensorSpec(None, tf.float32) for _, is_sparse in dtypes if is_sparse]
+    signature = [step, gradients, squares, resources, tf.TensorSpec([len(forms)], tf.int32)]
+    return tf.function(update_all, signature, jit_compile=compiles, autograph=False)
 
 
 class _Cell(NamedTuple):
@@ -507,7 +568,7 @@ class _Cell(NamedTuple):
         store(self.form, self.handles, value, chance, self.number)
 
 
-def _update_value(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: Any) -> list[Any]:
+def _update_value(rule: _Rule, step: _Step, given: Any, decays: bool, cells: Any) -> list[Any]:
     """Updates a variable; returns its next value if that is stored in more than one part."""
     times = functools.partial(_product, step.chance.step)
     value, *slots = (cell.load() for cell in cells)
@@ -515,18 +576,19 @@ def _update_value(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: 
         # Not multiplied by 0: a weight may be infinite, as in a mask.
         decayed = value - times(value, step.decay)
         value = tf.where(tf.equal(step.decay, 0.0), value, decayed)
-    new = rule.next_value(times, step.numbers, _unscaled(times, step, gradient), value, *slots)
+    new = rule.next_value(times, step.numbers, _unscaled(times, step, given[0]), value, *slots)
     cells[0].store(new, step.chance)
     return [new] if _is_parted(cells[0].form) else []
 
 
-def _update_slots(rule: _Rule, step: _Step, gradient: Any, decays: bool, cells: Any) -> list[Any]:
+def _update_slots(rule: _Rule, step: _Step, given: Any, decays: bool, cells: Any) -> list[Any]:
     if rule.next_slots is None:
         return []
     times = functools.partial(_product, step.chance.step)
     slots = [cell.load() for cell in cells[1:]]
-    gradient = _unscaled(times, step, gradient)
-    new = rule.next_slots(times, step.numbers, gradient, *slots)
+    gradient, squares = _unscaled(times, step, given[0]), given[1]
+    squares = times(gradient, gradient) if squares is None else squares
+    new = rule.next_slots(times, step.numbers, gradient, squares, *slots)
     for each, cell in zip(new, cells[1:], strict=True):
         cell.store(each, step.chance)
     return []

@@ -20,14 +20,13 @@ def applied(optimizer: Any) -> Sequence[Any]:
 def view_of(
     optimizer: Any,
     make_class: Callable[[type], type],
-    adapt: Callable[[Any, dict[str, Any]], None] = lambda optimizer, state: None,
 ) -> Any:
     """An object with the attributes of an optimizer, thus its variables, to call `apply` on.
 
-    It is of the class that is made of the optimizer's, and `adapt` changes its attributes. Keras
-    counts iterations with a `merge_call`, which a condition in a replica allows not: where there is
-    one, the view counts in the replica's own copy. The optimizer itself is not touched, which
-    matters where replicas run in threads of their own.
+    It is of the class that is made of the optimizer's. Keras counts iterations with a `merge_call`,
+    which a condition in a replica allows not: where there is one, the view counts in the replica's
+    own copy. The optimizer itself is not touched, which matters where replicas run in threads of
+    their own.
     """
     view: Any = object.__new__(make_class(type(optimizer)))
     # Past Keras's __setattr__, which would track the variables a second time.
@@ -39,7 +38,6 @@ def view_of(
         )
     if "_inner_optimizers" in state:  # MultiOptimizer hands each its share.
         state["_inner_optimizers"] = [
-            view_of(each, make_class, adapt) for each in optimizer._inner_optimizers
+            view_of(each, make_class) for each in optimizer._inner_optimizers
         ]
-    adapt(optimizer, state)
     return view

@@ -92,43 +92,6 @@ def joined(weight: Any, difference: Any) -> Any:
     return tf.bitcast(_raised(weight) + offset, tf.float32)
 
 
-def compensated(master: Any, dtype: Any, words: Any) -> tuple[Any, Any]:
-    """Splits float32 into the nearest low number and, in another one, what that is off by.
-
-    That one is rounded stochastically: an update too small even for it is not lost on average.
-    A NaN stays one if it is of the kind that arithmetic makes.
-
-    Source: Kahan, "Pracniques: further remarks on reducing truncation errors", 1965.
-    """
-    weight = nearest_of_numbers(master, dtype)
-    if tf.as_dtype(dtype) != tf.bfloat16:
-        error = (master - widened(weight)) * _UNIT_OF_ERRORS
-        # What has overflown has no error that is a number.
-        return weight, stochastic(tf.where(tf.math.is_finite(error), error, 0.0), dtype, words)
-    error = _bits(master - widened(weight))
-    finite = _and(error, _MAGNITUDE) < _unsigned(_EXPONENT)
-    rounded = _shifted(error + _shifted(words, 16), 16)
-    # An error is far from the largest number; what has overflown has none that is a number.
-    return weight, _pattern(tf.where(finite, rounded, _unsigned(0)))
-
-
-def with_compensation(weight: Any, compensation: Any) -> Any:
-    """The sum of the two in float32; the weight alone where the other is not an error of it.
-
-    It is not where a value was assigned to the weight since.
-    """
-    wide, error = widened(weight), widened(compensation)
-    if weight.dtype != tf.bfloat16:
-        error = error / _UNIT_OF_ERRORS
-    # A little less, as an error that was rounded up to half a step would be a tie.
-    nearly = widened(nearest_of_numbers(wide + error * (1 - 2.0**-7), weight.dtype))
-    return tf.where(tf.equal(nearly, wide), wide + error, wide)
-
-
-# float16 has no exponents for the errors of its smaller numbers: they are stored larger.
-_UNIT_OF_ERRORS = 2.0**11
-
-
 # ---- Random numbers ------------------------------------------------------------------------------
 
 
