@@ -33,12 +33,6 @@ def test_help_names_the_commands(capsys):
         (["doctor", "a", "--batch-size", "0"], "--batch-size must be at least 1; got 0"),
         (["doctor", "--batch-size", "2"], "--batch-size needs a MODEL to look at"),
         (["doctor", "--training"], "--training needs a MODEL to look at"),
-        (["tune"], "required: SRC"),
-        (["tune", "a", "--rounds", "0"], "--rounds must be at least 1; got 0"),
-        (["tune", "a", "--batch-size", "-1"], "--batch-size must be at least 1; got -1"),
-        (["tune", "a", "--max-error", "-1"], "--max-error must be a number in"),
-        (["tune", "a", "--candidate", "fast"], "--candidate must be one of float32, "),
-        (["tune", "a", "--inputs", "none.npz"], "--inputs: cannot read 'none.npz'"),
     ],
 )
 def test_wrong_usage_is_exit_code_2_and_says_what_is_wrong(argv, message, capsys):

@@ -319,37 +319,3 @@ def test_calibration_data_with_nan_is_named(run, tmp_path):
     assert "Calibration batch 0: the input x:0 holds NaN" in nan
     assert "no op that can be converted to float16 with this calibration data" in nothing
     assert "is not finite in float32 already" in nothing
-
-
-def test_tune_tells_times_and_errors_and_writes_nothing(run, src, tmp_path):
-    before = sorted(path.stat().st_mtime_ns for path in src.rglob("*"))
-    options = ["--dtype", "bfloat16", "--rounds", "2", "--candidate", "lists"]
-    code, out, err = run("tune", src, *options, "--batch-size", "4")
-    assert (code, err) == (0, "")
-    assert [line.split()[0] for line in out.splitlines()[1:3]] == ["float32", "lists"]
-    assert out.count("<- chosen") == 1
-    assert sorted(path.stat().st_mtime_ns for path in src.rglob("*")) == before
-
-    inputs = tmp_path / "inputs.npz"
-    np.savez(inputs, x=saved_models.FLOATS.astype("float64"))
-    given = [*options, "--signature", "also", "--inputs", inputs, "--max-error", "0", "--json"]
-    code, out, err = run("tune", src, *given)
-    facts = json.loads(out)
-    assert (code, err, facts["function"], facts["max_error"]) == (0, "", "also", 0)
-    float32, lists = facts["rows"]
-    assert (float32["chosen"], lists["low_nodes"] > 0, lists["error"] > 0) == (True, True, True)
-
-
-def test_tune_says_which_inputs_it_needs(run, src, tmp_path):
-    inputs = tmp_path / "inputs.npz"
-    np.savez(inputs, y=saved_models.FLOATS)
-    code, _, err = run("tune", src, "--dtype", "bfloat16", "--inputs", inputs)
-    assert code == 1
-    assert "['count', 'x']" in one_line(err)
-    words = tmp_path / "words"
-    module = tf.Module()
-    module.call = tf.function(tf.strings.length, [tf.TensorSpec((None,), tf.string)])
-    tf.saved_model.save(module, str(words), signatures=module.call)
-    code, _, err = run("tune", words, "--dtype", "bfloat16")
-    assert code == 1
-    assert "string of shape (None,), of which no values can be made up" in one_line(err)
