@@ -392,3 +392,14 @@ def test_wrong_arguments():
         find_nonfinite(model, x, x, loss=3)
     with pytest.raises(TypeError, match="one batch"):
         find_nonfinite(model, tf.data.Dataset.from_tensors(x))
+
+
+def test_a_model_at_level_o1_is_searched_in_the_graph_that_fit_runs():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(), "mse")
+    _, optimizer = tfamp.prepare(model, level="O1", dtype="float16")
+    x, y = np.full((8, 4), 1e5, "float32"), np.ones((8, 1), "float32")
+    model.fit(x, y, verbose=0)
+    assert int(optimizer.skipped_steps) == 1
+    # A Cast that the rewrite of the whole graph makes; autocast's has another name.
+    assert "CastTo-float16" in find_nonfinite(model, x, y).node
