@@ -15,8 +15,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.diagnostics import model_runs
 from tfamp.diagnostics.comparison import ComparisonRow, largest_error, range_shares
+from tfamp.diagnostics.model_runs import (
+    Around,
+    all_layers,
+    computing_in,
+    float_tensors,
+    layer_path,
+    low_dtype_of,
+    observing_layers,
+    policies_in,
+    unchanged,
+    with_policies,
+)
 from tfamp.interop import keras_hooks
 from tfamp.layers.float_policies import policy_with
 from tfamp.policy import Policy
@@ -38,13 +49,13 @@ class LayerComparison:
         self._model, self._x, self._dtype = model, x, dtype
         if not model.built:
             model(x, training=False)
-        self._layers = list(filter(_has_row, model_runs.all_layers(model)))
+        self._layers = list(filter(_has_row, all_layers(model)))
         self._low = {
             id(layer): (layer, name)
             for layer, name in self._low_policies()
             if None not in (policy_with(layer, name), policy_with(layer, "float32"))
         }
-        with model_runs.computing_in(model, "float32"):
+        with computing_in(model, "float32"):
             self.outputs, self._calls = self._recorded()
             self._own = self._own_errors()
             self.noise = largest_error(self._run(), self.outputs)
@@ -73,7 +84,7 @@ class LayerComparison:
         scores: dict[int, float] = {}
         for layer in reversed(self._layers):  # Inner layers before those that hold them.
             own = self._own.get(id(layer), 0.0)
-            below = model_runs.all_layers(layer)[1:]
+            below = all_layers(layer)[1:]
             inner = [scores[id(each)] for each in below if id(each) in scores]
             explained = bool(inner) and own <= _OWN_FACTOR * max(inner)
             scores[id(layer)] = -1.0 / (1 + own) if explained else own
@@ -81,41 +92,41 @@ class LayerComparison:
         order = {key: number for number, key in enumerate(seen)}
         units = [layer for layer in self._layers if self._members(layer) and id(layer) in order]
         units.sort(key=lambda layer: (-scores[id(layer)], order[id(layer)]))
-        return list(dict.fromkeys(map(model_runs.layer_path, units)))
+        return list(dict.fromkeys(map(layer_path, units)))
 
     # Which layers
 
     def _low_policies(self) -> Iterator[tuple[Any, str]]:
         """The layers that compute in the low dtype in a mixed run, with their policies."""
         name = f"mixed_{self._dtype}"
-        yield from model_runs.policies_in(self._model, self._dtype)
+        yield from policies_in(self._model, self._dtype)
         # A layer by itself: what a model would keep float32 as its output is what is asked for.
         is_layer = not isinstance(self._model, keras.Model)
-        is_asked = is_layer and not model_runs.low_dtype_of(self._model)
-        for layer in model_runs.all_layers(self._model):
+        is_asked = is_layer and not low_dtype_of(self._model)
+        for layer in all_layers(self._model):
             can_be_low = is_asked and not Policy(name).keeps_float32(type(layer))
             if can_be_low or layer.compute_dtype == self._dtype:
                 yield layer, name
 
     def _members(self, layer: Any) -> list[tuple[Any, str]]:
         """The layer and the layers in it that are low in a mixed run."""
-        below = model_runs.all_layers(layer)
+        below = all_layers(layer)
         return [self._low[id(each)] for each in below if id(each) in self._low]
 
     @contextlib.contextmanager
     def _mixed(self, kept: Collection[str]) -> Iterator[None]:
         """Mixed precision with some layers, and what is in them, in float32."""
-        named = [each for each in self._layers if model_runs.layer_path(each) in kept]
-        float32 = {id(each) for layer in named for each in model_runs.all_layers(layer)}
+        named = [each for each in self._layers if layer_path(each) in kept]
+        float32 = {id(each) for layer in named for each in all_layers(layer)}
         low = [each for key, each in self._low.items() if key not in float32]
-        with model_runs.computing_in(self._model, "float32"), model_runs.with_policies(low):
+        with computing_in(self._model, "float32"), with_policies(low):
             yield
 
     # Runs
 
-    def _run(self, around: model_runs.Around = lambda _, call: call()) -> _Tensors:
+    def _run(self, around: Around = lambda _, call: call()) -> _Tensors:
         """Runs the model with the policies it has now."""
-        with model_runs.unchanged(self._model.variables), model_runs.observing_layers(around):
+        with unchanged(self._model.variables), observing_layers(around):
             return _arrays(self._model(self._x, training=False))
 
     def _recorded(self) -> tuple[_Tensors, _Calls]:
@@ -144,7 +155,7 @@ class LayerComparison:
             expected = next(left[id(layer)], None)
             if expected and (members := self._members(layer)):
                 alone, tensors = True, None
-                with contextlib.suppress(*_REFUSALS), model_runs.with_policies(members):
+                with contextlib.suppress(*_REFUSALS), with_policies(members):
                     tensors = _arrays(call())
                 alone = False
                 if tensors is not None:
@@ -159,7 +170,7 @@ class LayerComparison:
     def _row(self, layer: Any, calls: list[_Tensors], errors: list[float]) -> ComparisonRow:
         shares = [range_shares(tensors, self._dtype) for tensors in calls if tensors]
         return ComparisonRow(
-            layer=model_runs.layer_path(layer),
+            layer=layer_path(layer),
             kind=type(layer).__name__,
             dtype=layer.compute_dtype,
             relative_error=max(errors),
@@ -184,6 +195,6 @@ def _arrays(value: Any) -> _Tensors:
     """The float tensors in a structure that have values: none while a function is traced."""
     return [
         np.asarray(keras.ops.convert_to_numpy(each))
-        for each in model_runs.float_tensors(value)
+        for each in float_tensors(value)
         if hasattr(each, "numpy")
     ]

@@ -20,7 +20,6 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import SkippedStepsError
 from tfamp.core.options import checked_count
-from tfamp.diagnostics import records
 from tfamp.diagnostics.exponents import FLOAT16_MAX, SHARES
 from tfamp.diagnostics.model_runs import chosen_layers, watch_layers
 from tfamp.diagnostics.optimizer_watch import (
@@ -29,6 +28,17 @@ from tfamp.diagnostics.optimizer_watch import (
     is_watched_by,
     scaling_of,
     watch_optimizer,
+)
+from tfamp.diagnostics.records import (
+    activations_of,
+    add_lost_updates,
+    make_record,
+    scale_text,
+    to_rich,
+    write_summary,
+)
+from tfamp.diagnostics.records import (
+    to_text as records_text,
 )
 from tfamp.diagnostics.step_statistics import SampledCounts, StepStatistics, count_values, only_if
 from tfamp.diagnostics.weight_updates import WeightUpdates
@@ -294,7 +304,7 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     def to_text(self) -> str:
         """Returns a summary of the last record: the run, and a table of the variables."""
-        return records.to_text(self.history)
+        return records_text(self.history)
 
     def print_summary(self, file: Any = None) -> None:
         """Writes the summary: a table where rich is installed, else plain text.
@@ -302,10 +312,10 @@ class NumericsMonitor(keras.callbacks.Callback):
         Args:
             file: Text file to write to; None: standard output.
         """
-        records.write_summary(self.history, sys.stdout if file is None else file)
+        write_summary(self.history, sys.stdout if file is None else file)
 
     def __rich__(self) -> Any:
-        return records.to_rich(self.history)
+        return to_rich(self.history)
 
     # What runs on the device.
 
@@ -423,11 +433,11 @@ class NumericsMonitor(keras.callbacks.Callback):
     ) -> None:
         names = _unique([gradient_lib.variable_name(v) for v in statistics.variables])
         past = statistics.past(self._reported + 1, self._taken)
-        record = records.make_record(sampled.read(), names, past, skips)
-        records.add_lost_updates(record, names, *self._updates.read(statistics.variables))
+        record = make_record(sampled.read(), names, past, skips)
+        add_lost_updates(record, names, *self._updates.read(statistics.variables))
         if self._outputs:
             samples = {name: sample.read() for name, sample in self._outputs.items()}
-            record["activations"] = records.activations_of(samples)
+            record["activations"] = activations_of(samples)
         self._reported = self._taken
         self.history.append(record)
         if self._jsonl is not None:
@@ -443,7 +453,7 @@ class NumericsMonitor(keras.callbacks.Callback):
             "micro-batches, overflowed, or the steps were not recorded; every=1 records each"
         )
         if bad:
-            scale = records.scale_text(record["loss_scale"])
+            scale = scale_text(record["loss_scale"])
             where = f"at step {record['step']}, with loss scale {scale}, the first bad variable was"
             where += f" {bad[0]}"
         if len(bad) > 1:

@@ -13,14 +13,10 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tfamp.core import notebook_html
 from tfamp.core.text_table import table_lines
-
-if TYPE_CHECKING:
-    from tfamp.planning.structures import CastSite, NodePlan, RewritePlan
-
 
 _ASSETS = "planning/plan_page_assets"
 # In the order in which they build on one another.
@@ -85,19 +81,19 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def plan_text(plan: RewritePlan) -> str:
+def plan_text(plan: Mapping[str, Any]) -> str:
     """Returns the plan as a table for people: nodes, Casts, totals."""
     lines = table_lines([_NODE_HEAD, *_node_rows(plan)])
-    if plan.casts:
+    if plan["casts"]:
         lines += ["", *table_lines([_CAST_HEAD, *_cast_rows(plan)])]
     return "\n".join([*lines, "", _totals_text(plan)]) + "\n"
 
 
-def plan_fragment(plan: RewritePlan) -> str:
+def plan_fragment(plan: Mapping[str, Any]) -> str:
     """Returns the plan as a notebook shows it: totals, op types, and all of it to unfold."""
-    total = Counter(node.op for node in plan.nodes)
-    low = Counter(node.op for node in plan.nodes if node.dtype == plan.dtype)
-    gain = plan.summary.estimated_speed_up
+    total = Counter(node["op"] for node in plan["nodes"])
+    low = Counter(node["op"] for node in plan["nodes"] if node["dtype"] == plan["dtype"])
+    gain = plan["summary"]["estimated_speed_up"]
     estimate = [] if gain is None else [f"estimated speed-up: {gain:.2f}"]
     ordered = sorted(total, key=lambda op: (-low[op], -total[op], op))
     counts = [(op, str(low[op]), str(total[op] - low[op])) for op in ordered]
@@ -107,9 +103,9 @@ def plan_fragment(plan: RewritePlan) -> str:
     return notebook_html.fragment(
         "Plan of a rewrite",
         notebook_html.lines_of([_totals_text(plan), *estimate]),
-        notebook_html.table(("op", plan.dtype, "other"), counts, left=1),
-        notebook_html.folded(f"{len(plan.nodes):,} nodes, with reasons", nodes),
-        notebook_html.folded(f"{len(plan.casts):,} Casts", casts),
+        notebook_html.table(("op", plan["dtype"], "other"), counts, left=1),
+        notebook_html.folded(f"{len(plan['nodes']):,} nodes, with reasons", nodes),
+        notebook_html.folded(f"{len(plan['casts']):,} Casts", casts),
     )
 
 
@@ -117,48 +113,31 @@ _NODE_HEAD = ("node", "op", "dtype", "cost", "reason")
 _CAST_HEAD = ("cast of", "from", "to", "bytes")
 
 
-def _node_rows(plan: RewritePlan) -> list[tuple[str, ...]]:
-    return [(_place(n.scope, n.name), n.op, n.dtype, _cost(n), n.reason.text) for n in plan.nodes]
+def _node_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (_place(n["scope"], n["name"]), n["op"], n["dtype"], _cost(n["cost"]), n["reason"])
+        for n in plan["nodes"]
+    ]
 
 
-def _cast_rows(plan: RewritePlan) -> list[tuple[str, ...]]:
-    return [(_place(c.scope, c.tensor), c.source, c.target, _known(c.bytes)) for c in plan.casts]
+def _cast_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (_place(c["scope"], c["tensor"]), c["from"], c["to"], _known(c["bytes"]))
+        for c in plan["casts"]
+    ]
 
 
-def _totals_text(plan: RewritePlan) -> str:
-    totals = plan.summary
+def _totals_text(plan: Mapping[str, Any]) -> str:
+    totals = plan["summary"]
     return (
-        f"{totals.low_nodes} of {totals.nodes} float nodes in {plan.dtype}; "
-        f"{totals.casts} Casts inserted, {totals.cast_bytes} bytes"
-        f" and {totals.casts_of_unknown_size} of unknown size"
+        f"{totals['low_nodes']} of {totals['nodes']} float nodes in {plan['dtype']}; "
+        f"{totals['casts']} Casts inserted, {totals['cast_bytes']} bytes"
+        f" and {totals['casts_of_unknown_size']} of unknown size"
     )
 
 
-def plan_json(plan: RewritePlan) -> dict[str, Any]:
-    """Returns a plan as an object of JSON: dtype, nodes, casts and summary."""
-    summary = plan.summary
-    return {
-        "dtype": plan.dtype,
-        "nodes": [_node_json(node) for node in plan.nodes],
-        "casts": [_cast_json(cast) for cast in plan.casts],
-        "summary": {name: getattr(summary, name) for name in summary.__slots__},
-    }
-
-
-def _node_json(node: NodePlan) -> dict[str, Any]:
-    fields = {name: getattr(node, name) for name in node.__slots__}
-    return {**fields, "rule": node.reason.rule, "reason": node.reason.text}
-
-
-def _cast_json(cast: CastSite) -> dict[str, Any]:
-    fields = {name: getattr(cast, name) for name in cast.__slots__ if name != "device"}
-    return {"from": fields.pop("source"), "to": fields.pop("target"), **fields}
-
-
-def _cost(node: NodePlan) -> str:
-    if node.cost is None:
-        return "unknown"
-    return f"{1e6 * node.cost:.3g} us, estimated"
+def _cost(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{1e6 * seconds:.3g} us, estimated"
 
 
 def _known(count: int | None) -> str:

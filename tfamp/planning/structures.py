@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Iterator, M
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from tfamp.planning.plan_page import plan_fragment, plan_json, plan_text, render_page
+from tfamp.planning.plan_page import plan_fragment, plan_text, render_page
 
 K = TypeVar("K", bound=Hashable)
 # A tensor by the position of its producer and its output port.
@@ -376,11 +376,11 @@ class RewritePlan:
 
     def to_text(self) -> str:
         """Returns the plan as a table for people: nodes, Casts, totals."""
-        return plan_text(self)
+        return plan_text(self._as_dict())
 
     def to_json(self) -> str:
         """Returns the plan as JSON: an object with dtype, nodes, casts and summary."""
-        return json.dumps(plan_json(self), indent=1)
+        return json.dumps(self._as_dict(), indent=1)
 
     def to_html(self) -> str:
         """Returns the plan as a page to look at: one HTML document that opens without a network.
@@ -401,10 +401,30 @@ class RewritePlan:
             >>> result.plan.to_html().startswith("<!doctype html>")
             True
         """
-        return render_page(plan_json(self))
+        return render_page(self._as_dict())
 
     def _repr_html_(self) -> str:
-        return plan_fragment(self)
+        return plan_fragment(self._as_dict())
+
+    def _as_dict(self) -> dict[str, Any]:
+        """The plan as an object of JSON: dtype, nodes, casts and summary."""
+        summary = self.summary
+        return {
+            "dtype": self.dtype,
+            "nodes": [_node_dict(node) for node in self.nodes],
+            "casts": [_cast_dict(cast) for cast in self.casts],
+            "summary": {name: getattr(summary, name) for name in summary.__slots__},
+        }
+
+
+def _node_dict(node: NodePlan) -> dict[str, Any]:
+    fields = {name: getattr(node, name) for name in node.__slots__}
+    return {**fields, "rule": node.reason.rule, "reason": node.reason.text}
+
+
+def _cast_dict(cast: CastSite) -> dict[str, Any]:
+    fields = {name: getattr(cast, name) for name in cast.__slots__ if name != "device"}
+    return {"from": fields.pop("source"), "to": fields.pop("target"), **fields}
 
 
 @dataclass(frozen=True, slots=True)
