@@ -194,6 +194,36 @@ def test_private_symbols_stay_in_one_package():
     assert not wrong, "move them to tfamp/interop"
 
 
+def test_private_attributes_of_others_stay_in_one_package():
+    modules = [_module_name(path) for path in PACKAGE.rglob("*.py")]
+    nodes = {module: list(ast.walk(_tree(module))) for module in modules}
+    every = [node for found in nodes.values() for node in found]
+    ours = {node.name for node in every if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    ours |= {node.attr for node in every if _is_set_on_self(node)}
+    ours |= {"_replace", "_asdict", "_getframe", "_fields"}  # of the standard library
+    for node in every:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        ours |= {target.id for target in targets if isinstance(target, ast.Name)}
+    wrong = {
+        f"{module}: {node.attr}"
+        for module, found in nodes.items()
+        if _package(module) != FOREIGN
+        for node in found
+        if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr)
+        if not _is_of_self(node) and node.attr not in ours
+    }
+    assert wrong == set()
+
+
+def _is_of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def _is_set_on_self(node: ast.AST) -> bool:
+    is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    return is_set and _is_of_self(node)
+
+
 def test_functions_are_short():
     long = {
         f"{module}.{node.name}": lines

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfamp.core.options import checked_count
 from tfamp.interop.keras_hooks import described
+from tfamp.interop.keras_optimizers import key_of
 from tfamp.interop.tf_functions import as_written
 from tfamp.optimizer import LossScaleOptimizer
 from tfamp.training.apply import OnEach, once_for_all_replicas
@@ -171,7 +172,7 @@ class GradientAccumulator(tf.Module):
         self._sums.extend(map(_zeros_like, variables))
 
     def _check_variables(self, variables: list[Any]) -> None:
-        key = self._optimizer._var_key
+        key = key_of(self._optimizer)
         known = self._window.variables
         if [key(v) for v in variables] != [key(v) for v in known]:
             raise ValueError(

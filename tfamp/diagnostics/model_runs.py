@@ -185,7 +185,7 @@ def _layer(model: keras.Model, given: Any) -> keras.layers.Layer:
         return given
     if not isinstance(given, str):
         raise TypeError(f"activations must hold layers or names of layers; got {described(given)}")
-    for layer in model._flatten_layers(include_self=False):
+    for layer in all_layers(model)[1:]:
         if layer.name == given:
             return layer
     names = ", ".join(layer.name for layer in model.layers)

@@ -10,6 +10,7 @@ import keras
 
 from tfamp.gradient_accumulator import GradientAccumulator
 from tfamp.interop.keras_hooks import as_tensor, described
+from tfamp.interop.keras_optimizers import built_for
 from tfamp.interop.patching import unwrap_methods, wrap_method, wrapped_methods
 from tfamp.interop.tf_functions import as_written
 from tfamp.optimizer import LossScaleOptimizer
@@ -114,7 +115,7 @@ def watch_optimizer(optimizer: Any, observer: Observer) -> Callable[[], None]:
     @as_written
     def apply(original: Any, grads: Any, trainable_variables: Any = None, **options: Any) -> Any:
         grads, given = list(grads), trainable_variables
-        variables = list(optimizer._trainable_variables if given is None else given)
+        variables = built_for(optimizer) if given is None else list(given)
         if variables and not optimizer.built:
             outside_the_graph(lambda: optimizer.build(variables))
         if variables:

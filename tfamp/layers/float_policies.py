@@ -22,6 +22,8 @@ from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION, float_format
 from tfamp.interop.keras_hooks import copy_annotations, reading_variables_in
 from tfamp.policy import Policy
 
+# The attribute of a low tensor with the float32 tensor that it was made of.
+_EXACT = "_tfamp_float32"
 _Value = TypeVar("_Value")
 
 
@@ -181,7 +183,7 @@ def in_float32(value: Any) -> Any:
 
 def as_given(value: Any) -> Any:
     """The float32 tensor that `in_low` made a tensor of; anything else as it is."""
-    return getattr(value, "_tfamp_float32", value)
+    return getattr(value, _EXACT, value)
 
 
 def in_low(value: Any, dtype: str) -> Any:
@@ -189,7 +191,7 @@ def in_low(value: Any, dtype: str) -> Any:
     if isinstance(value, keras.KerasTensor):
         return keras.KerasTensor(value.shape, dtype=dtype, sparse=value.sparse)
     result = _cast(value, dtype)
-    result._tfamp_float32 = value
+    setattr(result, _EXACT, value)
     return result
 
 

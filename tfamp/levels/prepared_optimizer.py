@@ -16,7 +16,7 @@ import keras
 
 from tfamp.core.errors import TfampWarning
 from tfamp.core.options import DynamicLossScale, LossScale
-from tfamp.interop import keras_hooks
+from tfamp.interop import keras_hooks, keras_optimizers
 from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import level_of_user, wrap_method
 from tfamp.layers.float_policies import WeakMap
@@ -126,19 +126,17 @@ def _built_for(optimizer: Any) -> list[Any] | None:
         if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             return None
         optimizer = optimizer.inner_optimizer
-    return list(optimizer._trainable_variables)
+    return keras_optimizers.built_for(optimizer)
 
 
 def _exclude_like(old: Any, new: Any, copies: dict[int, Any], variables: list[Any]) -> None:
     """Takes out of weight decay what another optimizer has taken out; no configuration says it."""
-    excluded: set[Any] = getattr(old, "_exclude_from_weight_decay", set())
-    pattern = getattr(old, "_exclude_from_weight_decay_pattern", None)
+    excluded, pattern = keras_optimizers.excluded_from_decay(old)
     if not excluded and pattern is None:
         return
-    new.exclude_from_weight_decay(
-        [copies[id(each)] for each in variables if old._var_key(each) in excluded]
-    )
-    new._exclude_from_weight_decay_pattern = pattern
+    key = keras_optimizers.key_of(old)
+    new.exclude_from_weight_decay([copies[id(v)] for v in variables if key(v) in excluded])
+    keras_optimizers.exclude_pattern(new, pattern)
 
 
 def warn_of_slots(optimizer: Any, level: EffectiveLevel) -> None:

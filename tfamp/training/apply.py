@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import UnsupportedVersionError
+from tfamp.interop import keras_optimizers
 from tfamp.interop.keras_hooks import as_tensor, native, runs_tensorflow
 from tfamp.interop.tf_private import strategy_needs_merge_call, xla_works
 from tfamp.training.forms import Chance
@@ -176,9 +177,9 @@ class Weights:
                 "it float32 copies to update. Create a new inner optimizer, and let "
                 "LossScaleOptimizer build it."
             )
-        key = self.optimizer._var_key
+        key = keras_optimizers.key_of(self.optimizer)
         self._by_key |= {key(v): (v, _create_master(v)) for v in low}
-        excluded: set[Any] = getattr(self.optimizer, "_exclude_from_weight_decay", set())
+        excluded, _ = keras_optimizers.excluded_from_decay(self.optimizer)
         excluded |= {key(master) for variable, master in self.pairs() if key(variable) in excluded}
         return [master for _, master in self.pairs()]
 
@@ -186,7 +187,8 @@ class Weights:
         """What the optimizer updates: the master of a variable that has one, else the variable."""
         if self.low is not None:
             return self.low.targets(self.optimizer, variables)
-        return [self._by_key.get(self.optimizer._var_key(v), (v, v))[1] for v in variables]
+        key = keras_optimizers.key_of(self.optimizer)
+        return [self._by_key.get(key(v), (v, v))[1] for v in variables]
 
     def exact_values(self, variables: Sequence[Any]) -> list[Any]:
         """The float32 values of the masters of variables, or of what else stands for them.

@@ -24,7 +24,9 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.interop import keras_optimizers
 from tfamp.interop.keras_hooks import native, runs_tensorflow
+from tfamp.interop.keras_optimizers import slot
 from tfamp.interop.tf_private import device_kind_of, xla_works
 from tfamp.training.compiled_groups import grouped
 from tfamp.training.forms import FLOAT32, Chance, Form, form_of, wide_form
@@ -85,7 +87,9 @@ def fused_update(
     Without XLA only SGD has float32 variables that are updated here.
     """
     # Warns of gradients that are None, as the optimizer does.
-    values, variables = optimizer._filter_empty_gradients(gradients.values, gradients.variables)
+    values, variables = keras_optimizers.without_missing(
+        optimizer, gradients.values, gradients.variables
+    )
     gradients = replace(gradients, values=values, variables=variables, checked=None)
     rule = _rule_of(optimizer)
     fits = [_fits(rule, *pair) for pair in gradients.pairs()]
@@ -95,7 +99,7 @@ def fused_update(
         # Keras clips what is left to it once more, which changes nothing then.
         gradients = gradients.unscaled()
         # Keras clips what each replica has, and sums then.
-        gradients = replace(gradients, values=optimizer._clip_gradients(gradients.values))
+        gradients = replace(gradients, values=keras_optimizers.clipped(optimizer, gradients.values))
     if rule is not None and any(fits):
         own = _chosen(gradients, fits, True)
         if several_replicas() and not own.summed:
@@ -198,7 +202,7 @@ def _update_in_one_pass(
                     _run_compiled(rule, step, group, device)
         for variable in gradients.variables:
             if getattr(variable, "constraint", None) is not None:
-                _constrain(variable, optimizer._get_variable_index(variable), chance)
+                _constrain(variable, keras_optimizers.index_of(optimizer, variable), chance)
 
 
 def _constrain(target: Any, index: int, chance: Chance) -> None:
@@ -222,8 +226,8 @@ def _factors(divisor: Any) -> tuple[Any, ...]:
 
 
 def _update_of(optimizer: Any, rule: _Rule, gradient: Any, squares: Any, variable: Any) -> _Update:
-    target, index = native(variable), optimizer._get_variable_index(variable)
-    decays = bool(optimizer.weight_decay) and optimizer._use_weight_decay(target)
+    target, index = native(variable), keras_optimizers.index_of(optimizer, variable)
+    decays = keras_optimizers.decays(optimizer, target)
     slots = rule.slots(optimizer, index)
     forms = (getattr(target, "form", FLOAT32), *map(form_of_slot, slots))
     own = target.handles if _is_low(target) else [target.handle]
@@ -379,7 +383,7 @@ def _lion_slots(times: Any, numbers: Any, gradient: Any, squares: Any, mean: Any
 
 def _adafactor_numbers(optimizer: Any, rate: Any) -> tuple[Any, ...]:
     step = tf.cast(optimizer.iterations + 1, tf.float32)
-    if not callable(optimizer._learning_rate) and optimizer.relative_step:
+    if not keras_optimizers.rate_is_called(optimizer) and optimizer.relative_step:
         rate = tf.minimum(rate, 1.0 / tf.sqrt(step))
     beta_2 = 1.0 - tf.pow(step, _number(optimizer.beta_2_decay))
     settings = optimizer.epsilon_1, optimizer.epsilon_2, optimizer.clip_threshold
@@ -388,9 +392,9 @@ def _adafactor_numbers(optimizer: Any, rate: Any) -> tuple[Any, ...]:
 
 def _adafactor_own_slots(optimizer: Any, index: int) -> list[Any]:
     """The averages of rows, of columns and their product; of a vector its squares' alone."""
-    rows, columns = optimizer._r[index], optimizer._c[index]
+    rows, columns = (slot(optimizer, name, index) for name in ("r", "c"))
     factors = [rows, columns] if len(rows.shape) else []
-    return [*factors, optimizer._v[index]]
+    return [*factors, slot(optimizer, "v", index)]
 
 
 def _adafactor_slots(times: Any, numbers: Any, gradient: Any, squares: Any, *slots: Any) -> Any:
@@ -457,14 +461,16 @@ _MOMENTUM = _DESCENT._replace(
 _NESTEROV = _MOMENTUM._replace(next_value=_nesterov_value)
 _ADAM = _Rule(
     settings=("beta_1", "beta_2", "epsilon"),
-    slots=lambda optimizer, index: [optimizer._momentums[index], optimizer._velocities[index]],
+    slots=lambda optimizer, index: [
+        slot(optimizer, name, index) for name in ("momentums", "velocities")
+    ],
     numbers=_adam_numbers,
     next_value=_adam_value,
     next_slots=_adam_slots,
 )
 _LION = _Rule(
     settings=("beta_1", "beta_2"),
-    slots=lambda optimizer, index: [optimizer._momentums[index]],
+    slots=lambda optimizer, index: [slot(optimizer, "momentums", index)],
     numbers=_lion_numbers,
     next_value=_lion_value,
     next_slots=_lion_slots,

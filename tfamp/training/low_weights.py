@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop.keras_hooks import native
+from tfamp.interop.keras_optimizers import key_of
 from tfamp.interop.patching import wrap_method
 from tfamp.training.forms import Chance, Form, form_of
 from tfamp.training.fused_update import RULED, unruled
@@ -115,14 +116,15 @@ class LowWeights:
                 )
             form = form_of(self.how, dtype_name(variable))
             beside = [_zeros_beside(variable, self.how, dtype) for dtype in form.dtypes[1:]]
-            key = optimizer._var_key(variable)
+            key = key_of(optimizer)(variable)
             self._by_key[key] = StoredWeight(variable, key, form, beside, number)
             created += beside
         return created
 
     def targets(self, optimizer: Any, variables: Sequence[Any]) -> list[Any]:
         """What stands for each variable that is low, else the variable."""
-        return [self._by_key.get(optimizer._var_key(v), v) for v in variables]
+        key = key_of(optimizer)
+        return [self._by_key.get(key(v), v) for v in variables]
 
     def build(self, optimizer: Any, targets: Sequence[Any]) -> None:
         """Builds an optimizer, whose slots of low variables get the dtype of `slots`."""

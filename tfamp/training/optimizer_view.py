@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.interop.keras_hooks import native
+from tfamp.interop.keras_optimizers import inner_optimizers
 from tfamp.interop.tf_private import strategy_needs_merge_call
 
 
@@ -38,6 +39,6 @@ def view_of(
         )
     if "_inner_optimizers" in state:  # MultiOptimizer hands each its share.
         state["_inner_optimizers"] = [
-            view_of(each, make_class) for each in optimizer._inner_optimizers
+            view_of(each, make_class) for each in inner_optimizers(optimizer)
         ]
     return view
