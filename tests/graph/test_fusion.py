@@ -149,7 +149,7 @@ def test_cross_entropy_is_that_of_tensorflow(dtype):
 
 def test_without_xla_it_is_refused(monkeypatch):
     monkeypatch.setattr(tf_private, "xla_works", lambda device: False)
-    with pytest.raises(ValueError, match="XLA does not work here. Give placement='measured'"):
+    with pytest.raises(ValueError, match="XLA does not work here. Give placement='min_cut'"):
         rewrite_graph_def(v1.GraphDef(), [], **{**RULES, "placement": "fused"})
 
 

@@ -339,7 +339,7 @@ CHAIN = "x>A>i"
         (
             {"placement": "best"},
             ValueError,
-            "measured, lists, fused; got 'best'",
+            "lists, fused; got 'best'",
         ),
         (
             {"profile": {"matmul": 1}},
