@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -23,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import tfamp
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import TfampError, TfampWarning
-from tfamp.core.options import checked_count
 
 if TYPE_CHECKING:
     from tfamp.planning.structures import RewritePlan
@@ -37,8 +37,8 @@ _COLORS = {
 # The library's messages name its arguments; these are the same on the command line.
 _ARGUMENTS = re.compile(
     r"\b(dtype|device|placement)=(?:'(\w+)'|None)"
-    r"|\b(keep_float32|force_low|placement|batch_size|(?:allow|infer|deny|clear)_add)\b=?"
-    r"|\b(overwrite|freeze|training)=True"
+    r"|\b(keep_float32|force_low|placement|(?:allow|infer|deny|clear)_add)\b=?"
+    r"|\b(overwrite|freeze)=True"
 )
 # Ending of a report's name -> what makes it.
 _REPORTS = {".html": "to_html", ".json": "to_json", ".txt": "to_text"}
@@ -87,12 +87,12 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     doctor = commands.add_parser(
         "doctor",
-        help="tell what this machine computes fast, what 'auto' picks, and what a model gains",
+        help="tell what this machine computes fast, what 'auto' picks, what a model converts",
         description="Tells which low-precision dtypes this machine multiplies natively, which "
         "policy 'auto' therefore picks, which versions are installed, and how fast each dtype is: "
         "measured in about 3 s and kept in the user's cache folder, unless TFAMP_PROFILE says "
-        "otherwise. Of a model it tells the expected gain, and why it is not more. A .keras file "
-        "is loaded in Keras's safe mode; loading a SavedModel runs what initialises it.",
+        "otherwise. Of a model it tells how much converts, what stays float32 and why, and how to "
+        "measure what that gains. A .keras file is loaded in Keras's safe mode.",
     )
     rewrite = commands.add_parser(
         "rewrite",
@@ -106,7 +106,9 @@ def build_parser() -> argparse.ArgumentParser:
         description="Prints the plan of a rewrite: the dtype of every node and why, and every "
         "Cast. Writes nothing.",
     )
-    _add_model_options(doctor)
+    text = "directory of a SavedModel, or a .keras file"
+    doctor.add_argument("model", metavar="MODEL", nargs="?", help=text)
+    _add_dtype(doctor, "low dtype to plan for")
     for each in (rewrite, inspect):
         each.add_argument("src", metavar="SRC", help="directory of a SavedModel")
     rewrite.add_argument(
@@ -124,16 +126,6 @@ def build_parser() -> argparse.ArgumentParser:
     for each, run in runs:
         each.set_defaults(run=run)
     return parser
-
-
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the model, and the options of a look at it; each is an argument of the library's."""
-    add = parser.add_argument
-    add("model", metavar="MODEL", nargs="?", help="directory of a SavedModel, or a .keras file")
-    _add_dtype(parser, "low dtype to estimate the gain of")
-    add("--batch-size", metavar="N", type=int, help="size of the batch the model leaves open")
-    add("--signature", metavar="NAME", help="which signature of a SavedModel")
-    add("--training", action="store_true", help="of a .keras file: forward and backward pass")
 
 
 def _add_dtype(parser: argparse.ArgumentParser, what: str) -> None:
@@ -197,19 +189,14 @@ def _as_options(message: str) -> str:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    if args.batch_size is not None:
-        with _wrong_usage():
-            checked_count("--batch-size", args.batch_size)
-    look = {name: getattr(args, name) for name in ("batch_size", "signature", "training")}
-    for name, value in look.items():
-        if value and args.model is None:
-            raise _UsageError(f"--{name.replace('_', '-')} needs a MODEL to look at.")
     found = []
     with _prepared():
-        from tfamp.diagnostics import device, expected_gain
+        from tfamp.diagnostics import device, model_plan
 
         if args.model is not None:
-            found.append(expected_gain.model_report(args.model, dtype=args.dtype, **look))
+            report_of_model = model_plan.model_report(args.model, dtype=args.dtype)
+            # The machine's report tells the known issues.
+            found.append(dataclasses.replace(report_of_model, known_issues=()))
         report = device.device_report()
     if args.json:
         facts = json.loads(report.to_json())

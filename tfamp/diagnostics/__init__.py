@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from tfamp.diagnostics.comparison import ComparisonRow as ComparisonRow
     from tfamp.diagnostics.device import DeviceReport as DeviceReport
     from tfamp.diagnostics.device import device_report as device_report
-    from tfamp.diagnostics.expected_gain import ModelReport as ModelReport
-    from tfamp.diagnostics.expected_gain import model_report as model_report
+    from tfamp.diagnostics.model_plan import ModelReport as ModelReport
+    from tfamp.diagnostics.model_plan import model_report as model_report
     from tfamp.diagnostics.monitor import NumericsMonitor as NumericsMonitor
     from tfamp.diagnostics.nonfinite import find_nonfinite as find_nonfinite
     from tfamp.diagnostics.nonfinite_report import NonFiniteReport as NonFiniteReport
@@ -31,7 +31,7 @@ __all__, __getattr__, __dir__ = lazy_names(
     {
         ".comparison": ("Comparison", "ComparisonRow"),
         ".device": ("DeviceReport", "device_report"),
-        ".expected_gain": ("ModelReport", "model_report"),
+        ".model_plan": ("ModelReport", "model_report"),
         ".monitor": ("NumericsMonitor",),
         ".nonfinite": ("find_nonfinite",),
         ".nonfinite_report": ("NonFiniteReport", "ValueRange"),

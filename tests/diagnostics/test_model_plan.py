@@ -1,0 +1,179 @@
+"""`model_report`: the plan of files and models of every kind, in words, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp.cli import main
+from tfamp.core.errors import SavedModelError
+from tfamp.diagnostics import ModelReport, model_report
+
+
+def dense(units=64, inputs=64) -> keras.Model:
+    layers = [keras.layers.Dense(units, "relu", name="wide"), keras.layers.Dense(10, name="head")]
+    return keras.Sequential([keras.Input((inputs,)), *layers], name="net")
+
+
+def report(source, **options) -> ModelReport:
+    return model_report(source, **{"dtype": "bfloat16", **options})
+
+
+def kept(found) -> dict[str, int]:
+    return {each.op: each.nodes for each in found.float32_ops}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The same model as a SavedModel and as a .keras file."""
+    folder, model = tmp_path_factory.mktemp("models"), dense()
+    model.export(folder / "saved", verbose=False)
+    model.save(folder / "model.keras")
+    return {"saved": folder / "saved", "keras": folder / "model.keras"}
+
+
+def test_it_tells_what_the_plan_of_a_rewrite_converts_and_what_stays_float32():
+    inputs = keras.Input((512, 64))
+    outputs = keras.layers.Lambda(keras.ops.exp)(keras.layers.Dense(64)(inputs))
+    model = keras.Model(inputs, outputs, name="net")
+    found = report(model)
+    plan = tfamp.rewrite(model, dtype="bfloat16").plan(tf.TensorSpec((None, 512, 64)))
+    assert found.source == "net"
+    assert found.plan.summary == plan.summary
+    assert plan.summary.low_nodes > 0
+    assert kept(found)["Exp"] == 1
+    assert "Const" not in kept(found)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.source = "other"
+
+
+def test_of_a_train_step_it_is_that_of_the_step():
+    model = keras.Sequential([keras.Input((8, 16)), keras.layers.LSTM(32), keras.layers.Dense(4)])
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True)))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables))
+        return loss
+
+    x = tf.ones((16, 8, 16))
+    found = report(step, example_args=(x,))
+    assert found.source == "step"
+    assert found.plan.summary == tfamp.rewrite(step, dtype="bfloat16").plan(x).summary
+    assert found.plan.summary.low_nodes > 0
+
+
+def test_looking_changes_nothing():
+    model = dense()
+    weights = model.get_weights()
+    report(model)
+    for old, new in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert {layer.dtype_policy.name for layer in model.layers} == {"float32"}
+
+
+def test_a_mixed_model_is_looked_at_in_float32():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    mixed = report(dense())
+    keras.config.set_dtype_policy("float32")
+    assert mixed.plan.summary == report(dense()).plan.summary
+
+
+@pytest.mark.parametrize("kind", ["saved", "keras"])
+def test_a_file_is_looked_at(files, kind):
+    found = report(str(files[kind]))
+    assert found.source == str(files[kind])
+    assert [node.dtype for node in found.plan.nodes if node.op == "MatMul"] == ["bfloat16"] * 2
+
+
+def test_functions_and_subclassed_models_need_example_arguments():
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(12, name="inner")
+
+        def call(self, x):
+            return self.dense(x)
+
+    model = Net()
+    with pytest.raises(ValueError, match="give example_args"):
+        report(model)
+    found = report(model, example_args=(tf.TensorSpec((4, 16)),))
+    assert found.plan.summary.nodes
+    function = tf.function(lambda x: tf.matmul(x, x, name="m"))
+    assert report(function, example_args=(tf.ones((4, 4)),)).plan.nodes[1].name == "m"
+    with pytest.raises(ValueError, match="give example_args"):
+        report(function)
+
+
+def test_several_inputs_by_name():
+    inputs = {name: keras.Input((8,), name=name) for name in "ab"}
+    model = keras.Model(inputs, keras.layers.Add()(list(inputs.values())))
+    assert report(model).plan.summary.nodes > 2
+
+
+def test_text_and_json_say_the_same(monkeypatch):
+    monkeypatch.setenv("TF_ENABLE_AUTO_MIXED_PRECISION", "1")
+    found = report(lambda x: tf.exp(x @ x) + tf.math.log(x), example_args=(tf.ones((64, 64)),))
+    facts, text = json.loads(found.to_json()), found.to_text()
+    assert facts["low_nodes"] == found.plan.summary.low_nodes
+    assert {each["op"] for each in facts["float32_ops"]} == {*kept(found)} >= {"Exp", "Log"}
+    assert all(f"{each.op}: {each.reason}" in text for each in found.float32_ops)
+    assert [each["name"] for each in facts["known_issues"]]
+    assert all(issue.advice in text for issue in found.known_issues)
+    assert "tfamp.tune(step, x, y)" in text
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "error", "message"),
+    [
+        ("nowhere", {}, SavedModelError, "There is no directory nowhere"),
+        ("nowhere.keras", {}, SavedModelError, "nowhere.keras cannot be loaded"),
+        (3, {}, TypeError, "takes the path.*got int"),
+        (tf.matmul, {"dtype": "int8"}, ValueError, "one of float16, bfloat16, auto; got 'int8'"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(source, options, error, message):
+    with pytest.raises(error, match=message):
+        report(source, **options)
+
+
+def test_a_file_that_would_run_code_is_not_loaded(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Lambda(lambda x: x + 1)])
+    model.save(tmp_path / "code.keras")
+    (tmp_path / "broken.keras").write_bytes(b"no zip")
+    for name in ("code.keras", "broken.keras"):
+        with pytest.raises(SavedModelError, match="cannot be loaded"):
+            report(tmp_path / name)
+    (tmp_path / "old.h5").write_bytes(b"")
+    with pytest.raises(SavedModelError, match="SavedModel"):
+        report(tmp_path / "old.h5")
+
+
+@pytest.mark.parametrize("kind", ["saved", "keras"])
+def test_doctor_tells_of_a_file(files, kind, capsys):
+    assert main(["doctor", str(files[kind]), "--dtype", "bfloat16"]) == 0
+    text = capsys.readouterr().out
+    assert "policy auto" in text
+    assert "float nodes in bfloat16" in text
+    assert main(["doctor", str(files[kind]), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model"]["source"] == str(files[kind])
+    assert facts["auto_policy"]["name"]
+
+
+@pytest.mark.parametrize("path", ["nowhere", "nowhere.keras"])
+def test_doctors_errors_are_one_line_and_exit_code_1(path, capsys):
+    assert main(["doctor", path]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("tfamp: error: ")
+    assert printed.err.count("\n") == 1
