@@ -312,7 +312,7 @@ def _import_quietly() -> None:
         try:
             import tensorflow as tf
 
-            from tfamp.machine.gpu_sharing import let_memory_grow
+            from tfamp.machine.timing import let_memory_grow
 
             let_memory_grow()
             tf.config.list_logical_devices()

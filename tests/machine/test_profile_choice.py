@@ -14,7 +14,7 @@ import tfamp
 from tfamp import diagnostics
 from tfamp.cli import main
 from tfamp.core.profile import DTYPES, KINDS, builtin_profile
-from tfamp.machine import gpu_sharing, hardware, profile_choice, profile_measure
+from tfamp.machine import hardware, profile_choice, profile_measure
 
 USUAL = builtin_profile("cpu")
 # A machine on which nothing low pays.
@@ -130,27 +130,6 @@ def test_a_machine_that_cannot_be_measured_gets_the_built_in_table(folder, monke
     assert found.profile.name.startswith("built-in")
     assert "cannot be measured" in found.source
     assert not folder.exists()
-
-
-def test_a_gpu_that_another_job_uses_is_not_measured_without_saying_so(
-    folder, measured, monkeypatch
-):
-    monkeypatch.setattr(gpu_sharing, "used_by_others", lambda: "it is busy 97 % of the time")
-    with pytest.warns(tfamp.TfampWarning, match="Another job uses the GPU: it is busy 97 .*=mea"):
-        found = profile_choice.find_profile()
-    assert found.profile.name.startswith("built-in")
-    assert "another job" in found.source
-    assert not measured
-    assert not folder.exists()
-    monkeypatch.setenv("TFAMP_PROFILE", "measure")
-    with pytest.warns(tfamp.TfampWarning, match="Another job uses the GPU: it is busy 97"):
-        assert profile_choice.find_profile().profile == SLOW
-    profile_choice.put_profile(folder, profile_choice.machine_key(), USUAL)
-    monkeypatch.delenv("TFAMP_PROFILE")
-    another_process()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # A measurement that was kept is good.
-        assert profile_choice.find_profile().profile == USUAL
 
 
 def test_of_processes_that_measure_at_once_all_go_by_what_was_kept_first(folder, monkeypatch):

@@ -25,7 +25,7 @@ import platformdirs
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.core.profile import MachineProfile, builtin_profile
-from tfamp.machine import gpu_sharing, hardware
+from tfamp.machine import hardware
 from tfamp.machine.file_replacing import replace_text
 
 VARIABLE = "TFAMP_PROFILE"
@@ -122,8 +122,7 @@ def find_profile() -> FoundProfile:
 
     Unset, it is the cached one; where there is none, what is measured now, which takes about three
     seconds. In a process a machine is measured once. A machine that cannot be measured gets the
-    built-in profile and a `TfampWarning`, as does one with a GPU that another job uses, unless a
-    measurement is asked for. A cache that cannot be written is a `TfampWarning` too.
+    built-in profile and a `TfampWarning`. A cache that cannot be written is a `TfampWarning` too.
     """
     asked = os.environ.get(VARIABLE, "")
     if asked == "builtin":
@@ -184,13 +183,6 @@ def _of_machine(key: tuple[tuple[str, str], ...], folder: Path | None) -> FoundP
     facts = dict(key)
     if folder is not None and (found := _cached(folder, facts)):
         return found
-    if use := gpu_sharing.used_by_others():
-        text = f"Another job uses the GPU: {use}."
-        if folder is not None:
-            text += f" tfamp's built-in figures are used; {VARIABLE}=measure measures it even so."
-        warnings.warn(text, TfampWarning, stacklevel=3)
-        if folder is not None:
-            return _built_in("the built-in table, as another job uses the GPU")
     try:
         profile = profile_measure.measure_profile()
     except tf.errors.OpError as error:

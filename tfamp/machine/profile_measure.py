@@ -31,8 +31,8 @@ from tfamp.core.profile import (
     MachineProfile,
     builtin_profile,
 )
-from tfamp.machine import gpu_sharing, hardware
-from tfamp.machine.timing import NO_KERNEL_ERRORS, in_own_thread, some_values
+from tfamp.machine import hardware
+from tfamp.machine.timing import NO_KERNEL_ERRORS, in_own_thread, let_memory_grow, some_values
 
 # What a kind of op reaches in a dtype that it has no kernel for, in parts of float32's peak.
 NO_KERNEL = 1e-3
@@ -170,7 +170,7 @@ def measure_profile(
 
 
 def _measure(device: str, seconds: float, sizes: Sizes) -> MachineProfile:
-    gpu_sharing.let_memory_grow()
+    let_memory_grow()
     asynchronous = device == "gpu" or not tf.config.experimental.get_synchronous_execution()
     with tf.device(f"{device.upper()}:0"), _nothing_placed_elsewhere():
         timers = _timed(works(sizes), together if asynchronous else _one_by_one, seconds)

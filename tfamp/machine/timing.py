@@ -1,7 +1,8 @@
-"""What every measurement needs: a place of its own, and what a missing kernel looks like."""
+"""What every measurement needs: a place and memory of its own, and errors of missing kernels."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
+
+from tfamp.interop import tf_private
 
 # How TensorFlow says that there is no kernel, or none for this dtype on this device.
 NO_KERNEL_ERRORS = (
@@ -19,6 +22,21 @@ NO_KERNEL_ERRORS = (
     tf.errors.UnknownError,
 )
 _Result = TypeVar("_Result")
+
+
+def let_memory_grow() -> None:
+    """Makes GPUs give memory as it is needed, if it is tfamp that starts TensorFlow's runtime.
+
+    By default the first op takes nearly all memory of every GPU, also from a job that runs beside.
+    Nothing is changed once the runtime has started, and of GPUs for which growth has been set or
+    that have been divided.
+    """
+    if tf_private.runtime_has_started():
+        return
+    for gpu in tf_private.visible_devices("GPU"):
+        if tf.config.experimental.get_memory_growth(gpu) is None:
+            with contextlib.suppress(ValueError):  # It is divided, so that each part has a limit.
+                tf.config.experimental.set_memory_growth(gpu, True)
 
 
 def in_own_thread(

@@ -82,11 +82,6 @@ def estimate(index: GraphIndex, profile: MachineProfile, dtype: str) -> ScopeCos
     return _Estimate(index, profile, dtype).costs()
 
 
-def bytes_of(dtype: str) -> int:
-    """Returns the bytes of a value; four for dtypes of which that is not known."""
-    return _BYTES.get(dtype, 4)
-
-
 def counted_shape(shape: Iterable[int | None]) -> Shape:
     """Returns a shape as it counts, with a number for dimensions that are not known."""
     return tuple(UNKNOWN_DIMENSION if dim is None else dim for dim in shape)
