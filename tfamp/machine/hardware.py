@@ -211,11 +211,7 @@ def _mac_cpu() -> tuple[str, frozenset[str]]:
 
 
 def _sysctl(name: str) -> str:
-    return printed_by("sysctl", "-n", name)
-
-
-def printed_by(*command: str) -> str:
-    """Returns what a command prints, "" if there is no such command or it fails."""
+    command = ("sysctl", "-n", name)
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
     except (OSError, subprocess.SubprocessError):
