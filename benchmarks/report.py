@@ -7,7 +7,7 @@ from statistics import geometric_mean
 
 from benchmarks import results, tables
 from benchmarks.results import Cell, Run, ScalingRun, Spread, WorkloadRun
-from benchmarks.systems import BASE, CONTROL, SYSTEMS
+from benchmarks.systems import BASE, CHOSEN, CONTROL, SYSTEMS
 from benchmarks.tables import Table
 from benchmarks.workloads import WORKLOADS
 
@@ -41,15 +41,11 @@ def summary(run: Run) -> Table:
     """The chosen step beside the best peer and the best of tfamp's placements."""
     rows, over_peers, over_own = [], [], []
     for each in run.workloads:
-        own, peer, placement = (
-            results.chosen(each),
-            results.lead_over_peers(each),
-            results.lead_over_own(each),
-        )
-        if own is None or peer is None:
+        peer, placement = results.lead_over_peers(each), results.lead_over_own(each)
+        if peer is None:
             continue
         over_peers.append(peer.speed.median)
-        row = [each.workload, SYSTEMS[own].title, _speed(each, own)]
+        row = [each.workload, SYSTEMS[CHOSEN].title, _speed(each, CHOSEN)]
         row += [SYSTEMS[peer.other].title, f"{peer.speed.median:.2f}"]
         row += [_quartiles(peer.speed, 1, ".2f"), "-", "-"]
         if placement is not None:
@@ -169,7 +165,7 @@ def all_tables(run: Run) -> list[Table]:
     found = []
     if run.workloads:
         found.append(overview(run))
-        if any(results.chosen(each) for each in run.workloads):
+        if any(CHOSEN in each.systems for each in run.workloads):
             found.append(summary(run))
         found += [steps(each, run.dtype) for each in run.workloads]
     if any(each.systems[BASE].losses for each in run.workloads):

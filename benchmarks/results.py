@@ -184,19 +184,13 @@ class Lead:
     speed: Spread
 
 
-def chosen(run: WorkloadRun) -> str | None:
-    """The system that a user is advised to take, of those that were measured."""
-    return next((name for name in CHOSEN if name in run.systems), None)
-
-
 def lead(run: WorkloadRun, others: Sequence[str]) -> Lead | None:
     """How the chosen system stands beside the fastest of others; None without either."""
-    own = chosen(run)
-    measured = [name for name in others if name in run.systems and name != own]
-    if own is None or not measured:
+    measured = [name for name in others if name in run.systems]
+    if CHOSEN not in run.systems or not measured:
         return None
     best = min(measured, key=lambda name: spread(run.systems[name].seconds).median)
-    return Lead(best, ratio(run.systems[best].seconds, run.systems[own].seconds))
+    return Lead(best, ratio(run.systems[best].seconds, run.systems[CHOSEN].seconds))
 
 
 def lead_over_peers(run: WorkloadRun) -> Lead | None:

@@ -59,8 +59,8 @@ SYSTEMS = {each.name: each for each in _ALL}
 # What a user would have without tfamp, and tfamp's own candidates beside the one that it chooses.
 PEERS = ("float32", "float32_xla", "keras_policy", "keras_policy_xla", "tensorflow_amp")
 OWN = tuple(name for name in SYSTEMS if SYSTEMS[name].placement)
-# What a user is advised to take: the first of these that was measured.
-CHOSEN = ("tune",)
+# What a user is advised to take.
+CHOSEN = "tune"
 # float32 again, from initial weights rounded to the low dtype: how far that alone takes the loss.
 CONTROL = System("float32_rounded", "float32, initial weights rounded")
 # TensorFlow's own optimizer of graphs, by dtype.

@@ -163,7 +163,7 @@ def test_the_chosen_step_stands_beside_the_best_peer_and_placement():
     run = a_run()
     slower, faster = Measured([2.0, 4.0, 2.0]), Measured([1.0, 2.0, 1.0])
     (mlp,) = run.workloads
-    mlp.systems |= {"float32_xla": slower, "rewrite_fused": slower, "tune": faster}
+    mlp.systems |= {"float32_xla": slower, "rewrite": slower, "tune": faster}
     lstm = dataclasses.replace(mlp, workload="lstm", systems=mlp.systems | {"tune": slower})
     run.workloads += [lstm, dataclasses.replace(mlp, systems={"float32": slower}, control=[])]
     found = report.all_tables(run)[1]
@@ -296,7 +296,7 @@ def test_scaling_ends_at_the_size_that_is_timed():
 
 
 def test_what_is_compared_is_measured():
-    assert {*PEERS, *OWN, *CHOSEN} <= set(SYSTEMS)
+    assert {*PEERS, *OWN, CHOSEN} <= set(SYSTEMS)
     assert "rewrite_fused" in OWN
 
 

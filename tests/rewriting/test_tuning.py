@@ -451,6 +451,17 @@ def test_a_call_runs_what_was_traced_also_where_a_tape_is_around_it(layer, x, ti
     assert tape.gradient(y, variable) is not None
 
 
+def test_a_signature_of_a_saved_model(x, timed, tmp_path):
+    module = tf.Module()
+    module.weights = tf.Variable(tf.ones((64, 64)))
+    module.run = tf.function(lambda x: x @ module.weights, [tf.TensorSpec(x.shape)])
+    tf.saved_model.save(module, str(tmp_path), signatures=module.run)
+    loaded = tf.saved_model.load(str(tmp_path))
+    report = tfamp.tune(lambda x: loaded.signatures["serving_default"](x=x), x, **QUICK)
+    assert report.chosen.candidate == "min_cut"
+    assert report.chosen.low_nodes > 0
+
+
 def test_wrong_arguments_say_what_is_expected(layer, x):
     with pytest.raises(ValueError, match="candidates must be one of float32, .*; got 'fast'"):
         tfamp.tune(layer, x, candidates=["fast"])
@@ -469,6 +480,8 @@ def test_wrong_arguments_say_what_is_expected(layer, x):
         tfamp.tune(layer, x, max_error=-1)
     with pytest.raises(TypeError, match="got the class"):
         tfamp.tune(keras.Model, x)
+    with pytest.raises(ValueError, match="min_cut, lists, fused; got 'tune'. .* use tfamp.tune"):
+        tfamp.rewrite(layer, placement="tune")
     with pytest.raises(tfamp.RewriteError, match="no function is being traced"):
         tf.function(lambda x: tfamp.tune(layer, x))(x)
     tf.config.run_functions_eagerly(True)

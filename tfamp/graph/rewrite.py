@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
-from tfamp.core.options import PLACEMENTS
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.apply import apply_plan, control_inputs, verify_rewrite
 from tfamp.graph.functions import bodies, copied, has_frames, inline_calls
@@ -34,7 +33,7 @@ from tfamp.graph.transforms import (
 from tfamp.interop import tf_private
 from tfamp.interop.patching import level_of_user
 from tfamp.machine import profile_choice
-from tfamp.planning.choices import NodeChoices, check_choice
+from tfamp.planning.choices import NodeChoices, check_choice, check_placement
 from tfamp.planning.coloring import Updates
 from tfamp.planning.decision import Decision, Request, decide
 from tfamp.planning.ranges import RULE as CALIBRATION
@@ -123,11 +122,11 @@ def make_request(
             f"profile must be a tfamp.graph.MachineProfile or None; got {type(profile).__name__}."
         )
     check_choice("dtype", dtype, LOW_PRECISION)
-    check_choice("placement", placement, PLACEMENTS)
+    check_placement(placement)
     check_choice("device", device, DEVICES)
     kind = profile_choice.device_kind(device)
     _check_kernels(kind)
-    _check_xla(placement)
+    _check_fusion(placement)
     lists = op_lists or OpLists.default(dtype, kind)
     return Request(
         dtype=dtype,
@@ -152,7 +151,7 @@ def _check_kernels(device: str) -> None:
         )
 
 
-def _check_xla(placement: str) -> None:
+def _check_fusion(placement: str) -> None:
     """Raises a ValueError where XLA is to compile and does not work."""
     if placement == "fused" and not tf_private.xla_works(""):
         raise ValueError(

@@ -39,21 +39,14 @@ def let_memory_grow() -> None:
                 tf.config.experimental.set_memory_growth(gpu, True)
 
 
-def in_own_thread(
-    function: Callable[[], _Result], interrupted: Callable[[], None] = lambda: None
-) -> _Result:
+def in_own_thread(function: Callable[[], _Result]) -> _Result:
     """Runs it where none of TensorFlow's and tfamp's per-thread state is: scopes, graphs, modes.
 
     It is eager there wherever this is called: in a function that is being traced, and under
-    `tf.Graph().as_default()`, which `tf.init_scope` does not leave. Ctrl-C reaches the thread that
-    waits: `interrupted` is to end the function soon.
+    `tf.Graph().as_default()`, which `tf.init_scope` does not leave.
     """
     with ThreadPoolExecutor(1) as own_thread:
-        try:  # Ctrl-C may come while the thread starts: nobody waits for it then.
-            return own_thread.submit(function).result()
-        except BaseException:
-            interrupted()
-            raise
+        return own_thread.submit(function).result()
 
 
 def some_values(shape: Sequence[int], dtype: Any) -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from tfamp.core.options import PLACEMENTS
 from tfamp.planning.structures import (
     ARGUMENT,
     MAIN_GRAPH,
@@ -41,6 +42,14 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
     # Not "in allowed" alone: tf.float16 equals "float16" without being a string.
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
+
+
+def check_placement(value: str) -> None:
+    """Raises a ValueError that says what measures placements unless `value` is one."""
+    try:
+        check_choice("placement", value, PLACEMENTS)
+    except ValueError as error:
+        raise ValueError(f"{error} To measure which is the fastest, use tfamp.tune.") from None
 
 
 def tensor_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
