@@ -67,7 +67,9 @@ def test_of_a_train_step_it_is_that_of_the_step():
     x = tf.ones((16, 8, 16))
     found = report(step, example_args=(x,))
     assert found.source == "step"
-    assert found.plan.summary == tfamp.rewrite(step, dtype="bfloat16").plan(x).summary
+    plan = tfamp.rewrite(step, dtype="bfloat16").plan(x)
+    dtypes, expected = ({n.name: n.dtype for n in each.nodes} for each in (found.plan, plan))
+    assert dtypes == expected
     assert found.plan.summary.low_nodes > 0
 
 

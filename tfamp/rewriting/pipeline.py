@@ -25,7 +25,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
-from tfamp.core.options import PLACEMENTS
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.functions import (
@@ -48,7 +47,13 @@ from tfamp.graph.rewrite import check_lists, convert, make_request
 from tfamp.interop import tf_functions
 from tfamp.interop.tf_functions import as_written
 from tfamp.machine.profile_choice import check_profile, resolve_profile
-from tfamp.planning.choices import NodeChoices, check_choice, patterns, tensor_names
+from tfamp.planning.choices import (
+    NodeChoices,
+    check_choice,
+    check_placement,
+    patterns,
+    tensor_names,
+)
 from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import LOOPS, RewritePlan, node_name, producers_first
 from tfamp.rewriting.traced_function import FlatCall, TracedFunction
@@ -110,7 +115,7 @@ class RewriteSettings:
 
     def __post_init__(self) -> None:
         check_choice("on_error", self.on_error, _ON_ERROR)
-        check_choice("placement", self.placement, PLACEMENTS)
+        check_placement(self.placement)
         check_lists(self.op_lists)
         check_profile(self.profile)
         for name in ("keep_float32", "force_low"):
