@@ -20,7 +20,8 @@ PACKAGE = Path(importlib.util.find_spec("tfamp").submodule_search_locations[0])
 # Package, or module at the top -> the packages it may import. A new file needs no entry.
 EDGES = {
     "core": "",
-    "planning": "core",
+    "reports": "core",
+    "planning": "core reports",
     "interop": "core",
     "machine": "core interop",
     "policy": "core machine",
@@ -30,10 +31,12 @@ EDGES = {
     "training": "core interop",
     "optimizer": "core interop training",
     "gradient_accumulator": "core interop training optimizer",
-    "rewriting": "core planning interop machine policy graph autocasting layers",
-    "levels": "core interop machine policy autocasting layers training optimizer rewriting",
+    "rewriting": "core planning interop machine policy graph autocasting layers reports",
+    "levels": (
+        "core reports interop machine policy autocasting layers training optimizer rewriting"
+    ),
     "diagnostics": (
-        "core planning interop machine policy graph autocasting layers training optimizer "
+        "core reports planning interop machine policy graph autocasting layers training optimizer "
         "gradient_accumulator rewriting"
     ),
     "mixed_precision": "policy layers optimizer",
@@ -41,7 +44,7 @@ EDGES = {
     "__main__": "cli",
 }
 # What decides: values in, values out, free of TensorFlow and Keras.
-PURE = ("core", "planning")
+PURE = ("core", "planning", "reports")
 FRAMEWORKS = {"tensorflow", "keras"}
 PRIVATE = ("tensorflow.python", "tensorflow.core", "tensorflow.__internal__", "keras.src")
 # The only package that may use private symbols.

@@ -13,8 +13,8 @@ import tfamp
 from helpers.browser import open_page
 from helpers.monitor_records import made_record
 from tfamp import diagnostics
-from tfamp.core import notebook_html
 from tfamp.diagnostics.comparison import ComparisonRow
+from tfamp.reports import notebook_html
 
 X = np.linspace(-1, 1, 32, dtype="float32").reshape(4, 8)
 HOSTILE = "<script>alert(1)</script>&"

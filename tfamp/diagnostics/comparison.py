@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from tfamp.core import notebook_html
 from tfamp.core.dtypes import float_format
-from tfamp.core.text_table import table_lines
+from tfamp.reports import notebook_html
+from tfamp.reports.text_table import table_lines
 
 
 @dataclass(frozen=True, slots=True)

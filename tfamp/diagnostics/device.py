@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tfamp
-from tfamp.core import notebook_html
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.profile import KINDS, MachineProfile
-from tfamp.core.text_table import table_lines
 from tfamp.diagnostics.known_issues import Environment, KnownIssue, known_issues
 from tfamp.machine import hardware
+from tfamp.reports import notebook_html
+from tfamp.reports.text_table import table_lines
 
 _CUDA_VERSIONS = {"cuda": "cuda_version", "cudnn": "cudnn_version"}
 _DRIVER = Path("/proc/driver/nvidia/version")

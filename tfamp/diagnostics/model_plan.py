@@ -17,7 +17,6 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, SavedModelError
-from tfamp.core.text_table import table_lines
 from tfamp.diagnostics.device import read_environment
 from tfamp.diagnostics.known_issues import KnownIssue, known_issues
 from tfamp.diagnostics.model_runs import computing_in
@@ -25,6 +24,7 @@ from tfamp.machine import hardware
 from tfamp.planning.cost import FREE_OPS
 from tfamp.planning.structures import NodePlan, RewritePlan
 from tfamp.policy import low_dtype
+from tfamp.reports.text_table import table_lines
 from tfamp.rewriting import saved_files
 from tfamp.rewriting.function import rewrite
 from tfamp.rewriting.saved_model import inspect_saved_model

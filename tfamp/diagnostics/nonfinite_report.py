@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tfamp.core import notebook_html
 from tfamp.core.dtypes import LOW_PRECISION, float_format
-from tfamp.core.text_table import table_lines
+from tfamp.reports import notebook_html
+from tfamp.reports.text_table import table_lines
 
 if TYPE_CHECKING:
     from tfamp.graph.observe import TensorStats

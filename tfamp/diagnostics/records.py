@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.text_table import table_lines
 from tfamp.diagnostics.exponents import (
     SHARES,
     ExponentHistogram,
@@ -20,6 +19,7 @@ from tfamp.diagnostics.exponents import (
     suggested_scale,
     total,
 )
+from tfamp.reports.text_table import table_lines
 
 if TYPE_CHECKING:
     from tfamp.diagnostics.step_statistics import Sample

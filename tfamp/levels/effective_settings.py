@@ -10,16 +10,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.core import notebook_html
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import DynamicLossScale, FixedLossScale, GradClip, LossScale
-from tfamp.core.text_table import table_lines
 from tfamp.layers.float_policies import managed_layers, quantization_of
 from tfamp.levels.layer_policies import layers_before, set_by_hand
 from tfamp.levels.model_structure import computing_layers_of, layers_of, path_of
 from tfamp.levels.precision_config import EffectiveLevel
 from tfamp.optimizer import LossScaleOptimizer
 from tfamp.policy import prepares_data
+from tfamp.reports import notebook_html
+from tfamp.reports.text_table import table_lines
 
 _HOW = {
     "O0": "nothing changes",

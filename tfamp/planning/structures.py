@@ -10,11 +10,14 @@ import functools
 import itertools
 import json
 import math
+import os
+import pathlib
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from tfamp.planning.plan_page import plan_fragment, plan_text, render_page
+from tfamp.reports.model_explorer import explorer_graphs
+from tfamp.reports.plan_page import plan_fragment, plan_text, render_page
 
 K = TypeVar("K", bound=Hashable)
 # A tensor by the position of its producer and its output port.
@@ -385,9 +388,9 @@ class RewritePlan:
     def to_html(self) -> str:
         """Returns the plan as a page to look at: one HTML document that opens without a network.
 
-        It shows the graph by name scope, coloured by dtype, with the Casts on its edges, and tables
-        of all nodes and Casts. Write it to a file and open that in a browser. The same plan gives
-        the same text.
+        It has tables of all nodes, Casts and rules, to filter and sort, and the details of the one
+        that is chosen. Write it to a file and open that in a browser. The same plan gives the same
+        text. `to_model_explorer` draws the graph.
 
         Returns:
             The document. In its element with the id "plan" is the JSON of `to_json`.
@@ -402,6 +405,32 @@ class RewritePlan:
             True
         """
         return render_page(self._as_dict())
+
+    def to_model_explorer(self, path: str | os.PathLike[str]) -> None:
+        """Writes the graph, with dtypes, reasons and Casts, for Google's Model Explorer.
+
+        That draws graphs of tens of thousands of nodes, folds layers, and shows attributes:
+        `pip install "tfamp[explorer]"`, then `model-explorer plan.json`.
+
+        Args:
+            path: The file to write, which should end with ".json".
+
+        Raises:
+            OSError: The file cannot be written.
+
+        Example:
+            >>> import json, pathlib, tempfile, tensorflow as tf
+            >>> from tfamp.graph import rewrite_graph_def
+            >>> spec = tf.TensorSpec((2, 2))
+            >>> graph = tf.function(lambda x: x @ x).get_concrete_function(spec).graph
+            >>> result = rewrite_graph_def(graph.as_graph_def(), ["Identity:0"], dtype="bfloat16")
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "plan.json")
+            >>> result.plan.to_model_explorer(path)
+            >>> [node["label"] for node in json.loads(path.read_text())["graphs"][0]["nodes"]][:2]
+            ['Placeholder', 'MatMul']
+        """
+        graphs = explorer_graphs(self._as_dict())
+        pathlib.Path(path).write_text(json.dumps(graphs), encoding="utf-8")
 
     def _repr_html_(self) -> str:
         return plan_fragment(self._as_dict())

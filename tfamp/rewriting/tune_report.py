@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tfamp.core import notebook_html
-from tfamp.core.text_table import table_lines
+from tfamp.reports import notebook_html
+from tfamp.reports.text_table import table_lines
 
 FLOAT32 = "float32"
 _HEADS = ("candidate", "time", "half of the times", "over float32", "error", "low ops", "")

@@ -1,8 +1,8 @@
-"""A plan's plain data -> one HTML page; framework-free.
+"""A plan's plain data -> one HTML page, or text; framework-free.
 
 The page is made of the files in `plan_page_assets`: a skeleton, a style sheet and a script in
-parts. Everything else, the layout of the graph included, is done by the script, in the browser,
-from the plan's JSON: so the page has that JSON in it once and nothing derived from it.
+parts. The script makes the tables in the browser from the plan's JSON, which the page holds once,
+with nothing derived from it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,12 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from tfamp.core import notebook_html
-from tfamp.core.text_table import table_lines
+from tfamp.reports import notebook_html
+from tfamp.reports.text_table import table_lines
 
-_ASSETS = "planning/plan_page_assets"
+_ASSETS = "reports/plan_page_assets"
 # In the order in which they build on one another.
-_SCRIPTS = (
-    "text.js",
-    "dom.js",
-    "grouping.js",
-    "model.js",
-    "layout.js",
-    "viewport.js",
-    "graph.js",
-    "tables.js",
-    "details.js",
-    "main.js",
-)
+_SCRIPTS = ("model.js", "tables.js", "main.js")
 
 
 def render_page(plan: Mapping[str, Any]) -> str:
@@ -44,7 +33,7 @@ def render_page(plan: Mapping[str, Any]) -> str:
         True
     """
     scripts = "\n".join(_asset(name) for name in _SCRIPTS)
-    style = _asset("palette.css") + _asset("style.css")
+    style = _asset("style.css")
     script = f'(() => {{\n"use strict";\n{scripts}}})();\n'
     # What the page allows its browser: its style sheet and script by hash, nothing else.
     rules = "default-src 'none'", f"style-src {_hash(style)}", f"script-src {_hash(script)}"

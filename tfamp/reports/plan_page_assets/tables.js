@@ -137,10 +137,10 @@ function spacer(rows) {
 function nodeTable(model, onPick) {
   const known = model.nodes.some((node) => node.cost !== null);
   const cost = {
-    title: "Cost",
+    title: "Time",
     value: (node) => node.cost,
     text: (node) => secondsText(node.cost),
-    width: "7%",
+    width: "9%",
     number: true,
   };
   return new DataTable({
@@ -152,14 +152,13 @@ function nodeTable(model, onPick) {
       { label: "op", value: (node) => node.op },
       { label: "dtype", value: (node) => node.dtype },
       { label: "rule", value: (node) => node.rule },
-      ...(known ? [{ label: "cost", value: costSource }] : []),
     ],
     columns: [
-      { title: "Node", value: (node) => place(node.scope, node.name), width: "33%" },
+      { title: "Node", value: (node) => place(node.scope, node.name), width: "30%" },
       { title: "Op", value: (node) => node.op, width: "13%" },
-      { title: "Dtype", value: (node) => node.dtype, color: (node) => node.color, width: "7%" },
-      { title: "Rule", value: (node) => node.rule, width: "8%" },
-      { title: "Reason", value: (node) => node.reason, width: known ? "20%" : "27%" },
+      { title: "Dtype", value: (node) => node.dtype, color: (node) => node.color, width: "9%" },
+      { title: "Rule", value: (node) => node.rule, width: "9%" },
+      { title: "Reason", value: (node) => node.reason, width: known ? "18%" : "27%" },
       ...(known ? [cost] : []),
       { title: "Casts in", value: (node) => node.castsIn.length, width: "7%", number: true },
       { title: "out", value: (node) => node.castsOut.length, width: "5%", number: true },
@@ -168,12 +167,11 @@ function nodeTable(model, onPick) {
 }
 
 function castTable(model, onPick) {
-  const users = (cast) => [...new Set(cast.consumers.map(([name]) => name))];
   return new DataTable({
     name: "Casts",
-    rows: model.casts,
+    rows: model.plan.casts,
     onPick,
-    search: (cast) => [place(cast.scope, cast.tensor), ...users(cast)].join("\n"),
+    search: (cast) => [place(cast.scope, cast.tensor), ...cast.users].join("\n"),
     filters: [{ label: "dtype", value: (cast) => `${cast.from} → ${cast.to}` }],
     columns: [
       { title: "Tensor", value: (cast) => place(cast.scope, cast.tensor), width: "38%" },
@@ -191,8 +189,8 @@ function castTable(model, onPick) {
         width: "10%",
         number: true,
       },
-      { title: "Consumers", value: (cast) => users(cast).length, width: "8%", number: true },
-      { title: "Used by", value: (cast) => users(cast).join(", "), width: "28%" },
+      { title: "Consumers", value: (cast) => cast.users.length, width: "8%", number: true },
+      { title: "Used by", value: (cast) => cast.users.join(", "), width: "28%" },
     ],
   });
 }
@@ -231,7 +229,12 @@ function ruleTable(model, onPick) {
         width: "8%",
         number: true,
       },
-      { title: "Most frequent ops", value: (rule) => frequent(rule.ops, 8), width: "67%" },
+      { title: "Most frequent ops", value: (rule) => frequent(rule.ops), width: "67%" },
     ],
   });
+}
+
+function frequent(numbers) {
+  const sorted = [...numbers].sort((a, b) => b[1] - a[1] || COLLATOR.compare(a[0], b[0]));
+  return sorted.map(([name, number]) => `${name} ×${count(number)}`).join(", ");
 }

@@ -1,0 +1,1 @@
+"""What people read: plans, tables and pages, made of plain data."""
