@@ -495,12 +495,11 @@ def test_a_configuration_is_taken_as_object_dict_or_file(tmp_path):
     assert prepared.settings.level == "O2"
 
 
-def test_the_environment_counts_where_there_is_no_configuration(monkeypatch):
+def test_variables_of_the_environment_that_look_like_tfamps_warn(monkeypatch):
     monkeypatch.setenv("TFAMP_LEVEL", "O0")
-    assert tfamp.prepare(KINDS["sequential"]()).settings.level == "O0"
-    assert tfamp.prepare(KINDS["sequential"](), config={"level": "O1"}).settings.level == "O1"
-    explicit = tfamp.prepare(KINDS["sequential"](), level="O2", dtype="float16")
-    assert explicit.settings.level == "O2"
+    with pytest.warns(tfamp.TfampWarning, match="'TFAMP_LEVEL' is not one of tfamp's.*config="):
+        prepared = tfamp.prepare(KINDS["sequential"](), config={"level": "O1"}, dtype="bfloat16")
+    assert prepared.settings.level == "O1"
 
 
 def test_a_wrapped_optimizer_is_not_wrapped_again():

@@ -78,7 +78,7 @@ def measured_level(
         return level
     low = effective_level(dataclasses.replace(config, level="O1"), hardware.detect())
     data = keras.tree.map_structure(_as_fit_gives, tuple(batch))
-    settings = step_settings(low.dtype, **low.config.placement_options())
+    settings = step_settings(low.dtype, placement=low.config.rewrite_placement)
     names = (config.placement,) if config.placement else CANDIDATES
     ways = candidates_of(train_step_of(model), settings, RewrittenFunction, names)
     if level.level == _MIXED:

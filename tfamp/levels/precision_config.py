@@ -1,7 +1,6 @@
 """`PrecisionConfig`: everything `prepare` is told, as one value; and what it means on a machine.
 
-Framework-free, and pure but for files and the environment, whose variables are read here and
-nowhere else. `preparation` carries out what is decided here.
+Framework-free, and pure but for reading a file. `preparation` carries out what is decided here.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from tfamp.core.options import (
     FixedLossScale,
     GradClip,
     LossScale,
-    checked_growth_factor,
     resolve_grad_clip,
     resolve_weight_rounding,
 )
@@ -49,41 +47,18 @@ _DTYPES = {
     "float32": "float32",
 }
 
-# What the texts of environment variables have to be where that is not what Python takes.
-_TEXTS = {
-    "master_weights": "1, true, yes, 0, false or no",
-    "grad_clip": 'a number or JSON such as {"max_norm": 35, "norm_type": 2}',
-}
-_FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    "keep_float32": lambda text: [part.strip() for part in text.split(",") if part.strip()],
-    "master_weights": lambda text: _FLAGS.get(text.lower(), text),
-    "grad_clip": float,
-}
+# The variables that tfamp reads; `machine.profile_choice` says what they mean.
+_VARIABLES = ("TFAMP_PROFILE",)
 
-PREFIX = "TFAMP_"
-# Read elsewhere: what the cost model goes by is no matter of precision.
-_OTHER_VARIABLES = frozenset({"TFAMP_PROFILE"})
-_FILE_VARIABLE = "TFAMP_CONFIG"
-
-# What other systems call the fields: torch's and mmdetection's GradScaler, MindSpore's manager,
-# DeepSpeed's configuration.
+# What the pages on migration show of other systems' names: torch and mmdetection, DeepSpeed.
 _DYNAMIC_NAMES = {
     **{name: name for name in DynamicLossScale.__dataclass_fields__},
     "init_scale": "initial_scale",
     "growth_interval": "growth_steps",
-    "init_loss_scale": "initial_scale",
-    "scale_factor": "growth_factor",
-    "scale_window": "growth_steps",
     "loss_scale_window": "growth_steps",
     "min_loss_scale": "min_scale",
-    "max_loss_scale": "max_scale",
 }
-_FIXED_NAMES = {
-    **{name: name for name in FixedLossScale.__dataclass_fields__},
-    "loss_scale": "scale",
-    "drop_overflow_update": "skip_nonfinite",
-}
+_FIXED_NAMES = tuple(FixedLossScale.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
@@ -96,7 +71,7 @@ class PrecisionConfig:
         loss_scale: None for the level's own. A `FixedLossScale` or `DynamicLossScale`, a number
             for a fixed one, "dynamic", or "none" for an optimizer that neither scales losses nor
             skips steps that are not finite. A dict of the fields of one of the classes, also under
-            the names of torch, mmdetection, MindSpore and DeepSpeed.
+            the names of torch, mmdetection and DeepSpeed.
         grad_clip: A `GradClip`, a dict such as `{"max_norm": 35, "norm_type": 2}`, or a number,
             which is the greatest Euclidean norm.
         keep_float32: What stays float32: names of layers, regular expressions, layer classes or
@@ -184,48 +159,6 @@ class PrecisionConfig:
         except (TypeError, ValueError) as error:
             raise type(error)(f"{path}: {error}") from error
 
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> PrecisionConfig:
-        """Reads the environment variables TFAMP_LEVEL, TFAMP_DTYPE and so on, one for each field.
-
-        A dict is written as JSON, several layers of TFAMP_KEEP_FLOAT32 are separated by commas.
-        TFAMP_CONFIG is the path of a file, over which the other variables win.
-
-        Args:
-            environ: The variables; None for this process's.
-
-        Returns:
-            The configuration; the defaults where no variable is set.
-
-        Raises:
-            TypeError, ValueError: As `from_dict`, naming the variable.
-
-        Warns:
-            TfampWarning: Another variable begins with TFAMP_. It is left alone, as it may be the
-                program's own; the message names the variable of tfamp's that is spelled like it.
-
-        Example:
-            >>> env = {"TFAMP_LEVEL": "O1", "TFAMP_GRAD_CLIP": '{"max_norm": 1.0}'}
-            >>> PrecisionConfig.from_env(env).to_dict()
-            {'level': 'O1', 'grad_clip': {'max_norm': 1.0, 'norm_type': 2}}
-        """
-        environ = os.environ if environ is None else environ
-        given = {
-            name: text
-            for name, text in environ.items()
-            if name.startswith(PREFIX) and name not in _OTHER_VARIABLES and text.strip()
-        }
-        known = (*(PREFIX + name.upper() for name in _READERS), _FILE_VARIABLE)
-        for variable in [name for name in given if name not in known]:
-            warnings.warn(_unknown_variable(variable, known), TfampWarning, stacklevel=1)
-            del given[variable]
-        file = given.pop(_FILE_VARIABLE, None)
-        values = dict(vars(cls.from_file(file))) if file is not None else {}
-        for variable, text in given.items():
-            name = variable.removeprefix(PREFIX).lower()
-            values[name] = _value_of_text(variable, name, text.strip())
-        return cls.from_dict(values)
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields that differ from their defaults, and the level, for JSON or TOML.
 
@@ -257,10 +190,10 @@ class PrecisionConfig:
         """
         return dataclasses.replace(self, **changes)
 
-    def placement_options(self) -> dict[str, Any]:
-        """Returns what a rewrite is told about the placement, by the names of its arguments."""
-        placement = self.placement or ("min_cut" if self.level == "auto" else "lists")
-        return {"placement": placement}
+    @property
+    def rewrite_placement(self) -> str:
+        """What decides which ops a rewrite converts, where nothing was asked for too."""
+        return self.placement or ("min_cut" if self.level == "auto" else "lists")
 
 
 def _check_together(config: PrecisionConfig) -> None:
@@ -317,28 +250,17 @@ def _toml() -> Any:
     )
 
 
-def _unknown_variable(variable: str, known: Iterable[str]) -> str:
-    """Says so; Python shows it once a process, as it always comes from the same line."""
-    names = {name.removeprefix(PREFIX): name for name in (*known, *sorted(_OTHER_VARIABLES))}
-    close = difflib.get_close_matches(variable.removeprefix(PREFIX), names, n=1)
-    meant = f" Did you mean {names[close[0]]!r}?" if close else ""
-    return (
-        f"The environment variable {variable!r} is none of tfamp's, which ignores it.{meant} "
-        f"Known: {', '.join(names.values())}."
-    )
-
-
-def _value_of_text(variable: str, name: str, text: str) -> Any:
-    """Reads a field out of an environment variable, whose text may be JSON."""
-    try:
-        is_json = text[:1] in ("{", "[")
-        return _READERS[name](json.loads(text) if is_json else _PARSERS.get(name, str)(text))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{variable} begins like JSON and is none: {error}.") from error
-    except (TypeError, ValueError) as error:
-        if name in _TEXTS:
-            raise ValueError(f"{variable}: {error} Give {_TEXTS[name]}.") from error
-        raise type(error)(f"{variable}: {error}") from error
+def warn_of_variables(environ: Mapping[str, str]) -> None:
+    """Warns of variables that look like tfamp's and are not, once a process for each."""
+    for variable in environ:
+        if variable.startswith("TFAMP_") and variable not in _VARIABLES:
+            warnings.warn(
+                f"The environment variable {variable!r} is not one of tfamp's, which ignores it. "
+                f"Known: {', '.join(_VARIABLES)}. Settings of prepare are its arguments or its "
+                "config=, a dict or the path of a file.",
+                TfampWarning,
+                stacklevel=1,
+            )
 
 
 def wrong_type(expected: str, value: Any) -> TypeError:
@@ -419,14 +341,13 @@ def _read_loss_scale(value: Any) -> LossScale | str | float | None:
 
 def _loss_scale_of_dict(given: Mapping[Any, Any]) -> LossScale:
     values = dict(given)
-    # mmcv's own scaler says with a word of its own which of the two it is.
+    # mmdetection says with a word of its own which of the two it is.
     mode = values.pop("mode", "dynamic")
     if mode == "static":
         values = {"scale": values.get("init_scale", FixedLossScale.scale)}
     elif mode != "dynamic":
         raise ValueError(f"loss_scale has mode {mode!r}; it is 'dynamic' or 'static'.")
-    names = {**_DYNAMIC_NAMES, **_FIXED_NAMES}
-    _check_keys("loss_scale", values, names)
+    _check_keys("loss_scale", values, (*_DYNAMIC_NAMES, *_FIXED_NAMES))
     fixed = [key for key in values if key in _FIXED_NAMES]
     dynamic = [key for key in values if key in _DYNAMIC_NAMES]
     if fixed and dynamic:
@@ -434,17 +355,11 @@ def _loss_scale_of_dict(given: Mapping[Any, Any]) -> LossScale:
             f"loss_scale has {fixed[0]!r}, which is of a fixed scale, and {dynamic[0]!r}, which is "
             "of a dynamic one; give the keys of one of them."
         )
-    arguments: dict[str, Any] = {}
-    for key, value in values.items():
-        if names[key] in arguments:
-            raise ValueError(f"loss_scale gives {names[key]} twice, the second time as {key!r}.")
-        arguments[names[key]] = value
     if fixed:
-        return FixedLossScale(**arguments)
-    if "scale_factor" in values:
-        # Where it is called so, the scale falls by the factor that it grows by.
-        factor = checked_growth_factor(values["scale_factor"])
-        arguments.setdefault("backoff_factor", 1.0 / factor)
+        return FixedLossScale(**values)
+    arguments = {_DYNAMIC_NAMES[key]: value for key, value in values.items()}
+    if len(arguments) < len(values):
+        raise ValueError(f"loss_scale gives one value twice, under two names: {', '.join(values)}.")
     return DynamicLossScale(**arguments)
 
 
@@ -479,45 +394,27 @@ def _read_master_weights(value: Any) -> bool | None:
     return value
 
 
-def _read_weight_rounding(value: Any) -> str | None:
-    if value is None:
-        return None
-    return _read_word("weight_rounding", value, _listed(WEIGHT_ROUNDINGS), _of(WEIGHT_ROUNDINGS))
-
-
-def _read_slots(value: Any) -> str | None:
-    return None if value is None else _read_word("slots", value, _listed(SLOTS), _of(SLOTS))
-
-
-def _listed(words: tuple[str, ...]) -> str:
-    return f"{', '.join(map(repr, words))} or None"
-
-
-def _of(words: tuple[str, ...]) -> dict[str, str]:
-    return {word: word for word in words}
-
-
 def _read_grad_clip(value: Any) -> GradClip | None:
     # False is no clipping in some systems' files.
     return None if value is False else resolve_grad_clip(value)
 
 
-def _read_placement(value: Any) -> str | None:
-    known = {name: name for name in PLACEMENTS}
-    expected = f"one of {', '.join(PLACEMENTS)}, or None"
-    return None if value is None else _read_word("placement", value, expected, known)
+def _reader_of(field: str, words: tuple[str, ...]) -> Callable[[Any], str | None]:
+    expected = f"{', '.join(map(repr, words))} or None"
+    known = {word: word for word in words}
+    return lambda value: None if value is None else _read_word(field, value, expected, known)
 
 
-_READERS = {
+_READERS: dict[str, Callable[[Any], Any]] = {
     "level": _read_level,
     "dtype": read_dtype,
     "loss_scale": _read_loss_scale,
     "grad_clip": _read_grad_clip,
     "keep_float32": _read_keep_float32,
     "master_weights": _read_master_weights,
-    "placement": _read_placement,
-    "weight_rounding": _read_weight_rounding,
-    "slots": _read_slots,
+    "placement": _reader_of("placement", PLACEMENTS),
+    "weight_rounding": _reader_of("weight_rounding", WEIGHT_ROUNDINGS),
+    "slots": _reader_of("slots", SLOTS),
 }
 
 

@@ -50,6 +50,7 @@ from tfamp.levels.precision_config import (
     EffectiveLevel,
     PrecisionConfig,
     effective_level,
+    warn_of_variables,
     wrong_type,
 )
 from tfamp.levels.step_rewriting import rewrite_steps_of
@@ -149,8 +150,7 @@ def prepare(
     left as it was; otherwise it is changed in place. Later calls of `model.compile` wrap their
     optimizer as well.
 
-    What is given here wins over `config`, and that over the environment variables TFAMP_LEVEL,
-    TFAMP_DTYPE and so on, which count where there is no `config`.
+    What is given here wins over `config`.
 
     Args:
         model: A `keras.Model`: Functional, Sequential or subclassed.
@@ -290,8 +290,9 @@ def _policy_before(model: Any) -> str | None:
 
 
 def _config(config: Any, **given: Any) -> PrecisionConfig:
+    warn_of_variables(os.environ)
     if config is None:
-        found = PrecisionConfig.from_env()
+        found = PrecisionConfig()
     elif isinstance(config, PrecisionConfig):
         found = config
     elif isinstance(config, Mapping):
@@ -386,7 +387,7 @@ def _put_level_on(
         layer_policies.put_on(model, policy, kept=kept, chosen=chosen)
     if level.level != "O1":
         return None
-    return rewrite_steps_of(model, level.dtype, kept, **level.config.placement_options())
+    return rewrite_steps_of(model, level.dtype, kept, placement=level.config.rewrite_placement)
 
 
 def _finish(
