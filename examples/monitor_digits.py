@@ -69,9 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     log.unlink(missing_ok=True)  # A monitor appends.
     console = Console()
     every = args.every or (5 if args.small else 20)
-    monitor = NumericsMonitor(every, jsonl=log, activations=True)
+    monitor = NumericsMonitor(every, jsonl=log)
     train(monitor, args.dtype, args.epochs, args.seed, console)
-    console.print(monitor)
+    monitor.print_summary(console.file)
     for folder, prefix in [(args.out, ""), *([(args.docs, "monitor_")] if args.docs else [])]:
         plot_loss_scale(monitor).savefig(folder / f"{prefix}loss_scale.png")
         plot_exponents(monitor).savefig(folder / f"{prefix}exponents.png")

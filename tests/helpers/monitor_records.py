@@ -16,14 +16,13 @@ def made_record(
     skipped=(),
     names=("dense/kernel", "dense/bias"),
     nans=0,
-    activations=(),
 ):
     """A record in which every variable has the same histogram."""
     counts = {-20: 30, -8: 60, 0: 10} if counts is None else counts
     unscaled = ExponentHistogram(counts, zeros=25, nans=nans, largest=1.5)
     scaled = unscaled.shifted(int(math.log2(scale)))
     described = {**unscaled.to_dict(), **scaled.shares(), "unscaled": unscaled.shares()}
-    record = {
+    return {
         "step": step,
         "loss_scale": scale,
         "suggested_scale": suggested_scale(unscaled),
@@ -35,8 +34,3 @@ def made_record(
         "gradients": described,
         "variables": dict.fromkeys(names, described),
     }
-    if activations:
-        record["activations"] = {
-            name: {"step": step, **unscaled.to_dict(), **unscaled.shares()} for name in activations
-        }
-    return record

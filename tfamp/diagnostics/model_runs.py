@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import keras
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.interop import keras_hooks
-from tfamp.interop.keras_hooks import described
-from tfamp.interop.patching import patched_here, wrap_method
-from tfamp.interop.tf_functions import as_written
+from tfamp.interop.patching import patched_here
 from tfamp.layers import output_dtypes
 from tfamp.layers.float_policies import is_built_in, policy_with
 from tfamp.layers.model_calls import casts_unprepared
@@ -162,64 +159,3 @@ def float_tensors(value: Any) -> list[Any]:
         for leaf in keras.tree.flatten(value)
         if keras.ops.is_tensor(leaf) and keras.backend.standardize_dtype(leaf.dtype) in FLOAT_DTYPES
     ]
-
-
-# ---- In the train step ---------------------------------------------------------------------------
-
-
-def chosen_layers(model: keras.Model, activations: Any) -> list[keras.layers.Layer]:
-    """Returns the layers of a model that an argument names: all, none, or some of them."""
-    if isinstance(activations, bool):
-        wanted: Sequence[Any] = model.layers if activations else ()
-        return [layer for layer in wanted if not isinstance(layer, keras.layers.InputLayer)]
-    if isinstance(activations, str) or not isinstance(activations, Iterable):
-        raise TypeError(
-            "activations must be True, False or a list of layers or of their names; got "
-            f"{activations!r}."
-        )
-    return [_layer(model, each) for each in activations]
-
-
-def _layer(model: keras.Model, given: Any) -> keras.layers.Layer:
-    if isinstance(given, keras.layers.Layer):
-        return given
-    if not isinstance(given, str):
-        raise TypeError(f"activations must hold layers or names of layers; got {described(given)}")
-    for layer in all_layers(model)[1:]:
-        if layer.name == given:
-            return layer
-    names = ", ".join(layer.name for layer in model.layers)
-    raise ValueError(f"The model has no layer {given!r}; its layers are {names}.")
-
-
-def watch_layers(
-    model: keras.Model, layers: Sequence[keras.Layer], observer: Callable[[int, Any], None]
-) -> Callable[[], None]:
-    """Has a function see what layers return in the train step of a model, and in no other call.
-
-    The model's train function has to be made again. The observer is called with the position of a
-    layer and the first float tensor it returned. Returns what takes it off again.
-    """
-    training = threading.local()  # Each replica of a MirroredStrategy traces in its own thread.
-
-    @as_written
-    def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        training.on = True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            training.on = False
-
-    @as_written
-    def call(position: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        outputs = original(*args, **kwargs)
-        if getattr(training, "on", False):
-            for tensor in float_tensors(outputs)[:1]:  # The first stands for the layer.
-                observer(position, tensor)
-        return outputs
-
-    undo = contextlib.ExitStack()
-    undo.callback(wrap_method(model, "train_step", train_step))
-    for position, layer in enumerate(layers):
-        undo.callback(wrap_method(layer, "call", functools.partial(call, position)))
-    return undo.close

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,11 +16,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import SkippedStepsError
 from tfamp.core.options import checked_count
-from tfamp.diagnostics.exponents import FLOAT16_MAX, SHARES
-from tfamp.diagnostics.model_runs import chosen_layers, watch_layers
+from tfamp.diagnostics.exponents import SHARES
 from tfamp.diagnostics.optimizer_watch import (
     Observer,
     Scaling,
@@ -29,19 +26,9 @@ from tfamp.diagnostics.optimizer_watch import (
     scaling_of,
     watch_optimizer,
 )
-from tfamp.diagnostics.records import (
-    activations_of,
-    add_lost_updates,
-    make_record,
-    scale_text,
-    to_rich,
-    write_summary,
-)
-from tfamp.diagnostics.records import (
-    to_text as records_text,
-)
-from tfamp.diagnostics.step_statistics import SampledCounts, StepStatistics, count_values, only_if
-from tfamp.diagnostics.weight_updates import WeightUpdates
+from tfamp.diagnostics.records import make_record, scale_text
+from tfamp.diagnostics.records import to_text as records_text
+from tfamp.diagnostics.step_statistics import SampledCounts, StepStatistics
 from tfamp.interop.keras_hooks import add_to_epoch_logs
 from tfamp.interop.tf_functions import as_written
 from tfamp.training import gradients as gradient_lib
@@ -76,20 +63,12 @@ class NumericsMonitor(keras.callbacks.Callback):
       of them), "nonfinite" (number), "largest" (without loss scale), and as shares of what is not
       zero "under_2**-24", "under_2**-14" and "over_65504", with loss scale as in the backward pass.
       "unscaled" has the same three without it. What float16 has flushed already is among the zeros.
-    - "gradients": the same of all variables together. "activations": of layers' outputs.
-    - "lost_updates": for "float16" and "bfloat16" the share of the updates of weights, zeros left
-      out, that are under half the distance to the next number of that dtype and lost when they are
-      rounded to it; "step" is when. Each of "variables" has its own. Of weights stored in a low
-      dtype with no exact value beside, the share that has not moved, for that dtype only. None for
-      a step that was skipped. None too with `steps_per_execution` over 1: weights are compared
-      between executions, so that the step itself has nothing more to do, and what several updates
-      come to together does not tell which of them are lost. In an eager loop it is the step before.
+    - "gradients": the same of all variables together.
 
     In `model.fit` each epoch's logs get "loss_scale" and "skipped_steps" as they are at its end,
-    and of the last record "suggested_scale" and the shares "gradients_under_2**-14",
-    "gradients_over_65504", "lost_updates_float16" and "lost_updates_bfloat16", NaN before there is
-    one: `History`, `CSVLogger`, `TensorBoard` and others record them. A metric of one of these
-    names stays what it is.
+    and of the last record "suggested_scale" and the shares "gradients_under_2**-14" and
+    "gradients_over_65504", NaN before there is one: `History`, `CSVLogger`, `TensorBoard` and
+    others record them. A metric of one of these names stays what it is.
 
     Source: the exponents of gradients are Figure 3 of Micikevicius et al., "Mixed Precision
     Training", ICLR 2018.
@@ -100,8 +79,6 @@ class NumericsMonitor(keras.callbacks.Callback):
         tensorboard: Folder for an event file with scalars and histograms.
         max_consecutive_skips: Training stops with a `SkippedStepsError` after this many skipped
             steps in a row; None never stops it.
-        activations: True to count the outputs of the model's layers too, or a list of layers or
-            names of layers. Counted are those of the train step, each layer's first output.
         verbose: 1 writes the summary to standard output when training ends.
 
     Raises:
@@ -127,7 +104,6 @@ class NumericsMonitor(keras.callbacks.Callback):
         jsonl: str | os.PathLike[str] | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
         max_consecutive_skips: int | None = 50,
-        activations: bool | Sequence[Any] = False,
         verbose: int = 0,
     ) -> None:
         super().__init__()
@@ -142,13 +118,8 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._jsonl = None if jsonl is None else os.fspath(jsonl)
         self._tensorboard = tensorboard
         self._events = None if tensorboard is None else _event_writer(tensorboard)
-        self._activations = activations
         self._verbose = verbose
         self._statistics: StepStatistics | None = None
-        self._outputs: dict[str, SampledCounts] = {}
-        self._updates = WeightUpdates()
-        self._weights: Sequence[Any] = ()
-        self._not_yet = 0  # Steps taken whose updates are still to come: 1 in an eager loop.
         self._scaling: Scaling = scaling_of(None)
         self._take_off: list[Any] = []
         self._taken = 0  # Steps the device has taken, at most; known exactly after each look.
@@ -163,17 +134,10 @@ class NumericsMonitor(keras.callbacks.Callback):
         """Starts to watch the model's optimizer; its train function is traced anew."""
         self.detach()
         model = self.model
-        layers = chosen_layers(model, self._activations)
         self._scaling = scaling_of(model.optimizer)
-        self._weights, self._not_yet = model.trainable_variables, 0
-        self._updates.forget()
         with model.distribute_strategy.scope():
-            names = _unique([layer.name for layer in layers])
-            self._start(int(model.steps_per_execution), names)
+            self._start(int(model.steps_per_execution))
         self._take_off.append(watch_optimizer(model.optimizer, self._observer))
-        if layers:
-            see = as_written(lambda i, tensor: self._see_output(names[i], tensor))
-            self._take_off.append(watch_layers(model, layers, see))
         self._take_off.append(add_to_epoch_logs(model, self._figures))
         self._take_off.append(lambda: model.make_train_function(force=True))
         model.make_train_function(force=True)
@@ -211,7 +175,6 @@ class NumericsMonitor(keras.callbacks.Callback):
             jsonl=self._jsonl,
             tensorboard=self._tensorboard,
             max_consecutive_skips=self.max_consecutive_skips,
-            activations=self._activations,
             verbose=self._verbose,
         )
         made.history = copy.deepcopy(self.history, memo)
@@ -235,7 +198,6 @@ class NumericsMonitor(keras.callbacks.Callback):
         unscaled: bool = False,
         finite: Any = None,
         step: Any = None,
-        activations: dict[str, Any] | None = None,
     ) -> None:
         """Looks at the gradients of one step of a custom loop, before they are applied.
 
@@ -270,18 +232,13 @@ class NumericsMonitor(keras.callbacks.Callback):
             grads, owners = gradient_lib.listed(gradients, "record"), list(variables)
         gradient_lib.check_gradients(grads, owners)
         self._scaling = scaling_of(optimizer)
-        self._weights = owners
-        names = _unique(list(activations or {}))
         if self._statistics is None:
-            outside_the_graph(lambda: self._start(1, names))
+            outside_the_graph(lambda: self._start(1))
         if step is not None and self._statistics is not None:
             self._statistics.set_step(step)
-        for name, tensor in (activations or {}).items():
-            self._see_output(name, tensor)
         scale = self._scaling.scale() if loss_scale is None else loss_scale
         self._observe(grads, owners, None if unscaled else scale, finite, scale)
         if tf.executing_eagerly() and not tf.distribute.has_strategy():
-            self._not_yet = 1
             self.advance()
 
     def advance(self, steps: int = 1) -> None:
@@ -296,7 +253,6 @@ class NumericsMonitor(keras.callbacks.Callback):
             SkippedStepsError: `max_consecutive_skips` steps in a row were skipped.
         """
         self._taken += steps
-        self._see_weights(steps)
         if self._taken >= self._next_look and self._statistics is not None:
             self._look(self._statistics)
 
@@ -307,20 +263,16 @@ class NumericsMonitor(keras.callbacks.Callback):
         return records_text(self.history)
 
     def print_summary(self, file: Any = None) -> None:
-        """Writes the summary: a table where rich is installed, else plain text.
+        """Writes the summary as text.
 
         Args:
             file: Text file to write to; None: standard output.
         """
-        write_summary(self.history, sys.stdout if file is None else file)
-
-    def __rich__(self) -> Any:
-        return to_rich(self.history)
+        print(self.to_text(), file=file)
 
     # What runs on the device.
 
-    def _start(self, steps_at_once: int, outputs: Sequence[str]) -> None:
-        self._outputs |= {n: SampledCounts(1) for n in outputs if n not in self._outputs}
+    def _start(self, steps_at_once: int) -> None:
         if self._statistics is not None:
             return
         skipped = int(self._scaling.skips()[0]) if self._scaling.skips else 0
@@ -357,31 +309,7 @@ class NumericsMonitor(keras.callbacks.Callback):
             faulty=faulty,
         )
 
-    def _see_output(self, name: str, tensor: Any) -> None:
-        statistics, sample = self._statistics, self._outputs.get(name)
-        if statistics is None or sample is None:
-            raise ValueError(
-                f"activations has a new name, {name!r}; every name must be there at the first call."
-            )
-        step, due = statistics.next_is_due()
-
-        def count() -> None:
-            counts = count_values([tensor], FLOAT16_MAX, FLOAT16_MAX)
-            sample.write(due, counts, tf.stack([tf.cast(step, tf.float64), 1.0, 1.0]))
-
-        only_if(due, count)
-
     # What runs on the host.
-
-    def _see_weights(self, steps: int) -> None:
-        """Looks at the weights before and behind a step that is due, if it is taken by itself."""
-        exact_values = self._scaling.exact_values
-        if self._updates.is_waiting and steps == 1:
-            self._updates.behind(exact_values)
-        elif steps:
-            self._updates.forget()
-        if (self._taken + 1) % self.every == 0 and not self._updates.is_waiting:
-            self._updates.before(self._taken + 1 - self._not_yet, self._weights, exact_values)
 
     def _look(self, statistics: StepStatistics) -> None:
         self._taken = statistics.step()
@@ -410,13 +338,11 @@ class NumericsMonitor(keras.callbacks.Callback):
         last = self.history[-1] if self.history else None
         suggested = last["suggested_scale"] if last else None
         shares = last["gradients"] if last else dict.fromkeys(SHARES, math.nan)
-        lost = (last and last["lost_updates"]) or {}
         return {
             "loss_scale": float(self._scaling.scale()),
             "skipped_steps": int(skips()[0]),
             "suggested_scale": math.nan if suggested is None else float(suggested),
             **{f"gradients_{name}": float(shares[name]) for name in _LOGGED_SHARES},
-            **{f"lost_updates_{dtype}": lost.get(dtype, math.nan) for dtype in LOW_PRECISION},
         }
 
     def _plan_next_look(self, consecutive: int) -> None:
@@ -434,10 +360,6 @@ class NumericsMonitor(keras.callbacks.Callback):
         names = _unique([gradient_lib.variable_name(v) for v in statistics.variables])
         past = statistics.past(self._reported + 1, self._taken)
         record = make_record(sampled.read(), names, past, skips)
-        add_lost_updates(record, names, *self._updates.read(statistics.variables))
-        if self._outputs:
-            samples = {name: sample.read() for name, sample in self._outputs.items()}
-            record["activations"] = activations_of(samples)
         self._reported = self._taken
         self.history.append(record)
         if self._jsonl is not None:
@@ -499,21 +421,18 @@ def _write_events(writer: Any, record: Mapping[str, Any]) -> None:
     """Writes a record as scalars and histograms; it is in the file when this returns."""
     scalars = {name: record[name] for name in ("loss_scale", "suggested_scale", "skipped_steps")}
     scalars |= {f"gradients/{name}": record["gradients"][name] for name in (*SHARES, "zeros")}
-    lost = record["lost_updates"] or {}
-    scalars |= {f"lost_updates/{dtype}": lost.get(dtype) for dtype in LOW_PRECISION}
     with writer.as_default(step=record["step"]), tf.summary.record_if(True):
         for name, value in scalars.items():
             if value is not None:
                 # As tf.summary.scalar, which needs the package tensorboard.
                 _write("scalars", 1, name, np.float32(value))
-        for kind in ("variables", "activations"):
-            for name, described in record.get(kind, {}).items():
-                # tf.summary.histogram makes bins of its own, from values; these are the bins
-                # already: left edge, right edge, number.
-                if counts := described["exponents"]:
-                    exponents = range(min(counts), max(counts) + 1)
-                    bins = np.array([(e, e + 1, counts.get(e, 0)) for e in exponents], "float64")
-                    _write("histograms", 2, f"{kind}/{name}", bins)
+        for name, described in record["variables"].items():
+            # tf.summary.histogram makes bins of its own, from values; these are the bins already:
+            # left edge, right edge, number.
+            if counts := described["exponents"]:
+                exponents = range(min(counts), max(counts) + 1)
+                bins = np.array([(e, e + 1, counts.get(e, 0)) for e in exponents], "float64")
+                _write("histograms", 2, f"variables/{name}", bins)
     writer.flush()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,14 +32,11 @@ class Scaling:
         skips: Returns the numbers of skipped steps, in all and in a row, as tensors; None where
             nobody counts them.
         steps: Returns the number of steps taken so far, skipped ones included.
-        exact_values: Returns what stands for weights, as exactly as it is known: the float32 value
-            where there is one, a master for instance.
     """
 
     scale: Callable[[], Any] = lambda: 1.0
     skips: Callable[[], tuple[Any, Any]] | None = None
     steps: Callable[[], int] = lambda: 0
-    exact_values: Callable[[Sequence[Any]], Sequence[Any]] = lambda variables: variables
 
 
 def scaling_of(optimizer: Any) -> Scaling:
@@ -62,7 +59,6 @@ def scaling_of(optimizer: Any) -> Scaling:
             lambda: as_tensor(optimizer.dynamic_scale),
             lambda: (optimizer.skipped_steps, optimizer.consecutive_skipped_steps),
             lambda: _iterations(optimizer) + int(optimizer.skipped_steps),
-            lambda variables: _exact_values(optimizer, variables),
         )
     if isinstance(optimizer, GradScaler):
         return Scaling(optimizer.get_scale)
@@ -78,12 +74,6 @@ def _keras_scale(optimizer: keras.optimizers.Optimizer) -> Any:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return as_tensor(optimizer.dynamic_scale) if optimizer.built else 1.0
     return optimizer.loss_scale_factor or 1.0
-
-
-def _exact_values(optimizer: LossScaleOptimizer, variables: Sequence[Any]) -> Sequence[Any]:
-    if optimizer.weight_rounding == "stochastic":
-        return variables  # All that is known of them is what they are.
-    return optimizer.stored_weights.exact_values(variables)
 
 
 def _iterations(optimizer: keras.optimizers.Optimizer) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import math
@@ -11,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.diagnostics.exponents import (
     SHARES,
     ExponentHistogram,
@@ -23,10 +21,9 @@ from tfamp.reports.text_table import table_lines
 
 if TYPE_CHECKING:
     from tfamp.diagnostics.step_statistics import Sample
-    from tfamp.diagnostics.weight_updates import Lost
 
 _SHARES = ("zeros", "<2^-24", "<2^-14", ">65504")
-_HEADINGS = ("gradients of", *_SHARES, "unscaled <2^-24", "unscaled size", "updates lost")
+_HEADINGS = ("gradients of", *_SHARES, "unscaled <2^-24", "unscaled size")
 # A step, its loss scale, and the number of steps skipped before.
 PastStep: TypeAlias = tuple[int, float, int]
 _MOST_ROWS = 12
@@ -60,36 +57,6 @@ def make_record(
         "first_nonfinite": bad[0] if bad else None,
         "gradients": _described(*everything),
         "variables": {name: _described(unscaled[name], scaled[name]) for name in names},
-    }
-
-
-def add_lost_updates(
-    record: dict[str, Any], names: Sequence[str], step: int, lost: Sequence[Lost]
-) -> None:
-    """Adds to a record the shares of updates that are lost, of each variable and of all together.
-
-    A step that was skipped has none.
-    """
-    found = lost if step not in record["skipped"] else [{} for _ in lost]
-    for name, each in zip(names, found, strict=True):
-        record["variables"][name]["lost_updates"] = _shares_lost([each])
-    everything = _shares_lost(found)
-    record["lost_updates"] = {"step": step, **everything} if everything else None
-
-
-def _shares_lost(lost: Sequence[Lost]) -> dict[str, float]:
-    of_each = {d: [each[d] for each in lost if d in each] for d in LOW_PRECISION}
-    sums = {dtype: [sum(x) for x in zip(*pairs, strict=True)] for dtype, pairs in of_each.items()}
-    return {dtype: pair[0] / pair[1] for dtype, pair in sums.items() if pair}
-
-
-def activations_of(samples: Mapping[str, Sample]) -> dict[str, Any]:
-    """Returns the part of a record that tells of layers' outputs, by the layers' names."""
-    found = {name: histogram(sample.counts[0], 1.0)[0] for name, sample in samples.items()}
-    return {
-        name: {"step": samples[name].step, **each.to_dict(), **each.shares()}
-        for name, each in found.items()
-        if samples[name].step
     }
 
 
@@ -173,8 +140,6 @@ def summary_lines(record: Mapping[str, Any]) -> list[str]:
         f"float16 flushes gradients under 2^-24 to zero: {lost:.1%} of them, {without:.1%} without "
         "loss scale",
     ]
-    if (sentence := _lost_updates_text(record)) is not None:
-        lines.append(sentence)
     if record["first_nonfinite"] is not None:
         lines.append(f"first variable with an inf or NaN: {record['first_nonfinite']}")
     return lines
@@ -183,8 +148,7 @@ def summary_lines(record: Mapping[str, Any]) -> list[str]:
 def _summary_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Returns one row for all gradients and one for each variable, those that lose most first."""
     variables = sorted(record["variables"].items(), key=lambda item: -item[1]["under_2**-14"])
-    everything = {**record["gradients"], "lost_updates": record.get("lost_updates")}
-    rows = [_row(*each) for each in (("all variables", everything), *variables)]
+    rows = [_row(*each) for each in (("all variables", record["gradients"]), *variables)]
     if rest := len(rows[_MOST_ROWS + 1 :]):
         rows[_MOST_ROWS + 1 :] = [(f"and {rest} others", *[""] * (len(_HEADINGS) - 1))]
     return rows
@@ -198,57 +162,9 @@ def to_text(history: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*summary_lines(history[-1]), *table])
 
 
-def to_rich(history: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns the summary of the last record as something rich prints."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    if not history:
-        return Text("no record yet")
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    # A name may take several lines; the numbers are not cut.
-    table.add_column(_HEADINGS[0], overflow="fold")
-    for heading in _HEADINGS[1:]:
-        table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
-    for row in _summary_rows(history[-1]):
-        table.add_row(*(Text(cell) for cell in row))
-    return Group(*(Text(line) for line in summary_lines(history[-1])), table)
-
-
-def write_summary(history: Sequence[Mapping[str, Any]], file: Any) -> None:
-    """Writes the summary to a text file: a table where rich is installed, else plain text."""
-    if importlib.util.find_spec("rich") is None:
-        file.write(to_text(history) + "\n")
-        return
-    from rich.console import Console
-
-    Console(file=file).print(to_rich(history))
-
-
 def _row(name: str, described: Mapping[str, Any]) -> tuple[str, ...]:
     exponents = exponents_of(described)
     span = f"2^{min(exponents)}..2^{max(exponents) + 1}" if exponents else "-"
     unscaled = f"{described['unscaled'][SHARES[0]]:.1%}"
     shares = [f"{described[key]:.1%}" for key in ("zeros", *SHARES)]
-    return (name, *shares, unscaled, span, _lost_cell(described))
-
-
-def _lost_cell(described: Mapping[str, Any]) -> str:
-    """The share of updates that bfloat16 loses, or the low dtype that a variable has."""
-    lost = described.get("lost_updates") or {}
-    shares = [f"{lost[dtype]:.1%}" for dtype in ("bfloat16", "float16") if dtype in lost]
-    return shares[0] if shares else "-"
-
-
-def _lost_updates_text(record: Mapping[str, Any]) -> str | None:
-    """Returns a sentence of the updates of weights that rounding loses, if there is a figure."""
-    lost = record.get("lost_updates")
-    if not lost:
-        return None
-    found = [f"{lost[dtype]:.1%} in {dtype}" for dtype in LOW_PRECISION if dtype in lost]
-    return (
-        f"updates of weights that rounding to nearest loses, at step {lost['step']}: "
-        f"{', '.join(found)}; master_weights or weight_rounding keep them"
-    )
+    return (name, *shares, unscaled, span)
