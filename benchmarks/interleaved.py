@@ -1,4 +1,4 @@
-"""Runs systems by turns, each in a process of its own, so that a busy machine slows all of them."""
+"""Interleaves systems, each in a separate process, so that a busy machine slows all of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Measured, WorkloadRun
+from benchmarks.rounds import rotated
 from benchmarks.systems import BASE, CONTROL, SYSTEMS, why_not
 from benchmarks.worker import WARM_UP_STEPS
 from benchmarks.workloads import Workload
@@ -141,11 +142,8 @@ class Group:
 
     def in_turn(self, do: str, *, first: int = 0, **arguments: Any) -> Iterator[tuple[str, Any]]:
         """Asks one after the other, beginning with the one at `first`; names and answers."""
-        names = tuple(self.workers)
-        first %= max(1, len(names))
-        yield from self._each(
-            names[first:] + names[:first], lambda worker: worker.ask(do, **arguments)
-        ).items()
+        names = rotated(tuple(self.workers), first)
+        yield from self._each(names, lambda worker: worker.ask(do, **arguments)).items()
 
     def together(self, do: str, **arguments: Any) -> Iterator[tuple[str, Any]]:
         """Asks as many at once as there are cores: for what is not timed."""

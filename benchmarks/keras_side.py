@@ -16,9 +16,8 @@ import tensorflow as tf
 import tfamp
 import tfamp.rewriting.pipeline
 from benchmarks import models
-from benchmarks.casts import CastTotals, count_casts
 from benchmarks.data import Batch
-from benchmarks.step_graph import trace
+from benchmarks.step_graph import CastTotals, count_casts, trace
 from benchmarks.systems import BASE, CONTROL, SYSTEMS, grappler_options
 from benchmarks.workloads import Sizes, Workload
 from tfamp.machine.profile_choice import find_profile

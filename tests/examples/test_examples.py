@@ -175,33 +175,6 @@ def test_masters_learn_what_pure_float16_loses(run):
     assert len(set(sizes[1:])) == 1, "the masters are not the model's"
 
 
-@pytest.mark.parametrize(
-    "ways",
-    [
-        # Split is bit for bit what float32 masters are: tests/updates.
-        pytest.param(["to nearest", "stochastic"], marks=pytest.mark.slow, id="some"),
-        pytest.param(
-            ["to nearest", "stochastic", "split", "split, low slots"],
-            marks=pytest.mark.nightly,
-            id="all",
-        ),
-    ],
-)
-def test_pure_bfloat16_learns_with_every_rounding_but_to_nearest(run, ways):
-    arguments = ["--small", "--epochs", "2", "--plot", "curves.png", "--ways", *ways]
-    code, printed = run("pure_bfloat16", *arguments)
-    assert code == 0
-    assert Path("curves.png").stat().st_size > 1000
-    rows = [line.split("│")[1:5] for line in printed.splitlines() if line.startswith("│")]
-    bits = {row[0].strip(): float(row[1]) for row in rows}
-    sizes = {row[0].strip(): float(row[3]) for row in rows}
-    assert list(bits) == ["float32", *ways]
-    wide, nearest = bits.pop("float32"), bits.pop("to nearest")
-    assert nearest > 1.2 * wide
-    assert max(bits.values()) < 1.05 * wide
-    assert sizes["stochastic"] < 6.3 < sizes["float32"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", first_of(["float16", "bfloat16", "float32"]))
 def test_the_torch_style_loop_draws_digits_and_scales_only_float16(run, dtype, tmp_path):
