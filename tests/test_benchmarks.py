@@ -91,10 +91,8 @@ def test_json_gives_the_run_back_with_what_follows_from_the_times():
     run = a_run()
     found = json.loads(json.dumps(results.to_json(run)))
     assert results.from_json(found) == run
-    assert found["schema"] == results.SCHEMA
     system = found["workloads"][0]["systems"]["rewrite"]
     assert system["speed"] == {"median": 2, "low": 2, "high": 2}
-    assert system["step"]["median"] == 2
     assert system["loss_difference"] == pytest.approx(-0.005)
     with pytest.raises(ValueError, match="must be of schema 1; got 0"):
         results.from_json(found | {"schema": 0})
@@ -103,24 +101,15 @@ def test_json_gives_the_run_back_with_what_follows_from_the_times():
 def test_tables_have_the_ratios_first():
     first, mlp, losses, models, machine = report.all_tables(a_run())
     assert first.headers == ("times as fast as float32", "mlp")
-    assert first.rows == (
-        ("float32", "1.00"),
-        ("Keras's policy", "1.00"),
-        ("tfamp.rewrite, min_cut", "2.00"),
-    )
+    assert [row[1] for row in first.rows] == ["1.00", "1.00", "2.00"]
     by_header = dict(zip(mlp.headers, mlp.rows[2], strict=True))
     assert by_header["x float32"] == "2.00"
     assert by_header["step, ms"] == "2000.0"
     assert by_header["rewrite, s"] == "0.25"
     assert (by_header["Casts"], by_header["Cast MB"]) == ("5", "2.0")
     assert first.notes == ("Not measured: PyTorch, autocast on mlp: PyTorch is not installed.",)
-    assert losses.rows[1] == (
-        "mlp",
-        "float32, initial weights rounded",
-        "3.0000",
-        "2.0200",
-        "+1.00%",
-    )
+    rounded = "mlp", "float32, initial weights rounded", "3.0000", "2.0200", "+1.00%"
+    assert losses.rows[1] == rounded
     assert losses.rows[3] == ("mlp", "tfamp.rewrite, min_cut", "3.0000", "1.9900", "-0.50%")
     assert models.rows == (("mlp", "layers 6, width 2048, batch 256", "width 8, batch 4"),)
     assert ("CPU", "a CPU") in machine.rows
@@ -136,22 +125,17 @@ def test_the_chosen_step_stands_beside_the_best_peer_and_placement():
     found = report.all_tables(run)[1]
     by_header = [dict(zip(found.headers[:5], row, strict=False)) for row in found.rows]
     assert by_header[0]["best peer"] == "float32, XLA"
-    assert [row[:3] for row in found.rows[:2]] == [
-        ("mlp", "tfamp.tune", "4.00"),
-        ("lstm", "tfamp.tune", "2.00"),
-    ]
+    assert [row[2] for row in found.rows[:2]] == ["4.00", "2.00"]
     assert [(row[4], row[7]) for row in found.rows] == [("2.00",) * 2, ("1.00",) * 2, ("1.41",) * 2]
     assert found.rows[0][5] == "2.00 to 2.00"
 
 
 def test_tables_are_aligned_text_and_valid_markdown():
-    table = tables.Table("numbers", ("what", "how many"), (("a", "1"), ("bc", "20")), notes=("x.",))
-    assert (
-        tables.to_text(table) == "numbers\n\nwhat  how many\na            1\nbc          20\n- x.\n"
-    )
-    assert tables.to_markdown(table) == (
-        "### numbers\n\n| what | how many |\n|---|---:|\n| a | 1 |\n| bc | 20 |\n\n- x.\n"
-    )
+    table = tables.Table("counts", ("what", "how many"), (("a", "1"), ("bc", "20")), notes=("x.",))
+    text = "counts\n\nwhat  how many\na            1\nbc          20\n- x.\n"
+    assert tables.to_text(table) == text
+    markdown = "### counts\n\n| what | how many |\n|---|---:|\n| a | 1 |\n| bc | 20 |\n\n- x.\n"
+    assert tables.to_markdown(table) == markdown
 
 
 def test_a_page_keeps_what_is_outside_its_marks(tmp_path):
@@ -164,52 +148,38 @@ def test_a_page_keeps_what_is_outside_its_marks(tmp_path):
     assert "old" not in text
     assert "| tfamp.rewrite, min_cut | 2.00 |" in text
     assert "](assets/bars.png)" in text
-
-
-def test_a_page_without_marks_is_left_as_it_is(tmp_path):
-    page = tmp_path / "page.md"
     page.write_text("no marks", encoding="utf-8")
     with pytest.raises(ValueError, match="each once"):
         report.put_section(page, "text")
     assert page.read_text(encoding="utf-8") == "no marks"
 
 
-@pytest.mark.parametrize(
-    "page",
-    ["benchmarks", "peers", "peers_float16", "performance", "kerashub", "guides/saved_models"],
-)
-def test_the_documented_pages_have_the_marks(page):
-    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-    assert text.count(report.BEGIN) == text.count(report.END) == 1
+def test_the_documented_pages_have_the_marks():
+    pages = "benchmarks", "peers", "peers_float16", "performance", "kerashub", "guides/saved_models"
+    for page in pages:
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        assert text.count(report.BEGIN) == text.count(report.END) == 1, page
 
 
-def test_a_run_is_shown_and_written_again_without_measuring(tmp_path, capsys):
+def test_runs_on_one_machine_are_shown_as_one_and_written_again(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    given, again, picture = (tmp_path / name for name in ("run.json", "again.json", "bars.png"))
-    given.write_text(json.dumps(results.to_json(a_run())), encoding="utf-8")
-    assert main(["--read", str(given), "--json", str(again), "--plot", str(picture)]) == 0
-    assert json.loads(again.read_text()) == json.loads(given.read_text())
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert re.search(r"^tfamp.rewrite, min_cut +2.00$", capsys.readouterr().out, re.M)
-
-
-def test_runs_on_one_machine_are_shown_as_one(tmp_path, capsys):
-    paths = [tmp_path / name for name in ("one.json", "two.json")]
-    for path, workload in zip(paths, ("mlp", "lstm"), strict=True):
-        run = a_run()
-        run.workloads[0].workload = workload
+    *paths, again, picture = (tmp_path / name for name in ("1.json", "2.json", "a.json", "a.png"))
+    runs = a_run(), a_run()
+    runs[1].workloads[0].workload = "lstm"
+    for path, run in zip(paths, runs, strict=True):
         path.write_text(json.dumps(results.to_json(run)), encoding="utf-8")
-    assert main(["--read", *map(str, paths)]) == 0
-    assert re.search(r"^times as fast as float32 +mlp +lstm$", capsys.readouterr().out, re.M)
+    read = ["--read", *map(str, paths)]
+    assert main([*read, "--json", str(again), "--plot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^times as fast as float32 +mlp +lstm$", printed, re.M)
+    assert re.search(r"^tfamp.rewrite, min_cut +2.00 +2.00$", printed, re.M)
+    written = results.from_json(json.loads(again.read_text(encoding="utf-8")))
+    assert [each.workload for each in written.workloads] == ["mlp", "lstm"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    axes = plot.figure(written).axes[0]
+    assert [bar.get_height() for bar in axes.patches] == [1, 1, 2, 2]
     with pytest.raises(ValueError, match="these differ"):
-        results.together([run, dataclasses.replace(run, dtype="float16")])
-
-
-def test_the_picture_has_a_bar_for_each_ratio():
-    pytest.importorskip("matplotlib")
-    axes = plot.figure(a_run()).axes[0]
-    assert [bar.get_height() for bar in axes.patches] == [1, 2]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["mlp"]
+        results.together([written, dataclasses.replace(written, dtype="float16")])
 
 
 # Workloads and systems
@@ -225,20 +195,6 @@ def test_batches_follow_from_their_number(workload, name):
     assert y.dtype == np.int32
     np.testing.assert_array_equal(x, again)
     assert not np.array_equal(x, other)
-
-
-def test_the_designed_workloads_have_the_designed_sizes():
-    full = {name: WORKLOADS[name].sizes["full"] for name in ("mlp", "transformer", "resnet50")}
-    assert full["mlp"] == {"layers": 6, "width": 2048, "batch": 256}
-    assert full["resnet50"] == {"pixels": 128, "batch": 16}
-    assert full["transformer"] == {
-        "layers": 4,
-        "width": 512,
-        "heads": 8,
-        "tokens": 128,
-        "vocabulary": 8000,
-        "batch": 16,
-    }
 
 
 def test_data_is_in_the_range_of_the_classes():
@@ -260,9 +216,8 @@ def test_what_is_compared_is_measured_and_left_out_with_a_reason():
     assert "rewrite_fused" in OWN
     assert why_not("rewrite", "lstm", sys.executable) is None
     assert "no PyTorch model" in why_not("torch_autocast", "lstm", sys.executable)
-    no_torch = str(ROOT / "no" / "python")
     with pytest.raises(FileNotFoundError):
-        why_not("torch_autocast", "mlp", no_torch)
+        why_not("torch_autocast", "mlp", str(ROOT / "no" / "python"))
 
 
 # Graphs of steps
@@ -278,11 +233,21 @@ def traced(fn, *args, runs=0):
     return trace(concrete, args, runs=runs)
 
 
-def test_casts_of_a_known_graph_are_counted_with_their_bytes():
+def test_casts_and_kinds_of_ops_of_known_graphs():
     w = tf.Variable(tf.ones((8, 2)))
-    found = count_casts(traced(lambda x: low_product(x, w), tf.ones((4, 8))).nodes)
-    assert found.count == 3
-    assert found.bytes == (4 * 8 + 8 * 2 + 4 * 2) * (4 + 2)
+    step = traced(lambda x: low_product(x, w), tf.ones((4, 8)), runs=2)
+    assert count_casts(step.nodes) == (3, (4 * 8 + 8 * 2 + 4 * 2) * (4 + 2))
+    for op, kind in (("MatMul", "matmul"), ("Cast", "cast"), ("Relu", "elementwise")):
+        assert profile.kind_of(op) == kind
+    found = profile.table({("product", "low"): step})
+    assert {"step", "matrix products", "Casts"} <= set(found.headers)
+
+    def loop(x):
+        for _ in tf.range(5):
+            x = tf.cast(tf.cast(x, tf.bfloat16) @ tf.ones((4, 4), tf.bfloat16), tf.float32)
+        return x
+
+    assert count_casts(traced(loop, tf.ones((4, 4))).nodes) == (10, 10 * 16 * 6)
 
 
 @pytest.mark.skipif(not hardware.detect().cpu_bfloat16, reason="the pass asks for bfloat16")
@@ -292,17 +257,6 @@ def test_casts_that_tensorflow_inserts_are_counted():
     assert count_casts(trace(concrete, (x,)).nodes).count == 0
     options = grappler_options("tensorflow_amp", "bfloat16")
     assert count_casts(trace(concrete, (x,), rewriter_options=options).nodes).count > 0
-
-
-def test_casts_in_a_loop_are_counted_each_time():
-    def loop(x):
-        for _ in tf.range(5):
-            x = tf.cast(tf.cast(x, tf.bfloat16) @ tf.ones((4, 4), tf.bfloat16), tf.float32)
-        return x
-
-    found = count_casts(traced(loop, tf.ones((4, 4))).nodes)
-    assert found.count == 10
-    assert found.bytes == 10 * 16 * 6
 
 
 def test_a_traced_step_leaves_the_variables_as_they_are():
@@ -329,43 +283,25 @@ def test_a_rewritten_step_shows_its_casts_as_the_plan_does():
     assert summary.cast_bytes == found.bytes
 
 
-@pytest.mark.parametrize(
-    ("op", "plain"),
-    [
-        ("MatMul", "MatMul"),
-        ("_MklMatMul", "MatMul"),
-        ("_MklNativeFusedMatMul", "_FusedMatMul"),
-        ("_MklBatchMatMulV2", "BatchMatMulV2"),
-        ("_MklNativeFusedBatchNormV3", "FusedBatchNormV3"),
-        ("_MklNativeConv2DBackpropFilterWithBias", "Conv2DBackpropFilter"),
-    ],
-)
-def test_kernels_of_onednn_count_as_what_they_stand_in_for(op, plain):
-    assert plain_op(op) == plain
-
-
-def test_a_profile_adds_up_the_kinds_of_ops():
-    w = tf.Variable(tf.ones((8, 2)))
-    step = traced(lambda x: low_product(x, w), tf.ones((4, 8)), runs=2)
-    for op, kind in (("MatMul", "matmul"), ("Cast", "cast"), ("Relu", "elementwise")):
-        assert profile.kind_of(op) == kind
-    found = profile.table({("product", "low"): step, ("product", "float32"): step})
-    assert [row[:2] for row in found.rows] == [("product", "low"), ("product", "float32")]
-    assert {"step", "matrix products", "Casts"} <= set(found.headers)
+def test_kernels_of_onednn_count_as_what_they_stand_in_for():
+    plain = {
+        "MatMul": "MatMul",
+        "_MklNativeFusedMatMul": "_FusedMatMul",
+        "_MklNativeFusedBatchNormV3": "FusedBatchNormV3",
+        "_MklNativeConv2DBackpropFilterWithBias": "Conv2DBackpropFilter",
+    }
+    assert {op: plain_op(op) for op in plain} == plain
 
 
 # Runs
 
 
-def test_a_worker_that_fails_says_why_and_ends_only_itself():
+def test_a_worker_that_fails_ends_only_itself_but_for_float32(monkeypatch):
     options = Options("bfloat16", 1, torch_python=shutil.which("false"))
     with workers(["torch_autocast"], options) as group:
         assert not group.workers
         assert not list(group.in_turn("step"))
         assert group.failed == {"torch_autocast": "failed: it ended with code 1"}
-
-
-def test_nothing_is_compared_with_a_float32_that_fails(monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with (
         pytest.raises(WorkerError, match="float32, which all are compared with, failed"),
@@ -375,11 +311,10 @@ def test_nothing_is_compared_with_a_float32_that_fails(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.nightly)])
-def test_a_tiny_run_from_the_command_line(tmp_path, dtype, capsys):
+def test_a_tiny_run_from_the_command_line(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     written = {name: tmp_path / f"run.{name}" for name in ("json", "png")}
-    arguments = ["--small", "--workload", "mlp", "--system", "rewrite", "--dtype", dtype]
+    arguments = ["--small", "--workload", "mlp", "--system", "rewrite", "--dtype", "bfloat16"]
     arguments += ["--rounds", "2", "--loss-steps", "10"]
     arguments += ["--json", str(written["json"]), "--plot", str(written["png"])]
     assert main(arguments) == 0
@@ -388,8 +323,7 @@ def test_a_tiny_run_from_the_command_line(tmp_path, dtype, capsys):
     (mlp,) = run.workloads
     assert run.machine["TensorFlow"] == tf.__version__
     assert list(mlp.systems) == ["float32", "rewrite"]
-    for name in mlp.systems:
-        each = mlp.systems[name]
+    for name, each in mlp.systems.items():
         assert len(each.seconds) == 2
         assert len(each.losses) == 10
         assert each.losses[-1] < each.losses[0]
@@ -412,7 +346,6 @@ def test_clients_share_a_load_and_every_request_counts():
     together = threading.Barrier(2, timeout=60)  # Passed only by two threads at once.
     latencies, rate = serving.put_under_load(together.wait, 2, 0.0)
     assert len(latencies) == 2
-    assert all(latency > 0 for latency in latencies)
     assert 0 < rate <= 1 / min(latencies) * 2
     assert len(serving.put_under_load(lambda: None, 1, 0.01)[0]) > 1
     assert [serving.percentile_95(range(1, n + 1)) for n in (1, 2, 20, 100)] == [1, 2, 19, 95]
