@@ -1,4 +1,4 @@
-"""How exact each way to mixed precision is on models of KerasHub, beside Keras's own policy.
+"""Compares the error of every way to mixed precision on KerasHub models with Keras's own policy.
 
     python -m benchmarks.accuracy [--sizes full] [--models gpt2 bert] [--dtypes bfloat16]
                                   [--ways policy autocast] [--seeds N] [--markdown]

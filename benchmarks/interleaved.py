@@ -99,7 +99,7 @@ class WorkerProcess:
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
-            # What was not taken any more cannot be flushed into it either.
+            # The process is gone: unread requests cannot be flushed.
             with suppress(BrokenPipeError):
                 pipe.close()
 
@@ -191,7 +191,7 @@ def measure(
         progress: Is told what is done, in a few words, at each of `stages` stages.
 
     Returns:
-        What was found; what cannot run here is in `skipped`, with the reason.
+        The results; systems that cannot run here are in `skipped`, with the reason.
     """
     skipped = {
         name: reason
@@ -218,7 +218,7 @@ def measure(
             run.control = _losses(group, run, options.loss_steps).get(CONTROL.name, [])
         run.skipped |= group.failed
     run.skipped |= group.failed
-    # What fails after the rounds, such as counting Casts, takes nothing from the times.
+    # A failure after the rounds, as in counting Casts, does not discard the times.
     run.systems = {
         name: each for name, each in run.systems.items() if len(each.seconds) == options.rounds
     }
@@ -240,7 +240,7 @@ def _first_calls(group: Group, run: WorkloadRun, progress: Progress) -> None:
 def _rounds(group: Group, systems: Mapping[str, Measured], rounds: int, progress: Progress) -> None:
     for number in range(rounds):
         progress(f"round {number + 1}")
-        # Whoever follows the slowest finds the caches as that leaves them: each does in its turn.
+        # The system after the slowest finds its caches: rotate who that is.
         for name, found in group.in_turn("step", first=number):
             systems[name].seconds.append(found["seconds"])
             systems[name].memory = max(systems[name].memory, found["memory"])

@@ -1,4 +1,4 @@
-"""Runs backbones of KerasHub through what tfamp does with a model, beside Keras's own policy.
+"""Runs KerasHub backbones through every way of tfamp and compares them with Keras's own policy.
 
     python -m benchmarks.kerashub                         # all, in both dtypes
     python -m benchmarks.kerashub --models Bert ResNet
@@ -109,7 +109,7 @@ def _checks(
         return of(tfamp.rewrite(function, dtype=dtype, placement="lists"))
 
     def o1() -> float:
-        # What it rewrites are the graphs of Keras's own steps.
+        # O1 rewrites the graphs of Keras's own steps.
         prepared, _ = tfamp.prepare(model, level="O1", dtype=dtype)
         return difference(floats(prepared.predict_on_batch(x)), expected)
 
@@ -137,7 +137,7 @@ def _checks(
 
 
 def predict(model: Callable[..., Any], x: Any) -> list[Any]:
-    """What a model, or a function made of one, gives for inputs: the float outputs."""
+    """The float outputs of a model, or of a function made of one."""
     import keras
 
     return floats(model(x, training=False) if isinstance(model, keras.Model) else model(x))

@@ -12,7 +12,7 @@ _VOCABULARY = 32
 
 _WORDS = {"vocabulary_size": _VOCABULARY}
 _SIZES = {"num_layers": 2, "num_heads": 2, "hidden_dim": 16, "intermediate_dim": 32}
-# What most text models call their sizes.
+# Size arguments of most text models.
 _TEXT = _WORDS | _SIZES
 _SEQUENCE = _TEXT | {"max_sequence_length": 16}
 # Decoders whose keys have fewer heads than their queries.

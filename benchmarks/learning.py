@@ -1,4 +1,4 @@
-"""What models learn whose weights are stored in 16 bits, beside float32.
+"""Compares what models with weights in 16 bits learn with float32.
 
     python -m benchmarks.learning [--models M ...] [--ways W ...] [--seeds N] [--small] [--markdown]
 
@@ -32,9 +32,9 @@ from benchmarks.models import transformer
 from benchmarks.progress import reporting
 from benchmarks.tables import Table, show, to_markdown
 
-# ---- What is trained, and how it is stored -------------------------------------------------------
+# ---- Models, and how they are stored -------------------------------------------------------------
 
-# What `prepare` is told.
+# Arguments of `prepare`.
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "to nearest": {"master_weights": False},
     "stochastic": {"weight_rounding": "stochastic"},
@@ -118,12 +118,12 @@ _SMALL_STEPS = 4
 
 @dataclass(frozen=True)
 class Learnt:
-    """What a run came to.
+    """The outcome of a run.
 
     Attributes:
         task: The name of the task.
         way: The dtype and the way of rounding.
-        seed: That of weights and data.
+        seed: Seed of weights and data.
         loss: The mean loss on unseen batches.
         accuracy: The share of right answers there.
         size: Bytes of weights, gradients and optimizer for each parameter.
@@ -183,7 +183,7 @@ def learn_all(
     return found
 
 
-# ---- What is shown -------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
 
 
 def table(task: str, runs: Sequence[Learnt]) -> Table:
@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a few steps, to see that it runs")
     parser.add_argument("--markdown", action="store_true", help="print Markdown")
     args = parser.parse_args()
-    # What all others are compared with.
+    # All others are compared with float32.
     args.ways = [FLOAT32, *(way for way in args.ways if way != FLOAT32)]
     steps = _SMALL_STEPS if args.small else None
     runs = learn_all(args.models, args.ways, args.seeds, steps)

@@ -1,4 +1,4 @@
-"""What loss scaling costs: the update of wrapped optimizers, in ratios to the bare Keras optimizer.
+"""Times the update of loss-scaling optimizers, in ratios to the bare Keras optimizer.
 
     python -m benchmarks.loss_scaling [--small] [--low] [--rounds N]
 

@@ -1,4 +1,4 @@
-"""The memory of a training step with AdamW for every way to store weights, per parameter.
+"""Measures the memory of a training step with AdamW for every way to store weights.
 
 Each way trains an MLP in a process of its own: "variables" are the bytes of the model's and the
 optimizer's, "gradients" those of the gradients, and "peak" is the most memory that the process held

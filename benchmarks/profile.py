@@ -1,4 +1,4 @@
-"""Where the time of one training step goes, by kind of op.
+"""Adds up the time of one training step by kind of op.
 
     python -m benchmarks.profile --workload transformer lstm --system rewrite_fused keras_policy
 

@@ -1,4 +1,4 @@
-"""What a run found, as tables and as the section of a page. No framework is imported."""
+"""Shows a run as tables and as the section of a page. No framework is imported."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _once(names: list[str], separator: str) -> str:
 
 
 def summary(run: Run) -> Table:
-    """The chosen step beside the best peer and the best of tfamp's placements."""
+    """The chosen step, compared with the best peer and the best of tfamp's placements."""
     rows, over_peers, over_own = [], [], []
     for each in run.workloads:
         peer, placement = results.lead(each, PEERS), results.lead(each, OWN)
@@ -103,7 +103,7 @@ def steps(run: WorkloadRun, dtype: str) -> Table:
 
 
 def losses(run: Run) -> Table:
-    """The losses after the long runs, beside float32's."""
+    """The losses after the long runs, compared with float32's."""
     rows = []
     for each in run.workloads:
         for name, measured in each.systems.items():

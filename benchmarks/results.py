@@ -1,4 +1,4 @@
-"""What was measured, what follows from it, and both as JSON. No framework is imported."""
+"""Measured values, their statistics, and both as JSON. No framework is imported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Spread:
 
 @dataclass
 class Measured:
-    """What was measured of a system on a workload; times in seconds, memory in bytes.
+    """The measurements of a system on a workload; times in seconds, memory in bytes.
 
     Attributes:
         seconds: Each step after the warm-up, in the order of the rounds.
@@ -54,7 +54,7 @@ class WorkloadRun:
         workload: Its name.
         size: Its dimensions.
         loss_size: Those that the losses are of.
-        systems: What was measured, by system.
+        systems: The measurements, by system.
         skipped: Why others were not measured, by system.
         control: Losses in float32 from initial weights rounded to the low dtype.
     """
@@ -112,7 +112,7 @@ def spread(values: Sequence[float]) -> Spread:
 def ratio(base: Sequence[float], own: Sequence[float]) -> Spread:
     """How many times as fast as `base`: of each round the ratio, of these median and quartiles.
 
-    Both took their steps by turns, so what slows the machine for a while is in both.
+    Their steps alternated, so whatever slows the machine for a while is in both.
     """
     return spread([before / after for before, after in zip(base, own, strict=True)])
 
@@ -148,7 +148,7 @@ def speed(run: WorkloadRun, system: str) -> Spread:
 
 @dataclass(frozen=True)
 class Lead:
-    """How a workload's chosen system stands beside the fastest of some others.
+    """A workload's chosen system, compared with the fastest of some others.
 
     Attributes:
         other: The fastest of them, by the median step.
@@ -160,7 +160,7 @@ class Lead:
 
 
 def lead(run: WorkloadRun, others: Sequence[str]) -> Lead | None:
-    """How the chosen system stands beside the fastest of others; None without either."""
+    """Compares the chosen system with the fastest of others; None without either."""
     measured = [name for name in others if name in run.systems]
     if CHOSEN not in run.systems or not measured:
         return None
@@ -169,7 +169,7 @@ def lead(run: WorkloadRun, others: Sequence[str]) -> Lead | None:
 
 
 def to_json(run: Run) -> dict[str, Any]:
-    """The run as JSON holds it, with what follows from it beside."""
+    """The run as JSON, with its statistics."""
     found: dict[str, Any] = {"schema": SCHEMA, **asdict(run)}
     for workload, values in zip(run.workloads, found["workloads"], strict=True):
         for system, own in values["systems"].items():

@@ -1,4 +1,4 @@
-"""What a SavedModel in bfloat16 gains where it is served: size, throughput, latency, error.
+"""Measures SavedModels in bfloat16 where they are served: size, throughput, latency, error.
 
     python -m benchmarks.serving [--models bert resnet50] [--rounds N] [--seconds S] [--small]
     python -m benchmarks.serving --page docs/guides/saved_models.md   # writes the tables there
@@ -80,7 +80,7 @@ def export(name: str, small: bool, path: Path) -> Request:
 
 
 def write_ways(path: Path) -> dict[str, Path]:
-    """Writes the other ways beside an exported model; returns where each is."""
+    """Writes the other ways next to an exported model; returns where each is."""
     found = {BASE: path}
     for way, options in WAYS.items():
         found[way] = path.with_name(way)
@@ -101,7 +101,7 @@ def bytes_of(directory: Path) -> int:
 
 @dataclass
 class Load:
-    """What one way did under the load of some clients.
+    """The results of one way under the load of some clients.
 
     Attributes:
         latencies: Seconds of each request, of all rounds.
@@ -143,7 +143,7 @@ def put_under_load(
 
 @dataclass(frozen=True)
 class Served:
-    """What was found of a model.
+    """The results of a model.
 
     Attributes:
         name: The model.
@@ -161,7 +161,7 @@ class Served:
 def measure(
     name: str, small: bool, rounds: int, seconds: float, progress: Callable[[str], None]
 ) -> Served:
-    """Writes a model in all ways and serves them by turns."""
+    """Writes a model in all ways and serves them alternately."""
     with tempfile.TemporaryDirectory() as folder:
         progress(f"{name}, writing")
         request = export(name, small, Path(folder) / "exported")
@@ -193,7 +193,7 @@ def _answer(function: Any, request: Request) -> list[Any]:
 
 
 def files_table(found: Sequence[Served]) -> Table:
-    """What is on disk, and what it computes."""
+    """Sizes on disk and errors."""
     rows = [
         (
             each.name,
@@ -231,7 +231,7 @@ def load_table(each: Served) -> Table:
 
 
 def percentile_95(values: Sequence[float]) -> float:
-    """What 95 of 100 values do not exceed."""
+    """The 95th percentile."""
     return sorted(values)[-(-95 * len(values) // 100) - 1]
 
 

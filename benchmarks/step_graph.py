@@ -49,7 +49,7 @@ class Node:
         inputs: The tensors it took; None for one whose shape was not recorded, as resources are.
         outputs: The tensors it made.
         count: How often it ran in a step: more than once in loops.
-        seconds: What all of these took, in each traced step.
+        seconds: Their time in each traced step.
     """
 
     name: str
@@ -113,7 +113,7 @@ def trace(
             "auto_mixed_precision"; the others are as TensorFlow has them.
 
     Returns:
-        What ran.
+        Its nodes and times.
     """
     config = v1.ConfigProto()
     for name, on in (rewriter_options or {}).items():
@@ -181,10 +181,7 @@ def _captured(tensor: Any) -> tuple[bool, Any]:
     # A function's list of variables leaves out those it only reads by their handle.
     about = private_symbol(tensor, "_handle_data")
     if about is None or not about.is_set:
-        raise ValueError(
-            "The step reads a resource that is no variable, such as a table; such steps cannot be "
-            "traced."
-        )
+        raise ValueError("A step that reads a table, or another such resource, cannot be traced.")
     dtype = tf.as_dtype(about.shape_and_type[0].dtype)
     return True, tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype).numpy()
 

@@ -1,6 +1,6 @@
 """The systems that the benchmarks compare, as values. No framework is imported.
 
-What they do is in `benchmarks.keras_side` and `benchmarks.torch_side`.
+`benchmarks.keras_side` and `benchmarks.torch_side` run them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class System:
     """A way to train.
 
     Attributes:
-        name: What it is called on the command line and in JSON.
-        title: What it is called in tables.
+        name: Its name on the command line and in JSON.
+        title: Its name in tables.
         base: The system in float32 that its loss is compared with.
         torch: Whether it is PyTorch's.
         xla: Whether XLA compiles its step.
@@ -55,10 +55,10 @@ _ALL = (
     System("torch_autocast", "PyTorch, autocast", "torch_float32", torch=True),
 )
 SYSTEMS = {each.name: each for each in _ALL}
-# What a user would have without tfamp, and tfamp's own candidates beside the one that it chooses.
+# Systems without tfamp, and the candidates of tfamp next to the one that it chooses.
 PEERS = ("float32", "float32_xla", "keras_policy", "keras_policy_xla", "tensorflow_amp")
 OWN = tuple(name for name in SYSTEMS if SYSTEMS[name].placement)
-# What a user is advised to take.
+# The way that the docs recommend.
 CHOSEN = "tune"
 # float32 again, from initial weights rounded to the low dtype: how far that alone takes the loss.
 CONTROL = System("float32_rounded", "float32, initial weights rounded")

@@ -12,7 +12,7 @@ class Table:
     """Cells with a title.
 
     Attributes:
-        title: What it shows.
+        title: Its heading.
         headers: Names of the columns.
         rows: The cells.
         left: How many columns, from the first, are words.

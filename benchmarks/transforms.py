@@ -1,4 +1,4 @@
-"""What the passes before a plan take from a training step: steps with and without each of them.
+"""Times training steps with and without each of the passes before a plan.
 
 python -m benchmarks.transforms [--workload W ...] [--transform T ...]
 """

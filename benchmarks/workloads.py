@@ -1,4 +1,4 @@
-"""What the benchmarks train, as values: sizes, data and learning rates. No framework is imported.
+"""The workloads as values: sizes, data and learning rates. No framework is imported.
 
 The models are in `benchmarks.models`, those of them that PyTorch is compared on in
 `benchmarks.torch_models`.
