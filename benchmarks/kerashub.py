@@ -31,8 +31,14 @@ DTYPES = ("float16", "bfloat16")
 # Differences from float32 under Keras's policy, by each way of tfamp's, and back at O0; steps until
 # one is applied; the difference that saving makes.
 CHECKS = ("Keras", "policy", "autocast", "rewrite", "O1", "O2", "O0", "train", "reload")
+# Those that are compared with Keras's policy.
+_COMPARED = ("Keras", "policy", "autocast", "rewrite", "O1", "O2")
 # A small model's error is that of a few roundings: half as much again is not worse.
 _TOLERANCE = 1.5
+_SEED = 7
+# A model that picks experts jumps where a rounding changes the choice, under Keras's policy too:
+# one set of weights decides by chance. How many others a suspect gets.
+_OTHER_WEIGHTS = 12
 _MAX_STEPS = 12
 _SHOWN = 240  # characters of an error
 _ALSO = "under Keras's policy too: "
@@ -51,15 +57,34 @@ def run_model(name: str, dtype: str, folder: Path) -> Outcomes:
         folder: Where the model is saved, with its inputs and predictions.
 
     Returns:
-        A difference, or an error, for each check.
+        A difference, or an error, for each check. Where one is worse than Keras's, all that are
+        compared with it are root mean squares over other weights.
     """
+    outcomes = _run_seed(name, dtype, folder, _SEED, CHECKS)
+    suspects = {check for check in worse_than_keras(outcomes) if check in _COMPARED}
+    if not any(isinstance(outcomes[check], float) for check in suspects):
+        return outcomes
+    with tempfile.TemporaryDirectory() as unused:
+        seeds = range(_SEED + 1, _SEED + 1 + _OTHER_WEIGHTS)
+        draws = [_run_seed(name, dtype, Path(unused), seed, _COMPARED) for seed in seeds]
+    return outcomes | {check: over_draws([each[check] for each in draws]) for check in _COMPARED}
+
+
+def over_draws(outcomes: Sequence[Outcome]) -> Outcome:
+    """The root mean square of differences; the first error, if there is one."""
+    errors = [each for each in outcomes if isinstance(each, str)]
+    squares = [each**2 for each in outcomes if not isinstance(each, str)]
+    return errors[0] if errors else math.sqrt(sum(squares) / len(squares))
+
+
+def _run_seed(name: str, dtype: str, folder: Path, seed: int, wanted: Sequence[str]) -> Outcomes:
     import keras
 
     keras.backend.clear_session()
-    keras.utils.set_random_seed(7)
+    keras.utils.set_random_seed(seed)
     model = MODELS[name]()
     checks = _checks(name, dtype, model, inputs_of(model), folder)
-    return {check: _outcome(of) for check, of in checks.items()}
+    return {check: _outcome(of) for check, of in checks.items() if check in wanted}
 
 
 def _outcome(check: Callable[[], Outcome]) -> Outcome:

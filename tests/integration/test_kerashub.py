@@ -48,6 +48,20 @@ def test_where_keras_fails_too_no_error_is_held_against_tfamp():
     assert kerashub.worse_than_keras(FINE | {"train": also}) == []
 
 
+def test_a_suspect_is_judged_by_other_weights(tmp_path, monkeypatch):
+    def run(name, dtype, folder, seed, wanted):
+        # Once, by chance, autocast is worse; O2 is in general.
+        chance = 0.02 if seed == 7 else 0.01
+        return FINE | {"Keras": 0.01, "autocast": chance, "O2": 0.03}
+
+    monkeypatch.setattr(kerashub, "_run_seed", run)
+    outcomes = kerashub.run_model("Mixtral", "bfloat16", tmp_path)
+    assert outcomes["autocast"] == pytest.approx(0.01)
+    assert kerashub.worse_than_keras(outcomes) == ["O2"]
+    assert kerashub.over_draws([0.01, 0.07]) == pytest.approx(0.05)
+    assert kerashub.over_draws([0.01, "ValueError: x"]) == "ValueError: x"
+
+
 def test_the_table_has_a_note_for_each_error_that_kerass_policy_does_not_have():
     also = "under Keras's policy too: ValueError: x"
     result = kerashub.table({"Bert-float16": FINE | {"O1": "ValueError: no", "train": also}})
