@@ -1,1 +1,1 @@
-"""What tfamp costs and gains, measured on the machine at hand."""
+"""Measures the costs and gains of tfamp on the machine at hand."""

@@ -1,10 +1,8 @@
 """Training steps in mixed precision, in ratios to float32, on the machine at hand.
 
-    python -m benchmarks [steps | scaling | all] [--workload W ...] [--json F] [--plot F] ...
+    python -m benchmarks [--workload W ...] [--system S ...] [--json F] [--plot F] ...
 
-"steps" measures each system on each workload, "scaling" where mixed precision starts to pay, "all"
-both. docs/benchmarks.md says what the columns mean. Beside it are `benchmarks.profile`,
-`benchmarks.autocast`, `benchmarks.loss_scaling` and `benchmarks.machine`.
+docs/benchmarks.md says what the columns mean, and names the other commands.
 """
 
 from __future__ import annotations
@@ -13,9 +11,7 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -25,13 +21,11 @@ from benchmarks import environment, report, results
 from benchmarks.interleaved import Options, measure, stages
 from benchmarks.progress import reporting
 from benchmarks.results import Run
-from benchmarks.scaling import measure_scaling, sizes
 from benchmarks.systems import BASE, SYSTEMS, torch_version
 from benchmarks.tables import show
-from benchmarks.workloads import DEFAULT, WORKLOADS, Workload
+from benchmarks.workloads import WORKLOADS
 
-_LOSS_STEPS, _SMALL_LOSS_STEPS = 200, 20
-_ROUNDS, _SMALL_ROUNDS = 20, 3
+_LOSS_STEPS, _ROUNDS = 200, 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,43 +43,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(args: argparse.Namespace) -> Run:
     options = _options(args)
-    start = time.monotonic()
     run = Run(
         machine=environment.describe(torch_version(args.torch_python)),
         dtype=options.dtype,
         rounds=options.rounds,
-        loss_steps=options.loss_steps if args.what != "scaling" else 0,
+        loss_steps=options.loss_steps,
     )
-    if args.what in ("steps", "all"):
-        systems = [name for name in SYSTEMS if name in (BASE, *args.system)]
-        for name in args.workload:
-            with reporting(name, stages(options)) as progress:
-                run.workloads.append(measure(WORKLOADS[name], systems, options, progress))
-    if args.what in ("scaling", "all"):
-        # The table shows where the ratio passes 1: half the rounds tell that.
-        fewer = replace(options, rounds=max(1, options.rounds // 2))
-        for workload in _scaled(args):
-            grid = sizes(workload, small=args.small)
-            with reporting(f"{workload.name}, scaling", len(grid)) as progress:
-                run.scaling.append(measure_scaling(workload, grid, fewer, progress))
-    run.machine["measured in"] = f"{(time.monotonic() - start) / 60:.1f} minutes"
+    systems = [name for name in SYSTEMS if name in (BASE, *args.system)]
+    for name in args.workload:
+        with reporting(name, stages(options)) as progress:
+            run.workloads.append(measure(WORKLOADS[name], systems, options, progress))
     return run
 
 
-def _scaled(args: argparse.Namespace) -> list[Workload]:
-    return [WORKLOADS[name] for name in args.workload if WORKLOADS[name].smallest is not None]
-
-
 def _options(args: argparse.Namespace) -> Options:
-    size, rounds, loss_steps = "full", _ROUNDS, _LOSS_STEPS
-    if args.small:
-        size, rounds, loss_steps = "small", _SMALL_ROUNDS, _SMALL_LOSS_STEPS
+    size, loss_size = ("small", "small") if args.small else ("full", "reduced")
     return Options(
         dtype=args.dtype or environment.low_dtype(),
-        rounds=rounds if args.rounds is None else args.rounds,
+        rounds=args.rounds,
         size=size,
-        loss_steps=loss_steps if args.loss_steps is None else args.loss_steps,
-        loss_size=args.loss_size or ("small" if args.small else "reduced"),
+        loss_steps=args.loss_steps,
+        loss_size=args.loss_size or loss_size,
         torch_python=args.torch_python,
     )
 
@@ -111,32 +89,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__.partition("\n")[0]
     )
-    names = f"some of {', '.join(WORKLOADS)}; default all but mobilenet_v2"
     add = parser.add_argument
-    add("what", nargs="?", choices=("steps", "scaling", "all"), default="steps")
-    add("--workload", nargs="+", choices=tuple(WORKLOADS), default=DEFAULT, metavar="W", help=names)
-    add(
-        "--system",
-        nargs="+",
-        choices=tuple(SYSTEMS),
-        default=tuple(SYSTEMS),
-        metavar="S",
-        help=f"some of {', '.join(SYSTEMS)}; default all",
-    )
+    for option, choices in {"--workload": tuple(WORKLOADS), "--system": tuple(SYSTEMS)}.items():
+        about = f"some of {', '.join(choices)}; default all"
+        add(option, nargs="+", choices=choices, default=choices, metavar="NAME", help=about)
     add("--dtype", choices=("float16", "bfloat16"), help="default: what this machine has")
-    add("--rounds", type=_at_least(1), help=f"steps to time of each; default {_ROUNDS}")
-    add(
-        "--loss-steps",
-        "--steps",
-        type=_at_least(0),
-        metavar="N",
-        help=f"steps after which losses are compared; default {_LOSS_STEPS}, 0 leaves them out",
-    )
-    add(
-        "--loss-size",
-        choices=("full", "reduced"),
-        help="of which size of the models; default reduced, which takes much less time",
-    )
+    add("--rounds", type=_at_least(1), default=_ROUNDS, help="steps to time of each")
+    about = "steps after which losses are compared; 0 leaves them out"
+    add("--loss-steps", type=_at_least(0), metavar="N", default=_LOSS_STEPS, help=about)
+    about = "of which size of the models; default reduced, which takes much less time"
+    add("--loss-size", choices=("full", "reduced"), help=about)
     add("--small", action="store_true", help="tiny models, to see that everything runs")
     add("--json", type=Path, metavar="FILE", help="write every number")
     add("--plot", type=Path, metavar="FILE", help="write a picture of the ratios")

@@ -1,4 +1,4 @@
-"""How exact each way to mixed precision is on models of KerasHub, beside Keras's own policy.
+"""Compares the error of every way to mixed precision on KerasHub models with Keras's own policy.
 
     python -m benchmarks.accuracy [--sizes full] [--models gpt2 bert] [--dtypes bfloat16]
                                   [--ways policy autocast] [--seeds N] [--markdown]
@@ -11,9 +11,8 @@ Plans are made with the built-in profile of the machine: the same everywhere of 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfamp
+from benchmarks.outputs import difference, floats, keras_policy
 from benchmarks.progress import reporting
 from benchmarks.tables import Table, show, to_markdown
 from tfamp.core.options import PLACEMENTS
@@ -85,16 +85,11 @@ def _vit(size: Sizes) -> Any:
     )
 
 
+_PLAIN = {"num_heads": "heads", "max_sequence_length": "tokens", "dropout": 0.0}
 MODELS: Mapping[str, Callable[[Sizes], Any]] = {
-    "gpt2": _language_model(
-        "GPT2Backbone", num_heads="heads", max_sequence_length="tokens", dropout=0.0
-    ),
-    "bert": _language_model(
-        "BertBackbone", num_heads="heads", max_sequence_length="tokens", dropout=0.0
-    ),
-    "opt": _language_model(
-        "OPTBackbone", num_heads="heads", max_sequence_length="tokens", dropout=0.0
-    ),
+    "gpt2": _language_model("GPT2Backbone", **_PLAIN),
+    "bert": _language_model("BertBackbone", **_PLAIN),
+    "opt": _language_model("OPTBackbone", **_PLAIN),
     "llama": _language_model("LlamaBackbone", num_query_heads="heads", num_key_value_heads="heads"),
     "vit": _vit,
 }
@@ -151,28 +146,13 @@ def _rms(values: Any) -> float:
     return float(np.sqrt(np.mean(np.square(np.asarray(values, "float64")))))
 
 
-def _flat(outputs: Any) -> np.ndarray:
-    tensors = [tf.cast(each, tf.float64) for each in tf.nest.flatten(outputs)]
-    return np.concatenate([each.numpy().ravel() for each in tensors])
-
-
-@contextlib.contextmanager
-def _keras_policy(name: str) -> Iterator[None]:
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(name)
-    try:
-        yield
-    finally:
-        keras.config.set_dtype_policy(before)
-
-
 def errors(model: str, size: Sizes, dtype: str, ways: Sequence[str], seeds: int) -> Errors:
     """Runs a model in every way, on the weights and inputs of each seed."""
     make = MODELS[model]
     keras.utils.set_random_seed(0)
     exact = make(size)
     initial = [(each.path, each.numpy()) for each in exact.weights]
-    with _keras_policy(f"mixed_{dtype}"):
+    with keras_policy(f"mixed_{dtype}"):
         mixed = {"keras": make(size)}
     with tfamp.policy_scope(f"mixed_{dtype}"):
         mixed["policy"] = make(size)
@@ -183,9 +163,9 @@ def errors(model: str, size: Sizes, dtype: str, ways: Sequence[str], seeds: int)
         weights, x = weights_of(initial, seed), inputs_of(exact, size, seed)
         for each in (exact, *mixed.values()):
             each.set_weights(weights)
-        wanted = _flat(functions["exact"](x))
+        wanted = floats(functions["exact"](x))
         for way, of_way in found.items():
-            of_way.append(_rms(_flat(functions[way](x)) - wanted) / _rms(wanted))
+            of_way.append(difference(floats(functions[way](x)), wanted))
     return Errors(found.pop("keras"), found)
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks train on: real data that every machine has, learnable and never used up.
+"""Training data of the benchmarks: real, on every machine, learnable and never used up.
 
 Text is the source code of Python's standard library; images are scikit-learn's digits, enlarged,
 shifted and with noise. A batch follows from its number alone, so that all systems see the same.

@@ -1,4 +1,4 @@
-"""Runs systems by turns, each in a process of its own, so that a busy machine slows all of them."""
+"""Interleaves systems, each in a separate process, so that a busy machine slows all of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Measured, WorkloadRun
+from benchmarks.rounds import rotated
 from benchmarks.systems import BASE, CONTROL, SYSTEMS, why_not
 from benchmarks.worker import WARM_UP_STEPS
 from benchmarks.workloads import Workload
@@ -98,7 +99,7 @@ class WorkerProcess:
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
-            # What was not taken any more cannot be flushed into it either.
+            # The process is gone: unread requests cannot be flushed.
             with suppress(BrokenPipeError):
                 pipe.close()
 
@@ -141,11 +142,8 @@ class Group:
 
     def in_turn(self, do: str, *, first: int = 0, **arguments: Any) -> Iterator[tuple[str, Any]]:
         """Asks one after the other, beginning with the one at `first`; names and answers."""
-        names = tuple(self.workers)
-        first %= max(1, len(names))
-        yield from self._each(
-            names[first:] + names[:first], lambda worker: worker.ask(do, **arguments)
-        ).items()
+        names = rotated(tuple(self.workers), first)
+        yield from self._each(names, lambda worker: worker.ask(do, **arguments)).items()
 
     def together(self, do: str, **arguments: Any) -> Iterator[tuple[str, Any]]:
         """Asks as many at once as there are cores: for what is not timed."""
@@ -193,7 +191,7 @@ def measure(
         progress: Is told what is done, in a few words, at each of `stages` stages.
 
     Returns:
-        What was found; what cannot run here is in `skipped`, with the reason.
+        The results; systems that cannot run here are in `skipped`, with the reason.
     """
     skipped = {
         name: reason
@@ -220,7 +218,7 @@ def measure(
             run.control = _losses(group, run, options.loss_steps).get(CONTROL.name, [])
         run.skipped |= group.failed
     run.skipped |= group.failed
-    # What fails after the rounds, such as counting Casts, takes nothing from the times.
+    # A failure after the rounds, as in counting Casts, does not discard the times.
     run.systems = {
         name: each for name, each in run.systems.items() if len(each.seconds) == options.rounds
     }
@@ -242,7 +240,7 @@ def _first_calls(group: Group, run: WorkloadRun, progress: Progress) -> None:
 def _rounds(group: Group, systems: Mapping[str, Measured], rounds: int, progress: Progress) -> None:
     for number in range(rounds):
         progress(f"round {number + 1}")
-        # Whoever follows the slowest finds the caches as that leaves them: each does in its turn.
+        # The system after the slowest finds its caches: rotate who that is.
         for name, found in group.in_turn("step", first=number):
             systems[name].seconds.append(found["seconds"])
             systems[name].memory = max(systems[name].memory, found["memory"])

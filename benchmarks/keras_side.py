@@ -16,9 +16,8 @@ import tensorflow as tf
 import tfamp
 import tfamp.rewriting.pipeline
 from benchmarks import models
-from benchmarks.casts import CastTotals, count_casts
 from benchmarks.data import Batch
-from benchmarks.step_graph import trace
+from benchmarks.step_graph import CastTotals, count_casts, trace
 from benchmarks.systems import BASE, CONTROL, SYSTEMS, grappler_options
 from benchmarks.workloads import Sizes, Workload
 from tfamp.machine.profile_choice import find_profile
@@ -40,7 +39,7 @@ class Trainer:
         self._step: Step | None = None
         self._about = SYSTEMS.get(system, CONTROL)
         self.rewrite_seconds = 0.0
-        tf.ones(1).numpy()  # Starts TensorFlow, whose memory is no part of a model's.
+        tf.ones(1).numpy()  # Starts TensorFlow, whose memory is not a model's.
         if system.startswith("keras_policy"):
             keras.config.set_dtype_policy(f"mixed_{dtype}")
         elif system == "tensorflow_amp":
@@ -131,7 +130,7 @@ def _timed_rewrite() -> Iterator[list[float]]:
 
 
 def device_bytes() -> dict[str, int] | None:
-    """What the allocator of the first GPU holds: "current" and "peak" bytes; None without one."""
+    """The "current" and "peak" bytes of the first GPU's allocator; None without a GPU."""
     if not tf.config.get_visible_devices("GPU"):
         return None
     return tf.config.experimental.get_memory_info("GPU:0")

@@ -1,25 +1,22 @@
-"""What models learn whose weights are stored in 16 bits, beside float32.
+"""Compares what models with weights in 16 bits learn with float32.
 
-    python -m benchmarks.learning [--models M ...] [--ways W ...] [--seeds N] [--small]
-                                  [--json F] [--plot F] [--markdown]
+    python -m benchmarks.learning [--models M ...] [--ways W ...] [--seeds N] [--small] [--markdown]
 
 A character transformer learns with AdamW, LeNet-5 with Adam and with SGD and momentum, on data that
 are never used up: the standard library's source and scikit-learn's digits, shifted and with noise.
 Each way starts from the same weights and sees the same batches. Shown is the loss on batches that
-none has seen. Runs that the file of --json has are not made again; each is added when it ends.
+none has seen.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -35,9 +32,9 @@ from benchmarks.models import transformer
 from benchmarks.progress import reporting
 from benchmarks.tables import Table, show, to_markdown
 
-# ---- What is trained, and how it is stored -------------------------------------------------------
+# ---- Models, and how they are stored -------------------------------------------------------------
 
-# What `prepare` is told.
+# Arguments of `prepare`.
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "to nearest": {"master_weights": False},
     "stochastic": {"weight_rounding": "stochastic"},
@@ -121,13 +118,12 @@ _SMALL_STEPS = 4
 
 @dataclass(frozen=True)
 class Learnt:
-    """What a run came to.
+    """The outcome of a run.
 
     Attributes:
         task: The name of the task.
         way: The dtype and the way of rounding.
-        seed: That of weights and data.
-        losses: That of every step.
+        seed: Seed of weights and data.
         loss: The mean loss on unseen batches.
         accuracy: The share of right answers there.
         size: Bytes of weights, gradients and optimizer for each parameter.
@@ -136,25 +132,9 @@ class Learnt:
     task: str
     way: str
     seed: int
-    losses: Sequence[float]
     loss: float
     accuracy: float
     size: float
-
-
-class _Losses(keras.callbacks.Callback):
-    """Keeps the loss of every step, of which Keras tells the mean so far."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: list[float] = []
-        self._sum = 0.0
-
-    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Keeps it."""
-        total = float((logs or {})["loss"]) * (batch + 1)
-        self.values.append(total - self._sum)
-        self._sum = total
 
 
 def _batches(task: Task, numbers: Sequence[int]) -> data.Batch:
@@ -173,13 +153,12 @@ def learn(name: str, way: str, seed: int, steps: int | None = None) -> Learnt:
     model.compile(optimizer, loss, metrics=["accuracy"], auto_scale_loss=False)
     first = seed * 10**6
     x, y = _batches(task, range(first, first + steps))
-    losses = _Losses()
-    model.fit(x, y, batch_size=task.size, shuffle=False, verbose=0, callbacks=[losses])
+    model.fit(x, y, batch_size=task.size, shuffle=False, verbose=0)
     unseen = _batches(task, _UNSEEN)
     found = model.evaluate(*unseen, batch_size=task.size, verbose=0, return_dict=True)
     kept = [*model.trainable_variables, *model.trainable_variables, *optimizer.variables]
     size = sum(variable.numpy().nbytes for variable in kept) / model.count_params()
-    return Learnt(name, way, seed, losses.values, found["loss"], found["accuracy"], size)
+    return Learnt(name, way, seed, found["loss"], found["accuracy"], size)
 
 
 def _prepared(way: str, model: keras.Model, optimizer: Any) -> Any:
@@ -191,50 +170,36 @@ def _prepared(way: str, model: keras.Model, optimizer: Any) -> Any:
 
 
 def learn_all(
-    tasks: Sequence[str], ways: Sequence[str], seeds: int, steps: int | None, file: Path | None
+    tasks: Sequence[str], ways: Sequence[str], seeds: int, steps: int | None
 ) -> list[Learnt]:
-    """Makes the runs that a file has not, and adds each to it."""
-    found = [] if file is None or not file.exists() else _read(file)
-    done = {(run.task, run.way, run.seed): run for run in found}
-    # One seed after the other: a file that is not complete has all ways of the first ones.
-    wanted = [(task, way, seed) for seed, task, way in itertools.product(range(seeds), tasks, ways)]
-    missing = [each for each in wanted if each not in done]
-    with reporting("runs", len(missing)) as tell:
-        for task, way, seed in missing:
+    """Trains every task in every way, from each seed."""
+    wanted = list(itertools.product(tasks, ways, range(seeds)))
+    found = []
+    with reporting("runs", len(wanted)) as tell:
+        for task, way, seed in wanted:
             tell(f"{task}, {way}, seed {seed}")
-            run = done[task, way, seed] = learn(task, way, seed, steps)
+            found.append(learn(task, way, seed, steps))
             keras.backend.clear_session()
-            if file is not None:
-                with file.open("a", encoding="utf-8") as lines:
-                    lines.write(json.dumps(asdict(run)) + "\n")
-    return [done[each] for each in wanted]
+    return found
 
 
-def _read(file: Path) -> list[Learnt]:
-    return [Learnt(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-# ---- What is shown -------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
 
 
 def table(task: str, runs: Sequence[Learnt]) -> Table:
     """The runs of a task: a row for each way, over all seeds."""
     rows = []
-    for way, own in _by_way(runs):
+    for way in dict.fromkeys(run.way for run in runs):
+        own = [run for run in runs if run.way == way]
         loss = statistics.fmean(run.loss for run in own)
         accuracy = statistics.fmean(run.accuracy for run in own)
         apart = [_range(ratios_of(way, runs, figure)) for figure in ("loss", "accuracy")]
-        size = f"{own[0].size:.1f}"
         figures = f"{loss:.4f}", apart[0], f"{accuracy:.2%}", apart[1]
-        rows.append((way, str(len(own)), *figures, size))
+        rows.append((way, str(len(own)), *figures, f"{own[0].size:.1f}"))
     return Table(
         task,
         ("stored in", "seeds", "loss", "of float32", "accuracy", "of float32", "bytes a parameter"),
         tuple(rows),
-        notes=(
-            f"means over the seeds after {len(runs[0].losses)} steps, of batches of their own",
-            '"of float32": how far a seed is from its float32 run, the least and the most',
-        ),
     )
 
 
@@ -245,54 +210,10 @@ def _range(ratios: Sequence[float]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _by_way(runs: Sequence[Learnt]) -> Iterator[tuple[str, list[Learnt]]]:
-    for way in dict.fromkeys(run.way for run in runs):
-        yield way, [run for run in runs if run.way == way]
-
-
 def ratios_of(way: str, runs: Sequence[Learnt], name: str) -> list[float]:
     """The loss or accuracy of a way over that of float32, for each seed."""
     exact = {run.seed: getattr(run, name) for run in runs if run.way == FLOAT32}
     return [getattr(run, name) / exact[run.seed] for run in runs if run.way == way]
-
-
-def figure(task: str, runs: Sequence[Learnt]) -> Any:
-    """Losses over the steps, of the first seed, and at the end against the bytes a parameter."""
-    from matplotlib.figure import Figure
-
-    picture = Figure(figsize=(10, 4.2), layout="constrained")
-    left, right = picture.subplots(1, 2, sharey=True)
-    ways = list(_by_way(runs))
-    for number, (way, own) in enumerate(ways):
-        color = _COLORS[number]
-        dashed = "--" if way.startswith("float16") else "-"
-        smooth = np.convolve(own[0].losses, np.ones(_SMOOTH) / _SMOOTH, "valid")
-        steps = np.arange(len(smooth)) + _SMOOTH / 2
-        # Most lie on each other: a later one is thinner.
-        left.plot(steps, smooth, dashed, color=color, linewidth=len(ways) - number, label=way)
-        mean = statistics.fmean(run.loss for run in own)
-        mark = "s" if dashed == "--" else "o"
-        right.plot(own[0].size, mean, mark, color=color, markersize=8, fillstyle=_fill(way))
-    left.set(xlabel="step", ylabel="loss", title=f"{task}: loss")
-    right.set(xlabel="bytes a parameter, gradients included", title="loss at the end and memory")
-    right.set_xlim(0, 18)
-    for axes in (left, right):
-        axes.grid(color="#d5dae1", linewidth=0.7)
-        axes.spines[["top", "right"]].set_visible(False)
-    picture.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)
-    return picture
-
-
-# Steps that a curve's points are means of.
-_SMOOTH = 10
-_COLORS = (
-    *("#1c2430", "#d55e00", "#0072b2", "#009e73", "#e69f00"),
-    *("#d55e00", "#0072b2"),
-)
-
-
-def _fill(way: str) -> str:
-    return "none" if way.startswith("float16") else "full"
 
 
 def main() -> None:
@@ -301,22 +222,17 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=RUNS, default=[*RUNS])
     parser.add_argument("--seeds", type=int, default=3, help="how many weights and data")
     parser.add_argument("--small", action="store_true", help="a few steps, to see that it runs")
-    parser.add_argument("--json", type=Path, help="a file of runs, made or gone on with")
-    parser.add_argument("--plot", type=Path, help="a file for the picture of the first model")
     parser.add_argument("--markdown", action="store_true", help="print Markdown")
     args = parser.parse_args()
-    # What all others are compared with.
+    # All others are compared with float32.
     args.ways = [FLOAT32, *(way for way in args.ways if way != FLOAT32)]
     steps = _SMALL_STEPS if args.small else None
-    runs = learn_all(args.models, args.ways, args.seeds, steps, args.json)
-    of_task = {task: [run for run in runs if run.task == task] for task in args.models}
-    tables = [table(*each) for each in of_task.items()]
+    runs = learn_all(args.models, args.ways, args.seeds, steps)
+    tables = [table(task, [run for run in runs if run.task == task]) for task in args.models]
     if args.markdown:
         print("\n".join(map(to_markdown, tables)))
     else:
         show(tables)
-    if args.plot is not None:
-        figure(args.models[0], of_task[args.models[0]]).savefig(args.plot, dpi=150)
 
 
 if __name__ == "__main__":

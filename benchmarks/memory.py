@@ -1,4 +1,4 @@
-"""The memory of a training step with AdamW for every way to store weights, per parameter.
+"""Measures the memory of a training step with AdamW for every way to store weights.
 
 Each way trains an MLP in a process of its own: "variables" are the bytes of the model's and the
 optimizer's, "gradients" those of the gradients, and "peak" is the most memory that the process held
@@ -19,11 +19,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from rich.console import Console
-from rich.table import Table
 
 import tfamp
 from benchmarks import process_memory
+from benchmarks.tables import Table, show
 
 DEPTH, WIDTH, SMALL_WIDTH, BATCH = 6, 4096, 256, 8
 # The policy of the model, as level O3 makes it all through, and what the optimizer is told.
@@ -49,7 +48,7 @@ def main() -> None:
         return
     ways = [way for way in WAYS if args.dtype == "bfloat16" or "split" not in way]
     found = {way: _in_process(way, args) for way in ways}
-    Console().print(table(f"{DEPTH * width**2 / 1e6:.1f} M parameters, {args.dtype}", found))
+    show([table(f"{DEPTH * width**2 / 1e6:.1f} M parameters, {args.dtype}", found)])
 
 
 def _in_process(way: str, args: argparse.Namespace) -> dict[str, float]:
@@ -104,15 +103,14 @@ def _made(way: str, dtype: str, width: int) -> tuple[keras.Model, tfamp.LossScal
 
 
 def table(title: str, found: dict[str, dict[str, float]]) -> Table:
-    result = Table(title=title, caption="Bytes for each parameter.")
-    result.add_column("AdamW")
-    for part in ("variables", "gradients", "together", "peak"):
-        result.add_column(part, justify="right")
+    """A row for each way."""
+    rows = []
     for way, sizes in found.items():
         together = sizes["variables"] + sizes["gradients"]
         row = (sizes["variables"], sizes["gradients"], together, sizes["peak"])
-        result.add_row(way, *(f"{size:.2f}" for size in row))
-    return result
+        rows.append((way, *(f"{size:.2f}" for size in row)))
+    headers = ("AdamW, bytes a parameter", "variables", "gradients", "together", "peak")
+    return Table(title, headers, tuple(rows))
 
 
 if __name__ == "__main__":

@@ -37,18 +37,9 @@ def transformer(size: Sizes) -> keras.Model:
     return keras.Model(inputs, outputs)
 
 
-def resnet50(size: Sizes) -> keras.Model:
-    """That of keras.applications, with all its classes."""
-    return _application(keras.applications.ResNet50, size)
-
-
-def mobilenet_v2(size: Sizes) -> keras.Model:
-    """That of keras.applications: depthwise convolutions."""
-    return _application(keras.applications.MobileNetV2, size)
-
-
-def _application(make: Callable[..., keras.Model], size: Sizes) -> keras.Model:
-    return make(
+def _application(make: Callable[..., keras.Model]) -> Callable[[Sizes], keras.Model]:
+    """A model of keras.applications, with all its classes."""
+    return lambda size: make(
         weights=None,
         input_shape=(size["pixels"], size["pixels"], 3),
         classes=IMAGE_CLASSES,
@@ -138,11 +129,6 @@ def vit(size: Sizes) -> keras.Model:
     return keras.Model(images, layers.Dense(IMAGE_CLASSES)(backbone(images)[:, 0]))
 
 
-def efficientnet_b0(size: Sizes) -> keras.Model:
-    """That of keras.applications: depthwise convolutions, squeeze and excitation, swish."""
-    return _application(keras.applications.EfficientNetB0, size)
-
-
 def conv1d(size: Sizes) -> keras.Model:
     """A language model of characters: causal convolutions in residual blocks."""
     inputs = keras.Input((size["tokens"],), dtype="int32")
@@ -156,14 +142,13 @@ def conv1d(size: Sizes) -> keras.Model:
 MODELS = {
     "mlp": mlp,
     "transformer": transformer,
-    "resnet50": resnet50,
-    "mobilenet_v2": mobilenet_v2,
+    "resnet50": _application(keras.applications.ResNet50),
     "convnext": convnext,
     "unet": unet,
     "lstm": lstm,
     "bert": bert,
     "vit": vit,
-    "efficientnet_b0": efficientnet_b0,
+    "efficientnet_b0": _application(keras.applications.EfficientNetB0),
     "conv1d": conv1d,
 }
 

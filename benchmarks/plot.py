@@ -28,57 +28,34 @@ def figure(run: Run) -> Any:
     """Bars of ratios to float32, by workload and system, with quartiles."""
     from matplotlib.figure import Figure
 
-    systems = [
-        name
-        for name in _COLORS
-        if name != BASE and any(name in each.systems for each in run.workloads)
-    ]
+    measured = {name for each in run.workloads for name in each.systems if name != BASE}
+    systems = [name for name in _COLORS if name in measured]
     picture = Figure(figsize=(max(6.0, 2.1 * len(run.workloads) + 1), 4.2), layout="constrained")
     axes = picture.subplots()
     width = 0.84 / max(1, len(systems))
     for number, name in enumerate(systems):
-        places, speeds = [], []
-        for position, each in enumerate(run.workloads):
-            if name in each.systems:
-                places.append(position + (number - (len(systems) - 1) / 2) * width)
-                speeds.append(results.speed(each, name))
-        heights = [each.median for each in speeds]
-        below = [each.median - each.low for each in speeds]
-        above = [each.high - each.median for each in speeds]
+        offset = (number - (len(systems) - 1) / 2) * width
+        at = {i: each for i, each in enumerate(run.workloads) if name in each.systems}
+        speeds = [results.speed(each, name) for each in at.values()]
         axes.bar(
-            places,
-            heights,
+            [i + offset for i in at],
+            [each.median for each in speeds],
             0.92 * width,
-            yerr=(below, above),
+            yerr=list(zip(*((x.median - x.low, x.high - x.median) for x in speeds), strict=True)),
             color=_COLORS[name],
             label=SYSTEMS[name].title,
             error_kw={"linewidth": 0.8},
         )
-        for place, height, more in zip(places, heights, above, strict=True):
-            axes.annotate(
-                f"{height:.2f}",
-                (place, height + more),
-                (0, 2),
-                textcoords="offset points",
-                ha="center",
-                va="bottom",
-                fontsize=6.5,
-                rotation=90,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
-            )
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(run.workloads)), [each.workload for each in run.workloads])
     axes.set_ylabel("times as fast as float32")
     axes.margins(x=0.01, y=0.12)
     axes.spines[["top", "right"]].set_visible(False)
-    columns = 2 if len(run.workloads) < 4 else 4
-    picture.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+    picture.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     facts = run.machine
     where = facts["GPU"] if facts.get("GPU", "none") != "none" else facts.get("CPU", "")
     axes.set_title(
-        f"Training step in {run.dtype}: {where}, {facts.get('cores')} cores, "
-        f"TensorFlow {facts.get('TensorFlow')}",
-        fontsize=10,
+        f"Training step in {run.dtype}: {where}, {facts.get('cores')} cores", fontsize=10
     )
     return picture
 

@@ -1,4 +1,4 @@
-"""What a run found, as tables and as the section of a page. No framework is imported."""
+"""Shows a run as tables and as the section of a page. No framework is imported."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from pathlib import Path
 from statistics import geometric_mean
 
 from benchmarks import results, tables
-from benchmarks.results import Cell, Run, ScalingRun, Spread, WorkloadRun
-from benchmarks.systems import BASE, CHOSEN, CONTROL, SYSTEMS
+from benchmarks.results import Run, Spread, WorkloadRun
+from benchmarks.systems import BASE, CHOSEN, CONTROL, OWN, PEERS, SYSTEMS
 from benchmarks.tables import Table
-from benchmarks.workloads import WORKLOADS
 
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
-_SCALED = ("tfamp_policy", "rewrite")
 _STEP_HEADERS = (
     "system",
     "x float32",
@@ -34,14 +32,33 @@ def overview(run: Run) -> Table:
         (SYSTEMS[name].title, *(_speed(each, name) for each in run.workloads)) for name in names
     ]
     headers = ("times as fast as float32", *(each.workload for each in run.workloads))
-    return Table(f"Training step, {run.dtype}", headers, tuple(rows))
+    return Table(f"Training step, {run.dtype}", headers, tuple(rows), notes=_not_measured(run))
+
+
+def _not_measured(run: Run) -> tuple[str, ...]:
+    """A sentence for each reason."""
+    titles = {name: each.title for name, each in SYSTEMS.items()} | {CONTROL.name: CONTROL.title}
+    found: dict[str, tuple[list[str], list[str]]] = {}
+    for each in run.workloads:
+        for name, reason in each.skipped.items():
+            systems, workloads = found.setdefault(reason.rstrip("."), ([], []))
+            systems.append(titles[name])
+            workloads.append(each.workload)
+    return tuple(
+        f"Not measured: {_once(systems, ' and ')} on {_once(workloads, ', ')}: {reason}."
+        for reason, (systems, workloads) in found.items()
+    )
+
+
+def _once(names: list[str], separator: str) -> str:
+    return separator.join(dict.fromkeys(names))
 
 
 def summary(run: Run) -> Table:
-    """The chosen step beside the best peer and the best of tfamp's placements."""
+    """The chosen step, compared with the best peer and the best of tfamp's placements."""
     rows, over_peers, over_own = [], [], []
     for each in run.workloads:
-        peer, placement = results.lead_over_peers(each), results.lead_over_own(each)
+        peer, placement = results.lead(each, PEERS), results.lead(each, OWN)
         if peer is None:
             continue
         over_peers.append(peer.speed.median)
@@ -82,24 +99,11 @@ def steps(run: WorkloadRun, dtype: str) -> Table:
                 "-" if each.cast_bytes is None else f"{each.cast_bytes / 1e6:.1f}",
             )
         )
-    about = WORKLOADS[run.workload].about
-    notes = [_why_not(run, name) for name in run.skipped]
-    return Table(
-        f"{run.workload}, {dtype}",
-        _STEP_HEADERS,
-        tuple(rows),
-        notes=(f"{_sizes(run.size)}: {about}.", *notes),
-    )
-
-
-def _why_not(run: WorkloadRun, system: str) -> str:
-    what = "Not measured completely" if system in run.systems else "Not measured"
-    title = CONTROL.title if system == CONTROL.name else SYSTEMS[system].title
-    return f"{what}: {title}: {run.skipped[system].rstrip('.')}."
+    return Table(f"{run.workload}, {dtype}", _STEP_HEADERS, tuple(rows))
 
 
 def losses(run: Run) -> Table:
-    """The losses after the long runs, beside float32's."""
+    """The losses after the long runs, compared with float32's."""
     rows = []
     for each in run.workloads:
         for name, measured in each.systems.items():
@@ -112,14 +116,8 @@ def losses(run: Run) -> Table:
             if name == BASE and each.control:
                 difference = results.control_difference(each)
                 rows.append(_loss_row(each, CONTROL.title, each.control, difference))
-    sizes = {each.workload: _sizes(each.loss_size) for each in run.workloads if each.loss_size}
-    return Table(
-        f"Loss after {run.loss_steps} steps, {run.dtype}",
-        ("workload", "system", "first step", f"step {run.loss_steps}", "from float32"),
-        tuple(rows),
-        left=2,
-        notes=tuple(f"{name}: {size}." for name, size in sizes.items()),
-    )
+    headers = ("workload", "system", "first step", f"step {run.loss_steps}", "from float32")
+    return Table(f"Loss after {run.loss_steps} steps, {run.dtype}", headers, tuple(rows), left=2)
 
 
 def _loss_row(
@@ -130,29 +128,12 @@ def _loss_row(
     return run.workload, title, f"{found[0]:.4f}", last, moved
 
 
-def scaling(run: ScalingRun, dtype: str) -> Table:
-    """How many times as fast as float32 tfamp is, by width and batch: the policy / the rewrite."""
-    widths = list(dict.fromkeys(cell.width for cell in run.cells))
-    batches = list(dict.fromkeys(cell.batch for cell in run.cells))
-    by_size = {(cell.width, cell.batch): cell for cell in run.cells}
+def models(run: Run) -> Table:
+    """The sizes of the models: those that are timed, and those that the losses are of."""
     rows = [
-        (f"width {width}", *(_cell(by_size.get((width, batch))) for batch in batches))
-        for width in widths
+        (each.workload, _sizes(each.size), _sizes(each.loss_size) or "-") for each in run.workloads
     ]
-    headers = (f"{run.workload}, {dtype}", *(f"batch {batch}" for batch in batches))
-    title = f"{run.workload}: tfamp policy / tfamp.rewrite, times as fast as float32"
-    return Table(title, headers, tuple(rows))
-
-
-def cell_speed(cell: Cell, system: str) -> Spread:
-    """How many times as fast as float32 a system is at a size."""
-    return results.ratio(cell.seconds[BASE], cell.seconds[system])
-
-
-def _cell(cell: Cell | None) -> str:
-    if cell is None:
-        return "-"
-    return " / ".join(f"{cell_speed(cell, name).median:.2f}" for name in _SCALED)
+    return Table("Models", ("workload", "timed", "losses"), tuple(rows), left=3)
 
 
 def machine(run: Run) -> Table:
@@ -162,16 +143,13 @@ def machine(run: Run) -> Table:
 
 def all_tables(run: Run) -> list[Table]:
     """Every table of a run, the ratios first."""
-    found = []
-    if run.workloads:
-        found.append(overview(run))
-        if any(CHOSEN in each.systems for each in run.workloads):
-            found.append(summary(run))
-        found += [steps(each, run.dtype) for each in run.workloads]
+    found = [overview(run)]
+    if any(CHOSEN in each.systems for each in run.workloads):
+        found.append(summary(run))
+    found += [steps(each, run.dtype) for each in run.workloads]
     if any(each.systems[BASE].losses for each in run.workloads):
         found.append(losses(run))
-    found += [scaling(each, run.dtype) for each in run.scaling]
-    return [*found, machine(run)]
+    return [*found, models(run), machine(run)]
 
 
 def section(run: Run, picture: str | None = None) -> str:

@@ -1,16 +1,15 @@
-"""What was measured, what follows from it, and both as JSON. No framework is imported."""
+"""Measured values, their statistics, and both as JSON. No framework is imported."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from benchmarks.systems import BASE, CHOSEN, OWN, PEERS, SYSTEMS
+from benchmarks.systems import BASE, CHOSEN, SYSTEMS
 
 SCHEMA = 1
-_DURATION = "measured in"
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Spread:
 
 @dataclass
 class Measured:
-    """What was measured of a system on a workload; times in seconds, memory in bytes.
+    """The measurements of a system on a workload; times in seconds, memory in bytes.
 
     Attributes:
         seconds: Each step after the warm-up, in the order of the rounds.
@@ -55,7 +54,7 @@ class WorkloadRun:
         workload: Its name.
         size: Its dimensions.
         loss_size: Those that the losses are of.
-        systems: What was measured, by system.
+        systems: The measurements, by system.
         skipped: Why others were not measured, by system.
         control: Losses in float32 from initial weights rounded to the low dtype.
     """
@@ -69,23 +68,6 @@ class WorkloadRun:
 
 
 @dataclass
-class Cell:
-    """One size of a scaling table: the seconds of each step, by system."""
-
-    width: int
-    batch: int
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-
-
-@dataclass
-class ScalingRun:
-    """A workload at several sizes."""
-
-    workload: str
-    cells: list[Cell] = field(default_factory=list)
-
-
-@dataclass
 class Run:
     """Everything that one command measured.
 
@@ -95,7 +77,6 @@ class Run:
         rounds: Steps of each system on a workload.
         loss_steps: Steps of each long run.
         workloads: One for each workload.
-        scaling: One for each scaling table.
     """
 
     machine: dict[str, str]
@@ -103,7 +84,6 @@ class Run:
     rounds: int
     loss_steps: int = 0
     workloads: list[WorkloadRun] = field(default_factory=list)
-    scaling: list[ScalingRun] = field(default_factory=list)
 
 
 def together(runs: Sequence[Run]) -> Run:
@@ -112,15 +92,10 @@ def together(runs: Sequence[Run]) -> Run:
     for each in others:
         if (each.dtype, each.machine["CPU"]) != (first.dtype, first.machine["CPU"]):
             raise ValueError("Runs of one dtype on one machine go together; these differ in them.")
-    machine = {
-        name: text for name, text in first.machine.items() if name != _DURATION or not others
-    }
     return replace(
         first,
-        machine=machine,
         rounds=min(each.rounds for each in runs),
         workloads=[workload for each in runs for workload in each.workloads],
-        scaling=[scaling for each in runs for scaling in each.scaling],
     )
 
 
@@ -137,7 +112,7 @@ def spread(values: Sequence[float]) -> Spread:
 def ratio(base: Sequence[float], own: Sequence[float]) -> Spread:
     """How many times as fast as `base`: of each round the ratio, of these median and quartiles.
 
-    Both took their steps by turns, so what slows the machine for a while is in both.
+    Their steps alternated, so whatever slows the machine for a while is in both.
     """
     return spread([before / after for before, after in zip(base, own, strict=True)])
 
@@ -173,7 +148,7 @@ def speed(run: WorkloadRun, system: str) -> Spread:
 
 @dataclass(frozen=True)
 class Lead:
-    """How a workload's chosen system stands beside the fastest of some others.
+    """A workload's chosen system, compared with the fastest of some others.
 
     Attributes:
         other: The fastest of them, by the median step.
@@ -185,7 +160,7 @@ class Lead:
 
 
 def lead(run: WorkloadRun, others: Sequence[str]) -> Lead | None:
-    """How the chosen system stands beside the fastest of others; None without either."""
+    """Compares the chosen system with the fastest of others; None without either."""
     measured = [name for name in others if name in run.systems]
     if CHOSEN not in run.systems or not measured:
         return None
@@ -193,24 +168,14 @@ def lead(run: WorkloadRun, others: Sequence[str]) -> Lead | None:
     return Lead(best, ratio(run.systems[best].seconds, run.systems[CHOSEN].seconds))
 
 
-def lead_over_peers(run: WorkloadRun) -> Lead | None:
-    """How the chosen system stands beside the best peer."""
-    return lead(run, PEERS)
-
-
-def lead_over_own(run: WorkloadRun) -> Lead | None:
-    """How the chosen system stands beside the best of tfamp's placements."""
-    return lead(run, OWN)
-
-
 def to_json(run: Run) -> dict[str, Any]:
-    """The run as JSON holds it, with what follows from it beside."""
+    """The run as JSON, with its statistics."""
     found: dict[str, Any] = {"schema": SCHEMA, **asdict(run)}
     for workload, values in zip(run.workloads, found["workloads"], strict=True):
-        for system, fields in values["systems"].items():
-            fields["step"] = asdict(spread(fields["seconds"]))
-            fields["speed"] = asdict(speed(workload, system))
-            fields["loss_difference"] = loss_difference(workload, system)
+        for system, own in values["systems"].items():
+            own["step"] = asdict(spread(own["seconds"]))
+            own["speed"] = asdict(speed(workload, system))
+            own["loss_difference"] = loss_difference(workload, system)
     return found
 
 
@@ -224,21 +189,13 @@ def from_json(found: Mapping[str, Any]) -> Run:
         raise ValueError(
             f"The results must be of schema {SCHEMA}; got {found.get('schema')!r}. Measure again."
         )
-    names = ("machine", "dtype", "rounds", "loss_steps")
-    workloads = [
-        WorkloadRun(
-            **{key: each[key] for key in ("workload", "size", "loss_size", "skipped", "control")},
-            systems={name: _measured(values) for name, values in each["systems"].items()},
-        )
-        for each in found["workloads"]
-    ]
-    scaling = [
-        ScalingRun(each["workload"], [Cell(**cell) for cell in each["cells"]])
-        for each in found["scaling"]
-    ]
-    return Run(**{name: found[name] for name in names}, workloads=workloads, scaling=scaling)
+    workloads = []
+    for each in found["workloads"]:
+        systems = {name: _made(Measured, of) for name, of in each["systems"].items()}
+        workloads.append(_made(WorkloadRun, {**each, "systems": systems}))
+    return _made(Run, {**found, "workloads": workloads})
 
 
-def _measured(values: Mapping[str, Any]) -> Measured:
-    names = Measured.__dataclass_fields__
-    return Measured(**{name: value for name, value in values.items() if name in names})
+def _made(kind: Any, values: Mapping[str, Any]) -> Any:
+    """A record of the values that it has fields for; others follow from these."""
+    return kind(**{each.name: values[each.name] for each in fields(kind) if each.name in values})

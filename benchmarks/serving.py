@@ -1,4 +1,4 @@
-"""What a SavedModel in bfloat16 gains where it is served: size, throughput, latency, error.
+"""Measures SavedModels in bfloat16 where they are served: size, throughput, latency, error.
 
     python -m benchmarks.serving [--models bert resnet50] [--rounds N] [--seconds S] [--small]
     python -m benchmarks.serving --page docs/guides/saved_models.md   # writes the tables there
@@ -11,6 +11,7 @@ own, call the signature one request after the other; the ways to serve take turn
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import tempfile
@@ -30,9 +31,9 @@ import tensorflow as tf
 
 import tfamp
 from benchmarks import accuracy, report, results
-from benchmarks.environment import describe
-from benchmarks.kerashub import difference
+from benchmarks.outputs import difference
 from benchmarks.progress import reporting
+from benchmarks.rounds import rotated
 from benchmarks.tables import Table, show, to_markdown
 
 BASE = "float32"
@@ -79,7 +80,7 @@ def export(name: str, small: bool, path: Path) -> Request:
 
 
 def write_ways(path: Path) -> dict[str, Path]:
-    """Writes the other ways beside an exported model; returns where each is."""
+    """Writes the other ways next to an exported model; returns where each is."""
     found = {BASE: path}
     for way, options in WAYS.items():
         found[way] = path.with_name(way)
@@ -95,21 +96,12 @@ def bytes_of(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def signature_of(function: Any) -> Any:
-    """The inputs and outputs of a loaded signature: names, dtypes, shapes."""
-    _, inputs = function.structured_input_signature
-    return tuple(
-        {name: (tuple(each.shape), each.dtype.name) for name, each in part.items()}
-        for part in (inputs, function.structured_outputs)
-    )
-
-
 # ---- Load ----------------------------------------------------------------------------------------
 
 
 @dataclass
 class Load:
-    """What one way did under the load of some clients.
+    """The results of one way under the load of some clients.
 
     Attributes:
         latencies: Seconds of each request, of all rounds.
@@ -151,27 +143,25 @@ def put_under_load(
 
 @dataclass(frozen=True)
 class Served:
-    """What was found of a model.
+    """The results of a model.
 
     Attributes:
         name: The model.
         sizes: Bytes on disk, by way.
         errors: The norm of the difference from the base's outputs over their norm, by way.
-        changed: Ways with another signature than the base's.
         loads: By way and number of clients.
     """
 
     name: str
     sizes: Mapping[str, int]
     errors: Mapping[str, float]
-    changed: Sequence[str]
     loads: Mapping[tuple[str, int], Load]
 
 
 def measure(
     name: str, small: bool, rounds: int, seconds: float, progress: Callable[[str], None]
 ) -> Served:
-    """Writes a model in all ways and serves them by turns."""
+    """Writes a model in all ways and serves them alternately."""
     with tempfile.TemporaryDirectory() as folder:
         progress(f"{name}, writing")
         request = export(name, small, Path(folder) / "exported")
@@ -184,19 +174,14 @@ def measure(
     loads = {(way, clients): Load() for clients in CLIENTS for way in functions}
     for number in range(rounds):
         progress(f"{name}, round {number + 1}")
-        for way, clients in _turns(loads, number):
-            function = functions[way]
-            found = put_under_load(lambda f=function: _answer(f, request), clients, seconds)
-            loads[way, clients].latencies.extend(found[0])
-            loads[way, clients].rates.append(found[1])
-    same = signature_of(functions[BASE])
-    return Served(
-        name,
-        sizes,
-        {way: difference(each, outputs[BASE]) for way, each in outputs.items()},
-        [way for way, function in functions.items() if signature_of(function) != same],
-        loads,
-    )
+        for clients in CLIENTS:
+            for way in rotated(list(functions), number):
+                call = functools.partial(_answer, functions[way], request)
+                latencies, rate = put_under_load(call, clients, seconds)
+                loads[way, clients].latencies.extend(latencies)
+                loads[way, clients].rates.append(rate)
+    errors = {way: difference(each, outputs[BASE]) for way, each in outputs.items()}
+    return Served(name, sizes, errors, loads)
 
 
 def _answer(function: Any, request: Request) -> list[Any]:
@@ -204,30 +189,22 @@ def _answer(function: Any, request: Request) -> list[Any]:
     return [answer[name].numpy() for name in sorted(answer)]
 
 
-def _turns(loads: Mapping[tuple[str, int], Load], number: int) -> list[tuple[str, int]]:
-    """All pairs, those of the same clients together, another way first in each round."""
-    ways = list(dict.fromkeys(way for way, _ in loads))
-    first = number % len(ways)
-    return [(way, clients) for clients in CLIENTS for way in ways[first:] + ways[:first]]
-
-
 # ---- The tables ----------------------------------------------------------------------------------
 
 
 def files_table(found: Sequence[Served]) -> Table:
-    """What is on disk, and what it computes."""
+    """Sizes on disk and errors."""
     rows = [
         (
             each.name,
             way,
             f"{size / 1e6:.2f}",
-            "changed" if way in each.changed else "as before",
             f"{each.errors[way]:.1e}" if each.errors[way] else "0",
         )
         for each in found
         for way, size in each.sizes.items()
     ]
-    headers = ("model", "SavedModel", "MB on disk", "signature", "error")
+    headers = ("model", "SavedModel", "MB on disk", "error")
     return Table("On disk", headers, tuple(rows), left=2)
 
 
@@ -254,15 +231,8 @@ def load_table(each: Served) -> Table:
 
 
 def percentile_95(values: Sequence[float]) -> float:
-    """What 95 of 100 values do not exceed."""
+    """The 95th percentile."""
     return sorted(values)[-(-95 * len(values) // 100) - 1]
-
-
-def machine_line() -> str:
-    """The machine and its versions in a sentence."""
-    facts = describe(None)
-    shown = ("CPU", "features", "cores", "Python", "TensorFlow", "Keras")
-    return ", ".join(f"{name} {facts[name]}" for name in shown) + ".\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -280,8 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tables = [files_table(found), *map(load_table, found)]
     show(tables)
     if args.page:
-        parts = [machine_line(), *(to_markdown(table) for table in tables)]
-        report.put_section(args.page, "\n".join(parts))
+        report.put_section(args.page, "\n".join(map(to_markdown, tables)))
 
 
 if __name__ == "__main__":

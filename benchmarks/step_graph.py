@@ -1,4 +1,4 @@
-"""What TensorFlow makes of a step, and where its time goes: its graph run in a session that traces.
+"""The graph that TensorFlow runs for a step, with shapes, times and Casts: from a traced session.
 
 A `tf.function` does not tell what its graph became after TensorFlow's own optimizers; a session
 does, with the shape of every tensor and the time of every op. The session gets variables of its own
@@ -8,12 +8,13 @@ with the values of the function's, so that the function's stay as they are.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -27,8 +28,11 @@ _FUSED |= {"FusedBatchMatMulV2": "BatchMatMulV2", "FusedBatchNormEx": "_FusedBat
 _FUSED |= {f"Conv{n}DBackpropFilterWithBias": f"Conv{n}DBackpropFilter" for n in (2, 3)}
 
 
-@dataclass(frozen=True)
-class Tensor:
+# Bytes of an element.
+_FLOATS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Tensor(NamedTuple):
     """A tensor as it was in a step."""
 
     dtype: str
@@ -44,16 +48,14 @@ class Node:
         op: Its op type; what oneDNN stands in for has the name of the op itself.
         inputs: The tensors it took; None for one whose shape was not recorded, as resources are.
         outputs: The tensors it made.
-        equation: An Einsum's.
         count: How often it ran in a step: more than once in loops.
-        seconds: What all of these took, in each traced step.
+        seconds: Their time in each traced step.
     """
 
     name: str
     op: str
     inputs: tuple[Tensor | None, ...] = ()
     outputs: tuple[Tensor | None, ...] = ()
-    equation: str = ""
     count: int = 0
     seconds: list[float] = field(default_factory=list)
 
@@ -70,12 +72,28 @@ class Trace:
     Attributes:
         nodes: Every op that ran, on all devices.
         walls: Seconds of each untraced step.
-        traced_walls: Seconds of each traced step.
     """
 
     nodes: tuple[Node, ...]
     walls: tuple[float, ...]
-    traced_walls: tuple[float, ...]
+
+
+class CastTotals(NamedTuple):
+    """The Casts of a step: how many ran, one in a loop each time, and bytes read and written."""
+
+    count: int
+    bytes: int
+
+
+def count_casts(nodes: Iterable[Node]) -> CastTotals:
+    """Counts the Casts from a float dtype to another; others are no matter of precision."""
+    count = size = 0
+    for node in nodes:
+        ends = [each for each in (*node.inputs[:1], *node.outputs[:1]) if each is not None]
+        if node.op == "Cast" and len(ends) == 2 and all(each.dtype in _FLOATS for each in ends):
+            count += node.count
+            size += node.count * sum(math.prod(each.shape) * _FLOATS[each.dtype] for each in ends)
+    return CastTotals(count, size)
 
 
 def trace(
@@ -95,7 +113,7 @@ def trace(
             "auto_mixed_precision"; the others are as TensorFlow has them.
 
     Returns:
-        What ran.
+        Its nodes and times.
     """
     config = v1.ConfigProto()
     for name, on in (rewriter_options or {}).items():
@@ -111,16 +129,11 @@ def trace(
             step(*values)
         walls = tuple(_timed(step, values) for _ in range(runs))
         options = v1.RunOptions(trace_level=v1.RunOptions.FULL_TRACE, output_partition_graphs=True)
-        steps, traced_walls = [], []
-        # The first run that is traced makes new executors: it tells what ran, not for how long.
-        for _ in range(1 + runs):
-            found = v1.RunMetadata()
-            start = time.perf_counter()
+        steps = [v1.RunMetadata() for _ in range(1 + runs)]
+        for found in steps:
             session.run(fetches, dict(feeds), options=options, run_metadata=found)
-            traced_walls.append(time.perf_counter() - start)
-            steps.append(found)
-    first = 1 if runs else 0
-    return Trace(_nodes(steps[first:]), walls, tuple(traced_walls[first:]))
+    # The first run that is traced makes new executors: its times are not those of a step.
+    return Trace(_nodes(steps[1 if runs else 0 :]), walls)
 
 
 def _timed(step: Any, values: list[Any]) -> float:
@@ -168,10 +181,7 @@ def _captured(tensor: Any) -> tuple[bool, Any]:
     # A function's list of variables leaves out those it only reads by their handle.
     about = private_symbol(tensor, "_handle_data")
     if about is None or not about.is_set:
-        raise ValueError(
-            "The step reads a resource that is no variable, such as a table; such steps cannot be "
-            "traced."
-        )
+        raise ValueError("A step that reads a table, or another such resource, cannot be traced.")
     dtype = tf.as_dtype(about.shape_and_type[0].dtype)
     return True, tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype).numpy()
 
@@ -195,8 +205,6 @@ def _nodes(steps: Sequence[Any]) -> tuple[Node, ...]:
         definition = definitions[name]
         node.outputs = tensors.get(name, ())
         node.inputs = tuple(_input(each, tensors) for each in definition.input if each[0] != "^")
-        if "equation" in definition.attr:
-            node.equation = definition.attr["equation"].s.decode()
     return tuple(nodes.values())
 
 

@@ -1,15 +1,14 @@
 """The systems that the benchmarks compare, as values. No framework is imported.
 
-What they do is in `benchmarks.keras_side` and `benchmarks.torch_side`.
+`benchmarks.keras_side` and `benchmarks.torch_side` run them.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 BASE = "float32"
@@ -22,8 +21,8 @@ class System:
     """A way to train.
 
     Attributes:
-        name: What it is called on the command line and in JSON.
-        title: What it is called in tables.
+        name: Its name on the command line and in JSON.
+        title: Its name in tables.
         base: The system in float32 that its loss is compared with.
         torch: Whether it is PyTorch's.
         xla: Whether XLA compiles its step.
@@ -56,10 +55,10 @@ _ALL = (
     System("torch_autocast", "PyTorch, autocast", "torch_float32", torch=True),
 )
 SYSTEMS = {each.name: each for each in _ALL}
-# What a user would have without tfamp, and tfamp's own candidates beside the one that it chooses.
+# Systems without tfamp, and the candidates of tfamp next to the one that it chooses.
 PEERS = ("float32", "float32_xla", "keras_policy", "keras_policy_xla", "tensorflow_amp")
 OWN = tuple(name for name in SYSTEMS if SYSTEMS[name].placement)
-# What a user is advised to take.
+# The way that the docs recommend.
 CHOSEN = "tune"
 # float32 again, from initial weights rounded to the low dtype: how far that alone takes the loss.
 CONTROL = System("float32_rounded", "float32, initial weights rounded")
@@ -82,30 +81,17 @@ def why_not(system: str, workload: str, torch_python: str) -> str | None:
     if not SYSTEMS[system].torch:
         return None
     if workload not in TORCH_WORKLOADS:
-        return f"the benchmarks have no PyTorch model of {workload}"
+        return "there is no PyTorch model of it"
     if torch_version(torch_python) is None:
-        return f"PyTorch is not installed ({_program(torch_python)}); see --torch-python"
+        return f"{torch_python} has no PyTorch; see --torch-python"
     return None
 
 
-_versions: dict[str, str | None] = {}
-
-
+@functools.cache
 def torch_version(python: str) -> str | None:
     """The version of PyTorch that a Python interpreter has, or None."""
-    if python not in _versions:
-        if python == sys.executable and importlib.util.find_spec("torch") is None:
-            _versions[python] = None
-        else:
-            code = "import json, torch; print(json.dumps(torch.__version__))"
-            _versions[python] = _json_of([python, "-c", code])
-    return _versions[python]
-
-
-def _json_of(command: Sequence[str]) -> str | None:
+    if python == sys.executable and importlib.util.find_spec("torch") is None:
+        return None
+    command = [python, "-c", "import torch; print(torch.__version__)"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
-
-
-def _program(python: str) -> str:
-    return "in this environment" if python == sys.executable else f"for {python}"
+    return done.stdout.splitlines()[-1] if done.returncode == 0 else None

@@ -12,7 +12,7 @@ class Table:
     """Cells with a title.
 
     Attributes:
-        title: What it shows.
+        title: Its heading.
         headers: Names of the columns.
         rows: The cells.
         left: How many columns, from the first, are words.
@@ -41,11 +41,11 @@ def to_text(table: Table) -> str:
     return f"{body}\n"
 
 
-def to_markdown(table: Table, *, level: int = 3) -> str:
-    """The table in Markdown, below a heading of that level."""
+def to_markdown(table: Table) -> str:
+    """The table in Markdown, below a heading."""
     head, *body = ["| " + " | ".join(row) + " |" for row in (table.headers, *table.rows)]
     sides = ["---|" if column < table.left else "---:|" for column in range(len(table.headers))]
-    parts = [f"{'#' * level} {table.title}", "\n".join([head, "|" + "".join(sides), *body])]
+    parts = [f"### {table.title}", "\n".join([head, "|" + "".join(sides), *body])]
     if table.notes:
         parts.append("\n".join(f"- {note}" for note in table.notes))
     return "\n\n".join(parts) + "\n"

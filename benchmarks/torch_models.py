@@ -1,4 +1,4 @@
-"""The PyTorch models that stand beside those of `benchmarks.models`; initial values as Keras's."""
+"""PyTorch models like those of `benchmarks.models`; initial values as Keras's."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Trainer:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._dtype = getattr(torch, dtype)
         self._low = system == "torch_autocast"
-        # The first optimizer imports much, which is no part of a model's memory.
+        # The first optimizer imports much, which is not a model's memory.
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
 
     def build(self, workload: Workload, size: Sizes) -> None:
@@ -70,7 +70,7 @@ class Trainer:
 
 
 def device_bytes() -> dict[str, int] | None:
-    """What the allocator of the GPU holds: "current" and "peak" bytes; None without one."""
+    """The "current" and "peak" bytes of the GPU's allocator; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     return {

@@ -1,26 +1,25 @@
-"""What the transforms of graphs take from a training step: with and without them, by turns.
+"""Times training steps with and without each of the passes before a plan.
 
-    python -m benchmarks.transforms [--workload W ...] [--transform T ...]
-
-docs/performance.md says what they do.
+python -m benchmarks.transforms [--workload W ...] [--transform T ...]
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from unittest import mock
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from benchmarks import results
+from benchmarks.rounds import Times, interleaved
 from benchmarks.tables import Table, show
 from benchmarks.workloads import WORKLOADS, Workload
 
+# Functions of `tfamp.graph.rewrite`.
 TRANSFORMS = {
     "join_products": "one product for the gradient of a projection",
     "as_batches": "batches of products for Einsums of attention",
@@ -28,65 +27,42 @@ TRANSFORMS = {
     "sums_behind_loops": "one product for the gradient of a weight in a loop",
     "gradients_by_filters": "other ops for gradients of convolutions by their filters",
 }
+_ALL = "all"
 _HEADERS = ("workload", "without", "times as long", "quartiles", "step, ms")
 
 
-@contextmanager
-def _without(transform: str | None) -> Iterator[None]:
-    if transform is None:
-        yield
-    else:
-        with mock.patch(f"tfamp.graph.rewrite.{transform}", return_value=None):
-            yield
-
-
-def measure(
-    workload: Workload, size: str, dtype: str, without: list[str], rounds: int
-) -> dict[str | None, list[float]]:
-    """Seconds of each step, by the transform that is left out; None for the whole rewrite."""
+def calls(
+    workload: Workload, size: str, dtype: str, transforms: Sequence[str]
+) -> dict[str, Callable[[], object]]:
+    """A step by the whole rewrite, and one without each of the transforms."""
     from benchmarks.keras_side import Trainer
 
-    trainers, batch = {}, None
-    for each in (None, *without):
-        with _without(each):
-            trainer = trainers[each] = Trainer("rewrite", dtype)
+    found: dict[str, Callable[[], object]] = {}
+    for name in (_ALL, *transforms):
+        path = f"tfamp.graph.rewrite.{name}"
+        with nullcontext() if name == _ALL else mock.patch(path, return_value=None):
+            trainer = Trainer("rewrite", dtype)
             batch = trainer.put(workload.batch(workload.sizes[size], 0))
             trainer.build(workload, workload.sizes[size])
             trainer.first_step(batch)
-            trainer.step(batch)
-    seconds: dict[str | None, list[float]] = {each: [] for each in trainers}
-    for number in range(rounds):
-        order = list(trainers)
-        for each in order[number % len(order) :] + order[: number % len(order)]:
-            start = time.perf_counter()
-            trainers[each].step(batch)
-            seconds[each].append(time.perf_counter() - start)
-    return seconds
-
-
-def rows(name: str, seconds: dict[str | None, list[float]]) -> list[tuple[str, ...]]:
-    """One for each transform that was left out."""
-    found = []
-    for each, taken in seconds.items():
-        if each is not None:
-            times = results.ratio(taken, seconds[None])
-            spread = f"{times.low:.3f} to {times.high:.3f}"
-            step = f"{1e3 * results.spread(seconds[None]).median:.1f}"
-            found.append((name, TRANSFORMS[each], f"{times.median:.3f}", spread, step))
+        found[name] = lambda trainer=trainer, batch=batch: trainer.step(batch)
     return found
 
 
+def rows(workload: str, found: Mapping[str, Times]) -> list[tuple[str, ...]]:
+    """One for each transform that was left out."""
+    whole = found[_ALL].wall
+    step = f"{1e3 * results.spread(whole).median:.1f}"
+    cells = []
+    for name, title in TRANSFORMS.items():
+        if name in found:
+            times = results.ratio(found[name].wall, whole)
+            spread = f"{times.low:.3f} to {times.high:.3f}"
+            cells.append((workload, title, f"{times.median:.3f}", spread, step))
+    return cells
+
+
 def main() -> None:
-    args = _arguments()
-    size = "small" if args.small else "full"
-    found = []
-    for name in args.workload:
-        seconds = measure(WORKLOADS[name], size, args.dtype, args.transform, args.rounds)
-        found += rows(name, seconds)
-    show([Table(f"Steps without a transform, {args.dtype}", _HEADERS, tuple(found), left=2)])
-
-
-def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--workload", nargs="+", choices=tuple(WORKLOADS), default=("transformer", "resnet50"))
@@ -94,7 +70,12 @@ def _arguments() -> argparse.Namespace:
     add("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
     add("--rounds", type=int, default=30, help="steps to time of each")
     add("--small", action="store_true", help="tiny models, to see that everything runs")
-    return parser.parse_args()
+    args = parser.parse_args()
+    size, found = "small" if args.small else "full", []
+    for name in args.workload:
+        steps = calls(WORKLOADS[name], size, args.dtype, args.transform)
+        found += rows(name, interleaved(steps, args.rounds, name))
+    show([Table(f"Steps without a transform, {args.dtype}", _HEADERS, tuple(found), left=2)])
 
 
 if __name__ == "__main__":

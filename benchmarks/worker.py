@@ -1,4 +1,4 @@
-"""One system in this process: does what each line on stdin asks, and answers with a line of JSON.
+"""Runs one system: each line on stdin is a request, each answer a line of JSON.
 
     python -m benchmarks.worker SYSTEM DTYPE
 
@@ -37,7 +37,7 @@ class Worker:
         self._steps = 0
 
     def start(self, workload: str, size: dict[str, int]) -> dict[str, Any]:
-        """Builds a model anew, and takes the first steps."""
+        """Builds a model and takes the first steps."""
         self._workload, self._size, self._steps = WORKLOADS[workload], size, 0
         self._note_memory()
         batch = self._batch()

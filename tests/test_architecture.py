@@ -265,7 +265,7 @@ def test_importing_tfamp_loads_no_framework_and_changes_nothing():
     )
 
 
-# What an import costs, without a clock: `python -m benchmarks.import_time` has one.
+# What an import costs, without a clock.
 _BESIDE_TENSORFLOW = """
 import sys, keras, tensorflow
 keras.layers, tensorflow.function

@@ -20,28 +20,16 @@ sys.path.append(str(Path(__file__).parents[1]))
 pytest.importorskip("benchmarks", reason="the benchmarks are no part of the package")
 
 import tfamp
-from benchmarks import data, plot, report, results, scaling, serving, tables
+from benchmarks import data, plot, profile, report, results, rounds, serving, tables
 from benchmarks.__main__ import main
-from benchmarks.casts import count_casts
 from benchmarks.interleaved import Options, WorkerError, workers
-from benchmarks.profile import overview, profile_step, rows
-from benchmarks.results import Cell, Measured, Run, ScalingRun, WorkloadRun
-from benchmarks.roofline import compute_dtype, work
-from benchmarks.step_graph import Node, Tensor, plain_op, trace
-from benchmarks.systems import (
-    CHOSEN,
-    OWN,
-    PEERS,
-    SYSTEMS,
-    grappler_options,
-    why_not,
-)
+from benchmarks.results import Measured, Run, WorkloadRun
+from benchmarks.step_graph import count_casts, plain_op, trace
+from benchmarks.systems import CHOSEN, OWN, PEERS, SYSTEMS, grappler_options, why_not
 from benchmarks.workloads import SIZES, WORKLOADS
-from tfamp.core.profile import builtin_profile
 from tfamp.machine import hardware
 
 ROOT = Path(__file__).parents[1]
-MACHINE = builtin_profile("cpu")
 
 
 def a_run():
@@ -52,42 +40,38 @@ def a_run():
     systems = {"float32": float32, "keras_policy": keras, "rewrite": rewrite}
     skipped = {"torch_autocast": "PyTorch is not installed"}
     size, loss_size = {"layers": 6, "width": 2048, "batch": 256}, {"width": 8, "batch": 4}
-    seconds = {"float32": [2.0, 2.0], "tfamp_policy": [4.0, 4.0], "rewrite": [1.0, 1.0]}
-    cells = [Cell(512, 32, seconds), Cell(512, 64, seconds), Cell(1024, 32, seconds)]
     return Run(
         machine={"CPU": "a CPU", "cores": "2", "GPU": "none", "TensorFlow": "2.21"},
         dtype="bfloat16",
         rounds=3,
         loss_steps=2,
         workloads=[WorkloadRun("mlp", size, loss_size, systems, skipped, [3.0, 2.02])],
-        scaling=[ScalingRun("mlp", cells)],
     )
 
 
 # What follows from times
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([3.0], (3, 3, 3)),
-        ([1.0, 3.0], (2, 1.5, 2.5)),
-        ([5.0, 1.0, 2.0, 4.0, 3.0], (3, 2, 4)),
-    ],
-)
-def test_a_spread_is_the_median_and_the_quartiles(values, expected):
-    assert dataclasses.astuple(results.spread(values)) == expected
-
-
-def test_a_ratio_compares_each_round_with_itself():
+def test_medians_quartiles_ratios_by_round_and_final_losses():
+    assert dataclasses.astuple(results.spread([3.0])) == (3, 3, 3)
+    assert dataclasses.astuple(results.spread([5.0, 1.0, 2.0, 4.0, 3.0])) == (3, 2, 4)
     # The machine is ten times as slow from the third round on; the ratio of a round is 2 always.
     found = results.ratio([2.0, 2.0, 20.0, 20.0], [1.0, 1.0, 10.0, 10.0])
     assert dataclasses.astuple(found) == (2, 2, 2)
+    for count, mean in ((1, 0), (9, 8), (20, 18.5), (200, 189.5)):
+        assert results.final_loss([float(i) for i in range(count)]) == mean
+    with pytest.raises(ValueError, match="at least one value"):
+        results.spread([])
+    with pytest.raises(ValueError, match="at least one step"):
+        results.final_loss([])
 
 
-@pytest.mark.parametrize(("count", "mean"), [(1, 0), (9, 8), (20, 18.5), (200, 189.5)])
-def test_a_final_loss_is_the_mean_of_the_last_tenth(count, mean):
-    assert results.final_loss([float(i) for i in range(count)]) == mean
+def test_rounds_call_all_in_turn_another_one_first():
+    called = []
+    calls = {name: lambda name=name: called.append(name) for name in "abc"}
+    found = rounds.interleaved(calls, 2, "test")
+    assert "".join(called) == "aabbcc" + "abc" + "bca"
+    assert [len(each.wall) for each in found.values()] == [2, 2, 2]
 
 
 def test_losses_are_compared_with_float32_of_the_same_framework():
@@ -100,62 +84,34 @@ def test_losses_are_compared_with_float32_of_the_same_framework():
     assert results.loss_difference(run, "torch_autocast") == pytest.approx(-0.5)
 
 
-def test_what_nothing_was_measured_of_has_no_spread():
-    with pytest.raises(ValueError, match="at least one value"):
-        results.spread([])
-    with pytest.raises(ValueError, match="at least one step"):
-        results.final_loss([])
-
-
 # Tables, JSON, pages
 
 
-def test_json_gives_the_run_back():
+def test_json_gives_the_run_back_with_what_follows_from_the_times():
     run = a_run()
-    text = json.dumps(results.to_json(run))
-    assert results.from_json(json.loads(text)) == run
-
-
-def test_json_has_what_follows_from_the_times():
-    found = results.to_json(a_run())
-    assert found["schema"] == results.SCHEMA
+    found = json.loads(json.dumps(results.to_json(run)))
+    assert results.from_json(found) == run
     system = found["workloads"][0]["systems"]["rewrite"]
     assert system["speed"] == {"median": 2, "low": 2, "high": 2}
-    assert system["step"]["median"] == 2
     assert system["loss_difference"] == pytest.approx(-0.005)
-
-
-def test_json_of_another_schema_is_refused():
     with pytest.raises(ValueError, match="must be of schema 1; got 0"):
-        results.from_json(results.to_json(a_run()) | {"schema": 0})
+        results.from_json(found | {"schema": 0})
 
 
 def test_tables_have_the_ratios_first():
-    first, mlp, losses, grown, machine = report.all_tables(a_run())
+    first, mlp, losses, models, machine = report.all_tables(a_run())
     assert first.headers == ("times as fast as float32", "mlp")
-    assert first.rows == (
-        ("float32", "1.00"),
-        ("Keras's policy", "1.00"),
-        ("tfamp.rewrite, min_cut", "2.00"),
-    )
+    assert [row[1] for row in first.rows] == ["1.00", "1.00", "2.00"]
     by_header = dict(zip(mlp.headers, mlp.rows[2], strict=True))
     assert by_header["x float32"] == "2.00"
     assert by_header["step, ms"] == "2000.0"
     assert by_header["rewrite, s"] == "0.25"
     assert (by_header["Casts"], by_header["Cast MB"]) == ("5", "2.0")
-    assert "Not measured: PyTorch, autocast: PyTorch is not installed." in mlp.notes
-    assert losses.rows[1] == (
-        "mlp",
-        "float32, initial weights rounded",
-        "3.0000",
-        "2.0200",
-        "+1.00%",
-    )
+    assert first.notes == ("Not measured: PyTorch, autocast on mlp: PyTorch is not installed.",)
+    rounded = "mlp", "float32, initial weights rounded", "3.0000", "2.0200", "+1.00%"
+    assert losses.rows[1] == rounded
     assert losses.rows[3] == ("mlp", "tfamp.rewrite, min_cut", "3.0000", "1.9900", "-0.50%")
-    assert grown.rows == (
-        ("width 512", "0.50 / 2.00", "0.50 / 2.00"),
-        ("width 1024", "0.50 / 2.00", "-"),
-    )
+    assert models.rows == (("mlp", "layers 6, width 2048, batch 256", "width 8, batch 4"),)
     assert ("CPU", "a CPU") in machine.rows
 
 
@@ -169,22 +125,17 @@ def test_the_chosen_step_stands_beside_the_best_peer_and_placement():
     found = report.all_tables(run)[1]
     by_header = [dict(zip(found.headers[:5], row, strict=False)) for row in found.rows]
     assert by_header[0]["best peer"] == "float32, XLA"
-    assert [row[:3] for row in found.rows[:2]] == [
-        ("mlp", "tfamp.tune", "4.00"),
-        ("lstm", "tfamp.tune", "2.00"),
-    ]
+    assert [row[2] for row in found.rows[:2]] == ["4.00", "2.00"]
     assert [(row[4], row[7]) for row in found.rows] == [("2.00",) * 2, ("1.00",) * 2, ("1.41",) * 2]
     assert found.rows[0][5] == "2.00 to 2.00"
 
 
 def test_tables_are_aligned_text_and_valid_markdown():
-    table = tables.Table("numbers", ("what", "how many"), (("a", "1"), ("bc", "20")), notes=("x.",))
-    assert (
-        tables.to_text(table) == "numbers\n\nwhat  how many\na            1\nbc          20\n- x.\n"
-    )
-    assert tables.to_markdown(table) == (
-        "### numbers\n\n| what | how many |\n|---|---:|\n| a | 1 |\n| bc | 20 |\n\n- x.\n"
-    )
+    table = tables.Table("counts", ("what", "how many"), (("a", "1"), ("bc", "20")), notes=("x.",))
+    text = "counts\n\nwhat  how many\na            1\nbc          20\n- x.\n"
+    assert tables.to_text(table) == text
+    markdown = "### counts\n\n| what | how many |\n|---|---:|\n| a | 1 |\n| bc | 20 |\n\n- x.\n"
+    assert tables.to_markdown(table) == markdown
 
 
 def test_a_page_keeps_what_is_outside_its_marks(tmp_path):
@@ -197,48 +148,38 @@ def test_a_page_keeps_what_is_outside_its_marks(tmp_path):
     assert "old" not in text
     assert "| tfamp.rewrite, min_cut | 2.00 |" in text
     assert "](assets/bars.png)" in text
-
-
-def test_a_page_without_marks_is_left_as_it_is(tmp_path):
-    page = tmp_path / "page.md"
     page.write_text("no marks", encoding="utf-8")
     with pytest.raises(ValueError, match="each once"):
         report.put_section(page, "text")
     assert page.read_text(encoding="utf-8") == "no marks"
 
 
-def test_the_documented_page_has_the_marks():
-    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert text.count(report.BEGIN) == text.count(report.END) == 1
+def test_the_documented_pages_have_the_marks():
+    pages = "benchmarks", "peers", "peers_float16", "performance", "kerashub", "guides/saved_models"
+    for page in pages:
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        assert text.count(report.BEGIN) == text.count(report.END) == 1, page
 
 
-def test_a_run_is_shown_and_written_again_without_measuring(tmp_path, capsys):
+def test_runs_on_one_machine_are_shown_as_one_and_written_again(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    given, again, picture = (tmp_path / name for name in ("run.json", "again.json", "bars.png"))
-    given.write_text(json.dumps(results.to_json(a_run())), encoding="utf-8")
-    assert main(["--read", str(given), "--json", str(again), "--plot", str(picture)]) == 0
-    assert json.loads(again.read_text()) == json.loads(given.read_text())
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert re.search(r"^tfamp.rewrite, min_cut +2.00$", capsys.readouterr().out, re.M)
-
-
-def test_runs_on_one_machine_are_shown_as_one(tmp_path, capsys):
-    paths = [tmp_path / name for name in ("one.json", "two.json")]
-    for path, workload in zip(paths, ("mlp", "lstm"), strict=True):
-        run = a_run()
-        run.workloads[0].workload = workload
+    *paths, again, picture = (tmp_path / name for name in ("1.json", "2.json", "a.json", "a.png"))
+    runs = a_run(), a_run()
+    runs[1].workloads[0].workload = "lstm"
+    for path, run in zip(paths, runs, strict=True):
         path.write_text(json.dumps(results.to_json(run)), encoding="utf-8")
-    assert main(["--read", *map(str, paths)]) == 0
-    assert re.search(r"^times as fast as float32 +mlp +lstm$", capsys.readouterr().out, re.M)
+    read = ["--read", *map(str, paths)]
+    assert main([*read, "--json", str(again), "--plot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^times as fast as float32 +mlp +lstm$", printed, re.M)
+    assert re.search(r"^tfamp.rewrite, min_cut +2.00 +2.00$", printed, re.M)
+    written = results.from_json(json.loads(again.read_text(encoding="utf-8")))
+    assert [each.workload for each in written.workloads] == ["mlp", "lstm"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    axes = plot.figure(written).axes[0]
+    assert [bar.get_height() for bar in axes.patches] == [1, 1, 2, 2]
     with pytest.raises(ValueError, match="these differ"):
-        results.together([run, dataclasses.replace(run, dtype="float16")])
-
-
-def test_the_picture_has_a_bar_for_each_ratio():
-    pytest.importorskip("matplotlib")
-    axes = plot.figure(a_run()).axes[0]
-    assert [bar.get_height() for bar in axes.patches] == [1, 2]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["mlp"]
+        results.together([written, dataclasses.replace(written, dtype="float16")])
 
 
 # Workloads and systems
@@ -256,20 +197,6 @@ def test_batches_follow_from_their_number(workload, name):
     assert not np.array_equal(x, other)
 
 
-def test_the_designed_workloads_have_the_designed_sizes():
-    full = {name: WORKLOADS[name].sizes["full"] for name in ("mlp", "transformer", "resnet50")}
-    assert full["mlp"] == {"layers": 6, "width": 2048, "batch": 256}
-    assert full["resnet50"] == {"pixels": 128, "batch": 16}
-    assert full["transformer"] == {
-        "layers": 4,
-        "width": 512,
-        "heads": 8,
-        "tokens": 128,
-        "vocabulary": 8000,
-        "batch": 16,
-    }
-
-
 def test_data_is_in_the_range_of_the_classes():
     _, kinds = data.characters_and_class(64, 256, 0)
     assert 0 <= kinds.min() < kinds.max() < data.CLASSES_OF_CHARACTERS
@@ -284,28 +211,13 @@ def test_data_is_in_the_range_of_the_classes():
     assert len(np.unique(ink)) > 1
 
 
-def test_scaling_ends_at_the_size_that_is_timed():
-    for name in ("mlp", "transformer"):
-        grid = scaling.sizes(WORKLOADS[name], small=False)
-        assert len(grid) == 12
-        full = WORKLOADS[name].sizes["full"]
-        assert (grid[-1]["width"], grid[-1]["batch"]) == (full["width"], full["batch"])
-        assert all(size["width"] % size.get("heads", 1) == 0 for size in grid)
-    with pytest.raises(ValueError, match="no width to scale"):
-        scaling.sizes(WORKLOADS["resnet50"], small=False)
-
-
-def test_what_is_compared_is_measured():
+def test_what_is_compared_is_measured_and_left_out_with_a_reason():
     assert {*PEERS, *OWN, CHOSEN} <= set(SYSTEMS)
     assert "rewrite_fused" in OWN
-
-
-def test_pytorch_is_left_out_with_a_reason():
     assert why_not("rewrite", "lstm", sys.executable) is None
-    assert "no PyTorch model of lstm" in why_not("torch_autocast", "lstm", sys.executable)
-    no_torch = str(ROOT / "no" / "python")
+    assert "no PyTorch model" in why_not("torch_autocast", "lstm", sys.executable)
     with pytest.raises(FileNotFoundError):
-        why_not("torch_autocast", "mlp", no_torch)
+        why_not("torch_autocast", "mlp", str(ROOT / "no" / "python"))
 
 
 # Graphs of steps
@@ -321,11 +233,21 @@ def traced(fn, *args, runs=0):
     return trace(concrete, args, runs=runs)
 
 
-def test_casts_of_a_known_graph_are_counted_with_their_bytes():
+def test_casts_and_kinds_of_ops_of_known_graphs():
     w = tf.Variable(tf.ones((8, 2)))
-    found = count_casts(traced(lambda x: low_product(x, w), tf.ones((4, 8))).nodes)
-    assert found.count == 3
-    assert found.bytes == (4 * 8 + 8 * 2 + 4 * 2) * (4 + 2)
+    step = traced(lambda x: low_product(x, w), tf.ones((4, 8)), runs=2)
+    assert count_casts(step.nodes) == (3, (4 * 8 + 8 * 2 + 4 * 2) * (4 + 2))
+    for op, kind in (("MatMul", "matmul"), ("Cast", "cast"), ("Relu", "elementwise")):
+        assert profile.kind_of(op) == kind
+    found = profile.table({("product", "low"): step})
+    assert {"step", "matrix products", "Casts"} <= set(found.headers)
+
+    def loop(x):
+        for _ in tf.range(5):
+            x = tf.cast(tf.cast(x, tf.bfloat16) @ tf.ones((4, 4), tf.bfloat16), tf.float32)
+        return x
+
+    assert count_casts(traced(loop, tf.ones((4, 4))).nodes) == (10, 10 * 16 * 6)
 
 
 @pytest.mark.skipif(not hardware.detect().cpu_bfloat16, reason="the pass asks for bfloat16")
@@ -335,17 +257,6 @@ def test_casts_that_tensorflow_inserts_are_counted():
     assert count_casts(trace(concrete, (x,)).nodes).count == 0
     options = grappler_options("tensorflow_amp", "bfloat16")
     assert count_casts(trace(concrete, (x,), rewriter_options=options).nodes).count > 0
-
-
-def test_casts_in_a_loop_are_counted_each_time():
-    def loop(x):
-        for _ in tf.range(5):
-            x = tf.cast(tf.cast(x, tf.bfloat16) @ tf.ones((4, 4), tf.bfloat16), tf.float32)
-        return x
-
-    found = count_casts(traced(loop, tf.ones((4, 4))).nodes)
-    assert found.count == 10
-    assert found.bytes == 10 * 16 * 6
 
 
 def test_a_traced_step_leaves_the_variables_as_they_are():
@@ -372,74 +283,25 @@ def test_a_rewritten_step_shows_its_casts_as_the_plan_does():
     assert summary.cast_bytes == found.bytes
 
 
-@pytest.mark.parametrize(
-    ("op", "plain"),
-    [
-        ("MatMul", "MatMul"),
-        ("_MklMatMul", "MatMul"),
-        ("_MklNativeFusedMatMul", "_FusedMatMul"),
-        ("_MklBatchMatMulV2", "BatchMatMulV2"),
-        ("_MklNativeFusedBatchNormV3", "FusedBatchNormV3"),
-        ("_MklNativeConv2DBackpropFilterWithBias", "Conv2DBackpropFilter"),
-    ],
-)
-def test_kernels_of_onednn_count_as_what_they_stand_in_for(op, plain):
-    assert plain_op(op) == plain
-
-
-def test_the_roofline_is_the_longer_of_arithmetic_and_memory():
-    a, b, c = (Tensor("bfloat16", shape) for shape in ((512, 1024), (1024, 256), (512, 256)))
-    product = work(Node("p", "MatMul", (a, b), (c,)), MACHINE)
-    assert product.kind == "matmul"
-    assert product.flops == 2 * 512 * 1024 * 256
-    assert product.seconds == product.flops / MACHINE.peaks["matmul"]["bfloat16"]
-    cast = work(Node("c", "Cast", (Tensor("float32", (8,)),), (Tensor("bfloat16", (8,)),)), MACHINE)
-    assert (cast.kind, cast.bytes) == ("cast", 8 * 6)
-    assert cast.seconds == 48 / MACHINE.cast_bandwidth
-    update = work(Node("u", "AssignAddVariableOp", (None, a)), MACHINE)
-    assert update.bytes == 3 * 512 * 1024 * 2
-    assert work(Node("r", "Reshape", (a,), (a,)), MACHINE).seconds == 0
-
-
-def test_an_op_computes_in_the_dtype_of_its_floats():
-    low, number = Tensor("bfloat16", (4,)), Tensor("int32", (4,))
-    assert compute_dtype(Node("g", "GatherV2", (low, number), (low,))) == "bfloat16"
-    assert compute_dtype(Node("s", "Shape", (number,), (number,))) == "int32"
-    assert compute_dtype(Node("c", "Cast", (number,), (low,))) == "int32 to bfloat16"
-
-
-def test_a_profile_adds_up_to_what_the_ops_took():
-    w = tf.Variable(tf.ones((8, 2)))
-    step = traced(lambda x: low_product(x, w), tf.ones((4, 8)), runs=1)
-    found = profile_step(step, MACHINE)
-    by_op = {(line.op, line.dtype): line.count for line in found.ops}
-    assert by_op["MatMul", "bfloat16"] == 1
-    assert by_op["Cast", "float32 to bfloat16"] == 2
-    assert sum(line.seconds for line in found.ops) == pytest.approx(found.total)
-    assert sum(line.count for line in found.kinds) == sum(by_op.values())
-    *shown, other, everything = rows(found.ops, found.total, 2)
-    assert len(shown) == 2
-    assert other[0] == f"other {len(found.ops) - 2}"
-    assert everything[2] == str(sum(by_op.values()))
-    both = {("product", "low"): found, ("product", "float32"): found}
-    kinds, ops = overview(both, "no machine")
-    assert [row[1] for row in kinds.rows] == ["low", "float32"]
-    much = [line.op for line in found.ops if line.seconds >= 0.03 * found.total]
-    assert [row[1] for row in ops.rows] == much  # Of the first alone.
+def test_kernels_of_onednn_count_as_what_they_stand_in_for():
+    plain = {
+        "MatMul": "MatMul",
+        "_MklNativeFusedMatMul": "_FusedMatMul",
+        "_MklNativeFusedBatchNormV3": "FusedBatchNormV3",
+        "_MklNativeConv2DBackpropFilterWithBias": "Conv2DBackpropFilter",
+    }
+    assert {op: plain_op(op) for op in plain} == plain
 
 
 # Runs
 
 
-def test_a_worker_that_fails_says_why_and_ends_only_itself():
+def test_a_worker_that_fails_ends_only_itself_but_for_float32(monkeypatch):
     options = Options("bfloat16", 1, torch_python=shutil.which("false"))
     with workers(["torch_autocast"], options) as group:
         assert not group.workers
         assert not list(group.in_turn("step"))
         assert group.failed == {"torch_autocast": "failed: it ended with code 1"}
-
-
-def test_nothing_is_compared_with_a_float32_that_fails(monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with (
         pytest.raises(WorkerError, match="float32, which all are compared with, failed"),
@@ -449,11 +311,10 @@ def test_nothing_is_compared_with_a_float32_that_fails(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.nightly)])
-def test_a_tiny_run_from_the_command_line(tmp_path, dtype, capsys):
+def test_a_tiny_run_from_the_command_line(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     written = {name: tmp_path / f"run.{name}" for name in ("json", "png")}
-    arguments = ["--small", "--workload", "mlp", "--system", "rewrite", "--dtype", dtype]
+    arguments = ["--small", "--workload", "mlp", "--system", "rewrite", "--dtype", "bfloat16"]
     arguments += ["--rounds", "2", "--loss-steps", "10"]
     arguments += ["--json", str(written["json"]), "--plot", str(written["png"])]
     assert main(arguments) == 0
@@ -462,8 +323,7 @@ def test_a_tiny_run_from_the_command_line(tmp_path, dtype, capsys):
     (mlp,) = run.workloads
     assert run.machine["TensorFlow"] == tf.__version__
     assert list(mlp.systems) == ["float32", "rewrite"]
-    for name in mlp.systems:
-        each = mlp.systems[name]
+    for name, each in mlp.systems.items():
         assert len(each.seconds) == 2
         assert len(each.losses) == 10
         assert each.losses[-1] < each.losses[0]
@@ -486,7 +346,6 @@ def test_clients_share_a_load_and_every_request_counts():
     together = threading.Barrier(2, timeout=60)  # Passed only by two threads at once.
     latencies, rate = serving.put_under_load(together.wait, 2, 0.0)
     assert len(latencies) == 2
-    assert all(latency > 0 for latency in latencies)
     assert 0 < rate <= 1 / min(latencies) * 2
     assert len(serving.put_under_load(lambda: None, 1, 0.01)[0]) > 1
     assert [serving.percentile_95(range(1, n + 1)) for n in (1, 2, 20, 100)] == [1, 2, 19, 95]
@@ -500,10 +359,9 @@ def test_saved_models_are_served_in_all_ways(tmp_path, capsys):
     arguments = ["--small", "--models", "bert", "--rounds", "1", "--seconds", "0.02"]
     serving.main([*arguments, "--page", str(page)])
     lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
-    files = {row[1]: row[2:] for row in lines if len(row) == 5 and row[0] == "bert"}
+    files = {row[1]: row[2:] for row in lines if len(row) == 4 and row[0] == "bert"}
     assert list(files) == ["float32", *serving.WAYS]
-    bytes_on_disk, signatures, errors = zip(*files.values(), strict=True)
-    assert set(signatures) == {"as before"}
+    bytes_on_disk, errors = zip(*files.values(), strict=True)
     assert [float(error) for error in errors] == [0, 0, *[pytest.approx(0.005, abs=0.005)] * 2]
     assert float(errors[2]) > 0
     assert float(bytes_on_disk[3]) < float(bytes_on_disk[1]) < float(bytes_on_disk[0])

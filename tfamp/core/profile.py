@@ -1,9 +1,9 @@
 """What a machine computes per second in each dtype, as a value; framework-free.
 
 The built-in profiles let a plan be made without a measurement, and made again with the same result.
-Those of CPUs were measured with `python -m benchmarks.machine`; those of GPUs and TPUs, and of CPUs
-that compute float16, are estimates from makers' data sheets. A placement depends on ratios only: of
-the dtypes, and of arithmetic, memory and overhead.
+Those of CPUs were measured, as `tfamp.machine.profile_measure` does; those of GPUs and TPUs, and of
+CPUs that compute float16, are estimates from makers' data sheets. A placement depends on ratios
+only: of the dtypes, and of arithmetic, memory and overhead.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Gradients of convolutions by their filters as ops that are faster; graph -> graph, on CPUs.
 
-oneDNN's kernels for them take longer than its products of the same matrices
-(`python -m benchmarks.products`): the gradient by each tap of a filter is the product of the image,
-shifted by the tap and transposed, and of the upstream gradient.
+oneDNN's kernels for them take longer than its products of the same matrices: the gradient by each
+tap of a filter is the product of the image, shifted by the tap and transposed, and of the upstream
+gradient.
 
-For depthwise convolutions it has none, and TensorFlow's takes long for large filters
-(`python -m benchmarks.depthwise`): there each image of a batch is convolved with its upstream
-gradient, all as channels of one image, which is a depthwise convolution too.
+For depthwise convolutions it has none, and TensorFlow's takes long for large filters: there each
+image of a batch is convolved with its upstream gradient, all as channels of one image, which is a
+depthwise convolution too.
 """
 
 from __future__ import annotations

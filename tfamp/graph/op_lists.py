@@ -45,9 +45,9 @@ _FLOAT16_ALLOW_DROPPED = frozenset({"GRUBlockCell", "GRUBlockCellGrad"})
 # Two are newer than Grappler's lists. Those for bfloat16 are of CPUs; on GPUs cuDNN's have kernels.
 _BFLOAT16_ALLOW_ADDED = _grappler.CUDNN_RNN | {"BatchMatMulV3", "Conv"}
 # bfloat16 has float32's range, so what it costs to lower these is rounding: about eps for a power,
-# 2 eps for the gradient of rsqrt (`python -m benchmarks.op_lists`). A denied op keeps all that
-# follows in float32, as the gradients of tanh-GELU and of a squared loss, and an op on no list
-# stops what is around it, as the gradient of layer normalization.
+# 2 eps for the gradient of rsqrt. A denied op keeps all that follows in float32, as the gradients
+# of tanh-GELU and of a squared loss, and an op on no list stops what is around it, as the gradient
+# of layer normalization.
 _BFLOAT16_INFER_ADDED = frozenset({"Pow", "RsqrtGrad"})
 # On CPUs its bfloat16 kernel adds up in bfloat16: from 256 rows on small terms are lost, and the
 # gradient of a bias over 8192 rows is off by half (tests/graph/test_op_lists.py shows it).

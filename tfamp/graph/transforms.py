@@ -308,9 +308,9 @@ def add_constant(nodes: Any, name: str, values: Any, device: str, dtype: Any = t
 # ---- Einsums of attention ------------------------------------------------------------------------
 #
 # The kernel of Einsum moves the dimensions of its operands and of its result itself. On CPUs it
-# takes 1.1 to 1.7 times as long as Transposes around BatchMatMulV2 where it moves the result's:
-# `python -m benchmarks.products`. Where it moves only the operands' it takes as long, or less; then
-# a product pays only if others have its operands transposed already.
+# takes 1.1 to 1.7 times as long as Transposes around BatchMatMulV2 where it moves the result's.
+# Where it moves only the operands' it takes as long, or less; then a product pays only if others
+# have its operands transposed already.
 
 _EINSUM = "Einsum"
 # Of the result. With fewer, starting three more ops takes what they gain.
