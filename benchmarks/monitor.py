@@ -3,8 +3,8 @@
     python -m benchmarks.monitor [--small] [--rounds N] [--every N]
 
 Interleaved: a step without a monitor, one between two records of its monitor, and one that makes a
-record. The overhead at N follows: N - 1 steps of one kind and one of the other. A figure is what the
-fastest fifth of the steps are under.
+record. The overhead at N follows: N - 1 steps of one kind and one of the other. A figure is what
+the fastest fifth of the steps are under.
 """
 
 from __future__ import annotations
