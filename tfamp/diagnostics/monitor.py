@@ -218,8 +218,6 @@ class NumericsMonitor(keras.callbacks.Callback):
                 Only needed where the optimizer does not count the skipped steps itself, as a
                 `tfamp.LossScaleOptimizer` does; None: it is.
             step: Number of this step, from 1, scalar. None: one more than the last.
-            activations: Name -> float tensor, counted as `activations` of `model.fit` are. All
-                names must be there at the first call.
 
         Raises:
             ValueError: The gradients do not fit the variables, or the variables are others than
