@@ -31,7 +31,9 @@ EDGES = {
     "optimizer": "core interop training",
     "gradient_accumulator": "core interop training optimizer",
     "rewriting": "core planning interop machine policy graph autocasting layers",
-    "levels": "core interop machine policy autocasting layers training optimizer rewriting",
+    "levels": (
+        "core planning interop machine policy autocasting layers training optimizer rewriting"
+    ),
     "diagnostics": (
         "core planning interop machine policy graph autocasting layers training optimizer "
         "gradient_accumulator rewriting"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -101,6 +102,17 @@ class TracedFunction:
 
         Returns the concrete function, from the call's tensors to the result.
         """
+        shared = _shared.get()
+        if shared is None or shared.python_function is not self.python_function:
+            return self._new_trace(call)
+        if shared.trace is None:
+            found = self._new_trace(call)
+            if any(map(tf.is_symbolic_tensor, found.captured_inputs)):
+                return found  # It holds tensors, an iterator's for instance, of the caller's graph.
+            shared.trace = found
+        return shared.trace
+
+    def _new_trace(self, call: FlatCall) -> Any:
         own = self.options
 
         def flat(*tensors: Any) -> Any:
@@ -123,6 +135,35 @@ class TracedFunction:
             traced.structured_outputs,
             expand_composites=True,
         )
+
+
+@dataclass
+class _Shared:
+    """The trace of a function that several functions use.
+
+    Attributes:
+        python_function: What is traced.
+        trace: The trace, once there is one.
+    """
+
+    python_function: Callable[..., Any]
+    trace: Any = None
+
+
+_shared: contextvars.ContextVar[_Shared | None] = contextvars.ContextVar("shared", default=None)
+
+
+@contextlib.contextmanager
+def traced_once(function: TracedFunction) -> Iterator[None]:
+    """A context in which rewrites of a function, all of the same call, share one trace.
+
+    Not where an argument is of its own graph for each of them, as a dataset's iterator is.
+    """
+    token = _shared.set(_Shared(function.python_function))
+    try:
+        yield
+    finally:
+        _shared.reset(token)
 
 
 @dataclass(frozen=True)
