@@ -94,24 +94,19 @@ def test_options_are_those_of_the_library(run, src, tmp_path):
     assert op_dtypes(loaded)["MatMul"] == {"float16", "float32"}
 
 
-def test_a_text_report_is_the_plan_as_text(run, src, tmp_path):
-    report = tmp_path / "plan.txt"
-    code, out, _ = run("rewrite", src, tmp_path / "low", "--dtype", "float16", "--report", report)
-    assert code == 0
-    assert out.splitlines()[-1] == f"report  {report}"
-    assert report.read_text() == inspect_saved_model(src, dtype="float16").to_text()
-
-
-def test_an_html_report_is_the_plan_as_a_page(run, src, tmp_path):
+def test_reports_are_the_plan_as_text_and_as_a_page(run, src, tmp_path):
     plan = inspect_saved_model(src, dtype="float16")
-    report = tmp_path / "plan.html"
-    assert run("rewrite", src, tmp_path / "low", "--dtype", "float16", "--report", report)[0] == 0
-    assert report.read_text(encoding="utf-8") == plan.to_html()
+    for name, text in (("plan.txt", plan.to_text()), ("plan.html", plan.to_html())):
+        arguments = (src, tmp_path / name.replace(".", "-"), "--report", tmp_path / name)
+        code, out, _ = run("rewrite", *arguments, "--dtype", "float16")
+        assert (code, out.splitlines()[-1]) == (0, f"report  {tmp_path / name}")
+        assert (tmp_path / name).read_text(encoding="utf-8") == text
 
 
 def test_inspect_prints_the_plan_and_writes_nothing(run, src):
-    before = sorted(src.parent.rglob("*"))
+    before, handler = sorted(src.parent.rglob("*")), signal.getsignal(signal.SIGTERM)
     code, out, err = run("inspect", src, "--dtype", "bfloat16")
+    assert signal.getsignal(signal.SIGTERM) is handler
     plan = inspect_saved_model(src, dtype="bfloat16")
     assert (code, out, err) == (0, plan.to_text(), "")
     code, out, err = run("inspect", src, "--dtype", "bfloat16", "--json")
@@ -269,12 +264,6 @@ def test_a_full_disk_and_a_termination_are_one_line_and_leave_what_was_there(src
     assert "File too large" in full[-1]
     assert terminated == "tfamp: error: interrupted; nothing was written"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "frozen"]
-
-
-def test_the_handler_of_terminations_is_put_back(run, src):
-    before = signal.getsignal(signal.SIGTERM)
-    run("inspect", src, "--dtype", "bfloat16")
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("freeze", [[], ["--freeze"]])

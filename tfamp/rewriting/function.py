@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import warnings
@@ -32,7 +31,6 @@ _EAGER = (
     "traced, so there is no graph to rewrite. In eager mode `tfamp.autocast` casts op by op."
 )
 
-# A placement that is none: the best of all of them.
 _NO_RESULT = {
     "an async generator": inspect.isasyncgenfunction,
     "a coroutine function (async def)": inspect.iscoroutinefunction,
@@ -226,25 +224,14 @@ class RewrittenFunction(SaveableFunction):
             raise RewriteError(f"{self._traced.name} was not rewritten: it runs in float32.")
         return plan
 
-    def copy(self, dtype: str | None = None) -> RewrittenFunction:
-        """Returns the same function, not traced yet.
-
-        Args:
-            dtype: What to convert to, as for `rewrite`; None for the dtype of this one.
-        """
-        options = self._options
-        if dtype is not None:
-            options = dataclasses.replace(options, dtype=_low_dtype(dtype))
-        return RewrittenFunction(self._fn, options)
-
     @property
     def written(self) -> Any:
-        """What it was made from: the function in float32."""
+        """The function in float32 that it was made from."""
         return self._fn
 
     @property
     def settings(self) -> RewriteOptions:
-        """How it is rewritten."""
+        """The options it is rewritten by."""
         return self._options
 
     @property
