@@ -115,15 +115,6 @@ def test_inspect_prints_the_plan_and_writes_nothing(run, src):
     assert sorted(src.parent.rglob("*")) == before
 
 
-def test_a_model_with_nothing_to_convert_is_a_warning_in_one_line(run, tmp_path):
-    made = tf.Module()
-    made.call = tf.function(lambda x: {"y": tf.exp(x)}, [tf.TensorSpec((2,), name="x")])
-    tf.saved_model.save(made, str(tmp_path / "a"), signatures=made.call)
-    code, _, err = run("rewrite", tmp_path / "a", tmp_path / "b", "--dtype", "float16")
-    assert code == 0
-    assert one_line(err).startswith("tfamp: warning: The graph has no op that can be converted")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -296,15 +287,3 @@ def test_calibration_data_that_does_not_fit_is_refused(run, tmp_path, arrays, me
     assert code in (1, 2)
     assert message in one_line(err)
     assert not (tmp_path / "low").exists()
-
-
-def test_calibration_data_with_nan_is_named(run, tmp_path):
-    src = saved_models.overflowing(tmp_path / "src")
-    np.savez(tmp_path / "data.npz", x=np.full((2, 4), np.nan, np.float32))
-    options = ["--dtype", "float16", "--calibrate", tmp_path / "data.npz"]
-    code, _, err = run("inspect", src, *options)
-    assert code == 0
-    nan, nothing = err.splitlines()
-    assert "Calibration batch 0: the input x:0 holds NaN" in nan
-    assert "no op that can be converted to float16 with this calibration data" in nothing
-    assert "is not finite in float32 already" in nothing

@@ -15,7 +15,6 @@ from helpers import saved_models
 from helpers.cases import one_of_each
 from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
 from helpers.tolerances import assert_close
-from tfamp.core.errors import TfampWarning
 from tfamp.interop import tf_private
 from tfamp.machine import hardware
 from tfamp.rewriting.saved_model import inspect_saved_model
@@ -176,29 +175,6 @@ def test_a_frozen_model_takes_half_the_bytes_and_its_signatures_share_them(sourc
     assert set(tf.saved_model.load(str(dst)).signatures) == {"serve", "serving_default"}
     weights = 8 * 8 * 8 * 64 * 2  # The first Dense layer, once, in two bytes a number.
     assert weights < size(dst) < 1.6 * weights
-
-
-def test_patterns_reach_branches_by_the_names_of_their_callers(tmp_path):
-    weight = tf.Variable(tf.eye(4))
-
-    @tf.function(experimental_attributes={"_noinline": True})
-    def gate(x):
-        return tf.cond(x[0, 0] > 0.0, lambda: x @ weight, lambda: weight @ x)
-
-    @tf.function(input_signature=[tf.TensorSpec((4, 4))])
-    def call(x):
-        with tf.name_scope("gate"):
-            x = gate(x)
-        return x @ weight
-
-    module = tf.Module()
-    module.weight, module.call = weight, call
-    tf.saved_model.save(module, tmp_path / "a", signatures=call)
-    plan = inspect_saved_model(tmp_path / "a", dtype="bfloat16", keep_float32=["gate/"])
-    dtypes = [node.dtype for node in plan.nodes if node.op == "MatMul"]
-    assert sorted(dtypes) == ["bfloat16", "float32", "float32"]
-    with pytest.warns(TfampWarning, match="'gate/.*cond.' has no effect.*cond/matmul"):
-        inspect_saved_model(tmp_path / "a", dtype="bfloat16", keep_float32=["gate/.*cond$"])
 
 
 def test_what_keep_float32_names_is_stored_in_float32(source, tmp_path):

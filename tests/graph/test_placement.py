@@ -145,12 +145,6 @@ def test_it_is_the_best_of_all_placements(problem):
     assert_optimal(problem)
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
-@given(problems(most=11))
-def test_it_is_the_best_of_all_placements_of_larger_graphs(problem):
-    assert_optimal(problem)
-
-
 def test_consumers_share_one_cast():
     # n0 is float32; each of the three behind it gains 2, which one Cast of 5 is worth.
     index = make_index(["Placeholder", "Add", "Add", "Add"], [(0, 0, 1), (0, 0, 2), (0, 0, 3)])

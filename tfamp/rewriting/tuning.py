@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -155,7 +155,7 @@ def _as_it_is(fn: Any) -> Candidate:
 
 def _placed(fn: Any, options: RewriteOptions, name: str) -> Candidate:
     options = dataclasses.replace(options, placement=name)
-    made = functools.partial(RewrittenFunction, fn, options)
+    made = partial(RewrittenFunction, fn, options)
     return Candidate(name, made(), made)
 
 
@@ -184,17 +184,18 @@ def compare_candidates(
     check_call(candidates[0].function, args, name)
     once = traced_once(TracedFunction.of(candidates[0].function))
     with _undisturbed(), once, kept_random_states() as randoms:
-        traced = [(each, each.function.get_concrete_function(*args)) for each in candidates]
+        turns = [
+            _Turns(each, each.function.get_concrete_function(*args), partial(each.function, *args))
+            for each in candidates
+        ]
         # One in which there is nothing to compile is "min_cut" once more.
-        traced = [pair for pair in traced if pair[0].name != FUSED or has_fused(pair[1].graph)]
-        candidates, traces = zip(*traced, strict=True)
+        turns = [each for each in turns if each.name != FUSED or has_fused(each.trace.graph)]
         draws_from_new = randoms.keras_has_another()
         with tf.init_scope():  # A tape around it must not record the runs.
-            found = _measured(candidates, args, traces, randoms, rounds)
-        low_nodes = [_low_nodes(each.function, args) for each in candidates]
-    draws = [random_ops(trace) for trace in traces]
-    rows = _rows(candidates, found, low_nodes, max_error)
-    chosen = candidates[next(i for i, row in enumerate(rows) if row.chosen)]
+            _measure(turns, args, randoms, rounds)
+        rows = _rows(turns, args, max_error)
+    draws = [random_ops(each.trace) for each in turns]
+    chosen = next(each.candidate for each, row in zip(turns, rows, strict=True) if row.chosen)
     anew = chosen.is_copy or any(draws) or draws_from_new
     return TuneReport(
         function=name,
@@ -245,48 +246,48 @@ def _low_nodes(function: Any, args: Sequence[Any]) -> int:
 
 # ---- Runs ----------------------------------------------------------------------------------------
 
-# The error of a candidate, and its times.
-_Found: TypeAlias = tuple[float, list[float]]
+
+@dataclass(eq=False)
+class _Turns:
+    """A candidate while it is measured: its trace, a call, the error and a time for each round."""
+
+    candidate: Candidate
+    trace: Any
+    call: Callable[[], Any]
+    error: float = math.nan
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The name of the candidate."""
+        return self.candidate.name
+
+    @property
+    def seconds(self) -> float:
+        """The median of the times."""
+        return statistics.median(self.times)
 
 
-def _measured(
-    candidates: Sequence[Candidate],
-    args: Sequence[Any],
-    traces: Sequence[Any],
-    randoms: RandomStates,
-    rounds: int,
-) -> list[_Found]:
-    state = FunctionState.of(traces, args, randoms)
-    calls = [functools.partial(each.function, *args) for each in candidates]
+def _measure(turns: Sequence[_Turns], args: Any, randoms: RandomStates, rounds: int) -> None:
+    state = FunctionState.of([each.trace for each in turns], args, randoms)
+    float32, references = turns[0].times, None
     try:
-        move_on = progress(len(calls) * (rounds + 1), "run")
-        errors = _errors(calls, state, move_on)
-        repeats = [1 if state.iterators else _repeats(call, state) for call in calls]
-        times: list[list[float]] = [[] for _ in calls]
+        move_on = progress(len(turns) * (rounds + 1), "run")
+        for each in turns:  # The very first runs are not timed: kernels are set up in them.
+            state.put_back()
+            outputs = _float_tensors(each.call())
+            references = outputs if references is None else references
+            each.error = output_error(outputs, references)
+            move_on()
+        repeats = [1 if state.iterators else _repeats(each.call, state) for each in turns]
         for _ in range(rounds):
-            for call, count, known in zip(calls, repeats, times, strict=True):
-                if known is times[0] or _is_faster(known, times[0], rounds):
+            for each, count in zip(turns, repeats, strict=True):
+                if each is turns[0] or _is_faster(each.times, float32, rounds):
                     state.put_back()
-                    known.append(together(call, count))
+                    each.times.append(together(each.call, count))
                 move_on()
     finally:
         to_the_end(state.put_back)
-    return list(zip(errors, times, strict=True))
-
-
-def _errors(
-    calls: Sequence[Callable[[], Any]], state: FunctionState, move_on: Callable[[], None]
-) -> list[float]:
-    """The errors of the very first runs, which are not timed: kernels are set up in them."""
-    errors: list[float] = []
-    references: list[Any] = []
-    for number, call in enumerate(calls):
-        state.put_back()
-        outputs = _float_tensors(call())
-        references = references if number else outputs
-        errors.append(output_error(outputs, references))
-        move_on()
-    return errors
 
 
 def _repeats(call: Callable[[], Any], state: FunctionState) -> int:
@@ -331,26 +332,25 @@ def _relative_error(value: Any, reference: Any) -> float:
 # ---- The report ----------------------------------------------------------------------------------
 
 
-def _rows(
-    candidates: Sequence[Candidate],
-    found: Sequence[_Found],
-    low_nodes: Sequence[int],
-    max_error: float | None,
-) -> tuple[TuneRow, ...]:
-    medians = [statistics.median(times) for _, times in found]
-    as_it_is = found[0][1]
+def _rows(turns: Sequence[_Turns], args: Any, max_error: float | None) -> tuple[TuneRow, ...]:
+    float32, *others = turns
     allowed = [
-        i
-        for i, (error, times) in enumerate(found)
-        if candidates[i].name == FLOAT32
-        or (_is_within(error, max_error) and _is_faster(times, as_it_is, len(as_it_is)))
+        each
+        for each in others
+        if _is_within(each.error, max_error)
+        and _is_faster(each.times, float32.times, len(float32.times))
     ]
-    chosen = min(allowed, key=medians.__getitem__)
+    chosen = min((float32, *allowed), key=lambda each: each.seconds)
     return tuple(
-        TuneRow(each.name, median, _quartiles(times), error, i == chosen, low)
-        for i, (each, median, (error, times), low) in enumerate(
-            zip(candidates, medians, found, low_nodes, strict=True)
+        TuneRow(
+            candidate=each.name,
+            seconds=each.seconds,
+            quartiles=_quartiles(each.times),
+            error=each.error,
+            chosen=each is chosen,
+            low_nodes=_low_nodes(each.candidate.function, args),
         )
+        for each in turns
     )
 
 
