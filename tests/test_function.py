@@ -438,7 +438,7 @@ class TestErrors:
         def fail(*args, **kwargs):
             raise tfamp.RewriteError("Node 'a' (MatMul): it is broken.")
 
-        monkeypatch.setattr("tfamp.rewriting.pipeline.convert", fail)
+        monkeypatch.setattr("tfamp.rewriting.pipeline.prepare", fail)
 
     def test_raise(self, broken, weights, x):
         with pytest.raises(tfamp.RewriteError, match="Node 'a'"):

@@ -18,7 +18,7 @@ from helpers.optimizers import plain_optimizers
 from helpers.seeds import set_random_seed
 from helpers.tolerances import assert_close
 from tfamp.interop import keras_hooks
-from tfamp.rewriting import tuning
+from tfamp.rewriting import pipeline, tuning
 from tfamp.rewriting.tune_report import TuneReport, TuneRow
 
 CANDIDATES = ("float32", "lists", "min_cut")
@@ -362,16 +362,23 @@ def test_models_concrete_functions_and_arrays(x, timed):
         assert report.best(given).dtype == "float32"
 
 
-def test_a_call_runs_what_was_traced_also_where_a_tape_is_around_it(layer, x, timed):
-    traces = []
+def test_a_call_runs_what_was_traced_also_where_a_tape_is_around_it(layer, x, timed, monkeypatch):
+    traces, prepared, prepare = [], [], pipeline.prepare
 
     def counted(x):
         traces.append(x)
         return layer(x)[0]
 
+    def counted_prepare(*args):
+        prepared.append("once")
+        return prepare(*args)
+
+    monkeypatch.setattr(pipeline, "prepare", counted_prepare)
+
     with tf.GradientTape():
         report = tfamp.tune(counted, x.numpy(), **QUICK)
     assert len(traces) == 2, "float32's, and one for all the others"
+    assert prepared == ["once"]
     report.best(x.numpy())
     assert len(traces) == 2
     with tf.GradientTape() as tape:

@@ -7,7 +7,8 @@ import dataclasses
 import gc
 import importlib.metadata
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -35,7 +36,7 @@ from tfamp.machine import profile_choice
 from tfamp.planning.decision import Decision, decide
 from tfamp.planning.options import GraphUse, RewriteOptions, check_choice
 from tfamp.planning.ranges import RULE as CALIBRATION
-from tfamp.planning.structures import FLOAT32, LOOPS, RewritePlan, RewriteResult
+from tfamp.planning.structures import FLOAT32, LOOPS, GraphIndex, RewritePlan, RewriteResult
 
 
 def rewrite_graph_def(
@@ -167,13 +168,42 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-@_collector_paused()
+@dataclass(frozen=True, slots=True)
+class PreparedGraph:
+    """A graph behind its passes, with its index: what every decision about it starts from.
+
+    Attributes:
+        graph_def: The graph.
+        indexes: The index of the graph, then those of its functions.
+        weights: Arguments of loops' functions that hold weights.
+        sums: What became of gradients of biases, by name.
+    """
+
+    graph_def: Any
+    indexes: Sequence[GraphIndex]
+    weights: Collection[tuple[str, str]]
+    sums: Mapping[tuple[str, str], Any]
+
+    def copy(self) -> PreparedGraph:
+        """Returns the same with a graph of its own."""
+        return dataclasses.replace(self, graph_def=copied(self.graph_def))
+
+
 def convert(graph_def: Any, options: RewriteOptions, use: GraphUse) -> Decision:
     """Converts a graph of the caller's own, in place; returns what was decided.
 
     Raises:
         ValueError: The graph has no node of a name, or that matches a pattern.
         RewriteError: The graph is not valid or has an unknown op.
+    """
+    return convert_prepared(prepare(graph_def, options, use), options, use)
+
+
+@_collector_paused()
+def prepare(graph_def: Any, options: RewriteOptions, use: GraphUse) -> PreparedGraph:
+    """Runs the passes on a graph of the caller's own, in place, and indexes it.
+
+    The result does not depend on the placement, nor on patterns.
     """
     framed = has_frames(graph_def)
     # Grappler's own lists give Grappler's result, node by node.
@@ -190,13 +220,20 @@ def convert(graph_def: Any, options: RewriteOptions, use: GraphUse) -> Decision:
     weights = read_before_loops(graph_def, use.names)
     if weights:
         indexes = build_indexes(graph_def, dtype=options.dtype, device=options.device)
-    decision = decide(indexes, weights, options, use)
+    return PreparedGraph(graph_def, indexes, weights, sums)
+
+
+@_collector_paused()
+def convert_prepared(prepared: PreparedGraph, options: RewriteOptions, use: GraphUse) -> Decision:
+    """Decides about a graph, and converts it in place."""
+    graph_def = prepared.graph_def
+    decision = decide(prepared.indexes, prepared.weights, options, use)
     before = control_inputs(graph_def)
     apply_plan(graph_def, decision.plan)
     if options.updates != "low":
         keep_choices_finite(graph_def, decision.plan)
     verify_rewrite(before, graph_def, decision.scopes, decision.plan)
-    plan = without_idle_sums(graph_def, decision.plan, sums)
+    plan = without_idle_sums(graph_def, decision.plan, prepared.sums)
     if options.placement == "fused":
         from tfamp.graph.fusion import fuse  # Nothing else needs it.
 

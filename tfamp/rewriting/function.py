@@ -24,7 +24,12 @@ from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import FLOAT32, RewritePlan
 from tfamp.policy import low_dtype
 from tfamp.rewriting.pipeline import FlatGraph, into_current_graph
-from tfamp.rewriting.traced_function import FlatCall, TracedFunction, fused_batch_normalization
+from tfamp.rewriting.traced_function import (
+    FlatCall,
+    TracedFunction,
+    fused_batch_normalization,
+    made_of,
+)
 
 _EAGER = (
     "{} runs as written, in float32: after tf.config.run_functions_eagerly(True) no function is "
@@ -270,9 +275,15 @@ class RewrittenFunction(SaveableFunction):
         calibration, call = self._options.calibration, self._traced.call
         if calibration is None or self.dtype is None:
             return None
-        batches = (call(*args, **kwargs).values() for args, kwargs in calibration.calls())
-        captured = graph.traced.captured_inputs
-        return measure(graph.graph_def, graph.inputs, batches, captured, graph.outputs)
+        made = made_of(graph.traced)
+        if "ranges" not in made:
+            batches = (call(*args, **kwargs).values() for args, kwargs in calibration.calls())
+            captured = graph.traced.captured_inputs
+            made["ranges"] = measure(
+                graph.graph_def, graph.inputs, batches, captured, graph.outputs
+            )
+        ranges: Ranges = made["ranges"]
+        return ranges
 
 
 def check_function(fn: Any) -> None:

@@ -39,13 +39,13 @@ from tfamp.graph.functions import (
     rename_functions,
     unshare_branches,
 )
-from tfamp.graph.rewrite import convert, resolved
+from tfamp.graph.rewrite import convert_prepared, prepare, resolved
 from tfamp.interop import tf_functions
 from tfamp.interop.tf_functions import as_written
 from tfamp.planning.options import GraphUse, RewriteOptions
 from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import FLOAT32, LOOPS, RewritePlan, node_name, producers_first
-from tfamp.rewriting.traced_function import FlatCall, TracedFunction
+from tfamp.rewriting.traced_function import FlatCall, TracedFunction, made_of
 
 _NUMBERS = itertools.count(1)
 _CUSTOM = "CustomGradient-"
@@ -75,24 +75,41 @@ class FlatGraph:
     @classmethod
     def of(cls, traced: Any) -> FlatGraph:
         """Returns the graph of a trace."""
-        inputs = tuple(tensor.name for tensor in traced.inputs)
-        outputs = tuple(tensor.name for tensor in traced.outputs)
-        graph_def = traced.graph.as_graph_def(add_shapes=True)  # A new message each time.
-        inline_calls(graph_def, (*outputs, *inputs))
-        return cls(traced, unshare_branches(graph_def), inputs, outputs)
+        made = made_of(traced)
+        if "flat" not in made:
+            inputs = tuple(tensor.name for tensor in traced.inputs)
+            outputs = tuple(tensor.name for tensor in traced.outputs)
+            graph_def = traced.graph.as_graph_def(add_shapes=True)  # A new message each time.
+            inline_calls(graph_def, (*outputs, *inputs))
+            for node in _custom_nodes(graph_def):
+                node.attr[_DTYPES].CopyFrom(node.attr["T"])
+            made["flat"] = cls(traced, unshare_branches(graph_def), inputs, outputs)
+        flat: FlatGraph = made["flat"]
+        return flat
+
+    def converted(self, options: RewriteOptions, ranges: Ranges | None) -> tuple[Any, RewritePlan]:
+        """Returns the graph in low precision, and the plan; its passes run on it in place.
+
+        Rewrites that share the trace share the graph behind its passes, and its index.
+        """
+        options, use = resolved(options), graph_use(self.outputs, self.inputs, options, ranges)
+        made = made_of(self.traced)
+        is_shared = "flat" in made
+        if "prepared" not in made:
+            made["prepared"] = prepare(self.graph_def, options, use)
+        prepared = made["prepared"].copy() if is_shared else made["prepared"]
+        return prepared.graph_def, convert_prepared(prepared, options, use).plan
 
 
-def convert_graph(
-    graph_def: Any,
+def graph_use(
     fetches: Iterable[str],
     feeds: Iterable[str],
     options: RewriteOptions,
     ranges: Ranges | None = None,
-) -> RewritePlan:
-    """Converts a graph in place; the ranges are those on the calibration data."""
+) -> GraphUse:
+    """Returns the use of one graph; the ranges are those on the calibration data."""
     limits = None if options.calibration is None else options.calibration.limits(options.dtype)
-    use = GraphUse(fetches, feeds, ranges, limits)
-    return convert(graph_def, resolved(options), use).plan
+    return GraphUse(fetches, feeds, ranges, limits)
 
 
 def into_current_graph(
@@ -106,12 +123,10 @@ def into_current_graph(
     The graph is changed. There is a tensor for each of its inputs, of the dtype it has there; the
     ranges are those on the calibration data. Returns what stands for the outputs, and the plan.
     """
-    for node in _custom_nodes(graph.graph_def):
-        node.attr[_DTYPES].CopyFrom(node.attr["T"])
-    plan = None
+    graph_def, plan = graph.graph_def, None
     if options.dtype != FLOAT32:
-        plan = convert_graph(graph.graph_def, graph.outputs, graph.inputs, options, ranges)
-    graph_def = rename_functions(graph.graph_def, new_suffix())
+        graph_def, plan = graph.converted(options, ranges)
+    graph_def = rename_functions(graph_def, new_suffix())
     captured = [tf_functions.capture_into_graph(value) for value in values]
     inputs = dict(zip(graph.inputs, captured, strict=True))
     current = tf.compat.v1.get_default_graph()

@@ -27,11 +27,12 @@ from tfamp.graph.functions import (
     reached_functions,
     replace_nodes,
 )
+from tfamp.graph.rewrite import convert, resolved
 from tfamp.interop import tf_private
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.ranges import Ranges, TensorKey, TensorRange
 from tfamp.planning.structures import RewritePlan, node_name, reach
-from tfamp.rewriting.pipeline import convert_graph
+from tfamp.rewriting.pipeline import graph_use
 
 VARIABLES = ("VarHandleOp", "Variable", "VariableV2")
 # Entries of the table of signatures that are none.
@@ -111,7 +112,8 @@ def rewrite_meta_graph(
             root.attr["functions"].list.func.add(name=name)
     fetches = _distinct((*roles.fetches, *roles.bystanders))
     options = options.keeping(_custom_gradients(graph))
-    plan = convert_graph(graph, fetches, roles.feeds, options, ranges)
+    use = graph_use(fetches, roles.feeds, options, ranges)
+    plan = convert(graph, resolved(options), use).plan
     functions |= library_of(graph)
     result = meta_graph.graph_def
     replace_nodes(result.node, (node for node in graph.node if node.name != _ROOT))

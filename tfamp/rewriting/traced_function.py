@@ -11,7 +11,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -144,10 +144,12 @@ class _Shared:
     Attributes:
         python_function: What is traced.
         trace: The trace, once there is one.
+        values: What was made of the trace.
     """
 
     python_function: Callable[..., Any]
     trace: Any = None
+    values: dict[str, Any] = field(default_factory=dict)
 
 
 _shared: contextvars.ContextVar[_Shared | None] = contextvars.ContextVar("shared", default=None)
@@ -164,6 +166,12 @@ def traced_once(function: TracedFunction) -> Iterator[None]:
         yield
     finally:
         _shared.reset(token)
+
+
+def made_of(traced: Any) -> dict[str, Any]:
+    """Returns a dict for values made of a trace: one for all that share it, else a new one."""
+    shared = _shared.get()
+    return {} if shared is None or shared.trace is not traced else shared.values
 
 
 @dataclass(frozen=True)

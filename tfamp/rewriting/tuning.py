@@ -25,6 +25,7 @@ from tfamp.core.options import PLACEMENTS, checked_count, checked_number
 from tfamp.graph.fusion import has_fused
 from tfamp.interop.keras_hooks import require_tensorflow
 from tfamp.interop.tf_private import xla_works
+from tfamp.machine.profile_choice import find_profile
 from tfamp.machine.profile_measure import together
 from tfamp.machine.progress import progress
 from tfamp.planning.options import RewriteOptions, check_choice
@@ -143,6 +144,9 @@ def candidates_of(fn: Any, options: RewriteOptions, names: Iterable[str]) -> lis
     for name in chosen:
         check_choice("candidates", name, (FLOAT32, *PLACEMENTS))
     placed = [name for name in chosen[1:] if name != FUSED or xla_works("")]
+    if options.profile is None and set(placed) - {"lists"}:
+        # One profile for all of them, so that they share the graph behind its passes.
+        options = dataclasses.replace(options, profile=find_profile().profile)
     return [_as_it_is(fn), *(_placed(fn, options, name) for name in placed)]
 
 
