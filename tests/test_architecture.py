@@ -33,7 +33,8 @@ EDGES = {
     "gradient_accumulator": "core interop training optimizer",
     "rewriting": "core planning interop machine policy graph autocasting layers reports",
     "levels": (
-        "core reports interop machine policy autocasting layers training optimizer rewriting"
+        "core reports planning interop machine policy autocasting layers training optimizer "
+        "rewriting"
     ),
     "diagnostics": (
         "core reports planning interop machine policy graph autocasting layers training optimizer "

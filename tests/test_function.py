@@ -39,10 +39,6 @@ class TestKindsOfFunctions:
         assert result.dtype == tf.float32
         assert_close(result, reference, dtype, depth=WIDTH)
 
-    def test_python_function(self, dtype, weights, x):
-        fast = tfamp.rewrite(lambda x: tf.nn.relu(x @ weights), dtype=dtype)
-        self._check(fast, tf.nn.relu(x @ weights), dtype, x)
-
     def test_decorator_with_and_without_arguments(self, dtype, weights, x, monkeypatch):
         @tfamp.rewrite(dtype=dtype)
         def layer(x):
@@ -60,7 +56,7 @@ class TestKindsOfFunctions:
         fast = tfamp.rewrite(layer, dtype=dtype)
         self._check(fast, x @ weights, dtype, x)
         fast(x[:1])
-        assert fast.tf_function.experimental_get_tracing_count() == 1
+        assert fast.experimental_get_tracing_count() == 1
 
     def test_concrete_function(self, dtype, weights, x):
         layer = tf.function(lambda x: {"y": x @ weights}).get_concrete_function(x)
@@ -156,15 +152,9 @@ class TestArguments:
         fast(tf.ones((1, WIDTH)), 1.0)
         fast(tf.ones((2, WIDTH)), 1.0)
         fast(tf.ones((2, WIDTH)), 3.0)
-        assert fast.tf_function.experimental_get_tracing_count() == 3
+        assert fast.experimental_get_tracing_count() == 3
         fast.plan(tf.ones((2, WIDTH)), 3.0)
-        assert fast.tf_function.experimental_get_tracing_count() == 3
-
-    def test_variables_are_arguments_too(self, weights, x):
-        fast = tfamp.rewrite(lambda x, kernel: x @ kernel, dtype="bfloat16")
-        assert_close(fast(x, weights), x @ weights, "bfloat16", depth=WIDTH)
-        weights.assign(2.0 * weights)
-        assert_close(fast(x, weights), x @ weights, "bfloat16", depth=WIDTH)
+        assert fast.experimental_get_tracing_count() == 3
 
     def test_unknown_shapes(self, weights, x):
         fast = tfamp.rewrite(lambda x: tf.reshape(x, (-1, WIDTH)) @ weights, dtype="bfloat16")
@@ -186,12 +176,6 @@ class TestArguments:
 
 
 class TestState:
-    def test_later_assignments_are_seen(self, weights, x):
-        fast = tfamp.rewrite(lambda x: x @ weights, dtype="bfloat16")
-        fast(x)
-        weights.assign(tf.eye(WIDTH) * 0.5)
-        assert_close(fast(x), 0.5 * x, "bfloat16")
-
     def test_side_effects_keep_their_order(self, weights, x):
         count = tf.Variable(1.0)
 
@@ -353,10 +337,6 @@ class TestChoices:
         with pytest.warns(tfamp.NothingConvertedWarning, match="no op that can be converted"):
             tfamp.rewrite(lambda x: x @ weights, dtype="bfloat16", op_lists=lists)(x)
 
-    def test_example_args_trace_at_once(self, weights, x):
-        fast = tfamp.rewrite(lambda x: x @ weights, dtype="bfloat16", example_args=[x])
-        assert fast.tf_function.experimental_get_tracing_count() == 1
-
     def test_default_dtype_is_the_machines(self, weights, x, monkeypatch):
         from tfamp.machine import hardware
 
@@ -365,7 +345,6 @@ class TestChoices:
         for dtype in (None, "auto"):
             fast = tfamp.rewrite(lambda x: x @ weights, dtype=dtype)
             assert_computes_in("bfloat16", fast.concrete(x))
-        assert tfamp.rewrite(lambda x: x, dtype="float16").copy("auto").dtype == "bfloat16"
         monkeypatch.setattr(
             hardware, "detect", lambda: dataclasses.replace(machine, cpu_bfloat16=False)
         )
@@ -383,6 +362,8 @@ class TestChoices:
             ({"dtype": "bfloat16", "force_low": ["("]}, ValueError, "regular expressions"),
             ({"dtype": "bfloat16", "placement": "best"}, ValueError, "placement must be one of"),
             ({"dtype": "bfloat16", "op_lists": {}}, TypeError, "op_lists must be"),
+            ({"dtype": "bfloat16", "profile": 3}, TypeError, "profile must be None for this"),
+            ({"example_args": 3}, TypeError, "example_args must be a list or tuple .* got int"),
         ],
     )
     def test_wrong_arguments_are_refused_before_any_call(self, choices, error, match):
@@ -394,10 +375,6 @@ class TestChoices:
             tfamp.rewrite(3, dtype="bfloat16")
         with pytest.raises(TypeError, match="got the class Dense"):
             tfamp.rewrite(keras.layers.Dense, dtype="bfloat16")
-
-    def test_arguments_that_are_no_list_are_refused(self):
-        with pytest.raises(TypeError, match=r"example_args must be a list or tuple .* got int"):
-            tfamp.rewrite(lambda x: x, dtype="bfloat16", example_args=3)
 
     def test_a_name_that_matches_nothing_is_refused(self, weights, x):
         fast = tfamp.rewrite(lambda x: x @ weights, dtype="bfloat16", keep_float32=["logits"])
@@ -427,10 +404,6 @@ class TestCalibration:
         assert f"{largest:g}" in plan["large/matmul"].reason.text
         assert plan["small/matmul"].dtype == "float16"
         assert_close(fast(x), self._fn(weights)(x), "float16", depth=WIDTH)
-
-    def test_without_it_float16_overflows(self, weights, x):
-        fast = tfamp.rewrite(self._fn(weights), dtype="float16")
-        assert not np.isfinite(fast(10.0 * x)).all()
 
     def test_a_train_step_is_measured_without_changing_anything(self, weights, x):
         @tf.function
@@ -465,7 +438,7 @@ class TestErrors:
         def fail(*args, **kwargs):
             raise tfamp.RewriteError("Node 'a' (MatMul): it is broken.")
 
-        monkeypatch.setattr("tfamp.rewriting.pipeline.convert", fail)
+        monkeypatch.setattr("tfamp.rewriting.pipeline.prepare", fail)
 
     def test_raise(self, broken, weights, x):
         with pytest.raises(tfamp.RewriteError, match="Node 'a'"):

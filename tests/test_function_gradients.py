@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.cases import first_of
+from helpers.cases import first_of, one_of_each
 from helpers.graph_asserts import assert_computes_in
 from helpers.tolerances import assert_close
 
@@ -54,172 +54,179 @@ def softplus_times_three(x):
     return tf.math.log1p(exponential), gradient
 
 
+def loop_with_tensor_array(x, weights):
+    def body(i, h, states):
+        h = tf.tanh(h @ weights)
+        return i + 1, h, states.write(i, h)
+
+    start = (0, x, tf.TensorArray(tf.float32, 3))
+    return tf.while_loop(lambda i, *_: i < 3, body, start)[2].stack()
+
+
+def condition(x, weights):
+    positive = tf.reduce_sum(x) > -1e9
+    return tf.cond(positive, lambda: x @ weights, lambda: x)
+
+
+def nested_functions(x, weights):
+    inner = tf.function(lambda x: tf.tanh(x @ weights))
+    return inner(inner(x)) * 2.0
+
+
+def compiled_inside_and_in_a_loop(x, weights):
+    inner = tf.function(lambda x: tf.tanh(x @ weights), jit_compile=True)
+    return 2.0 * tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, inner(x)), (0, inner(x)))[1]
+
+
+def a_function_with_a_loop_called_twice(x, weights):
+    @tf.function
+    def inner(x):
+        states = tf.TensorArray(tf.float32, 2)
+
+        def body(i, x, states):
+            x = tf.tanh(x @ weights)
+            return i + 1, x, states.write(i, x)
+
+        found = tf.while_loop(lambda i, *_: i < 2, body, (0, x, states))
+        return found[1], tf.reduce_sum(found[2].stack(), 0)
+
+    return inner(inner(x)[0])[1]
+
+
+def calls_that_stay_calls_with_a_loop_that_reads_a_variable(x, weights):
+    @tf.function(experimental_attributes={"_noinline": True})
+    def inner(x, y):
+        rows = tf.map_fn(lambda row: tf.tanh(tf.linalg.matvec(weights, row)), x)
+        return rows + y, tf.reduce_sum(y)
+
+    once, _ = inner(x, x)
+    twice, total = inner(x, once)
+    return twice + total
+
+
+def custom_gradient_in_nested_functions(x, weights):
+    inner = tf.function(softplus_times_three)
+    outer = tf.function(lambda x: inner(x @ weights) + inner(x))
+    return outer(x) * 2.0
+
+
+def custom_gradient_in_a_loop(x, weights):
+    def body(i, x):
+        return i + 1, 0.2 * softplus_times_three(x @ weights)
+
+    return tf.while_loop(lambda i, _: i < 2, body, (0, x))[1]
+
+
+def custom_gradient_of_variables(x, weights):
+    @tf.custom_gradient
+    def layer(x):
+        def gradient(upstream, variables=None):
+            (kernel,) = variables
+            to_x = upstream @ tf.transpose(kernel)
+            return to_x, [2.0 * tf.transpose(x) @ upstream]
+
+        return x @ weights, gradient
+
+    return tf.tanh(layer(x))
+
+
+def custom_gradient_over_tensors_of_the_caller(x, weights):
+    scale = tf.reduce_mean(tf.abs(x))
+
+    @tf.custom_gradient
+    def scaled(x):
+        return x * scale, lambda upstream: upstream * scale * 2.0
+
+    return tf.function(scaled)(x @ weights)
+
+
+def recomputed(x, weights):
+    block = tf.recompute_grad(lambda x: tf.tanh(x @ weights))
+    return block(block(x))
+
+
+def activation_with_a_custom_gradient(x, weights):
+    return tf.nn.silu(x @ weights)
+
+
+# How many values are added up on the way, in widths.
+FUNCTIONS = {
+    loop_with_tensor_array: 4,
+    condition: 1,
+    nested_functions: 2,
+    compiled_inside_and_in_a_loop: 3,
+    a_function_with_a_loop_called_twice: 8,
+    calls_that_stay_calls_with_a_loop_that_reads_a_variable: 8,
+    custom_gradient_in_nested_functions: 1,
+    custom_gradient_in_a_loop: 4,
+    custom_gradient_of_variables: 1,
+    custom_gradient_over_tensors_of_the_caller: 1,
+    recomputed: 2,
+    activation_with_a_custom_gradient: 1,
+}
+
+
+@pytest.mark.parametrize(("fn", "dtype"), one_of_each(FUNCTIONS, DTYPES))
+def test_values_and_gradients(fn, dtype, weights, x):
+    check(lambda x: fn(x, weights), x, [weights], dtype, depth=FUNCTIONS[fn] * WIDTH)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-class TestGradients:
-    def test_plain(self, dtype, weights, x):
-        check(lambda x: tf.nn.relu(x @ weights) @ weights, x, [weights], dtype)
+def test_compiled_as_a_whole(dtype, weights, x):
+    fn = tf.function(lambda x: tf.nn.relu(x @ weights) @ weights, jit_compile=True)
+    check(fn, x, [weights], dtype)
 
-    def test_loop_with_tensor_array(self, dtype, weights, x):
-        def fn(x):
-            def body(i, h, states):
-                h = tf.tanh(h @ weights)
-                return i + 1, h, states.write(i, h)
 
-            start = (0, x, tf.TensorArray(tf.float32, 3))
-            return tf.while_loop(lambda i, *_: i < 3, body, start)[2].stack()
+@pytest.mark.parametrize("dtype", first_of(DTYPES))
+def test_embedding(dtype, weights):
+    table = tf.Variable(tf.reshape(tf.range(40.0) / 40.0, (5, WIDTH)))
+    fn = tf.function(lambda ids: tf.nn.embedding_lookup(table, ids) @ weights)
+    fast = tfamp.rewrite(fn, dtype=dtype)
+    ids = tf.constant([3, 1, 3])
+    assert_computes_in(dtype, fast.concrete(ids))
+    with tf.GradientTape(persistent=True) as tape:
+        mine, other = tf.reduce_sum(fast(ids)), tf.reduce_sum(fn(ids))
+    gradient, expected = tape.gradient(mine, table), tape.gradient(other, table)
+    assert isinstance(gradient, tf.IndexedSlices)
+    assert gradient.indices.numpy().tolist() == expected.indices.numpy().tolist()
+    assert_close(gradient.values, expected.values, dtype, depth=WIDTH)
 
-        check(fn, x, [weights], dtype, depth=4 * WIDTH)
 
-    def test_condition(self, dtype, weights, x):
-        def fn(x):
-            positive = tf.reduce_sum(x) > -1e9
-            return tf.cond(positive, lambda: x @ weights, lambda: x)
+@pytest.mark.parametrize("dtype", first_of(DTYPES))
+def test_under_a_tape_in_a_function(dtype, weights, x):
+    fast = tfamp.rewrite(lambda x: tf.tanh(x @ weights), dtype=dtype)
+    inside = tf.function(lambda x: gradients(fast, x, [weights]))
+    expected = gradients(lambda x: tf.tanh(x @ weights), x, [weights])
+    for one, other in zip(inside(x), expected, strict=True):
+        assert_close(one, other, dtype, depth=4 * WIDTH)
 
-        check(fn, x, [weights], dtype)
 
-    def test_nested_functions(self, dtype, weights, x):
-        inner = tf.function(lambda x: tf.tanh(x @ weights))
-        check(lambda x: inner(inner(x)) * 2.0, x, [weights], dtype, depth=2 * WIDTH)
+@pytest.mark.parametrize("dtype", first_of(DTYPES))
+def test_second_order(dtype, weights, x):
+    def penalty(fn):
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                value = tf.reduce_sum(fn(x))
+            norm = tf.reduce_sum(tape.gradient(value, x) ** 2)
+        return outer.gradient(norm, weights)
 
-    def test_compiled_inside(self, dtype, weights, x):
-        inner = tf.function(lambda x: tf.tanh(x @ weights), jit_compile=True)
-        check(lambda x: inner(x) * 2.0, x, [weights], dtype)
+    def fn(x):
+        return tf.tanh(x @ weights)
 
-    def test_compiled_inside_a_loop(self, dtype, weights, x):
-        inner = tf.function(lambda x: tf.tanh(x @ weights), jit_compile=True)
+    fast = tfamp.rewrite(fn, dtype=dtype)
+    assert_computes_in(dtype, fast.concrete(x))
+    assert_close(penalty(fast), penalty(fn), dtype, depth=4 * WIDTH)
 
-        def fn(x):
-            return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, inner(x)), (0, x))[1]
 
-        check(fn, x, [weights], dtype, depth=2 * WIDTH)
+@pytest.mark.parametrize("dtype", first_of(DTYPES))
+def test_a_tape_inside(dtype, weights, x):
+    def fn(x):
+        return gradients(lambda x: tf.tanh(x @ weights), x, [weights])[1]
 
-    def test_a_function_with_a_loop_called_twice(self, dtype, weights, x):
-        @tf.function
-        def inner(x):
-            states = tf.TensorArray(tf.float32, 2)
-
-            def body(i, x, states):
-                x = tf.tanh(x @ weights)
-                return i + 1, x, states.write(i, x)
-
-            found = tf.while_loop(lambda i, *_: i < 2, body, (0, x, states))
-            return found[1], tf.reduce_sum(found[2].stack(), 0)
-
-        def fn(x):
-            once, _ = inner(x)
-            _, total = inner(once)
-            return total
-
-        check(fn, x, [weights], dtype, depth=8 * WIDTH)
-
-    def test_calls_that_stay_calls_with_a_loop_that_reads_a_variable(self, dtype, weights, x):
-        @tf.function(experimental_attributes={"_noinline": True})
-        def inner(x, y):
-            rows = tf.map_fn(lambda row: tf.tanh(tf.linalg.matvec(weights, row)), x)
-            return rows + y, tf.reduce_sum(y)
-
-        def fn(x):
-            once, _ = inner(x, x)
-            twice, total = inner(x, once)
-            return twice + total
-
-        check(fn, x, [weights], dtype, depth=8 * WIDTH)
-
-    def test_compiled_as_a_whole(self, dtype, weights, x):
-        fn = tf.function(lambda x: tf.nn.relu(x @ weights) @ weights, jit_compile=True)
-        check(fn, x, [weights], dtype)
-
-    def test_embedding(self, dtype, weights):
-        table = tf.Variable(tf.reshape(tf.range(40.0) / 40.0, (5, WIDTH)))
-        fn = tf.function(lambda ids: tf.nn.embedding_lookup(table, ids) @ weights)
-        fast = tfamp.rewrite(fn, dtype=dtype)
-        ids = tf.constant([3, 1, 3])
-        assert_computes_in(dtype, fast.concrete(ids))
-        with tf.GradientTape(persistent=True) as tape:
-            mine, other = tf.reduce_sum(fast(ids)), tf.reduce_sum(fn(ids))
-        gradient, expected = tape.gradient(mine, table), tape.gradient(other, table)
-        assert isinstance(gradient, tf.IndexedSlices)
-        assert gradient.indices.numpy().tolist() == expected.indices.numpy().tolist()
-        assert_close(gradient.values, expected.values, dtype, depth=WIDTH)
-
-    def test_custom_gradient(self, dtype, weights, x):
-        check(lambda x: softplus_times_three(x @ weights) @ weights, x, [weights], dtype)
-
-    def test_custom_gradient_in_nested_functions(self, dtype, weights, x):
-        inner = tf.function(softplus_times_three)
-        outer = tf.function(lambda x: inner(x @ weights) + inner(x))
-        check(lambda x: outer(x) * 2.0, x, [weights], dtype)
-
-    def test_custom_gradient_in_a_loop(self, dtype, weights, x):
-        def fn(x):
-            def body(i, x):
-                return i + 1, 0.2 * softplus_times_three(x @ weights)
-
-            return tf.while_loop(lambda i, _: i < 2, body, (0, x))[1]
-
-        check(fn, x, [weights], dtype, depth=4 * WIDTH)
-
-    def test_custom_gradient_of_variables(self, dtype, weights, x):
-        @tf.custom_gradient
-        def layer(x):
-            def gradient(upstream, variables=None):
-                (kernel,) = variables
-                to_x = upstream @ tf.transpose(kernel)
-                return to_x, [2.0 * tf.transpose(x) @ upstream]
-
-            return x @ weights, gradient
-
-        check(lambda x: tf.tanh(layer(x)), x, [weights], dtype)
-
-    def test_custom_gradient_over_tensors_of_the_caller(self, dtype, weights, x):
-        def fn(x):
-            scale = tf.reduce_mean(tf.abs(x))
-
-            @tf.custom_gradient
-            def scaled(x):
-                return x * scale, lambda upstream: upstream * scale * 2.0
-
-            return tf.function(scaled)(x @ weights)
-
-        check(fn, x, [weights], dtype)
-
-    def test_recomputed(self, dtype, weights, x):
-        block = tf.recompute_grad(lambda x: tf.tanh(x @ weights))
-        check(lambda x: block(block(x)), x, [weights], dtype, depth=2 * WIDTH)
-
-    def test_activation_with_a_custom_gradient(self, dtype, weights, x):
-        check(lambda x: tf.nn.silu(x @ weights), x, [weights], dtype)
-
-    def test_under_a_tape_in_a_function(self, dtype, weights, x):
-        fast = tfamp.rewrite(lambda x: tf.tanh(x @ weights), dtype=dtype)
-        inside = tf.function(lambda x: gradients(fast, x, [weights]))
-        expected = gradients(lambda x: tf.tanh(x @ weights), x, [weights])
-        for one, other in zip(inside(x), expected, strict=True):
-            assert_close(one, other, dtype, depth=4 * WIDTH)
-
-    def test_second_order(self, dtype, weights, x):
-        def penalty(fn):
-            with tf.GradientTape() as outer:
-                with tf.GradientTape() as tape:
-                    tape.watch(x)
-                    value = tf.reduce_sum(fn(x))
-                norm = tf.reduce_sum(tape.gradient(value, x) ** 2)
-            return outer.gradient(norm, weights)
-
-        def fn(x):
-            return tf.tanh(x @ weights)
-
-        fast = tfamp.rewrite(fn, dtype=dtype)
-        assert_computes_in(dtype, fast.concrete(x))
-        assert_close(penalty(fast), penalty(fn), dtype, depth=4 * WIDTH)
-
-    def test_a_tape_inside(self, dtype, weights, x):
-        def fn(x):
-            return gradients(lambda x: tf.tanh(x @ weights), x, [weights])[1]
-
-        fast = tfamp.rewrite(fn, dtype=dtype)
-        assert_computes_in(dtype, fast.concrete(x))
-        assert_close(fast(x), fn(x), dtype, depth=4 * WIDTH)
+    fast = tfamp.rewrite(fn, dtype=dtype)
+    assert_computes_in(dtype, fast.concrete(x))
+    assert_close(fast(x), fn(x), dtype, depth=4 * WIDTH)
 
 
 def test_a_closure_that_cannot_be_followed_is_named(weights, x):

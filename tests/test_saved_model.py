@@ -15,7 +15,6 @@ from helpers import saved_models
 from helpers.cases import one_of_each
 from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
 from helpers.tolerances import assert_close
-from tfamp.core.errors import TfampWarning
 from tfamp.interop import tf_private
 from tfamp.machine import hardware
 from tfamp.rewriting.saved_model import inspect_saved_model
@@ -86,22 +85,24 @@ def test_models_are_converted_and_used_as_before(source, tmp_path, name, freeze,
             assert (actual[key].numpy() == value.numpy()).all()
 
 
-def test_signatures_objects_files_and_order_are_kept(source, tmp_path):
+def test_signatures_objects_files_and_what_only_objects_refer_to(source, tmp_path, caplog):
     src, dst = source("module"), tmp_path / "low"
-    tfamp.rewrite_saved_model(src, dst, dtype="bfloat16")
-    before, after = (tf.saved_model.load(str(path)) for path in (src, dst))
+    plan = tfamp.rewrite_saved_model(src, dst, dtype="bfloat16")
+    with caplog.at_level(logging.WARNING):
+        before, after = (tf.saved_model.load(str(path)) for path in (src, dst))
+    assert not caplog.records
     assert list(after.signatures) == list(before.signatures)
     assert set(dir(after)) == set(dir(before))
     kept, now = contents(src), contents(dst)
     assert now.keys() == kept.keys()
     changed = {name for name in kept if now[name] != kept[name]}
     assert changed == {"saved_model.pb", "fingerprint.pb"}
-
-
-def test_functions_that_only_objects_refer_to_are_converted_too(source, tmp_path):
-    src, dst = source("module"), tmp_path / "low"
-    tfamp.rewrite_saved_model(src, dst, dtype="bfloat16")
-    before, after = (tf.saved_model.load(str(path)) for path in (src, dst))
+    prints = [tf.saved_model.experimental.read_fingerprint(str(path)) for path in (src, dst)]
+    assert prints[0].saved_model_checksum != prints[1].saved_model_checksum
+    assert prints[0].checkpoint_hash == prints[1].checkpoint_hash
+    # "inner" ends in a Relu, which "outer" multiplies by a weight: low on both sides.
+    outer = [node for node in plan.nodes if "__inference_outer" in node.scope]
+    assert [n.dtype for n in outer if n.op in ("MatMul", "Relu")] == ["bfloat16"] * 3
     x = tf.constant(saved_models.FLOATS)
     assert len(after.by_objects_only.concrete_functions) == 2
     for function in after.by_objects_only.concrete_functions:
@@ -115,8 +116,8 @@ def test_functions_that_only_objects_refer_to_are_converted_too(source, tmp_path
     assert_close(after.ragged(rows), before.ragged(rows), "bfloat16", depth=64)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rewritten_model_can_be_trained_on(source, tmp_path, dtype):
+def test_a_rewritten_model_can_be_trained_on(source, tmp_path):
+    dtype = "bfloat16"
     dst = tmp_path / "low"
     tfamp.rewrite_saved_model(source("module"), dst, dtype=dtype)
     gradients = []
@@ -166,55 +167,14 @@ def test_custom_gradients_are_kept(tmp_path, nested):
     assert_close(gradients[1], gradients[0], "bfloat16", depth=8)
 
 
-@pytest.mark.parametrize("name", ["module", "keras_export", "recurrent"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_frozen_model_takes_about_half_the_bytes(source, tmp_path, name, dtype):
-    src = source(name)
-    tfamp.rewrite_saved_model(src, tmp_path / "low", dtype=dtype, freeze=True)
-    assert size(tmp_path / "low") < 0.6 * size(src)
-    assert not (tmp_path / "low" / "variables").exists()
-
-
-def test_signatures_of_a_frozen_model_share_their_constants(source, tmp_path):
-    tfamp.rewrite_saved_model(
-        source("keras_export"), tmp_path / "low", dtype="bfloat16", freeze=True
-    )
-    assert set(tf.saved_model.load(str(tmp_path / "low")).signatures) == {
-        "serve",
-        "serving_default",
-    }
+def test_a_frozen_model_takes_half_the_bytes_and_its_signatures_share_them(source, tmp_path):
+    src, dst = source("keras_export"), tmp_path / "low"
+    tfamp.rewrite_saved_model(src, dst, dtype="bfloat16", freeze=True)
+    assert size(dst) < 0.6 * size(src)
+    assert not (dst / "variables").exists()
+    assert set(tf.saved_model.load(str(dst)).signatures) == {"serve", "serving_default"}
     weights = 8 * 8 * 8 * 64 * 2  # The first Dense layer, once, in two bytes a number.
-    assert weights < size(tmp_path / "low") < 1.6 * weights
-
-
-def test_calls_inside_functions_need_no_casts(source):
-    plan = inspect_saved_model(source("module"), dtype="bfloat16")
-    # "inner" ends in a Relu, which "outer" multiplies by a weight: low on both sides.
-    outer = [node for node in plan.nodes if "__inference_outer" in node.scope]
-    assert [n.dtype for n in outer if n.op in ("MatMul", "Relu")] == ["bfloat16"] * 3
-
-
-def test_patterns_reach_branches_by_the_names_of_their_callers(tmp_path):
-    weight = tf.Variable(tf.eye(4))
-
-    @tf.function(experimental_attributes={"_noinline": True})
-    def gate(x):
-        return tf.cond(x[0, 0] > 0.0, lambda: x @ weight, lambda: weight @ x)
-
-    @tf.function(input_signature=[tf.TensorSpec((4, 4))])
-    def call(x):
-        with tf.name_scope("gate"):
-            x = gate(x)
-        return x @ weight
-
-    module = tf.Module()
-    module.weight, module.call = weight, call
-    tf.saved_model.save(module, tmp_path / "a", signatures=call)
-    plan = inspect_saved_model(tmp_path / "a", dtype="bfloat16", keep_float32=["gate/"])
-    dtypes = [node.dtype for node in plan.nodes if node.op == "MatMul"]
-    assert sorted(dtypes) == ["bfloat16", "float32", "float32"]
-    with pytest.warns(TfampWarning, match="'gate/.*cond.' has no effect.*cond/matmul"):
-        inspect_saved_model(tmp_path / "a", dtype="bfloat16", keep_float32=["gate/.*cond$"])
+    assert weights < size(dst) < 1.6 * weights
 
 
 def test_what_keep_float32_names_is_stored_in_float32(source, tmp_path):
@@ -255,19 +215,6 @@ def test_assets_go_along_and_the_directory_can_be_moved(source, tmp_path, freeze
     assert [path.name for path in (tmp_path / "moved" / "assets").iterdir()] == ["table.txt"]
     _, result = call(tmp_path / "moved", "table")
     assert result["number"].numpy().tolist() == [0, 2, -1, 1]
-
-
-def test_it_loads_quietly_and_has_a_fingerprint_of_its_own(source, tmp_path, caplog):
-    dst = tmp_path / "low"
-    tfamp.rewrite_saved_model(source("module"), dst, dtype="bfloat16")
-    fingerprints = [
-        tf.saved_model.experimental.read_fingerprint(str(path)) for path in (source("module"), dst)
-    ]
-    assert fingerprints[0].saved_model_checksum != fingerprints[1].saved_model_checksum
-    assert fingerprints[0].checkpoint_hash == fingerprints[1].checkpoint_hash
-    with caplog.at_level(logging.WARNING):
-        tf.saved_model.load(str(dst))
-    assert not caplog.records
 
 
 def test_keras_takes_a_rewritten_model_as_a_layer(source, tmp_path):
@@ -400,11 +347,6 @@ def break_name(model):
     (model / "saved_model.pb").write_bytes(data.replace(b"matmul", b"mat\xfful"))
 
 
-def cut_off_in_a_node(model):
-    data = (model / "saved_model.pb").read_bytes()
-    (model / "saved_model.pb").write_bytes(data[: data.rindex(b"MatMul") + 3])
-
-
 def break_gradient(model):
     graph = tf_private.saved_model_message()
     graph.ParseFromString((model / "saved_model.pb").read_bytes())
@@ -451,8 +393,7 @@ def break_index(model):
     ("change", "message"),
     [
         (break_graph, "saved_model.pb is broken"),
-        (break_name, r"saved_model.pb is broken .*: its node \d+, named '.*xff.*', cannot be read"),
-        (cut_off_in_a_node, r"saved_model.pb is broken .*: its node \d+, named '.*', cannot be"),
+        (break_name, "saved_model.pb is broken and cannot be read: .* Save the model again"),
         (break_gradient, r"Node '.*' \(.*\): the attribute _gradient_op_type .* no UTF-8 text"),
         (empty_graph, "saved_model.pb is broken: it holds no graph"),
         (lose_graph, "is no SavedModel: it has no saved_model.pb"),
@@ -468,24 +409,6 @@ def test_a_broken_or_missing_input_is_named_and_nothing_is_written(model, change
     change(model)
     errors = (tfamp.SavedModelError, tfamp.RewriteError)
     refused(model, model.parent / "low", message, errors, freeze=freeze)
-
-
-@pytest.mark.parametrize("freeze", [False, True])
-def test_an_equation_that_is_no_text_names_its_node(tmp_path, freeze):
-    module = tf.Module()
-    module.call = tf.function(lambda x: tf.einsum("ij,jk->ik", x, x), [tf.TensorSpec((2, 2))])
-    tf.saved_model.save(module, tmp_path / "model", signatures=module.call)
-    path = tmp_path / "model" / "saved_model.pb"
-    graph = tf_private.saved_model_message()
-    graph.ParseFromString(path.read_bytes())
-    functions = graph.meta_graphs[0].graph_def.library.function
-    for node in (each for function in functions for each in function.node_def):
-        if node.op == "Einsum":
-            node.attr["equation"].s = b"\xff\xfe"
-    path.write_bytes(graph.SerializeToString())
-    message = r"[Nn]ode '.*einsum/Einsum' \(Einsum\).* attribute equation .*no (UTF-8 )?text"
-    errors = (tfamp.SavedModelError, tfamp.RewriteError)
-    refused(tmp_path / "model", tmp_path / "low", message, errors, freeze=freeze)
 
 
 def test_a_file_and_another_format_are_no_input(model):

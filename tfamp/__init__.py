@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tfamp.policy import Policy as Policy
     from tfamp.rewriting.function import rewrite as rewrite
     from tfamp.rewriting.saved_model import rewrite_saved_model as rewrite_saved_model
-    from tfamp.rewriting.tuned_function import tune as tune
+    from tfamp.rewriting.tuning import tune as tune
     from tfamp.training.grad_scaler import GradScaler as GradScaler
 
 __version__ = "0.1.0"
@@ -66,7 +66,7 @@ _NAMES = {
     ".policy": ("Policy",),
     ".rewriting.function": ("rewrite",),
     ".rewriting.saved_model": ("rewrite_saved_model",),
-    ".rewriting.tuned_function": ("tune",),
+    ".rewriting.tuning": ("tune",),
     ".training.grad_scaler": ("GradScaler",),
 }  # fmt: skip
 _HOMES = {name: f"tfamp{module}" for module, names in _NAMES.items() for name in names}

@@ -230,7 +230,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _choices(args: argparse.Namespace, saved_model: Any) -> dict[str, Any]:
     from tfamp.machine.profile_choice import device_kind
-    from tfamp.rewriting.pipeline import RewriteSettings
+    from tfamp.planning.options import RewriteOptions
 
     dtype = saved_model.required_dtype(args.dtype)
     changes = {f"{color}_add": getattr(args, f"{color}_add") for color in _COLORS}
@@ -238,7 +238,7 @@ def _choices(args: argparse.Namespace, saved_model: Any) -> dict[str, Any]:
     choices, lists = {name: getattr(args, name) for name in plain}, None
     with _wrong_usage():
         names = ("placement", "keep_float32", "force_low")
-        RewriteSettings(**{name: choices[name] for name in names})
+        RewriteOptions(**{name: choices[name] for name in names})
         if any(changes.values()):
             lists = tfamp.OpLists.default(dtype, device_kind(args.device)).with_changes(**changes)
     with _wrong_usage("--calibrate: "):

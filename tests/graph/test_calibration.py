@@ -15,8 +15,8 @@ from tfamp.core.errors import TfampWarning
 from tfamp.graph import Calibration, RewriteResult
 from tfamp.graph.calibration import measure
 from tfamp.graph.functions import inline_calls
-from tfamp.graph.rewrite import convert, make_request
-from tfamp.planning.choices import NodeChoices
+from tfamp.graph.rewrite import convert, resolved
+from tfamp.planning.options import GraphUse, RewriteOptions
 from tfamp.planning.ranges import Limits
 
 
@@ -35,14 +35,11 @@ def measured(function, *batches):
 
 
 def calibrated(function, ranges, dtype="float16", force_low=(), limits=None, **options):
-    choices = NodeChoices(names(function.outputs), names(function.inputs), (), force_low)
-    request = dataclasses.replace(
-        make_request(choices, dtype=dtype, device="cpu", **options),
-        ranges=ranges,
-        limits=limits or Limits.default(dtype),
-    )
-    graph_def = inline_calls(function.graph.as_graph_def(), choices.used_names)
-    return RewriteResult(graph_def, convert(graph_def, request).plan)
+    options = RewriteOptions(dtype, force_low=force_low, device="cpu", profile="builtin", **options)
+    limits = limits or Limits.default(dtype)
+    use = GraphUse(names(function.outputs), names(function.inputs), ranges, limits)
+    graph_def = inline_calls(function.graph.as_graph_def(), use.names)
+    return RewriteResult(graph_def, convert(graph_def, resolved(options), use).plan)
 
 
 def traced(function, *shapes):

@@ -11,8 +11,8 @@ from tfamp.graph import rewrite
 from tfamp.graph.apply import control_inputs, verify_rewrite
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import OpLists
-from tfamp.planning.choices import NodeChoices
 from tfamp.planning.decision import decide
+from tfamp.planning.options import GraphUse, RewriteOptions
 
 # These tests are about what the lists decide.
 rewrite_graph_def = functools.partial(rewrite.rewrite_graph_def, placement="lists")
@@ -20,16 +20,16 @@ rewrite_graph_def = functools.partial(rewrite.rewrite_graph_def, placement="list
 BFLOAT16 = tf.bfloat16.as_datatype_enum
 
 
-def decided(indexes, choices, op_lists):
-    arguments = {"dtype": "bfloat16", "op_lists": op_lists, "placement": "lists", "device": "cpu"}
-    return decide(indexes, (), rewrite.make_request(choices, **arguments))
+def decided(indexes, use, op_lists):
+    options = RewriteOptions("bfloat16", op_lists, placement="lists", device="cpu")
+    return decide(indexes, (), rewrite.resolved(options), use)
 
 
 def check(change):
     made = graph_dsl.graph("x>d>A>I>n")
     indexes = build_indexes(made.graph_def, dtype="bfloat16", device="cpu")
-    choices = NodeChoices(made.fetches, made.feeds, (), ())
-    decision = decided(indexes, choices, OpLists.grappler("bfloat16"))
+    use = GraphUse(made.fetches, made.feeds)
+    decision = decided(indexes, use, OpLists.grappler("bfloat16"))
     lists = OpLists.grappler("bfloat16")
     after = rewrite_graph_def(
         made.graph_def, made.fetches, dtype="bfloat16", op_lists=lists
@@ -73,7 +73,7 @@ def test_a_lost_function_is_named():
     )
     before = function.graph.as_graph_def()
     indexes = build_indexes(before, dtype="bfloat16", device="cpu")
-    decision = decided(indexes, NodeChoices([], [], (), ()), OpLists())
+    decision = decided(indexes, GraphUse(()), OpLists())
     after = tf.compat.v1.GraphDef()
     after.node.add(name="x", op="NoOp")
     with pytest.raises(tfamp.RewriteError, match="a function was lost or added"):

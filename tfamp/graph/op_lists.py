@@ -13,20 +13,15 @@ import functools
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import tfamp.planning.autocast_lists as _autocast
 import tfamp.planning.grappler_lists as _grappler
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import checked_flag
-from tfamp.planning.choices import check_choice
+from tfamp.planning.options import COLORS, DEVICES, Color, OpColors, check_choice
 from tfamp.planning.structures import LOOPS
 
-Color = Literal["allow", "infer", "deny", "clear"]
-
-COLORS: tuple[Color, ...] = ("allow", "infer", "deny", "clear")
 _OP_SETS = (*COLORS, "as_given")
-DEVICES = ("auto", "cpu", "gpu", "tpu")
 
 # tfamp's defaults, where they differ from Grappler's.
 
@@ -63,7 +58,7 @@ _FLOAT32 = _autocast.PRECISE | _autocast.FLOAT32_KERNELS
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class OpLists:
+class OpLists(OpColors):
     """Which TensorFlow ops may run in the low precision: four lists of op types.
 
     An op type is the name in a graph, such as "MatMul" or "AddV2". An op on no list stays as it

@@ -12,14 +12,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tfamp.interop import tf_private
+from tfamp.planning.options import SUCCESSORS as SUCCESSORS
 from tfamp.planning.structures import FLOAT32, op_types
 
-# Ops that accept float32 only, with the successors that do the same and also take low precision.
-# The successors keep the statistics in float32.
-SUCCESSORS = {
-    "FusedBatchNorm": "FusedBatchNormV2",
-    "FusedBatchNormGrad": "FusedBatchNormGradV2",
-}
 # The type attribute the successors have in addition.
 STATISTICS_ATTR = "U"
 

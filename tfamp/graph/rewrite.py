@@ -7,7 +7,8 @@ import dataclasses
 import gc
 import importlib.metadata
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -18,8 +19,7 @@ from tfamp.core.profile import MachineProfile
 from tfamp.graph.apply import apply_plan, control_inputs, verify_rewrite
 from tfamp.graph.functions import bodies, copied, has_frames, inline_calls
 from tfamp.graph.index import build_indexes
-from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
-from tfamp.graph.op_signatures import SUCCESSORS
+from tfamp.graph.op_lists import OpLists
 from tfamp.graph.transforms import (
     as_batches,
     as_sums,
@@ -33,11 +33,10 @@ from tfamp.graph.transforms import (
 from tfamp.interop import tf_private
 from tfamp.interop.patching import level_of_user
 from tfamp.machine import profile_choice
-from tfamp.planning.choices import NodeChoices, check_choice, check_placement
-from tfamp.planning.coloring import Updates
-from tfamp.planning.decision import Decision, Request, decide
+from tfamp.planning.decision import Decision, decide
+from tfamp.planning.options import GraphUse, RewriteOptions, check_choice
 from tfamp.planning.ranges import RULE as CALIBRATION
-from tfamp.planning.structures import FLOAT32, LOOPS, RewritePlan, RewriteResult
+from tfamp.planning.structures import FLOAT32, LOOPS, GraphIndex, RewritePlan, RewriteResult
 
 
 def rewrite_graph_def(
@@ -49,8 +48,8 @@ def rewrite_graph_def(
     op_lists: OpLists | None = None,
     keep_float32: Iterable[str] = (),
     force_low: Iterable[str] = (),
-    placement: str = "min_cut",
-    device: str = "auto",
+    placement: str = RewriteOptions.placement,
+    device: str = RewriteOptions.device,
     profile: MachineProfile | None = None,
 ) -> RewriteResult:
     """Returns a graph that computes in low precision where that is safe and worth it.
@@ -101,42 +100,39 @@ def rewrite_graph_def(
             f"graph_def must be a tf.compat.v1.GraphDef; got {type(graph_def).__name__}. "
             "That of a concrete function is `function.graph.as_graph_def()`."
         )
-    choices = NodeChoices(fetches, feeds, keep_float32, force_low)
-    request = make_request(choices, dtype, op_lists, placement, device, profile)
-    owned = inline_calls(copied(graph_def), request.choices.used_names)
-    return RewriteResult(owned, convert(owned, request).plan)
-
-
-def make_request(
-    choices: NodeChoices,
-    dtype: str,
-    op_lists: OpLists | None = None,
-    placement: str = "min_cut",
-    device: str = "auto",
-    profile: MachineProfile | None = None,
-) -> Request:
-    """Checks arguments of `rewrite_graph_def` and fills in what they leave to this machine."""
-    check_lists(op_lists)
-    if profile is not None and not isinstance(profile, MachineProfile):
-        raise TypeError(
-            f"profile must be a tfamp.graph.MachineProfile or None; got {type(profile).__name__}."
-        )
     check_choice("dtype", dtype, LOW_PRECISION)
-    check_placement(placement)
-    check_choice("device", device, DEVICES)
-    kind = profile_choice.device_kind(device)
-    _check_kernels(kind)
-    _check_fusion(placement)
-    lists = op_lists or OpLists.default(dtype, kind)
-    return Request(
+    options = RewriteOptions(
         dtype=dtype,
-        choices=choices,
-        colors=colors_of(lists),
-        updates=_updates_of(lists, dtype),
-        device=kind,
+        op_lists=op_lists,
+        keep_float32=keep_float32,
+        force_low=force_low,
         placement=placement,
-        profile=profile or profile_choice.profile_of(kind),
-        exact_statistics=lists.exact_statistics,
+        device=device,
+        profile="builtin" if profile is None else profile,
+    )
+    use = GraphUse(fetches, feeds)
+    owned = inline_calls(copied(graph_def), use.names)
+    return RewriteResult(owned, convert(owned, resolved(options), use).plan)
+
+
+def resolved(options: RewriteOptions) -> RewriteOptions:
+    """Fills in what options leave to this machine: kind of device, op lists and profile.
+
+    Raises:
+        ValueError: This machine cannot rewrite for the device, or XLA does not work here.
+    """
+    kind = profile_choice.device_kind(options.device)
+    _check_kernels(kind)
+    _check_fusion(options.placement)
+    profile = options.profile
+    # The placement "lists" needs no measurement: its plan only holds estimated times.
+    if profile is None and options.placement != "lists":
+        profile = profile_choice.find_profile().profile
+    return dataclasses.replace(
+        options,
+        device=kind,
+        op_lists=options.op_lists or OpLists.default(options.dtype, kind),
+        profile=profile if isinstance(profile, MachineProfile) else profile_choice.profile_of(kind),
     )
 
 
@@ -172,40 +168,76 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-@_collector_paused()
-def convert(graph_def: Any, request: Request) -> Decision:
+@dataclass(frozen=True, slots=True)
+class PreparedGraph:
+    """A graph behind its passes, with its index: what every decision about it starts from.
+
+    Attributes:
+        graph_def: The graph.
+        indexes: The index of the graph, then those of its functions.
+        weights: Arguments of loops' functions that hold weights.
+        sums: What became of gradients of biases, by name.
+    """
+
+    graph_def: Any
+    indexes: Sequence[GraphIndex]
+    weights: Collection[tuple[str, str]]
+    sums: Mapping[tuple[str, str], Any]
+
+    def copy(self) -> PreparedGraph:
+        """Returns the same with a graph of its own."""
+        return dataclasses.replace(self, graph_def=copied(self.graph_def))
+
+
+def convert(graph_def: Any, options: RewriteOptions, use: GraphUse) -> Decision:
     """Converts a graph of the caller's own, in place; returns what was decided.
 
     Raises:
-        ValueError: The graph has no node of a name, or that matches a pattern, of the request's.
+        ValueError: The graph has no node of a name, or that matches a pattern.
         RewriteError: The graph is not valid or has an unknown op.
+    """
+    return convert_prepared(prepare(graph_def, options, use), options, use)
+
+
+@_collector_paused()
+def prepare(graph_def: Any, options: RewriteOptions, use: GraphUse) -> PreparedGraph:
+    """Runs the passes on a graph of the caller's own, in place, and indexes it.
+
+    The result does not depend on the placement, nor on patterns.
     """
     framed = has_frames(graph_def)
     # Grappler's own lists give Grappler's result, node by node.
-    if request.updates != "low" and not framed:
-        join_products(graph_def, request.choices.used_names)
-        as_batches(graph_def, request.device, request.choices.used_names)
+    if options.updates != "low" and not framed:
+        join_products(graph_def, use.names)
+        as_batches(graph_def, options.device, use.names)
         as_zeros(graph_def)
-        sums_behind_loops(graph_def, request)
-        gradients_by_filters(graph_def, request)
-    better = not framed and sums_are_better(request.colors, request.dtype, request.device)
-    sums = as_sums(graph_def, request.device) if better else {}
-    indexes = build_indexes(graph_def, dtype=request.dtype, device=request.device)
+        sums_behind_loops(graph_def, use)
+        gradients_by_filters(graph_def, options)
+    better = not framed and sums_are_better(options.colors, options.dtype, options.device)
+    sums = as_sums(graph_def, options.device) if better else {}
+    indexes = build_indexes(graph_def, dtype=options.dtype, device=options.device)
     # Behind the index, which refuses graphs that are not valid.
-    weights = read_before_loops(graph_def, request.choices.used_names)
+    weights = read_before_loops(graph_def, use.names)
     if weights:
-        indexes = build_indexes(graph_def, dtype=request.dtype, device=request.device)
-    decision = decide(indexes, weights, request)
+        indexes = build_indexes(graph_def, dtype=options.dtype, device=options.device)
+    return PreparedGraph(graph_def, indexes, weights, sums)
+
+
+@_collector_paused()
+def convert_prepared(prepared: PreparedGraph, options: RewriteOptions, use: GraphUse) -> Decision:
+    """Decides about a graph, and converts it in place."""
+    graph_def = prepared.graph_def
+    decision = decide(prepared.indexes, prepared.weights, options, use)
     before = control_inputs(graph_def)
     apply_plan(graph_def, decision.plan)
-    if request.updates != "low":
+    if options.updates != "low":
         keep_choices_finite(graph_def, decision.plan)
     verify_rewrite(before, graph_def, decision.scopes, decision.plan)
-    plan = without_idle_sums(graph_def, decision.plan, sums)
-    if request.placement == "fused":
+    plan = without_idle_sums(graph_def, decision.plan, prepared.sums)
+    if options.placement == "fused":
         from tfamp.graph.fusion import fuse  # Nothing else needs it.
 
-        fuse(graph_def, request.choices.used_names)
+        fuse(graph_def, use.names)
     for text in decision.idle:
         warnings.warn(text, TfampWarning, stacklevel=level_of_user())
     if not plan.summary.low_nodes:
@@ -215,50 +247,22 @@ def convert(graph_def: Any, request: Request) -> Decision:
     return dataclasses.replace(decision, plan=plan)
 
 
-def sums_behind_loops(graph_def: Any, request: Request) -> None:
+def sums_behind_loops(graph_def: Any, use: GraphUse) -> None:
     """Makes what loops of gradients add up one op behind the loop, in place."""
     if any(node.op in LOOPS for node in graph_def.node):
         from tfamp.graph.loop_sums import add_up_behind_loops
 
-        add_up_behind_loops(graph_def, request.choices.used_names)
+        add_up_behind_loops(graph_def, use.names)
 
 
-def gradients_by_filters(graph_def: Any, request: Request) -> None:
+def gradients_by_filters(graph_def: Any, options: RewriteOptions) -> None:
     """Makes gradients of convolutions by their filters ops that are faster, in place."""
     ops = (node.op for _, nodes, _ in bodies(graph_def) for node in nodes)
     if any(op.endswith("BackpropFilter") for op in ops):
         from tfamp.graph.filter_gradients import by_faster_ops
 
-        peaks = request.profile.peaks["matmul"]
-        by_faster_ops(graph_def, request.device, peaks[request.dtype] > peaks[FLOAT32])
-
-
-def check_lists(op_lists: Any) -> None:
-    """Raises a TypeError unless the lists are an OpLists or None."""
-    if op_lists is not None and not isinstance(op_lists, OpLists):
-        raise TypeError(
-            f"op_lists must be a tfamp.OpLists or None; got {type(op_lists).__name__}. Start from "
-            "OpLists.default(dtype).with_changes(...)."
-        )
-
-
-def colors_of(lists: OpLists) -> dict[str, str]:
-    """Returns the colour of every op type that is on a list, or whose successor is."""
-    colors: dict[str, str] = {op: color for color in COLORS for op in getattr(lists, color)}
-    successors = {op: colors[new] for op, new in SUCCESSORS.items() if new in colors}
-    return successors | colors
-
-
-def _updates_of(lists: OpLists, dtype: str) -> Updates:
-    """Returns how far arithmetic on gradients, on its way to variables, may be low.
-
-    Only Grappler's own lists, unchanged, give Grappler's result. Elsewhere optimizers compute in
-    float32: with bfloat16 from the last reduction on, as it has float32's range; with float16 from
-    the start, as squares of gradients, and gradients whose loss scale is taken off, vanish.
-    """
-    if lists == OpLists.grappler(dtype):
-        return "low"
-    return "reduced" if dtype == "bfloat16" else "float32"
+        peaks = options.machine.peaks["matmul"]
+        by_faster_ops(graph_def, options.device, peaks[options.dtype] > peaks[FLOAT32])
 
 
 def _nothing_converted(plan: RewritePlan, decision: Decision) -> str:

@@ -12,7 +12,6 @@ import tensorflow as tf
 from tfamp.levels.precision_config import EffectiveLevel, PrecisionConfig, effective_level
 from tfamp.levels.step_rewriting import keep_in_float32, step_settings
 from tfamp.machine import hardware
-from tfamp.rewriting.function import RewrittenFunction
 from tfamp.rewriting.function_state import kept_random_states
 from tfamp.rewriting.tune_report import FLOAT32, TuneReport, time_text
 from tfamp.rewriting.tuning import CANDIDATES, Candidate, candidates_of, compare_candidates
@@ -80,7 +79,7 @@ def measured_level(
     data = keras.tree.map_structure(_as_fit_gives, tuple(batch))
     settings = step_settings(low.dtype, placement=low.config.rewrite_placement)
     names = (config.placement,) if config.placement else CANDIDATES
-    ways = candidates_of(train_step_of(model), settings, RewrittenFunction, names)
+    ways = candidates_of(train_step_of(model), settings, names)
     if level.level == _MIXED:
         with kept_random_states():  # Python code that is traced may draw.
             step = mixed_step(data)

@@ -23,8 +23,8 @@ from tfamp.interop.keras_hooks import reading_variables_in
 from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
 from tfamp.layers.float_policies import in_float32
 from tfamp.levels.model_structure import computing_layers_of, layers_of
+from tfamp.planning.options import RewriteOptions
 from tfamp.rewriting.function import RewrittenFunction
-from tfamp.rewriting.pipeline import RewriteSettings
 from tfamp.rewriting.traced_function import traces_for_a_rewrite
 
 # Nodes of kept layers, and of their gradients, are under this scope. The scopes that Keras gives
@@ -42,7 +42,7 @@ def rewrite_steps_of(
 
     The options are those of `tfamp.rewrite`. Returns what makes the same of another function.
     """
-    rewrite = functools.partial(RewrittenFunction, settings=step_settings(dtype, **options))
+    rewrite = functools.partial(RewrittenFunction, options=step_settings(dtype, **options))
     keep_in_float32(kept)
     for layer in layers_of(model):
         # In place of `call` once Keras has quantized the layer; autocast leaves it alone itself.
@@ -53,9 +53,9 @@ def rewrite_steps_of(
     return rewrite
 
 
-def step_settings(dtype: str, **options: Any) -> RewriteSettings:
+def step_settings(dtype: str, **options: Any) -> RewriteOptions:
     """Returns how steps are rewritten; a step need not run every layer that is kept in float32."""
-    return RewriteSettings(dtype=dtype, **options).keeping((_KEPT_NODES,))
+    return RewriteOptions(dtype=dtype, **options).keeping((_KEPT_NODES,))
 
 
 def keep_in_float32(kept: Iterable[Any]) -> contextlib.ExitStack:

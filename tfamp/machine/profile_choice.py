@@ -95,28 +95,6 @@ def _multiplies_in_tf32() -> bool:
     )
 
 
-def check_profile(profile: Any) -> None:
-    """Raises a TypeError or ValueError unless it is None, "builtin" or a `MachineProfile`."""
-    if profile is None or profile == "builtin" or isinstance(profile, MachineProfile):
-        return
-    is_text = isinstance(profile, str)
-    got = repr(profile) if is_text else type(profile).__name__
-    raise (ValueError if is_text else TypeError)(
-        'profile must be None for this machine\'s, "builtin" or a tfamp.graph.MachineProfile; got '
-        f"{got}. A file's is MachineProfile.from_json(text)."
-    )
-
-
-def resolve_profile(profile: Any, placement: str) -> MachineProfile | None:
-    """Returns the profile that a checked argument stands for; None is the built-in one.
-
-    The placement "lists" needs no measurement: its plan only tells estimated times.
-    """
-    if isinstance(profile, MachineProfile):
-        return profile
-    return find_profile().profile if profile is None and placement != "lists" else None
-
-
 def find_profile() -> FoundProfile:
     """Returns the profile of this machine, as the environment variable TFAMP_PROFILE says.
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tfamp.core.options import PLACEMENTS
+from tfamp.planning.options import GraphUse, RewriteOptions
 from tfamp.planning.structures import (
     ARGUMENT,
     MAIN_GRAPH,
@@ -35,45 +35,6 @@ _Nodes: TypeAlias = Mapping[Place, tuple[IndexedNode, Sequence[str]]]
 _Call: TypeAlias = tuple[str, str, frozenset[str]]
 # Functions that call one another twice have a number of callers that doubles at every level.
 MOST_CALLERS = 1000
-
-
-def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    """Raises a ValueError that names the allowed values unless `value` is one."""
-    # Not "in allowed" alone: tf.float16 equals "float16" without being a string.
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
-
-
-def check_placement(value: str) -> None:
-    """Raises a ValueError that says what measures placements unless `value` is one."""
-    try:
-        check_choice("placement", value, PLACEMENTS)
-    except ValueError as error:
-        raise ValueError(f"{error} To measure which is the fastest, use tfamp.tune.") from None
-
-
-def tensor_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Returns an argument that holds names, which must not be a single string."""
-    if isinstance(names, str):
-        raise TypeError(f"{argument} must be a collection of strings; got the string {names!r}.")
-    result = tuple(names)
-    for name in result:
-        if not isinstance(name, str):
-            raise TypeError(f"{argument} must hold strings; got {name!r}.")
-    return result
-
-
-def patterns(argument: str, expressions: Iterable[str]) -> tuple[re.Pattern[str], ...]:
-    """Returns an argument that holds regular expressions, compiled."""
-    compiled = []
-    for pattern in tensor_names(argument, expressions):
-        try:
-            compiled.append(re.compile(pattern))
-        except re.error as error:
-            raise ValueError(
-                f"{argument} must hold regular expressions; got {pattern!r}: {error}."
-            ) from error
-    return tuple(compiled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,106 +83,71 @@ class ChosenNodes:
         return [each for each in matches if low.isdisjoint(each.nodes)]
 
 
-class NodeChoices:
-    """Which nodes must stay as they are and which are to be converted.
+def choose_nodes(
+    indexes: Sequence[GraphIndex], options: RewriteOptions, use: GraphUse
+) -> ChosenNodes:
+    """Returns the nodes of a graph and its functions that the caller means.
 
     A pattern is searched for in the name of a node; for a node of a branch, a body or any other
     function also in that name behind the names of its callers, as in "gate/cond/MatMul".
 
-    Args:
-        fetches: Names of tensors or operations whose results are used.
-        feeds: Names of tensors that are given a value.
-        keep_float32: Patterns of names of nodes that stay float32.
-        force_low: Patterns of names of nodes that are converted whatever the lists say.
-        may_miss: Those of the patterns that need not match a node.
-
     Raises:
-        TypeError: An argument is a string or holds something else.
-        ValueError: A pattern is no regular expression.
+        ValueError: The graph has no node of a name, or that matches a pattern.
     """
+    used = _used_nodes(indexes[0], use)
+    callers = _callers(indexes)
+    nodes = {
+        (number, position): (node, callers.get(index.scope, ()))
+        for number, index in enumerate(indexes)
+        for position, node in enumerate(index.nodes)
+        if node.op not in (ARGUMENT, RESULT)
+    }
+    matches = [
+        Match(argument, each.pattern, dict(_found(each, nodes)))
+        for argument, expressions in options.patterns.items()
+        for each in expressions
+    ]
+    names = {
+        place: full_name(next(iter(around), ""), node.name)
+        for place, (node, around) in nodes.items()
+    }
+    must_matter = tuple(each for each in matches if each.pattern not in options.may_miss)
+    for each in must_matter:
+        if not each.nodes:
+            near = nearest_names(each.pattern, names.values()) or ["dense/MatMul"]
+            raise ValueError(
+                f"{each.argument}: no node's name matches {each.pattern!r}. The pattern is "
+                f"searched for in names such as {', '.join(map(repr, near))}."
+            )
+    forced = frozenset(
+        place
+        for each in matches
+        for place in each.nodes
+        # Casts follow their neighbours.
+        if each.argument == "force_low" and nodes[place][0].op != "Cast"
+    )
+    return ChosenNodes(used, {**_kept(matches, nodes), **used}, forced, names, must_matter)
 
-    def __init__(
-        self,
-        fetches: Iterable[str],
-        feeds: Iterable[str],
-        keep_float32: Iterable[str],
-        force_low: Iterable[str],
-        may_miss: Iterable[str] = (),
-    ) -> None:
-        self._used = {
-            "fetches": tensor_names("fetches", fetches),
-            "feeds": tensor_names("feeds", feeds),
-        }
-        self._patterns = {
-            "keep_float32": patterns("keep_float32", keep_float32),
-            "force_low": patterns("force_low", force_low),
-        }
-        self._may_miss = frozenset(tensor_names("may_miss", may_miss))
 
-    @property
-    def used_names(self) -> tuple[str, ...]:
-        """The names of all fetches and feeds."""
-        return tuple(name for names in self._used.values() for name in names)
-
-    def nodes_of(self, indexes: Sequence[GraphIndex]) -> ChosenNodes:
-        """Returns the nodes of a graph and its functions that are meant.
-
-        Raises:
-            ValueError: The graph has no node of a name, or that matches a pattern.
-        """
-        used = self._used_nodes(indexes[0])
-        callers = _callers(indexes)
-        nodes = {
-            (number, position): (node, callers.get(index.scope, ()))
-            for number, index in enumerate(indexes)
-            for position, node in enumerate(index.nodes)
-            if node.op not in (ARGUMENT, RESULT)
-        }
-        matches = [
-            Match(argument, each.pattern, dict(_found(each, nodes)))
-            for argument, expressions in self._patterns.items()
-            for each in expressions
-        ]
-        names = {
-            place: full_name(next(iter(around), ""), node.name)
-            for place, (node, around) in nodes.items()
-        }
-        must_matter = tuple(each for each in matches if each.pattern not in self._may_miss)
-        for each in must_matter:
-            if not each.nodes:
-                near = nearest_names(each.pattern, names.values()) or ["dense/MatMul"]
+def _used_nodes(index: GraphIndex, use: GraphUse) -> dict[Place, Reason]:
+    """The nodes that are fetched or fed, with the reason."""
+    positions = {node.name: position for position, node in enumerate(index.nodes)}
+    why = {"fetches": "its result is fetched", "feeds": "its value is fed"}
+    used = {}
+    for argument, names in (("fetches", use.fetches), ("feeds", use.feeds)):
+        for name in names:
+            own, (_, colon, port) = node_name(name), name.partition(":")
+            if own not in positions:
+                near = difflib.get_close_matches(own, sorted(positions))
+                hint = f" The nearest names are {near}." if near else ""
+                raise ValueError(f"{argument}: the graph has no node {name!r}.{hint}")
+            if colon and not port.isdecimal():
                 raise ValueError(
-                    f"{each.argument}: no node's name matches {each.pattern!r}. The pattern is "
-                    f"searched for in names such as {', '.join(map(repr, near))}."
+                    f"{argument}: {name!r} is no name of a tensor; those of the node are "
+                    f"'{own}:0', '{own}:1' and so on."
                 )
-        forced = frozenset(
-            place
-            for each in matches
-            for place in each.nodes
-            # Casts follow their neighbours.
-            if each.argument == "force_low" and nodes[place][0].op != "Cast"
-        )
-        return ChosenNodes(used, {**_kept(matches, nodes), **used}, forced, names, must_matter)
-
-    def _used_nodes(self, index: GraphIndex) -> dict[Place, Reason]:
-        """The nodes that are fetched or fed, with the reason."""
-        positions = {node.name: position for position, node in enumerate(index.nodes)}
-        why = {"fetches": "its result is fetched", "feeds": "its value is fed"}
-        used = {}
-        for argument, names in self._used.items():
-            for name in names:
-                own, (_, colon, port) = node_name(name), name.partition(":")
-                if own not in positions:
-                    near = difflib.get_close_matches(own, sorted(positions))
-                    hint = f" The nearest names are {near}." if near else ""
-                    raise ValueError(f"{argument}: the graph has no node {name!r}.{hint}")
-                if colon and not port.isdecimal():
-                    raise ValueError(
-                        f"{argument}: {name!r} is no name of a tensor; those of the node are "
-                        f"'{own}:0', '{own}:1' and so on."
-                    )
-                used[0, positions[own]] = Reason(argument, why[argument])
-        return used
+            used[0, positions[own]] = Reason(argument, why[argument])
+    return used
 
 
 def _callers(indexes: Sequence[GraphIndex]) -> Mapping[str, Sequence[str]]:

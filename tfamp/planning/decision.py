@@ -13,14 +13,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tfamp.core.profile import MachineProfile
-from tfamp.planning.choices import ChosenNodes, NodeChoices, Place, nearest_names
-from tfamp.planning.coloring import Rules, Updates, find_regions, paint, safe_slots
+from tfamp.planning.choices import ChosenNodes, Place, choose_nodes, nearest_names
+from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, crossing_tensors, estimate, scope_seconds
 from tfamp.planning.exact_values import ends_of, exact_slots
 from tfamp.planning.normalizations import ROOTS, statistics
+from tfamp.planning.options import GraphUse, RewriteOptions
 from tfamp.planning.placement import place
-from tfamp.planning.ranges import Limits, Ranges, too_large
+from tfamp.planning.ranges import too_large
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,
@@ -45,35 +45,6 @@ from tfamp.planning.structures import (
     free_name,
     reach,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What is asked of a rewrite, checked.
-
-    Attributes:
-        dtype: The low dtype.
-        choices: The nodes the caller chose.
-        colors: Colour of every op type that is on a list.
-        updates: How far arithmetic on gradients, on its way to variables, may be low.
-        device: Kind of device of nodes that are pinned to none.
-        placement: "min_cut", "lists" or "fused".
-        profile: How fast the machine is.
-        ranges: What was measured, if anything was.
-        limits: From where on measured values need float32, unless the caller forces them low.
-        exact_statistics: Whether normalizations stay float32, unless the caller forces them low.
-    """
-
-    dtype: str
-    choices: NodeChoices
-    colors: Mapping[str, str]
-    updates: Updates
-    device: str
-    placement: str
-    profile: MachineProfile
-    ranges: Ranges | None = None
-    limits: Limits | None = None
-    exact_statistics: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,32 +84,34 @@ class Decision:
 def decide(
     indexes: Sequence[GraphIndex],
     weights: Collection[tuple[str, str]],
-    request: Request,
+    options: RewriteOptions,
+    use: GraphUse,
 ) -> Decision:
     """Decides about a graph and its functions.
 
     Args:
         indexes: The graph, then its functions.
         weights: Arguments of loops' functions that hold weights: see `join`.
-        request: What is asked.
+        options: How to rewrite, resolved.
+        use: The tensors of the graph that are used, and their ranges.
 
     Raises:
-        ValueError: The graph has no node of a name, or that matches a pattern, of the request's.
+        ValueError: The graph has no node of a name, or that matches a pattern.
     """
-    chosen = request.choices.nodes_of(indexes)
-    joined = join(indexes, request.colors, weights)
-    rules = _Rules(joined, request, chosen, _exact_slots(joined, request, chosen))
+    chosen = choose_nodes(indexes, options, use)
+    joined = join(indexes, options.colors, weights)
+    rules = _Rules(joined, options, chosen, _exact_slots(joined, options, chosen))
     found = {
         (number, position): reason
         for number, index in enumerate(indexes)
-        for position, reason in _found_float32(index, request).items()
+        for position, reason in _found_float32(index, options, use).items()
         if (number, position) not in chosen.forced
     }
     regions, painting = rules.paint({**found, **chosen.kept})
-    costs = [estimate(i, request.profile, request.dtype) for i in indexes]
-    if request.placement != "lists":
+    costs = [estimate(i, options.machine, options.dtype) for i in indexes]
+    if options.placement != "lists":
         safe = rules.safe(regions, painting)
-        least_gain = request.profile.least_gain
+        least_gain = options.machine.least_gain
         joined_costs = joined.join_costs(costs, safe)
         painting = place(joined.index, regions, painting, safe, joined_costs, least_gain)
     why_float32 = {**painting.left, **painting.denied, **regions.fixed}
@@ -148,29 +121,29 @@ def decide(
         )
         for n, (index, rounds) in enumerate(zip(indexes, joined.rounds, strict=True))
     )
-    nodes = tuple(node for scope in scopes for node in _node_plans(scope, request))
-    plans = tuple(_plan_scope(scope, request.dtype) for scope in scopes)
-    plan = make_plan(request.dtype, nodes, plans, _speed_up(scopes))
+    nodes = tuple(node for scope in scopes for node in _node_plans(scope, options))
+    plans = tuple(_plan_scope(scope, options.dtype) for scope in scopes)
+    plan = make_plan(options.dtype, nodes, plans, _speed_up(scopes))
     return Decision(scopes, plan, tuple(_without_effect(rules, found, scopes, plan)))
 
 
-def _found_float32(index: GraphIndex, request: Request) -> dict[int, Reason]:
+def _found_float32(index: GraphIndex, options: RewriteOptions, use: GraphUse) -> dict[int, Reason]:
     """Nodes that need float32 for their place in the graph or for their values."""
     found: dict[int, Reason] = {}
-    if request.exact_statistics and not ROOTS.isdisjoint(node.op for node in index.nodes):
+    if options.exact_statistics and not ROOTS.isdisjoint(node.op for node in index.nodes):
         found.update(statistics(index))
-    if request.ranges and request.limits:
-        found.update(too_large(index, request.ranges, request.limits))
+    if use.ranges and use.limits:
+        found.update(too_large(index, use.ranges, use.limits))
     return found
 
 
-def _exact_slots(joined: Joined, request: Request, chosen: ChosenNodes) -> dict[int, Reason]:
+def _exact_slots(joined: Joined, options: RewriteOptions, chosen: ChosenNodes) -> dict[int, Reason]:
     """Slots that need float32 for what they hold; with exactly Grappler's lists there are none."""
-    if request.updates == "low":
+    if options.updates == "low":
         return {}
     fetched = [node for (_, node), reason in chosen.used.items() if reason.rule == "fetches"]
     ends = ends_of(joined.scopes, joined.slots, fetched)
-    found = exact_slots(joined.index, request.colors, ends, request.dtype)
+    found = exact_slots(joined.index, options.colors, ends, options.dtype)
     forced = {
         joined.slots[number][slot]
         for number, position in chosen.forced
@@ -184,23 +157,23 @@ class _Rules:
     """What decides which slots are converted, whatever they cost."""
 
     joined: Joined
-    request: Request
+    options: RewriteOptions
     chosen: ChosenNodes
     exact: Mapping[int, Reason]
 
     def paint(self, kept: Mapping[Place, Reason]) -> tuple[Regions, Painting]:
         """Returns what is to be converted if some nodes stay as they are."""
-        joined, request = self.joined, self.request
+        joined, options = self.joined, self.options
         nodes = [(n, i) for n, scope in enumerate(joined.scopes) for i in range(len(scope.nodes))]
         fixed = {number: kept[place] for number, place in enumerate(nodes) if place in kept}
         forced = frozenset(n for n, place in enumerate(nodes) if place in self.chosen.forced)
         regions = find_regions(joined.index, fixed, {**self.exact, **joined.kept})
-        rules = Rules(joined.index, regions, request.colors, forced, request.updates)
+        rules = Rules(joined.index, regions, options.colors, forced, options.updates)
         return regions, paint(rules)
 
     def safe(self, regions: Regions, painting: Painting) -> frozenset[int]:
         """Returns the slots that may be low, Casts left out."""
-        return safe_slots(Rules(self.joined.index, regions, self.request.colors), painting)
+        return safe_slots(Rules(self.joined.index, regions, self.options.colors), painting)
 
     def lowerable(self, found: Mapping[Place, Reason]) -> set[Place]:
         """Returns the nodes that could be low if the caller kept none, only what was found is."""
@@ -303,8 +276,8 @@ def _casts(scope: PaintedScope, dtype: str) -> Iterator[CastSite]:
         )
 
 
-def _node_plans(scope: PaintedScope, request: Request) -> Iterator[NodePlan]:
-    index, dtype = scope.index, request.dtype
+def _node_plans(scope: PaintedScope, options: RewriteOptions) -> Iterator[NodePlan]:
+    index, dtype = scope.index, options.dtype
     inputs = _producers(index)
     for position, node in enumerate(index.nodes):
         slots = _float_slots(index, node, dtype)
@@ -319,7 +292,7 @@ def _node_plans(scope: PaintedScope, request: Request) -> Iterator[NodePlan]:
             name=node.name,
             op=node.op,
             dtype=dtype if why_low else FLOAT32,
-            reason=why_low[0] if why_low else _why_float32(scope, slots[0], request.colors),
+            reason=why_low[0] if why_low else _why_float32(scope, slots[0], options.colors),
             cost=seconds if scope.costs.is_known(node) else None,
             inputs=tuple(inputs.get(position, ())),
         )

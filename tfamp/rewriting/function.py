@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import warnings
@@ -20,18 +19,23 @@ from tfamp.graph.op_lists import OpLists
 from tfamp.interop.keras_hooks import require_tensorflow
 from tfamp.interop.patching import level_of_user
 from tfamp.interop.tf_functions import SaveableFunction
+from tfamp.planning.options import RewriteOptions
 from tfamp.planning.ranges import Ranges
-from tfamp.planning.structures import RewritePlan
+from tfamp.planning.structures import FLOAT32, RewritePlan
 from tfamp.policy import low_dtype
-from tfamp.rewriting.pipeline import FlatGraph, RewriteSettings, into_current_graph
-from tfamp.rewriting.traced_function import FlatCall, TracedFunction, fused_batch_normalization
+from tfamp.rewriting.pipeline import FlatGraph, into_current_graph
+from tfamp.rewriting.traced_function import (
+    FlatCall,
+    TracedFunction,
+    fused_batch_normalization,
+    made_of,
+)
 
 _EAGER = (
     "{} runs as written, in float32: after tf.config.run_functions_eagerly(True) no function is "
     "traced, so there is no graph to rewrite. In eager mode `tfamp.autocast` casts op by op."
 )
 
-# A placement that is none: the best of all of them.
 _NO_RESULT = {
     "an async generator": inspect.isasyncgenfunction,
     "a coroutine function (async def)": inspect.iscoroutinefunction,
@@ -47,9 +51,9 @@ def rewrite(
     keep_float32: Iterable[str] = (),
     force_low: Iterable[str] = (),
     calibration: Any = None,
-    placement: str = "min_cut",
+    placement: str = RewriteOptions.placement,
     profile: MachineProfile | str | None = None,
-    on_error: str = "raise",
+    on_error: str = RewriteOptions.on_error,
     example_args: Sequence[Any] | None = None,
 ) -> Any:
     """Returns a function that computes the same in low precision, where that is safe.
@@ -104,7 +108,7 @@ def rewrite(
         [('MatMul', 'bfloat16'), ('Relu', 'float32'), ('Identity', 'float32')]
     """
     require_tensorflow("tfamp.rewrite")
-    settings = RewriteSettings(
+    options = RewriteOptions(
         dtype=_low_dtype(dtype),
         op_lists=op_lists,
         keep_float32=keep_float32,
@@ -115,12 +119,12 @@ def rewrite(
         on_error=on_error,
     )
     _check_example_args(example_args)
-    make = functools.partial(_make, settings=settings, example_args=example_args)
+    make = functools.partial(_make, options=options, example_args=example_args)
     return make if fn is None else make(fn)
 
 
-def _low_dtype(dtype: str | None) -> str | None:
-    """Returns the dtype to convert to; warns where that is float32, the fastest here, as None."""
+def _low_dtype(dtype: str | None) -> str:
+    """Returns the dtype to convert to; warns where that is float32, the fastest here."""
     name = low_dtype(dtype)
     if name is None:
         warnings.warn(
@@ -129,7 +133,7 @@ def _low_dtype(dtype: str | None) -> str | None:
             NothingConvertedWarning,
             stacklevel=level_of_user(),
         )
-    return name
+    return name or FLOAT32
 
 
 def _check_example_args(example_args: Any) -> None:
@@ -141,9 +145,9 @@ def _check_example_args(example_args: Any) -> None:
 
 
 def _make(
-    fn: Any, settings: RewriteSettings, example_args: Sequence[Any] | None
+    fn: Any, options: RewriteOptions, example_args: Sequence[Any] | None
 ) -> RewrittenFunction:
-    rewritten = RewrittenFunction(fn, settings)
+    rewritten = RewrittenFunction(fn, options)
     if example_args is not None:
         rewritten.concrete(*example_args)
     return rewritten
@@ -154,7 +158,7 @@ class RewrittenFunction(SaveableFunction):
 
     Args:
         fn: The function.
-        settings: How to rewrite it.
+        options: How to rewrite it.
         traced: What to trace in its place; None for the function itself.
     """
 
@@ -162,11 +166,11 @@ class RewrittenFunction(SaveableFunction):
     __slots__ = ("_instance",)
 
     def __init__(
-        self, fn: Any, settings: RewriteSettings, traced: TracedFunction | None = None
+        self, fn: Any, options: RewriteOptions, traced: TracedFunction | None = None
     ) -> None:
         check_function(fn)
         self._fn = fn
-        self._settings = settings
+        self._options = options
         self._instance: Any = None
         self._traced = TracedFunction.of(fn) if traced is None else traced
         self._plans: weakref.WeakKeyDictionary[Any, RewritePlan] = weakref.WeakKeyDictionary()
@@ -184,7 +188,7 @@ class RewrittenFunction(SaveableFunction):
         if instance not in self._bound:
             traced = self._traced.bound_to(instance)
             method = traced.python_function
-            self._bound[instance] = RewrittenFunction(method, self._settings, traced)
+            self._bound[instance] = RewrittenFunction(method, self._options, traced)
         handle = self._handles.get(instance, lambda: None)()
         if handle is None:
             handle = object.__new__(type(self))
@@ -195,10 +199,10 @@ class RewrittenFunction(SaveableFunction):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles as what it was made from: graphs belong to a process."""
-        return _make, (self._fn, self._settings, None)
+        return _make, (self._fn, self._options, None)
 
     def __repr__(self) -> str:
-        return f"<tfamp.rewrite of {self._traced.name} to {self._settings.dtype}>"
+        return f"<tfamp.rewrite of {self._traced.name} to {self.dtype}>"
 
     def concrete(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the concrete function that a call with these arguments runs.
@@ -225,36 +229,21 @@ class RewrittenFunction(SaveableFunction):
             raise RewriteError(f"{self._traced.name} was not rewritten: it runs in float32.")
         return plan
 
-    def copy(self, dtype: str | None = None) -> RewrittenFunction:
-        """Returns the same function, not traced yet.
-
-        Args:
-            dtype: What to convert to, as for `rewrite`; None for the dtype of this one.
-        """
-        settings = self._settings
-        if dtype is not None:
-            settings = dataclasses.replace(settings, dtype=_low_dtype(dtype))
-        return RewrittenFunction(self._fn, settings)
-
     @property
     def written(self) -> Any:
-        """What it was made from: the function in float32."""
+        """The function in float32 that it was made from."""
         return self._fn
 
     @property
-    def settings(self) -> RewriteSettings:
-        """How it is rewritten."""
-        return self._settings
-
-    @property
-    def tf_function(self) -> Any:
-        """The function itself, which is a `tf.function`."""
-        return self
+    def settings(self) -> RewriteOptions:
+        """The options it is rewritten by."""
+        return self._options
 
     @property
     def dtype(self) -> str | None:
         """The low dtype; None where float32 is the fastest this machine has."""
-        return self._settings.dtype
+        dtype = self._options.dtype
+        return None if dtype == FLOAT32 else dtype
 
     def _trace(self, *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
@@ -270,9 +259,9 @@ class RewrittenFunction(SaveableFunction):
         try:
             graph = FlatGraph.of(traced)
             ranges = self._ranges(graph)
-            tensors, plan = into_current_graph(graph, values, self._settings, ranges)
+            tensors, plan = into_current_graph(graph, values, self._options, ranges)
         except RewriteError as error:
-            if self._settings.on_error == "raise":
+            if self._options.on_error == "raise":
                 raise
             text = f"{self._traced.name} cannot be rewritten and stays in float32: {error}"
             warnings.warn(text, TfampWarning, stacklevel=level_of_user())
@@ -283,12 +272,18 @@ class RewrittenFunction(SaveableFunction):
 
     def _ranges(self, graph: FlatGraph) -> Ranges | None:
         """Runs the calls of the calibration on the float32 graph of a trace."""
-        calibration, call = self._settings.calibration, self._traced.call
-        if calibration is None or self._settings.dtype is None:
+        calibration, call = self._options.calibration, self._traced.call
+        if calibration is None or self.dtype is None:
             return None
-        batches = (call(*args, **kwargs).values() for args, kwargs in calibration.calls())
-        captured = graph.traced.captured_inputs
-        return measure(graph.graph_def, graph.inputs, batches, captured, graph.outputs)
+        made = made_of(graph.traced)
+        if "ranges" not in made:
+            batches = (call(*args, **kwargs).values() for args, kwargs in calibration.calls())
+            captured = graph.traced.captured_inputs
+            made["ranges"] = measure(
+                graph.graph_def, graph.inputs, batches, captured, graph.outputs
+            )
+        ranges: Ranges = made["ranges"]
+        return ranges
 
 
 def check_function(fn: Any) -> None:

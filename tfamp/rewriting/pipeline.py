@@ -14,7 +14,6 @@ for, with the copies in the place of the tensors it refers to; that trace is con
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import itertools
 import warnings
@@ -25,8 +24,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
-from tfamp.core.profile import MachineProfile
-from tfamp.graph.calibration import Calibration
 from tfamp.graph.functions import (
     CALLS,
     GRADIENT,
@@ -42,23 +39,14 @@ from tfamp.graph.functions import (
     rename_functions,
     unshare_branches,
 )
-from tfamp.graph.op_lists import OpLists
-from tfamp.graph.rewrite import check_lists, convert, make_request
+from tfamp.graph.rewrite import convert_prepared, prepare, resolved
 from tfamp.interop import tf_functions
 from tfamp.interop.tf_functions import as_written
-from tfamp.machine.profile_choice import check_profile, resolve_profile
-from tfamp.planning.choices import (
-    NodeChoices,
-    check_choice,
-    check_placement,
-    patterns,
-    tensor_names,
-)
+from tfamp.planning.options import GraphUse, RewriteOptions
 from tfamp.planning.ranges import Ranges
-from tfamp.planning.structures import LOOPS, RewritePlan, node_name, producers_first
-from tfamp.rewriting.traced_function import FlatCall, TracedFunction
+from tfamp.planning.structures import FLOAT32, LOOPS, RewritePlan, node_name, producers_first
+from tfamp.rewriting.traced_function import FlatCall, TracedFunction, made_of
 
-_ON_ERROR = ("raise", "keep")
 _NUMBERS = itertools.count(1)
 _CUSTOM = "CustomGradient-"
 # Of a node with a custom gradient: the dtypes of its outputs as it was traced.
@@ -87,89 +75,47 @@ class FlatGraph:
     @classmethod
     def of(cls, traced: Any) -> FlatGraph:
         """Returns the graph of a trace."""
-        inputs = tuple(tensor.name for tensor in traced.inputs)
-        outputs = tuple(tensor.name for tensor in traced.outputs)
-        graph_def = traced.graph.as_graph_def(add_shapes=True)  # A new message each time.
-        inline_calls(graph_def, (*outputs, *inputs))
-        return cls(traced, unshare_branches(graph_def), inputs, outputs)
+        made = made_of(traced)
+        if "flat" not in made:
+            inputs = tuple(tensor.name for tensor in traced.inputs)
+            outputs = tuple(tensor.name for tensor in traced.outputs)
+            graph_def = traced.graph.as_graph_def(add_shapes=True)  # A new message each time.
+            inline_calls(graph_def, (*outputs, *inputs))
+            for node in _custom_nodes(graph_def):
+                node.attr[_DTYPES].CopyFrom(node.attr["T"])
+            made["flat"] = cls(traced, unshare_branches(graph_def), inputs, outputs)
+        flat: FlatGraph = made["flat"]
+        return flat
 
+    def converted(self, options: RewriteOptions, ranges: Ranges | None) -> tuple[Any, RewritePlan]:
+        """Returns the graph in low precision, and the plan; its passes run on it in place.
 
-@dataclass(frozen=True)
-class RewriteSettings:
-    """How to rewrite a graph; see `rewrite` and `rewrite_saved_model`.
-
-    A pattern that matches no node is an error, and one that changes none a warning, but for those
-    in `may_miss`.
-    """
-
-    dtype: str | None = None
-    op_lists: OpLists | None = None
-    keep_float32: Iterable[str] = ()
-    force_low: Iterable[str] = ()
-    calibration: Calibration | None = None
-    placement: str = "lists"
-    device: str = "auto"
-    profile: MachineProfile | str | None = None
-    on_error: str = "raise"
-    may_miss: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_choice("on_error", self.on_error, _ON_ERROR)
-        check_placement(self.placement)
-        check_lists(self.op_lists)
-        check_profile(self.profile)
-        for name in ("keep_float32", "force_low"):
-            # The dataclass is frozen for its users; this is where its values are made.
-            object.__setattr__(self, name, tensor_names(name, getattr(self, name)))
-            patterns(name, getattr(self, name))
-
-    def keeping(self, more: Iterable[str]) -> RewriteSettings:
-        """Returns the settings with more patterns of nodes that stay float32 and may match none."""
-        more = tuple(more)
-        return dataclasses.replace(
-            self, keep_float32=(*self.keep_float32, *more), may_miss=(*self.may_miss, *more)
-        )
-
-    def for_gradients(self) -> RewriteSettings:
-        """Returns the settings for custom gradients, where no pattern need match a node."""
-        every = (*self.keep_float32, *self.force_low)
-        return dataclasses.replace(self, may_miss=every, calibration=None)
-
-    def convert(
-        self,
-        graph_def: Any,
-        fetches: Iterable[str],
-        feeds: Iterable[str],
-        ranges: Ranges | None = None,
-    ) -> Any:
-        """Converts a graph in place; returns the `Decision`, None without a dtype.
-
-        With what was measured on the calibration data.
+        Rewrites that share the trace share the graph behind its passes, and its index.
         """
-        if self.dtype is None:
-            return None
-        choices = NodeChoices(fetches, feeds, self.keep_float32, self.force_low, self.may_miss)
-        profile = resolve_profile(self.profile, self.placement)
-        request = make_request(
-            choices,
-            self.dtype,
-            self.op_lists,
-            self.placement,
-            self.device,
-            profile,
-        )
-        limits = None if self.calibration is None else self.calibration.limits(self.dtype)
-        request = dataclasses.replace(request, ranges=ranges, limits=limits)
-        return convert(graph_def, request)
+        options, use = resolved(options), graph_use(self.outputs, self.inputs, options, ranges)
+        made = made_of(self.traced)
+        is_shared = "flat" in made
+        if "prepared" not in made:
+            made["prepared"] = prepare(self.graph_def, options, use)
+        prepared = made["prepared"].copy() if is_shared else made["prepared"]
+        return prepared.graph_def, convert_prepared(prepared, options, use).plan
 
 
-AS_IT_IS = RewriteSettings()
+def graph_use(
+    fetches: Iterable[str],
+    feeds: Iterable[str],
+    options: RewriteOptions,
+    ranges: Ranges | None = None,
+) -> GraphUse:
+    """Returns the use of one graph; the ranges are those on the calibration data."""
+    limits = None if options.calibration is None else options.calibration.limits(options.dtype)
+    return GraphUse(fetches, feeds, ranges, limits)
 
 
 def into_current_graph(
     graph: FlatGraph,
     values: Sequence[Any],
-    settings: RewriteSettings = AS_IT_IS,
+    options: RewriteOptions,
     ranges: Ranges | None = None,
 ) -> tuple[list[Any], RewritePlan | None]:
     """Converts a graph and adds it to the function that is being traced.
@@ -177,16 +123,15 @@ def into_current_graph(
     The graph is changed. There is a tensor for each of its inputs, of the dtype it has there; the
     ranges are those on the calibration data. Returns what stands for the outputs, and the plan.
     """
-    for node in _custom_nodes(graph.graph_def):
-        node.attr[_DTYPES].CopyFrom(node.attr["T"])
-    converted = settings.convert(graph.graph_def, graph.outputs, graph.inputs, ranges)
-    plan = None if converted is None else converted.plan
-    graph_def = rename_functions(graph.graph_def, new_suffix())
+    graph_def, plan = graph.graph_def, None
+    if options.dtype != FLOAT32:
+        graph_def, plan = graph.converted(options, ranges)
+    graph_def = rename_functions(graph_def, new_suffix())
     captured = [tf_functions.capture_into_graph(value) for value in values]
     inputs = dict(zip(graph.inputs, captured, strict=True))
     current = tf.compat.v1.get_default_graph()
     scope = _free_scope(graph_def, current, graph.inputs)
-    host = _Host(current, scope, inputs, graph.traced.graph, settings.for_gradients())
+    host = _Host(current, scope, inputs, graph.traced.graph, options.for_gradients())
     _adopt_gradients(graph_def, host)
     results = _import_graph_def(graph_def, inputs, graph.outputs, scope)
     tf_functions.note_variables(graph.traced.graph.variables)
@@ -205,14 +150,14 @@ class _Host:
         scope: The name scope of the copies.
         inputs: What stands for the inputs of the trace, by name.
         traced: The `FuncGraph` that was traced.
-        settings: How gradients are converted.
+        options: How gradients are converted.
     """
 
     graph: Any
     scope: str
     inputs: Mapping[str, Any]
     traced: Any
-    settings: RewriteSettings
+    options: RewriteOptions
 
     def counterpart(self, name: str) -> Any:
         """Returns what stands for a tensor or operation of the trace; KeyError if nothing does."""
@@ -249,7 +194,7 @@ class _CustomGradient:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NothingConvertedWarning)  # There is often nothing.
             graph, values = FlatGraph.of(traced), [*call.tensors, *captures]
-            made, _ = into_current_graph(graph, values, self.host.settings)
+            made, _ = into_current_graph(graph, values, self.host.options)
         results = function.packed(traced, made)
         return [_like(result, taken) for result, taken in zip(results, op.inputs, strict=True)]
 
@@ -261,7 +206,7 @@ class _CustomGradient:
         try:
             found = self._find(op, tensor, graph)
         except (KeyError, ValueError) as error:
-            if self.host.settings.placement == "fused" and tensor.op.inputs:
+            if self.host.options.placement == "fused" and tensor.op.inputs:
                 return self._again(op, tensor)
             raise RewriteError(
                 f"Node {op.name!r} ({op.type}): its custom gradient uses the tensor "

@@ -15,7 +15,6 @@ from tfamp.graph.functions import GRADIENT, attribute_text
 from tfamp.interop import tf_private
 from tfamp.machine.file_replacing import restore_directory
 from tfamp.planning.structures import node_name
-from tfamp.rewriting.damaged_graph import damaged_node
 from tfamp.rewriting.pipeline import all_nodes
 from tfamp.rewriting.saved_graph import tensors_of
 
@@ -81,12 +80,12 @@ def read_saved_model(src: Path) -> Any:
     if not path.is_file():
         raise SavedModelError(_why_missing(src))
     model = tf_private.saved_model_message()
-    data = _bytes_of(path)
     try:
-        model.ParseFromString(data)
-    except tf_private.message_error() as error:
-        where = damaged_node(data) or str(error)
-        raise SavedModelError(f"{path} is broken and cannot be read: {where}.") from error
+        model.ParseFromString(path.read_bytes())
+    except (OSError, tf_private.message_error()) as error:
+        raise SavedModelError(
+            f"{path} is broken and cannot be read: {error}. Save the model again."
+        ) from error
     if not model.meta_graphs:
         raise SavedModelError(f"{path} is broken: it holds no graph.")
     for graph in model.meta_graphs:
@@ -97,13 +96,6 @@ def read_saved_model(src: Path) -> Any:
     if any(_has_variables(graph) for graph in model.meta_graphs):
         _check_variables(src)
     return model
-
-
-def _bytes_of(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise SavedModelError(f"{path} cannot be read: {error}") from error
 
 
 def _why_missing(src: Path) -> str:

@@ -189,11 +189,10 @@ def _variable_values(src: Path, meta_graph: Any, names: Sequence[str]) -> dict[s
             values = _values_of_objects(src, meta_graph)
         else:
             values = _values_of_graph(src, meta_graph, names)
-    except SavedModelError:
-        raise
     except Exception as error:  # What TensorFlow raises for broken objects and graphs is anything.
         raise SavedModelError(
-            f"The variables of {src} cannot be read: {type(error).__name__}: {first_line(error)}"
+            f"The variables of the SavedModel {src} cannot be read, which freezing needs: "
+            f"{type(error).__name__}: {first_line(error)}"
         ) from error
     missing = sorted(set(names) - values.keys())
     if missing:
@@ -204,55 +203,24 @@ def _variable_values(src: Path, meta_graph: Any, names: Sequence[str]) -> dict[s
     return {name: values[name] for name in names}
 
 
-def _where(meta_graph: Any, error: Exception) -> str:
-    """The node whose attribute is no text, where the loader fails to write that it is wrong."""
-    if not isinstance(error, UnicodeDecodeError):
-        return ""
-    for node in all_nodes(meta_graph.graph_def):
-        for attr, value in sorted(node.attr.items()):
-            if value.s in error.object and not _is_text(value.s):
-                return f"node {node.name!r} ({node.op}), whose attribute {attr} is no text: "
-    return ""
-
-
-def _is_text(data: bytes) -> bool:
-    try:
-        return data.decode() is not None
-    except UnicodeDecodeError:
-        return False
-
-
 def _values_of_objects(src: Path, meta_graph: Any) -> dict[str, Any]:
     """TensorFlow 2: what each signature is called with in the graph, its loaded function captures.
 
     Not by restoring the graph in a session: what `tf.saved_model.save` makes of a Keras 3 model
     restores other variables than its signatures use.
     """
-    try:
-        loaded = tf.saved_model.load(str(src), tags=list(meta_graph.meta_info_def.tags))
-    except Exception as error:  # What the loader raises for broken objects is anything.
-        raise SavedModelError(
-            f"TensorFlow cannot load the SavedModel {src}, which freezing needs: "
-            f"{_where(meta_graph, error)}{type(error).__name__}: {first_line(error)}"
-        ) from error
-    signatures = getattr(loaded, "signatures", None)
-    known = signatures if isinstance(signatures, Mapping) else {}
+    # It keeps the variables alive that its signatures refer to.
+    loaded = tf.saved_model.load(str(src), tags=list(meta_graph.meta_info_def.tags))
     nodes = {node.name: node for node in meta_graph.graph_def.node}
     values: dict[str, Any] = {}
     for key, signature in signatures_of(meta_graph).items():
-        function: Any = known.get(key)
-        if not hasattr(function, "captured_inputs"):
-            raise SavedModelError(
-                f"The SavedModel {src} is broken: its objects have no signature {key!r}, and its "
-                "graph has."
-            )
         if not signature.outputs:
             continue
         call = nodes[node_name(next(iter(signature.outputs.values())).name)]
         given = [node_name(name) for name in call.input if not name.startswith("^")]
-        captured = function.captured_inputs
+        captured = loaded.signatures[key].captured_inputs
         for name, tensor in zip(given[len(given) - len(captured) :], captured, strict=True):
-            found = [v for v in function.variables if v.handle is tensor]
+            found = [v for v in loaded.signatures[key].variables if v.handle is tensor]
             if found and name not in values:
                 values[name] = found[0].numpy()
     return values

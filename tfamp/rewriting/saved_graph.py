@@ -27,10 +27,12 @@ from tfamp.graph.functions import (
     reached_functions,
     replace_nodes,
 )
+from tfamp.graph.rewrite import convert, resolved
 from tfamp.interop import tf_private
+from tfamp.planning.options import RewriteOptions
 from tfamp.planning.ranges import Ranges, TensorKey, TensorRange
 from tfamp.planning.structures import RewritePlan, node_name, reach
-from tfamp.rewriting.pipeline import RewriteSettings
+from tfamp.rewriting.pipeline import graph_use
 
 VARIABLES = ("VarHandleOp", "Variable", "VariableV2")
 # Entries of the table of signatures that are none.
@@ -94,7 +96,7 @@ def find_roles(meta_graph: Any) -> Roles:
 
 
 def rewrite_meta_graph(
-    meta_graph: Any, roles: Roles, settings: RewriteSettings, ranges: Ranges | None = None
+    meta_graph: Any, roles: Roles, options: RewriteOptions, ranges: Ranges | None = None
 ) -> RewritePlan:
     """Converts a graph of a SavedModel in place; returns the plan.
 
@@ -109,8 +111,9 @@ def rewrite_meta_graph(
         if name in entries:
             root.attr["functions"].list.func.add(name=name)
     fetches = _distinct((*roles.fetches, *roles.bystanders))
-    settings = settings.keeping(_custom_gradients(graph))
-    plan: RewritePlan = settings.convert(graph, fetches, roles.feeds, ranges).plan
+    options = options.keeping(_custom_gradients(graph))
+    use = graph_use(fetches, roles.feeds, options, ranges)
+    plan = convert(graph, resolved(options), use).plan
     functions |= library_of(graph)
     result = meta_graph.graph_def
     replace_nodes(result.node, (node for node in graph.node if node.name != _ROOT))

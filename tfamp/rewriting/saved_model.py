@@ -14,12 +14,15 @@ from tfamp.graph.op_lists import OpLists
 from tfamp.machine import hardware
 from tfamp.machine.file_replacing import new_directory
 from tfamp.planning.decision import make_plan
+from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import RewritePlan
 from tfamp.policy import low_dtype
 from tfamp.rewriting import saved_files
-from tfamp.rewriting.pipeline import RewriteSettings
 from tfamp.rewriting.saved_freeze import KEPT_IN_FROZEN, freeze_meta_graph, store_low_constants
 from tfamp.rewriting.saved_graph import find_roles, measure_meta_graph, rewrite_meta_graph
+
+# The model may run on another machine than this, of which no times are known.
+_PLACEMENT = "lists"
 
 
 def rewrite_saved_model(
@@ -32,8 +35,8 @@ def rewrite_saved_model(
     op_lists: OpLists | None = None,
     keep_float32: Iterable[str] = (),
     force_low: Iterable[str] = (),
-    placement: str = "lists",
-    device: str = "auto",
+    placement: str = _PLACEMENT,
+    device: str = RewriteOptions.device,
     overwrite: bool = False,
 ) -> RewritePlan:
     """Writes a SavedModel that computes in low precision where the lists say so.
@@ -93,9 +96,10 @@ def rewrite_saved_model(
     if not source.exists():
         saved_files.read_saved_model(source)  # It says what is missing.
     final = saved_files.check_target(source, target, overwrite)
-    others = (op_lists, keep_float32, force_low, placement, device)
-    settings = _settings(freeze, dtype, calibration, *others)
-    model, plan = _rewritten(source, settings, freeze)
+    options = _options(
+        freeze, dtype, calibration, op_lists, keep_float32, force_low, placement, device
+    )
+    model, plan = _rewritten(source, options, freeze)
     leave_out = {saved_files.GRAPH_FILE, saved_files.FINGERPRINT_FILE}
     if freeze:
         leave_out |= {path.name for path in source.iterdir() if path.name not in KEPT_IN_FROZEN}
@@ -117,10 +121,10 @@ def inspect_saved_model(
     op_lists: OpLists | None = None,
     keep_float32: Iterable[str] = (),
     force_low: Iterable[str] = (),
-    placement: str = "lists",
-    device: str = "auto",
+    placement: str = _PLACEMENT,
+    device: str = RewriteOptions.device,
 ) -> RewritePlan:
-    """Tells what `rewrite_saved_model` would do, and writes nothing.
+    """Returns the plan of `rewrite_saved_model`, and writes nothing.
 
     Args:
         src: Directory of a SavedModel.
@@ -133,33 +137,42 @@ def inspect_saved_model(
         placement: As there.
         device: As there.
 
-    Returns:
-        The plan.
-
     Raises:
         TypeError, ValueError, SavedModelError, RewriteError: As `rewrite_saved_model`.
     """
-    others = (op_lists, keep_float32, force_low, placement, device)
-    settings = _settings(freeze, dtype, calibration, *others)
-    return _rewritten(Path(src), settings, freeze)[1]
-
-
-def _settings(freeze: bool, dtype: Any, calibration: Any, *others: Any) -> RewriteSettings:
-    """How to rewrite by the built-in table; the others are `op_lists` and so on, as they come."""
-    names = ("op_lists", "keep_float32", "force_low", "placement", "device")
-    settings = RewriteSettings(
-        dtype=required_dtype(dtype),
-        calibration=calibration_of(calibration),
-        profile="builtin",
-        **dict(zip(names, others, strict=True)),
+    options = _options(
+        freeze, dtype, calibration, op_lists, keep_float32, force_low, placement, device
     )
-    if settings.placement == "fused" and not freeze:
+    return _rewritten(Path(src), options, freeze)[1]
+
+
+def _options(
+    freeze: bool,
+    dtype: Any,
+    calibration: Any,
+    op_lists: OpLists | None,
+    keep_float32: Iterable[str],
+    force_low: Iterable[str],
+    placement: str,
+    device: str,
+) -> RewriteOptions:
+    """Returns how to rewrite a model that may run on another machine: by the built-in figures."""
+    if placement == "fused" and not freeze:
         raise ValueError(
             "placement='fused' compiles the arithmetic of a graph, and a SavedModel that is not "
             "frozen computes in functions, which are left alone: give freeze=True too, or "
             "placement='min_cut', which is the same without compiling."
         )
-    return settings
+    return RewriteOptions(
+        dtype=required_dtype(dtype),
+        op_lists=op_lists,
+        keep_float32=keep_float32,
+        force_low=force_low,
+        calibration=calibration_of(calibration),
+        placement=placement,
+        device=device,
+        profile="builtin",
+    )
 
 
 def calibration_of(data: Any) -> Calibration | None:
@@ -188,10 +201,10 @@ def required_dtype(dtype: Any) -> str:
     return name
 
 
-def _rewritten(src: Path, settings: RewriteSettings, freeze: bool) -> tuple[Any, RewritePlan]:
+def _rewritten(src: Path, options: RewriteOptions, freeze: bool) -> tuple[Any, RewritePlan]:
     """Reads and converts a SavedModel; writes nothing."""
     model = saved_files.read_saved_model(src)
-    data = settings.calibration
+    data = options.calibration
     plans = []
     for meta_graph in model.meta_graphs:
         roles = find_roles(meta_graph)
@@ -199,7 +212,7 @@ def _rewritten(src: Path, settings: RewriteSettings, freeze: bool) -> tuple[Any,
             freeze_meta_graph(meta_graph, roles, src)
             roles = find_roles(meta_graph)
         ranges = None if data is None else measure_meta_graph(meta_graph, roles, src, data)
-        plan = rewrite_meta_graph(meta_graph, roles, settings, ranges)
+        plan = rewrite_meta_graph(meta_graph, roles, options, ranges)
         plans.append(store_low_constants(meta_graph, roles, plan) if freeze else plan)
     return model, _joined(plans)
 

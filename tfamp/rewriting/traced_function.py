@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -10,7 +11,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,17 @@ class TracedFunction:
 
         Returns the concrete function, from the call's tensors to the result.
         """
+        shared = _shared.get()
+        if shared is None or shared.python_function is not self.python_function:
+            return self._new_trace(call)
+        if shared.trace is None:
+            found = self._new_trace(call)
+            if any(map(tf.is_symbolic_tensor, found.captured_inputs)):
+                return found  # It holds tensors, an iterator's for instance, of the caller's graph.
+            shared.trace = found
+        return shared.trace
+
+    def _new_trace(self, call: FlatCall) -> Any:
         own = self.options
 
         def flat(*tensors: Any) -> Any:
@@ -123,6 +135,43 @@ class TracedFunction:
             traced.structured_outputs,
             expand_composites=True,
         )
+
+
+@dataclass
+class _Shared:
+    """The trace of a function that several functions use.
+
+    Attributes:
+        python_function: What is traced.
+        trace: The trace, once there is one.
+        values: What was made of the trace.
+    """
+
+    python_function: Callable[..., Any]
+    trace: Any = None
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+_shared: contextvars.ContextVar[_Shared | None] = contextvars.ContextVar("shared", default=None)
+
+
+@contextlib.contextmanager
+def traced_once(function: TracedFunction) -> Iterator[None]:
+    """A context in which rewrites of a function, all of the same call, share one trace.
+
+    Not where an argument is of its own graph for each of them, as a dataset's iterator is.
+    """
+    token = _shared.set(_Shared(function.python_function))
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def made_of(traced: Any) -> dict[str, Any]:
+    """Returns a dict for values made of a trace: one for all that share it, else a new one."""
+    shared = _shared.get()
+    return {} if shared is None or shared.trace is not traced else shared.values
 
 
 @dataclass(frozen=True)

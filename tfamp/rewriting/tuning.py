@@ -1,4 +1,4 @@
-"""Candidates for a function, run by turns on real arguments: what each takes, and how exact it is.
+"""`tfamp.tune`: alternates runs of a function in float32 and low precision on real arguments.
 
 Every run starts from the same state, and when all is done, or something was raised, that is the
 state again. No trace that the caller has is run: what ops keep in a trace is as it was, too.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -23,10 +23,14 @@ from tfamp.autocasting.state import current_modes
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
 from tfamp.core.options import PLACEMENTS, checked_count, checked_number
 from tfamp.graph.fusion import has_fused
+from tfamp.interop.keras_hooks import require_tensorflow
 from tfamp.interop.tf_private import xla_works
+from tfamp.machine.profile_choice import find_profile
 from tfamp.machine.profile_measure import together
 from tfamp.machine.progress import progress
-from tfamp.planning.choices import check_choice
+from tfamp.planning.options import RewriteOptions, check_choice
+from tfamp.policy import low_dtype
+from tfamp.rewriting.function import RewrittenFunction, check_function
 from tfamp.rewriting.function_state import (
     FunctionState,
     RandomStates,
@@ -34,8 +38,7 @@ from tfamp.rewriting.function_state import (
     random_ops,
     to_the_end,
 )
-from tfamp.rewriting.pipeline import RewriteSettings
-from tfamp.rewriting.traced_function import TracedFunction
+from tfamp.rewriting.traced_function import TracedFunction, traced_once
 from tfamp.rewriting.tune_report import FLOAT32, TuneReport, TuneRow
 
 ROUNDS = 10
@@ -43,8 +46,6 @@ FUSED = "fused"
 # Short calls are repeated for this long at each turn.
 _LEAST_SECONDS = 3e-3
 _MOST_REPEATS = 30
-# Makes the function of a candidate for another function, with settings of a rewrite.
-Maker: TypeAlias = Callable[[Any, RewriteSettings], Any]
 
 
 @dataclass(frozen=True)
@@ -64,43 +65,102 @@ class Candidate:
     is_copy: bool = False
 
 
-def candidates_of(
-    fn: Any, settings: RewriteSettings, rewritten: Maker, names: Iterable[str]
-) -> list[Candidate]:
+# Those of `tune` unless others are given.
+CANDIDATES = (FLOAT32, "lists", "min_cut", FUSED)
+
+
+def tune(
+    fn: Any,
+    *args: Any,
+    dtype: Any = None,
+    candidates: Sequence[str] = CANDIDATES,
+    max_error: float | None = None,
+    rounds: int = ROUNDS,
+) -> TuneReport:
+    """Runs a function in float32 and in low precision by turns, and keeps what is the fastest.
+
+    The function runs some dozen times on the arguments given, a whole train step with its optimizer
+    too. Afterwards, also after an exception, which is raised as it is, everything is bit for bit as
+    before: variables, optimizers, iterators of datasets, and the random states of Keras,
+    TensorFlow, NumPy and Python. What the first call of a function would create, such as the slots
+    of an optimizer, is there afterwards, with the values that it is created with. Not taken back is
+    what leaves TensorFlow: files that are written, and what `tf.py_function` does.
+
+    float32 is the function as it is, always a candidate: the result is never slower than that.
+    Another one is chosen only if it was faster in three quarters of the rounds, which noise is not;
+    it is not run again once it cannot be.
+
+    Args:
+        fn: What `tfamp.rewrite` takes: a `tf.function`, a concrete function, a Keras model or a
+            Python function, which is run as a `tf.function`. Or what `tfamp.rewrite` returned: then
+            its arguments, such as `keep_float32` and `op_lists`, hold for all candidates.
+        *args: The arguments of a call, with values. Those by name are given by a function of your
+            own, such as `lambda x: fn(x, training=True)`.
+        dtype: "float16" or "bfloat16"; None is what this machine multiplies natively, and bfloat16
+            where that is neither.
+        candidates: Names of placements of `tfamp.rewrite`; "float32" is added where it is missing.
+            "fused" is left out where there is nothing for XLA to compile, or no XLA.
+        max_error: Largest error of the outputs against float32's for a candidate to be chosen; see
+            `TuneRow.error`. None is no bound, but results must be finite where float32's are.
+        rounds: How often each candidate has its turn.
+
+    Returns:
+        The report: `report.best` is what to call from now on, `print(report.to_text())` tells why.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong, or the function changes something that could
+            not be put back, such as a lookup table or the order of a dataset that shuffles anew
+            in each iteration; the message says what to do.
+        RewriteError: The graph cannot be rewritten.
+
+    Example:
+        >>> import tensorflow as tf, tfamp
+        >>> weights = tf.Variable(tf.ones((64, 64)))
+        >>> report = tfamp.tune(lambda x: x @ weights, tf.ones((8, 64)), dtype="bfloat16", rounds=3)
+        >>> [row.candidate for row in report.rows][:3], sum(row.chosen for row in report.rows)
+        (['float32', 'lists', 'min_cut'], 1)
+        >>> report.best(tf.ones((8, 64))).dtype
+        tf.float32
+    """
+    require_tensorflow("tfamp.tune")
+    options = RewriteOptions()
+    if isinstance(fn, RewrittenFunction):
+        fn, options = fn.written, fn.settings
+        dtype = options.dtype if dtype is None and options.dtype != FLOAT32 else dtype
+    low = low_dtype(dtype) or "bfloat16"
+    options = dataclasses.replace(options, dtype=low)
+    check_function(fn)
+    ways = candidates_of(fn, options, candidates)
+    name = TracedFunction.of(fn).name
+    return compare_candidates(ways, args, name=name, dtype=low, max_error=max_error, rounds=rounds)
+
+
+def candidates_of(fn: Any, options: RewriteOptions, names: Iterable[str]) -> list[Candidate]:
     """Makes candidates of a function, float32 first; a ValueError names those that there are."""
-    if isinstance(names, str):
-        raise TypeError(f"candidates must be a collection of names; got the string {names!r}.")
-    if not isinstance(names, Iterable):
-        raise TypeError(f"candidates must be a collection of names; got {names!r}.")
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        got = f"the string {names!r}" if isinstance(names, str) else repr(names)
+        raise TypeError(f"candidates must be a collection of names; got {got}.")
     chosen = tuple(dict.fromkeys((FLOAT32, *names)))
     for name in chosen:
-        check_choice("candidates", name, tuple(_MAKERS))
-    return [
-        _MAKERS[name](fn, settings, rewritten) for name in chosen if name != FUSED or xla_works("")
-    ]
+        check_choice("candidates", name, (FLOAT32, *PLACEMENTS))
+    placed = [name for name in chosen[1:] if name != FUSED or xla_works("")]
+    if options.profile is None and set(placed) - {"lists"}:
+        # One profile for all of them, so that they share the graph behind its passes.
+        options = dataclasses.replace(options, profile=find_profile().profile)
+    return [_as_it_is(fn), *(_placed(fn, options, name) for name in placed)]
 
 
-def _as_it_is(fn: Any, settings: RewriteSettings, rewritten: Maker) -> Candidate:
-    del settings, rewritten
+def _as_it_is(fn: Any) -> Candidate:
     traced = TracedFunction.of(fn)
     kinds = (tf.types.experimental.PolymorphicFunction, tf.types.experimental.ConcreteFunction)
     fresh = (lambda: fn) if isinstance(fn, kinds) else traced.unchanged
     return Candidate(FLOAT32, traced.unchanged(), fresh, is_copy=True)
 
 
-def _placed(name: str, fn: Any, settings: RewriteSettings, rewritten: Maker) -> Candidate:
-    settings = dataclasses.replace(settings, placement=name)
-    made = functools.partial(rewritten, fn, settings)
+def _placed(fn: Any, options: RewriteOptions, name: str) -> Candidate:
+    options = dataclasses.replace(options, placement=name)
+    made = partial(RewrittenFunction, fn, options)
     return Candidate(name, made(), made)
-
-
-# All candidates there are: from a function and settings, and what rewrites one by the other.
-_MAKERS: Mapping[str, Callable[[Any, RewriteSettings, Maker], Candidate]] = {
-    FLOAT32: _as_it_is,
-    **{name: functools.partial(_placed, name) for name in PLACEMENTS},
-}
-# Those of `tune` unless others are given.
-CANDIDATES = (FLOAT32, "lists", "min_cut", FUSED)
 
 
 def compare_candidates(
@@ -126,18 +186,20 @@ def compare_candidates(
     if tf.config.functions_run_eagerly():
         raise RewriteError("Tuning needs graphs: tf.config.run_functions_eagerly(True) is on.")
     check_call(candidates[0].function, args, name)
-    with _undisturbed(), kept_random_states() as randoms:
-        traced = [(each, each.function.get_concrete_function(*args)) for each in candidates]
+    once = traced_once(TracedFunction.of(candidates[0].function))
+    with _undisturbed(), once, kept_random_states() as randoms:
+        turns = [
+            _Turns(each, each.function.get_concrete_function(*args), partial(each.function, *args))
+            for each in candidates
+        ]
         # One in which there is nothing to compile is "min_cut" once more.
-        traced = [pair for pair in traced if pair[0].name != FUSED or has_fused(pair[1].graph)]
-        candidates, traces = zip(*traced, strict=True)
+        turns = [each for each in turns if each.name != FUSED or has_fused(each.trace.graph)]
         draws_from_new = randoms.keras_has_another()
         with tf.init_scope():  # A tape around it must not record the runs.
-            found = _measured(candidates, args, traces, randoms, rounds)
-        low_nodes = [_low_nodes(each.function, args) for each in candidates]
-    draws = [random_ops(trace) for trace in traces]
-    rows = _rows(candidates, found, low_nodes, max_error)
-    chosen = candidates[next(i for i, row in enumerate(rows) if row.chosen)]
+            _measure(turns, args, randoms, rounds)
+        rows = _rows(turns, args, max_error)
+    draws = [random_ops(each.trace) for each in turns]
+    chosen = next(each.candidate for each, row in zip(turns, rows, strict=True) if row.chosen)
     anew = chosen.is_copy or any(draws) or draws_from_new
     return TuneReport(
         function=name,
@@ -188,48 +250,48 @@ def _low_nodes(function: Any, args: Sequence[Any]) -> int:
 
 # ---- Runs ----------------------------------------------------------------------------------------
 
-# The error of a candidate, and its times.
-_Found: TypeAlias = tuple[float, list[float]]
+
+@dataclass(eq=False)
+class _Turns:
+    """A candidate while it is measured: its trace, a call, the error and a time for each round."""
+
+    candidate: Candidate
+    trace: Any
+    call: Callable[[], Any]
+    error: float = math.nan
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The name of the candidate."""
+        return self.candidate.name
+
+    @property
+    def seconds(self) -> float:
+        """The median of the times."""
+        return statistics.median(self.times)
 
 
-def _measured(
-    candidates: Sequence[Candidate],
-    args: Sequence[Any],
-    traces: Sequence[Any],
-    randoms: RandomStates,
-    rounds: int,
-) -> list[_Found]:
-    state = FunctionState.of(traces, args, randoms)
-    calls = [functools.partial(each.function, *args) for each in candidates]
+def _measure(turns: Sequence[_Turns], args: Any, randoms: RandomStates, rounds: int) -> None:
+    state = FunctionState.of([each.trace for each in turns], args, randoms)
+    float32, references = turns[0].times, None
     try:
-        move_on = progress(len(calls) * (rounds + 1), "run")
-        errors = _errors(calls, state, move_on)
-        repeats = [1 if state.iterators else _repeats(call, state) for call in calls]
-        times: list[list[float]] = [[] for _ in calls]
+        move_on = progress(len(turns) * (rounds + 1), "run")
+        for each in turns:  # The very first runs are not timed: kernels are set up in them.
+            state.put_back()
+            outputs = _float_tensors(each.call())
+            references = outputs if references is None else references
+            each.error = output_error(outputs, references)
+            move_on()
+        repeats = [1 if state.iterators else _repeats(each.call, state) for each in turns]
         for _ in range(rounds):
-            for call, count, known in zip(calls, repeats, times, strict=True):
-                if known is times[0] or _is_faster(known, times[0], rounds):
+            for each, count in zip(turns, repeats, strict=True):
+                if each is turns[0] or _is_faster(each.times, float32, rounds):
                     state.put_back()
-                    known.append(together(call, count))
+                    each.times.append(together(each.call, count))
                 move_on()
     finally:
         to_the_end(state.put_back)
-    return list(zip(errors, times, strict=True))
-
-
-def _errors(
-    calls: Sequence[Callable[[], Any]], state: FunctionState, move_on: Callable[[], None]
-) -> list[float]:
-    """The errors of the very first runs, which are not timed: kernels are set up in them."""
-    errors: list[float] = []
-    references: list[Any] = []
-    for number, call in enumerate(calls):
-        state.put_back()
-        outputs = _float_tensors(call())
-        references = references if number else outputs
-        errors.append(output_error(outputs, references))
-        move_on()
-    return errors
 
 
 def _repeats(call: Callable[[], Any], state: FunctionState) -> int:
@@ -274,26 +336,25 @@ def _relative_error(value: Any, reference: Any) -> float:
 # ---- The report ----------------------------------------------------------------------------------
 
 
-def _rows(
-    candidates: Sequence[Candidate],
-    found: Sequence[_Found],
-    low_nodes: Sequence[int],
-    max_error: float | None,
-) -> tuple[TuneRow, ...]:
-    medians = [statistics.median(times) for _, times in found]
-    as_it_is = found[0][1]
+def _rows(turns: Sequence[_Turns], args: Any, max_error: float | None) -> tuple[TuneRow, ...]:
+    float32, *others = turns
     allowed = [
-        i
-        for i, (error, times) in enumerate(found)
-        if candidates[i].name == FLOAT32
-        or (_is_within(error, max_error) and _is_faster(times, as_it_is, len(as_it_is)))
+        each
+        for each in others
+        if _is_within(each.error, max_error)
+        and _is_faster(each.times, float32.times, len(float32.times))
     ]
-    chosen = min(allowed, key=medians.__getitem__)
+    chosen = min((float32, *allowed), key=lambda each: each.seconds)
     return tuple(
-        TuneRow(each.name, median, _quartiles(times), error, i == chosen, low)
-        for i, (each, median, (error, times), low) in enumerate(
-            zip(candidates, medians, found, low_nodes, strict=True)
+        TuneRow(
+            candidate=each.name,
+            seconds=each.seconds,
+            quartiles=_quartiles(each.times),
+            error=each.error,
+            chosen=each is chosen,
+            low_nodes=_low_nodes(each.candidate.function, args),
         )
+        for each in turns
     )
 
 
