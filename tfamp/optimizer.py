@@ -21,10 +21,11 @@ from tfamp.interop.patching import level_of_user
 from tfamp.interop.tf_functions import as_written
 from tfamp.training import gradients as gradient_lib
 from tfamp.training import scaling, skip_warning
-from tfamp.training.apply import Weights, apply_if_finite
+from tfamp.training.apply import apply_if_finite
 from tfamp.training.gradients import GradientPipeline, Gradients
-from tfamp.training.low_weights import LowWeights, check_rounded
+from tfamp.training.low_weights import RoundedWeights, check_rounded
 from tfamp.training.replicas import check_in_replica, outside_the_graph
+from tfamp.training.weights import MasterWeights, PlainWeights
 
 _Loss = TypeVar("_Loss")
 # Fields of DynamicLossScale that are arguments of the optimizer under another name.
@@ -196,8 +197,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # Held by `prepare` too; GradientAccumulator holds `unscaled_gradients`.
         self._create_variables()
         self.slots = slots
-        low = None if how is None else self._low_weights(*how)
-        self.stored_weights = Weights(inner_optimizer, master_weights, low)
+        self.stored_weights = self._stored_weights(master_weights, how)
         if runs_tensorflow():
             skip_warning.watch(self)
 
@@ -221,12 +221,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         left = self._unscaled_pending, self._unscaled_finite
         self.unscaled_gradients = scaling.UnscaledGradients(self.dynamic_scale, *left)
 
-    def _low_weights(self, rounding: str, slots: str) -> LowWeights:
+    def _stored_weights(self, masters: bool, how: tuple[str, str] | None) -> PlainWeights:
+        if how is None:
+            return (MasterWeights if masters else PlainWeights)(self.inner_optimizer)
         # As Keras makes seeds: of what `keras.utils.set_random_seed` has set. A checkpoint holds
         # it, as what comes after depends on it.
         self._rounding_seed = self._scalar("rounding_seed", "int", random.randrange(2**31))
-        check_rounded(self.inner_optimizer, slots)
-        return LowWeights(rounding, slots, self._rounding_seed)
+        check_rounded(self.inner_optimizer, how[1])
+        return RoundedWeights(self.inner_optimizer, *how, self._rounding_seed)
 
     def _scalar(self, name: str, dtype: str, value: float | bool) -> keras.Variable:
         start = keras.initializers.Constant(value)
@@ -617,18 +619,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def master_weights(self) -> bool:
         """Whether float16 and bfloat16 variables are updated through float32 copies."""
-        return self.stored_weights.have_masters
+        return isinstance(self.stored_weights, MasterWeights)
 
     @property
     def weight_rounding(self) -> str | None:
         """How updates of float16 and bfloat16 variables are rounded, None for to nearest."""
-        low = self.stored_weights.low
-        return None if low is None else low.how
+        stored = self.stored_weights
+        return stored.how if isinstance(stored, RoundedWeights) else None
 
     @property
     def master_variables(self) -> list[keras.Variable]:
         """The float32 copies, in the order of the variables they belong to; empty without any."""
-        return [master for _, master in self.stored_weights.pairs()]
+        stored = self.stored_weights
+        return stored.masters if isinstance(stored, MasterWeights) else []
 
     # ---- Saving ----------------------------------------------------------------------------------
 
@@ -640,7 +643,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             **_config_of(self._rule),
             "aggregate_in_float16": self.aggregate_in_float16,
-            "master_weights": self.stored_weights.have_masters,
+            "master_weights": self.master_weights,
             "weight_rounding": self.weight_rounding,
             "slots": self.slots,
             "grad_clip": None if clip is None else clip.to_dict(),

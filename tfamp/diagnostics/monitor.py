@@ -37,6 +37,9 @@ from tfamp.training.replicas import outside_the_graph
 # Of `SHARES`, what tells whether a scale is too low or too high.
 _LOGGED_SHARES = ("under_2**-14", "over_65504")
 
+# Of so many steps before a record the loss scales are kept: each takes 16 bytes on the device.
+_MOST_REMEMBERED = 100_000
+
 
 class NumericsMonitor(keras.callbacks.Callback):
     """Watches loss scale, skipped steps and the size of gradients; tells if float16 is enough.
@@ -276,7 +279,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         skipped = int(self._scaling.skips()[0]) if self._scaling.skips else 0
         start = self._scaling.steps()
         # The host comes to look after as many steps at once as Keras takes.
-        remembered = self.every + steps_at_once
+        remembered = min(self.every, _MOST_REMEMBERED) + steps_at_once
         self._statistics = StepStatistics(self.every, remembered, start, skipped)
         self._taken = self._reported = start
         self._plan_next_look(0)

@@ -219,8 +219,8 @@ def own_settings_of(model: Any) -> PrecisionSettings:
 
 
 def _slots_of(optimizer: Any) -> str | None:
-    low = optimizer.stored_weights.low if isinstance(optimizer, LossScaleOptimizer) else None
-    return None if low is None else low.slots
+    # Of what was given as None, the optimizer's own choice.
+    return getattr(getattr(optimizer, "stored_weights", None), "slots", None)
 
 
 def _single_layers_of(model: Any) -> list[Any]:

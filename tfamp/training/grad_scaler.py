@@ -23,10 +23,11 @@ from tfamp.core.loss_scale import LossScaleState
 from tfamp.interop.keras_hooks import as_tensor, require_tensorflow
 from tfamp.interop.tf_functions import as_written
 from tfamp.training import scaling
-from tfamp.training.apply import Weights, apply_if_finite
+from tfamp.training.apply import apply_if_finite
 from tfamp.training.gradients import Gradients, check_gradients, listed, split_pairs
 from tfamp.training.replicas import check_in_replica, on_every_replica, outside_the_graph
 from tfamp.training.scaling import PerTrace
+from tfamp.training.weights import PlainWeights
 
 _FLOAT32 = float_format("float32")
 _Value = TypeVar("_Value")
@@ -199,7 +200,7 @@ class GradScaler(tf.Module):
         gradients = Gradients(grads, variables, divisor)
         finite = gradients.all_finite_everywhere(self._calls.may_step(optimizer))
         self._calls.record(optimizer, "stepped", finite)
-        apply_if_finite(Weights(optimizer), gradients, finite)
+        apply_if_finite(PlainWeights(optimizer), gradients, finite)
         return finite
 
     @as_written

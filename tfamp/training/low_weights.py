@@ -15,13 +15,14 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.interop.keras_hooks import native
+from tfamp.interop.keras_hooks import as_tensor, native
 from tfamp.interop.keras_optimizers import key_of
 from tfamp.interop.patching import wrap_method
 from tfamp.training.forms import Chance, Form, form_of
 from tfamp.training.fused_update import RULED, unruled
 from tfamp.training.gradients import dtype_name, is_next_value, variable_name
 from tfamp.training.replicas import update_everywhere
+from tfamp.training.weights import PlainWeights
 
 
 @dataclass(eq=False)
@@ -80,21 +81,26 @@ class StoredWeight:
         update_everywhere(self.variable, on_device, (value, *self.beside))
 
 
-class LowWeights:
-    """The low-precision variables of an optimizer, and what is stored beside them.
+class RoundedWeights(PlainWeights):
+    """Low-precision weights without masters: what is stored beside them, if anything, is small.
 
     Args:
+        optimizer: The optimizer that updates them; not built.
         how: What is done about the rounding of weights: "stochastic" or "split".
         slots: The dtype of the optimizer's slots.
         seed: A scalar integer variable with the seed of all random rounding.
     """
 
-    def __init__(self, how: str, slots: str, seed: Any) -> None:
+    def __init__(
+        self, optimizer: keras.optimizers.Optimizer, how: str, slots: str, seed: Any
+    ) -> None:
+        super().__init__(optimizer)
         self.how, self.slots, self.seed = how, slots, seed
         self._by_key: dict[Any, StoredWeight] = {}
 
-    def create(self, optimizer: Any, variables: Sequence[Any]) -> list[keras.Variable]:
+    def create(self, variables: Sequence[Any]) -> list[keras.Variable]:
         """Creates what is stored beside variables, once, and returns it."""
+        optimizer = self.optimizer
         if self._by_key:
             return []
         if optimizer.built:
@@ -121,25 +127,40 @@ class LowWeights:
             created += beside
         return created
 
-    def targets(self, optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-        """What stands for each variable that is low, else the variable."""
-        key = key_of(optimizer)
+    def targets(self, variables: Sequence[Any]) -> list[Any]:
+        """Returns what stands for each variable that is low, else the variable."""
+        key = key_of(self.optimizer)
         return [self._by_key.get(key(v), v) for v in variables]
 
-    def build(self, optimizer: Any, targets: Sequence[Any]) -> None:
-        """Builds an optimizer, whose slots of low variables get the dtype of `slots`."""
-        add = functools.partial(_add_slot, self.slots, optimizer)
-        undo = wrap_method(optimizer, "add_variable_from_reference", add)
+    def build(self, variables: Sequence[Any]) -> None:
+        """Builds the optimizer, whose slots of low variables get the dtype of `slots`."""
+        add = functools.partial(_add_slot, self.slots, self.optimizer)
+        undo = wrap_method(self.optimizer, "add_variable_from_reference", add)
         try:
-            optimizer.build(targets)
+            super().build(variables)
         finally:
             undo()
 
-    def check_all_updated(self, optimizer: Any, variables: Sequence[Any]) -> None:
+    def exact_values(self, variables: Sequence[Any]) -> list[Any]:
+        """Returns the float32 values of what is stored; it holds whatever is assigned."""
+        targets = self.targets(variables)
+        return [each.read() if isinstance(each, StoredWeight) else each for each in targets]
+
+    def set_exact(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Stores float32 values for variables."""
+        for target, value in zip(self.targets(variables), values, strict=True):
+            if isinstance(target, StoredWeight):
+                target.assign(tf.cast(tf.convert_to_tensor(value), tf.float32))
+
+    def chance(self) -> Chance:
+        """Returns what decides the rounding of the next update."""
+        return Chance(as_tensor(self.seed), as_tensor(self.optimizer._iterations))
+
+    def check_all_updated(self, variables: Sequence[Any]) -> None:
         """Raises if variables that are stored low were left to the optimizer's own update."""
         left = [each.path for each in variables if isinstance(each, StoredWeight)]
         if left:
-            check_rounded(optimizer, self.slots)
+            check_rounded(self.optimizer, self.slots)
             raise ValueError(
                 f"weight_rounding={self.how!r} cannot update {left[0]} here: it goes with eager "
                 "execution and tf.function on one device, and with MirroredStrategy and "
