@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import pickle
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -58,7 +59,7 @@ def run_model(name: str, dtype: str, folder: Path) -> Outcomes:
 
     Returns:
         A difference, or an error, for each check. Where one is worse than Keras's, all that are
-        compared with it are root mean squares over other weights.
+        compared with it are medians over other weights.
     """
     outcomes = _run_seed(name, dtype, folder, _SEED, CHECKS)
     suspects = {check for check in worse_than_keras(outcomes) if check in _COMPARED}
@@ -71,10 +72,10 @@ def run_model(name: str, dtype: str, folder: Path) -> Outcomes:
 
 
 def over_draws(outcomes: Sequence[Outcome]) -> Outcome:
-    """The root mean square of differences; the first error, if there is one."""
+    """The median of differences; the first error, if there is one."""
     errors = [each for each in outcomes if isinstance(each, str)]
-    squares = [each**2 for each in outcomes if not isinstance(each, str)]
-    return errors[0] if errors else math.sqrt(sum(squares) / len(squares))
+    differences = [each for each in outcomes if not isinstance(each, str)]
+    return errors[0] if errors else statistics.median(differences)
 
 
 def _run_seed(name: str, dtype: str, folder: Path, seed: int, wanted: Sequence[str]) -> Outcomes:
