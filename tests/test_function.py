@@ -362,7 +362,7 @@ class TestChoices:
             ({"dtype": "bfloat16", "force_low": ["("]}, ValueError, "regular expressions"),
             ({"dtype": "bfloat16", "placement": "best"}, ValueError, "placement must be one of"),
             ({"dtype": "bfloat16", "op_lists": {}}, TypeError, "op_lists must be"),
-            ({"dtype": "bfloat16", "profile": 3}, TypeError, "profile must be None for this"),
+            ({"dtype": "bfloat16", "profile": 3}, TypeError, "profile must be a .* got int"),
             ({"example_args": 3}, TypeError, "example_args must be a list or tuple .* got int"),
         ],
     )

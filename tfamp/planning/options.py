@@ -220,6 +220,6 @@ def _check_profile(profile: Any) -> None:
     is_text = isinstance(profile, str)
     got = repr(profile) if is_text else type(profile).__name__
     raise (ValueError if is_text else TypeError)(
-        'profile must be None for this machine\'s, "builtin" or a tfamp.graph.MachineProfile; got '
-        f"{got}. A file's is MachineProfile.from_json(text)."
+        f'profile must be a tfamp.graph.MachineProfile or None; got {got}. "builtin" stands for '
+        "fixed figures; a file's is MachineProfile.from_json(text)."
     )

@@ -136,17 +136,27 @@ def tune(
 
 
 def candidates_of(fn: Any, options: RewriteOptions, names: Iterable[str]) -> list[Candidate]:
-    """Makes candidates of a function, float32 first; a ValueError names those that there are."""
+    """Makes candidates of a function, float32 first.
+
+    Raises:
+        TypeError, ValueError: The names are not those of candidates; the message lists these.
+        RewriteError: Functions cannot be traced and run here.
+    """
     if isinstance(names, str) or not isinstance(names, Iterable):
         got = f"the string {names!r}" if isinstance(names, str) else repr(names)
         raise TypeError(f"candidates must be a collection of names; got {got}.")
     chosen = tuple(dict.fromkeys((FLOAT32, *names)))
     for name in chosen:
         check_choice("candidates", name, (FLOAT32, *PLACEMENTS))
+    if not tf.executing_eagerly():
+        raise RewriteError("Tuning runs functions: call it where no function is being traced.")
+    if tf.config.functions_run_eagerly():
+        raise RewriteError("Tuning needs graphs: tf.config.run_functions_eagerly(True) is on.")
     placed = [name for name in chosen[1:] if name != FUSED or xla_works("")]
     if options.profile is None and set(placed) - {"lists"}:
         # One profile for all of them, so that they share the graph behind its passes.
-        options = dataclasses.replace(options, profile=find_profile().profile)
+        with kept_random_states():
+            options = dataclasses.replace(options, profile=find_profile().profile)
     return [_as_it_is(fn), *(_placed(fn, options, name) for name in placed)]
 
 
@@ -176,15 +186,11 @@ def compare_candidates(
 
     Raises:
         TypeError, ValueError: An argument is wrong, or calls change what cannot be put back.
-        RewriteError: No function is traced here, or the function cannot be rewritten.
+        RewriteError: The function cannot be rewritten.
     """
     if max_error is not None:
         max_error = checked_number("max_error", max_error, low=0.0, high=math.inf)
     rounds = checked_count("rounds", rounds)
-    if not tf.executing_eagerly():
-        raise RewriteError("Tuning runs functions: call it where no function is being traced.")
-    if tf.config.functions_run_eagerly():
-        raise RewriteError("Tuning needs graphs: tf.config.run_functions_eagerly(True) is on.")
     check_call(candidates[0].function, args, name)
     once = traced_once(TracedFunction.of(candidates[0].function))
     with _undisturbed(), once, kept_random_states() as randoms:
