@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from helpers.tolerances import tolerance
 from tfamp.graph import rewrite_graph_def
-from tfamp.graph.fusion import fuse
+from tfamp.graph.passes.fusion import fuse
 from tfamp.interop import tf_private
 
 v1 = tf.compat.v1

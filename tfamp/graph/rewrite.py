@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import importlib.metadata
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +20,12 @@ from tfamp.graph.apply import apply_plan, control_inputs, verify_rewrite
 from tfamp.graph.functions import bodies, copied, has_frames, inline_calls
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.transforms import (
-    as_batches,
-    as_sums,
-    as_zeros,
-    join_products,
-    keep_choices_finite,
-    read_before_loops,
-    sums_are_better,
-    without_idle_sums,
-)
+from tfamp.graph.passes.attention_products import as_batches
+from tfamp.graph.passes.bias_sums import as_sums, sums_are_better, without_idle_sums
+from tfamp.graph.passes.chosen_constants import keep_choices_finite
+from tfamp.graph.passes.joined_products import join_products
+from tfamp.graph.passes.loop_reads import read_before_loops
+from tfamp.graph.passes.zero_gradients import as_zeros
 from tfamp.interop import tf_private
 from tfamp.interop.patching import level_of_user
 from tfamp.machine import profile_choice
@@ -168,6 +164,36 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+def sums_behind_loops(graph_def: Any, options: RewriteOptions, use: GraphUse) -> None:
+    """Makes what loops of gradients add up one op behind the loop, in place."""
+    if any(node.op in LOOPS for node in graph_def.node):
+        from tfamp.graph.passes.loop_sums import add_up_behind_loops
+
+        add_up_behind_loops(graph_def, use.names)
+
+
+def gradients_by_filters(graph_def: Any, options: RewriteOptions, use: GraphUse) -> None:
+    """Makes gradients of convolutions by their filters ops that are faster, in place."""
+    ops = (node.op for _, nodes, _ in bodies(graph_def) for node in nodes)
+    if any(op.endswith("BackpropFilter") for op in ops):
+        from tfamp.graph.passes.filter_gradients import by_faster_ops
+
+        peaks = options.machine.peaks["matmul"]
+        by_faster_ops(graph_def, options.device, peaks[options.dtype] > peaks[FLOAT32])
+
+
+# Make a graph cheaper before it is decided about, in the order in which they run. Each changes a
+# graph of the caller's own in place, by the options and what is used of the graph, and leaves the
+# results as they are, but for rounding. The last two load what they need where there is some work.
+PASSES: tuple[Callable[[Any, RewriteOptions, GraphUse], None], ...] = (
+    join_products,
+    as_batches,
+    as_zeros,
+    sums_behind_loops,
+    gradients_by_filters,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedGraph:
     """A graph behind its passes, with its index: what every decision about it starts from.
@@ -208,11 +234,8 @@ def prepare(graph_def: Any, options: RewriteOptions, use: GraphUse) -> PreparedG
     framed = has_frames(graph_def)
     # Grappler's own lists give Grappler's result, node by node.
     if options.updates != "low" and not framed:
-        join_products(graph_def, use.names)
-        as_batches(graph_def, options.device, use.names)
-        as_zeros(graph_def)
-        sums_behind_loops(graph_def, use)
-        gradients_by_filters(graph_def, options)
+        for each in PASSES:
+            each(graph_def, options, use)
     better = not framed and sums_are_better(options.colors, options.dtype, options.device)
     sums = as_sums(graph_def, options.device) if better else {}
     indexes = build_indexes(graph_def, dtype=options.dtype, device=options.device)
@@ -235,7 +258,7 @@ def convert_prepared(prepared: PreparedGraph, options: RewriteOptions, use: Grap
     verify_rewrite(before, graph_def, decision.scopes, decision.plan)
     plan = without_idle_sums(graph_def, decision.plan, prepared.sums)
     if options.placement == "fused":
-        from tfamp.graph.fusion import fuse  # Nothing else needs it.
+        from tfamp.graph.passes.fusion import fuse  # Nothing else needs it.
 
         fuse(graph_def, use.names)
     for text in decision.idle:
@@ -245,24 +268,6 @@ def convert_prepared(prepared: PreparedGraph, options: RewriteOptions, use: Grap
             _nothing_converted(plan, decision), NothingConvertedWarning, stacklevel=level_of_user()
         )
     return dataclasses.replace(decision, plan=plan)
-
-
-def sums_behind_loops(graph_def: Any, use: GraphUse) -> None:
-    """Makes what loops of gradients add up one op behind the loop, in place."""
-    if any(node.op in LOOPS for node in graph_def.node):
-        from tfamp.graph.loop_sums import add_up_behind_loops
-
-        add_up_behind_loops(graph_def, use.names)
-
-
-def gradients_by_filters(graph_def: Any, options: RewriteOptions) -> None:
-    """Makes gradients of convolutions by their filters ops that are faster, in place."""
-    ops = (node.op for _, nodes, _ in bodies(graph_def) for node in nodes)
-    if any(op.endswith("BackpropFilter") for op in ops):
-        from tfamp.graph.filter_gradients import by_faster_ops
-
-        peaks = options.machine.peaks["matmul"]
-        by_faster_ops(graph_def, options.device, peaks[options.dtype] > peaks[FLOAT32])
 
 
 def _nothing_converted(plan: RewritePlan, decision: Decision) -> str:

@@ -140,7 +140,7 @@ class _Finder:
             if largest > limit
             for slot in self._index.nodes[node].slots
         }
-        # Whether what a slot holds fits in where it is low: `graph.transforms` ends constants that
+        # Whether what a slot holds fits in where it is low: `graph.passes` ends constants that
         # choices take at the largest value of the dtype.
         fits = dict.fromkeys(constants, False)
         found: dict[int, Reason] = {}

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfamp.core.errors import SavedModelError
 from tfamp.graph.functions import CALLS, copied, inline_calls, rename_functions
 from tfamp.graph.index import build_indexes
-from tfamp.graph.transforms import cast_before_loops, fold_casts
+from tfamp.graph.passes.frozen_casts import cast_before_loops, fold_casts
 from tfamp.planning.decision import make_plan
 from tfamp.planning.structures import BRANCHING, RewritePlan, ScopePlan, node_name
 from tfamp.rewriting.pipeline import all_nodes

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfamp.autocasting.state import current_modes
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
 from tfamp.core.options import PLACEMENTS, checked_count, checked_number
-from tfamp.graph.fusion import has_fused
+from tfamp.graph.passes.fusion import has_fused
 from tfamp.interop.keras_hooks import require_tensorflow
 from tfamp.interop.tf_private import xla_works
 from tfamp.machine.profile_choice import find_profile

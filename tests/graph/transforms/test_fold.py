@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from helpers import graph_models
-from tfamp.graph.transforms import fold_casts
+from tfamp.graph.passes.frozen_casts import fold_casts
 
 VALUES = np.array([1.0, 1e-3, 70000.0, -2.5], "float32")
 X = tf.ones(4)

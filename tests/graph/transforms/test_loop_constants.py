@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from helpers import graph_models
-from tfamp.graph.transforms import cast_before_loops, fold_casts
+from tfamp.graph.passes.frozen_casts import cast_before_loops, fold_casts
 
 WEIGHT = np.random.default_rng(0).normal(0, 0.5, (8, 8)).astype("float32")
 X = tf.ones((2, 8))

@@ -8,7 +8,7 @@ import tensorflow as tf
 import tfamp
 from helpers.cases import one_of_each
 from helpers.tolerances import assert_close
-from tfamp.graph.transforms import read_before_loops
+from tfamp.graph.passes.loop_reads import read_before_loops
 
 DTYPES = ("float16", "bfloat16")
 ROUNDS, WIDTH, RATE = 6, 8, 0.125

@@ -8,7 +8,7 @@ import tensorflow as tf
 import tfamp
 from helpers.tolerances import assert_close
 from tfamp.graph.functions import library_of
-from tfamp.graph.loop_sums import add_up_behind_loops
+from tfamp.graph.passes.loop_sums import add_up_behind_loops
 
 ROUNDS, BATCH, WIDTH = 6, 4, 16
 X = tf.random.stateless_normal((BATCH, WIDTH), (1, 2)) * 0.3

@@ -32,7 +32,6 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import RewriteError
-from tfamp.graph.cross_entropy import cross_entropy_function
 from tfamp.graph.functions import has_old_control_flow, library_of, replace_nodes
 from tfamp.graph.op_signatures import OpSignature, first_ports, registered_signature
 from tfamp.planning.structures import FLOAT32, free_name, op_types, producers_first, reach
@@ -574,7 +573,7 @@ class _Body:
         return f"{chosen.name}:output:0"
 
     def _add_cross_entropy(self, node: Any, inputs: Sequence[str]) -> None:
-        called = cross_entropy_function(node.attr["Tlabels"].type)
+        called = _cross_entropy_function(node.attr["Tlabels"].type)
         call = self._node("PartitionedCall", inputs)
         call.attr["f"].func.name = self._named(called)
         for attr, args in (("Tin", "input_arg"), ("Tout", "output_arg")):
@@ -632,3 +631,31 @@ def _dtypes(node: Any, own: OpSignature, arguments: Iterable[Any]) -> list[int]:
         dtype = arg.type or tf.as_dtype(own.value(node, arg.type_attr)).as_datatype_enum
         found += [dtype] * count
     return found
+
+
+# XLA's own cross entropy makes a dense tensor of the labels, takes the loss from a pass over all
+# classes, and computes every exponential again for the gradient and for each sum of it.
+
+
+@functools.cache
+def _cross_entropy_function(labels_dtype: int) -> Any:
+    """A function, without a name, of float32 logits and labels: losses, gradients by the logits."""
+    function = tf.function(_cross_entropy, autograph=False)
+    with tf.Graph().as_default() as graph:
+        logits = tf.compat.v1.placeholder(tf.float32, [None, None])
+        function(logits, tf.compat.v1.placeholder(labels_dtype, [None]))
+    (made,) = graph.as_graph_def().library.function
+    made.signature.name = ""
+    return made
+
+
+def _cross_entropy(logits: Any, labels: Any) -> tuple[Any, Any]:
+    """Labels that are no class give NaN, as XLA's op does."""
+    top = tf.reduce_max(logits, -1)
+    exponentials = tf.exp(logits - top[:, tf.newaxis])
+    total = tf.reduce_sum(exponentials, -1)
+    is_class = (labels >= 0) & (labels < tf.shape(logits, labels.dtype)[-1])
+    nothing = tf.where(is_class, 0.0, math.nan)
+    losses = tf.math.log(total) + (top - tf.gather(logits, labels, batch_dims=1)) + nothing
+    shares = exponentials * (1.0 / total + nothing)[:, tf.newaxis]
+    return losses, shares - tf.one_hot(labels, tf.shape(logits)[-1])

@@ -16,18 +16,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.functions import library_of, replace_nodes
-from tfamp.graph.op_signatures import first_ports, registered_signature
-from tfamp.graph.transforms import (
+from tfamp.graph.edits import (
     add_constant,
-    add_loop_variable,
     attributes_of,
     control_inputs_of,
     dims_of,
-    new_place,
     own_functions,
     set_shape,
 )
+from tfamp.graph.functions import library_of, replace_nodes
+from tfamp.graph.loop_edits import add_loop_variable, new_place
+from tfamp.graph.op_signatures import first_ports, registered_signature
 from tfamp.planning.cost import counted_shape
 from tfamp.planning.structures import LOOPS, free_name, node_name
 

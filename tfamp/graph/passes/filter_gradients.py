@@ -19,8 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.functions import bodies
-from tfamp.graph.transforms import (
+from tfamp.graph.edits import (
     add_constant,
     attributes_of,
     become,
@@ -28,6 +27,7 @@ from tfamp.graph.transforms import (
     dims_of,
     set_shape,
 )
+from tfamp.graph.functions import bodies
 from tfamp.interop.tf_private import device_kind_of
 from tfamp.planning.structures import MAIN_GRAPH, free_name
 
