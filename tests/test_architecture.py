@@ -26,18 +26,18 @@ EDGES = {
     "machine": "core interop",
     "policy": "core machine",
     "graph": "core planning interop machine",
-    "autocasting": "core planning interop machine policy graph",
+    "torch_style": "core planning interop machine policy graph training",
     "layers": "core interop machine policy",
     "training": "core interop",
     "optimizer": "core interop training",
     "gradient_accumulator": "core interop training optimizer",
-    "rewriting": "core planning interop machine policy graph autocasting layers reports",
+    "rewriting": "core planning interop machine policy graph torch_style layers reports",
     "levels": (
-        "core reports planning interop machine policy autocasting layers training optimizer "
+        "core reports planning interop machine policy torch_style layers training optimizer "
         "rewriting"
     ),
     "diagnostics": (
-        "core reports planning interop machine policy graph autocasting layers training optimizer "
+        "core reports planning interop machine policy graph torch_style layers training optimizer "
         "gradient_accumulator rewriting"
     ),
     "mixed_precision": "policy layers optimizer",

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from tfamp import diagnostics as diagnostics
     from tfamp import graph as graph
     from tfamp import mixed_precision as mixed_precision
-    from tfamp.autocasting.context import autocast as autocast
     from tfamp.core.errors import NothingConvertedWarning as NothingConvertedWarning
     from tfamp.core.errors import RewriteError as RewriteError
     from tfamp.core.errors import SavedModelError as SavedModelError
@@ -41,7 +40,8 @@ if TYPE_CHECKING:
     from tfamp.rewriting.function import rewrite as rewrite
     from tfamp.rewriting.saved_model import rewrite_saved_model as rewrite_saved_model
     from tfamp.rewriting.tuning import tune as tune
-    from tfamp.training.grad_scaler import GradScaler as GradScaler
+    from tfamp.torch_style.context import autocast as autocast
+    from tfamp.torch_style.grad_scaler import GradScaler as GradScaler
 
 __version__ = "0.1.0"
 
@@ -49,7 +49,7 @@ __version__ = "0.1.0"
 # would put the module in the function's place.
 _NAMES = {
     "": ("diagnostics", "graph", "mixed_precision"),
-    ".autocasting.context": ("autocast",),
+    ".torch_style.context": ("autocast",),
     ".core.errors": (
         "NothingConvertedWarning", "RewriteError", "SavedModelError", "SkippedStepsError",
         "TfampDeprecationWarning", "TfampError", "TfampWarning", "UnsupportedBackendError",
@@ -67,7 +67,7 @@ _NAMES = {
     ".rewriting.function": ("rewrite",),
     ".rewriting.saved_model": ("rewrite_saved_model",),
     ".rewriting.tuning": ("tune",),
-    ".training.grad_scaler": ("GradScaler",),
+    ".torch_style.grad_scaler": ("GradScaler",),
 }  # fmt: skip
 _HOMES = {name: f"tfamp{module}" for module, names in _NAMES.items() for name in names}
 

@@ -14,7 +14,7 @@ from tfamp.interop.keras_optimizers import built_for
 from tfamp.interop.patching import unwrap_methods, wrap_method, wrapped_methods
 from tfamp.interop.tf_functions import as_written
 from tfamp.optimizer import LossScaleOptimizer
-from tfamp.training.grad_scaler import GradScaler
+from tfamp.torch_style.grad_scaler import GradScaler
 from tfamp.training.gradients import Gradients
 from tfamp.training.replicas import on_every_replica, outside_the_graph
 

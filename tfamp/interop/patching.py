@@ -89,7 +89,7 @@ SYMBOLS = (*_KERAS_AND_PUBLIC, *_private)
 
 # ---- Code that looks at dtypes itself, by the names of its modules -------------------------------
 
-# Autocast goes by the code that asks for a cast or a conversion. tests/autocasting/test_ops.py
+# Autocast goes by the code that asks for a cast or a conversion. tests/torch_style/test_ops.py
 # fails where a release renames one of these.
 
 # Keras casts inputs to a layer's dtype, and those and results of its ops to a common one. For a

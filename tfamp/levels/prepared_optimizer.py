@@ -23,7 +23,7 @@ from tfamp.layers.float_policies import WeakMap
 from tfamp.levels.model_structure import drop_traced_functions
 from tfamp.levels.precision_config import EffectiveLevel
 from tfamp.optimizer import LossScaleOptimizer, go_on_from
-from tfamp.training.grad_scaler import GradScaler
+from tfamp.torch_style.grad_scaler import GradScaler
 
 _VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 # Wrappers that `prepare` made: another level takes them off, where it leaves a user's own.

@@ -17,7 +17,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.autocasting.context import autocast
 from tfamp.core.errors import TfampWarning
 from tfamp.interop.keras_hooks import reading_variables_in
 from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
@@ -26,6 +25,7 @@ from tfamp.levels.model_structure import computing_layers_of, layers_of
 from tfamp.planning.options import RewriteOptions
 from tfamp.rewriting.function import RewrittenFunction
 from tfamp.rewriting.traced_function import traces_for_a_rewrite
+from tfamp.torch_style.context import autocast
 
 # Nodes of kept layers, and of their gradients, are under this scope. The scopes that Keras gives
 # layers would not do: the second trace of a layer called dense is under dense_1.

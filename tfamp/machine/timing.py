@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -60,3 +62,11 @@ def some_values(shape: Sequence[int], dtype: Any) -> Any:
     # Golden sections of a circle: no two neighbours are alike.
     few = 0.1 + 0.9 * (np.arange(math.gcd(count, 4096)) * 0.618034 % 1)
     return tf.reshape(tf.tile(tf.constant(few, dtype), [count // max(few.size, 1)]), shape)
+
+
+def progress(total: int, unit: str) -> Callable[[], None]:
+    """Returns what moves a bar on by one step."""
+    if not sys.stdout.isatty():
+        return lambda: None
+    bar = keras.utils.Progbar(total, unit_name=unit)
+    return lambda: bar.add(1)

@@ -11,7 +11,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.autocasting.state import current_modes
 from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarning
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration, measure
@@ -30,6 +29,7 @@ from tfamp.rewriting.traced_function import (
     fused_batch_normalization,
     made_of,
 )
+from tfamp.torch_style.state import current_modes
 
 _EAGER = (
     "{} runs as written, in float32: after tf.config.run_functions_eagerly(True) no function is "

@@ -19,7 +19,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.autocasting.state import current_modes
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
 from tfamp.core.options import PLACEMENTS, checked_count, checked_number
 from tfamp.graph.passes.fusion import has_fused
@@ -27,7 +26,7 @@ from tfamp.interop.keras_hooks import require_tensorflow
 from tfamp.interop.tf_private import xla_works
 from tfamp.machine.profile_choice import find_profile
 from tfamp.machine.profile_measure import together
-from tfamp.machine.progress import progress
+from tfamp.machine.timing import progress
 from tfamp.planning.options import RewriteOptions, check_choice
 from tfamp.policy import low_dtype
 from tfamp.rewriting.function import RewrittenFunction, check_function
@@ -40,6 +39,7 @@ from tfamp.rewriting.function_state import (
 )
 from tfamp.rewriting.traced_function import TracedFunction, traced_once
 from tfamp.rewriting.tune_report import FLOAT32, TuneReport, TuneRow
+from tfamp.torch_style.state import current_modes
 
 ROUNDS = 10
 FUSED = "fused"

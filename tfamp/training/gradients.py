@@ -19,7 +19,7 @@ from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.options import GradClip
 from tfamp.interop.keras_hooks import native, runs_tensorflow
 from tfamp.interop.tf_private import xla_works
-from tfamp.training.magnitudes import largest_magnitudes
+from tfamp.training.compiled_groups import largest_magnitudes
 from tfamp.training.replicas import all_reduce_sum, on_every_replica, several_replicas
 
 

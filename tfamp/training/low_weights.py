@@ -18,10 +18,10 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop.keras_hooks import as_tensor, native
 from tfamp.interop.keras_optimizers import key_of
 from tfamp.interop.patching import wrap_method
-from tfamp.training.forms import Chance, Form, form_of
 from tfamp.training.fused_update import RULED, unruled
 from tfamp.training.gradients import dtype_name, is_next_value, variable_name
 from tfamp.training.replicas import update_everywhere
+from tfamp.training.rounding import Chance, Form, form_of
 from tfamp.training.weights import PlainWeights
 
 

@@ -17,10 +17,9 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_optimizers
 from tfamp.interop.keras_hooks import native
 from tfamp.interop.tf_private import xla_works
-from tfamp.training.forms import Chance
 from tfamp.training.gradients import dtype_name, is_next_value, variable_name
 from tfamp.training.replicas import call_if, update_everywhere
-from tfamp.training.rounding import nearest_of_numbers
+from tfamp.training.rounding import Chance, nearest_of_numbers
 
 
 class PlainWeights:

@@ -15,8 +15,8 @@ import tfamp
 from helpers.cases import first_of
 from helpers.graph_asserts import assert_computes_in, op_dtypes
 from helpers.tolerances import assert_close
-from tfamp.autocasting.state import current_modes
 from tfamp.machine import hardware, profile_measure
+from tfamp.torch_style.state import current_modes
 
 DTYPES = ("float16", "bfloat16")
 both_dtypes = pytest.mark.parametrize("dtype", first_of(("bfloat16", "float16")))
@@ -895,7 +895,7 @@ def slow_float16(monkeypatch):
         monkeypatch.setattr(hardware, "detect", lambda: found)
         monkeypatch.setattr(profile_measure, "float16_slowdown", lambda: slowdown)
         checked = threading.Event()
-        monkeypatch.setattr("tfamp.autocasting.context._slow_float16_checked", checked)
+        monkeypatch.setattr("tfamp.torch_style.context._slow_float16_checked", checked)
 
     return configure
 

@@ -13,10 +13,10 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.autocasting.rules import hooks
-from tfamp.autocasting.state import current_modes
 from tfamp.core.errors import UnsupportedVersionError
 from tfamp.interop.patching import SYMBOLS, locate
+from tfamp.torch_style.rules import hooks
+from tfamp.torch_style.state import current_modes
 
 OTHERS = {
     "layer_init", "layer_call", "functional_init", "variable_init", "batch_normalization",

@@ -23,12 +23,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.autocasting import state
-from tfamp.autocasting.state import EDITABLE, Mode, current_modes, dtype_name, recast
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.interop import keras_hooks, patching, tf_private
 from tfamp.interop.tf_private import OpInput, op_inputs
+from tfamp.torch_style import state
+from tfamp.torch_style.state import EDITABLE, Mode, current_modes, dtype_name, recast
 
 _EXPLICIT = "_tfamp_explicit_cast"
 _TENSORS = (tf.Tensor, tf.Variable)

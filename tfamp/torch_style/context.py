@@ -9,8 +9,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tfamp.autocasting.rules import hooks
-from tfamp.autocasting.state import Block, Mode, current_modes
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.core.options import checked_flag
@@ -18,6 +16,8 @@ from tfamp.graph.op_lists import OpLists
 from tfamp.interop.keras_hooks import require_tensorflow
 from tfamp.interop.patching import level_of_user
 from tfamp.policy import low_dtype
+from tfamp.torch_style.rules import hooks
+from tfamp.torch_style.state import Block, Mode, current_modes
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 

@@ -1,0 +1,1 @@
+"""The tools of a loop written as for PyTorch: `tfamp.autocast` and `tfamp.GradScaler`."""
