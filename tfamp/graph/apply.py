@@ -16,6 +16,7 @@ from tfamp.core.errors import RewriteError
 from tfamp.graph.functions import bodies, replace_nodes
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_signatures import STATISTICS_ATTR, SUCCESSORS
+from tfamp.graph.spelling import control_inputs_of
 from tfamp.interop import tf_private
 from tfamp.planning.decision import PaintedScope, boundaries_agree
 from tfamp.planning.structures import (
@@ -144,7 +145,7 @@ def _verify_nodes(scope: PaintedScope, index: GraphIndex, casts: set[str]) -> No
 def control_inputs(graph_def: Any) -> ControlInputs:
     """Returns what each node waits for, by the names of its function and its own."""
     return {
-        (scope, node.name): tuple(name for name in node.input if name.startswith("^"))
+        (scope, node.name): tuple(control_inputs_of(node))
         for scope, nodes, _ in bodies(graph_def)
         for node in nodes
     }

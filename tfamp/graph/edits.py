@@ -16,17 +16,16 @@ from tfamp.graph.functions import (
     function_attributes,
     reached_functions,
 )
+from tfamp.graph.spelling import SHAPES
 from tfamp.planning.structures import (
     LOOPS,
 )
-
-SHAPES = "_output_shapes"
-
 
 FLOAT32_TYPE = tf.float32.as_datatype_enum
 
 
 LOW_TYPES = {tf.as_dtype(name).as_datatype_enum for name in LOW_PRECISION}
+FLOAT_TYPES = LOW_TYPES | {FLOAT32_TYPE}
 
 
 def attributes_of(nodes: Iterable[Any], function: Any) -> dict[str, Any]:
@@ -45,9 +44,6 @@ def dims_of(tensor: str, attrs: Mapping[str, Any]) -> list[int]:
     if port >= len(shapes) or (":" in place and len(shapes) > 1) or shapes[port].unknown_rank:
         return []
     return [int(dim.size) for dim in shapes[port].dim]
-
-
-FLOAT_TYPES = LOW_TYPES | {FLOAT32_TYPE}
 
 
 def set_shape(node: Any, dims: Iterable[int | None]) -> None:
@@ -82,11 +78,6 @@ def own_functions(graph: Any, library: Mapping[str, Any]) -> Iterator[tuple[Any,
     for names, loops in groups.items():
         if all(name in library and uses[name] == len(loops) for name in names):
             yield library[names[0]], library[names[1]], loops
-
-
-def control_inputs_of(node: Any) -> list[str]:
-    """What a node waits for, as it is written among its inputs."""
-    return [name for name in node.input if name.startswith("^")]
 
 
 def become(node: Any, op: str) -> None:

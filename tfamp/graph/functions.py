@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfamp.core.errors import RewriteError
 from tfamp.graph.op_signatures import OpSignature, first_ports, registered_signature, signature
+from tfamp.graph.spelling import control_inputs_of, is_control, tensor_inputs
 from tfamp.interop import tf_private
 from tfamp.planning.structures import BRANCHING, MAIN_GRAPH, free_name, node_name, reach
 
@@ -306,7 +307,7 @@ class _Scope:
             return
         for node in nodes:
             node.input[:] = [self.resolve(name) for name in node.input]
-        awaited = {name[1:] for node in nodes for name in node.input if name.startswith("^")}
+        awaited = {name[1:] for node in nodes for name in control_inputs_of(node)}
         unused = self._stand_ins - self._keep - awaited
         replace_nodes(self._nodes, (node for node in nodes if node.name not in unused))
 
@@ -322,7 +323,7 @@ class _Scope:
     def _inlined(self, call: Any, function: Any) -> Iterator[Any]:
         inner = _Inner(self, call, function)
         self._stand_ins.add(call.name)
-        waits = [name for name in call.input if name.startswith("^")]
+        waits = control_inputs_of(call)
         for node in function.node_def:
             copy = inner.copy(node)
             self._taken.add(copy.name)
@@ -369,7 +370,7 @@ class _Inner:
         self._function = function
         self._prefix = scope.prefix(call, function)
         self._nodes = nodes = {node.name: node for node in function.node_def}
-        data = [name for name in call.input if not name.startswith("^")]
+        data = tensor_inputs(call)
         names = [arg.name for arg in function.signature.input_arg]
         self._given = dict(zip(names, data, strict=True))
         own = scope.bodies.signature
@@ -384,7 +385,7 @@ class _Inner:
         copy.name = f"{self._prefix}{node.name}"
         copy.device = node.device or self._call.device
         copy.input[:] = [
-            self.control(name) if name.startswith("^") else self.tensor(name) for name in node.input
+            self.control(name) if is_control(name) else self.tensor(name) for name in node.input
         ]
         for name, value in node.attr.items():
             if value.placeholder:  # The caller gives the attribute of a polymorphic function.
@@ -438,7 +439,7 @@ class _Inner:
 
 
 def _check_arguments(call: Any, function: Any) -> None:
-    given = sum(not name.startswith("^") for name in call.input)
+    given = len(tensor_inputs(call))
     taken = len(function.signature.input_arg)
     if given != taken:
         raise RewriteError(

@@ -32,6 +32,7 @@ from tfamp.graph.op_signatures import (
     registered_signature,
     signature,
 )
+from tfamp.graph.spelling import SHAPES, tensor_inputs
 from tfamp.interop.tf_private import device_kind_of, dtype_name, has_kernel
 from tfamp.machine.hardware import detect
 from tfamp.planning.structures import (
@@ -165,7 +166,7 @@ class _Indexer:
         indexed = IndexedNode(
             node.name, node.op, node.device, calls, own.uses_references, (), equation
         )
-        self._register(indexed, kind, [name for name in node.input if not name.startswith("^")])
+        self._register(indexed, kind, tensor_inputs(node))
         if node.op == "ReadVariableOp":
             time = (node.device, *sorted(node.input))
             self.positions[node.name] = self.reads.setdefault(time, position)
@@ -234,8 +235,8 @@ class _Indexer:
         shapes: list[Any] = []
         if self.dtype is None:
             return
-        if "_output_shapes" in attrs:
-            shapes = list(attrs["_output_shapes"].list.shape)
+        if SHAPES in attrs:
+            shapes = list(attrs[SHAPES].list.shape)
         elif op == "Const" and "value" in attrs:
             shapes = [attrs["value"].tensor.tensor_shape]
         for port, shape in enumerate(shapes):

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.edits import SHAPES
+from tfamp.graph.spelling import SHAPES, first_output
 from tfamp.planning.structures import (
     free_name,
     reach,
@@ -25,7 +25,7 @@ def copies_in(body: Any, argument: str) -> Collection[str]:
     def made_of(name: str) -> Iterator[str]:
         for node in body.node_def:
             if node.op == "Identity" and name in node.input:
-                yield f"{node.name}:output:0"
+                yield first_output(node.name, True)
 
     return reach([argument], made_of)
 

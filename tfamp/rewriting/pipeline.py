@@ -40,6 +40,7 @@ from tfamp.graph.functions import (
     unshare_branches,
 )
 from tfamp.graph.rewrite import convert_prepared, prepare, resolved
+from tfamp.graph.spelling import SHAPES
 from tfamp.interop import tf_functions
 from tfamp.interop.tf_functions import as_written
 from tfamp.planning.options import GraphUse, RewriteOptions
@@ -53,7 +54,7 @@ _CUSTOM = "CustomGradient-"
 _DTYPES = "_tfamp_gradient_dtypes"
 # What is left out when nodes are added to a graph. Shapes are inferred again; what a node is
 # colocated with may have been an input.
-_LEFT_OUT = ("_output_shapes", "_class", INLINED_INTO, _DTYPES)
+_LEFT_OUT = (SHAPES, "_class", INLINED_INTO, _DTYPES)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from tfamp.core.errors import SavedModelError
 from tfamp.graph.functions import CALLS, copied, inline_calls, rename_functions
 from tfamp.graph.index import build_indexes
 from tfamp.graph.passes.frozen_casts import cast_before_loops, fold_casts
+from tfamp.graph.spelling import SHAPES, control_inputs_of, is_control, tensor_inputs
 from tfamp.planning.decision import make_plan
 from tfamp.planning.structures import BRANCHING, RewritePlan, ScopePlan, node_name
 from tfamp.rewriting.pipeline import all_nodes
@@ -102,7 +103,7 @@ def _check_reads_only(nodes: Mapping[str, Any], used: set[str], set_at_start: se
         for each in node.input:
             source = node_name(each)
             written = source in nodes and nodes[source].op == "VarHandleOp"
-            if written and source not in set_at_start and not each.startswith("^"):
+            if written and source not in set_at_start and not is_control(each):
                 raise SavedModelError(
                     f"The variable {source!r} cannot be frozen: node {name!r} ({node.op}) does "
                     "more with it than read it. Convert without freezing."
@@ -135,8 +136,8 @@ def _with_constants(graph: Any, values: Mapping[str, Any], keep: Iterable[str]) 
     finally:
         logger.setLevel(level)
     for node in all_nodes(frozen):
-        if "_output_shapes" in node.attr and any(each in node.attr for each in _FUNCTIONS):
-            del node.attr["_output_shapes"]  # Of variables they are those of handles.
+        if SHAPES in node.attr and any(each in node.attr for each in _FUNCTIONS):
+            del node.attr[SHAPES]  # Of variables they are those of handles.
     return frozen
 
 
@@ -169,9 +170,9 @@ def _wait_for_no_constants(graph: Any) -> None:
     reads = [node for node in graph.node if node.op == "Identity" and len(node.input) == 1]
     constant |= {node.name for node in reads if node.input[0] in constant}
     for node in graph.node:
-        if any(name.startswith("^") for name in node.input):
+        if control_inputs_of(node):
             node.input[:] = [
-                name for name in node.input if not name.startswith("^") or name[1:] not in constant
+                name for name in node.input if not is_control(name) or name[1:] not in constant
             ]
 
 
@@ -217,7 +218,7 @@ def _values_of_objects(src: Path, meta_graph: Any) -> dict[str, Any]:
         if not signature.outputs:
             continue
         call = nodes[node_name(next(iter(signature.outputs.values())).name)]
-        given = [node_name(name) for name in call.input if not name.startswith("^")]
+        given = list(map(node_name, tensor_inputs(call)))
         captured = loaded.signatures[key].captured_inputs
         for name, tensor in zip(given[len(given) - len(captured) :], captured, strict=True):
             found = [v for v in loaded.signatures[key].variables if v.handle is tensor]

@@ -28,6 +28,7 @@ from tfamp.graph.functions import (
     replace_nodes,
 )
 from tfamp.graph.rewrite import convert, resolved
+from tfamp.graph.spelling import SHAPES
 from tfamp.interop import tf_private
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.ranges import Ranges, TensorKey, TensorRange
@@ -303,8 +304,8 @@ def _run_function(
         placeholder = around.node.add(name=arg.name, op="Placeholder")
         placeholder.attr["dtype"].type = arg.type
         known = function.arg_attr[position].attr
-        if "_output_shapes" in known:
-            shape = known["_output_shapes"].list.shape[0]
+        if SHAPES in known:
+            shape = known[SHAPES].list.shape[0]
             placeholder.attr["shape"].shape.CopyFrom(shape)
     return measure(
         around,

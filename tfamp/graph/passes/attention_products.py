@@ -15,19 +15,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.edits import (
-    FLOAT_TYPES,
-    add_constant,
-    attributes_of,
-    become,
-    control_inputs_of,
-    dims_of,
-    set_shape,
-)
+from tfamp.graph.edits import FLOAT_TYPES, add_constant, attributes_of, become, dims_of, set_shape
 from tfamp.graph.functions import (
     bodies,
     respell,
 )
+from tfamp.graph.spelling import control_inputs_of, first_output
 from tfamp.interop.tf_private import device_kind_of
 from tfamp.planning.cost import counted_shape
 from tfamp.planning.options import GraphUse, RewriteOptions
@@ -212,10 +205,12 @@ def _move_results(
     nodes: Any, products: Sequence[_AttentionProduct], attrs: dict[str, Any], function: Any
 ) -> None:
     """Transposes what products give, and gives that to all who take it."""
-    output, moved = ("", "") if function is None else (":output:0", ":y:0")
+    inside = function is not None
     names = {p.node.name: free_name(f"{p.node.name}/transposed", attrs) for p in products}
-    spelled = {f"{name}{output}": f"{made}{moved}" for name, made in names.items()}
-    if function is None:
+    spelled = {
+        first_output(name, inside): first_output(made, inside, "y") for name, made in names.items()
+    }
+    if not inside:
         spelled |= {f"{name}:0": made for name, made in names.items()}
         for node in nodes if spelled else ():
             node.input[:] = [spelled.get(name, name) for name in node.input]
@@ -224,7 +219,7 @@ def _move_results(
     for each in products:
         node, batches = each.node, each.batches
         order = _order(batches.product, batches.result)
-        key = (node.device, f"{node.name}{output}", order)
+        key = (node.device, first_output(node.name, inside), order)
         dtype = node.attr["T"].type
         made = _add_transpose(nodes, names[node.name], key, dtype, attrs, function is None)
         set_shape(made, each.shape(batches.result))
@@ -241,7 +236,7 @@ def _add_transpose(
     """Adds a Transpose of a device, a tensor and an order."""
     device, tensor, order = key
     constant = add_constant(nodes, free_name(f"{name}/perm", attrs), order, device)
-    perm = constant.name if main else f"{constant.name}:output:0"
+    perm = first_output(constant.name, not main)
     made = nodes.add(name=name, op="Transpose", input=[tensor, perm], device=device)
     made.attr["T"].type = dtype
     made.attr["Tperm"].type = tf.int32.as_datatype_enum

@@ -18,6 +18,7 @@ from tfamp.graph.functions import (
     bodies,
     replace_nodes,
 )
+from tfamp.graph.spelling import first_output
 from tfamp.interop.tf_private import device_kind_of
 from tfamp.planning.structures import (
     FLOAT32,
@@ -72,7 +73,7 @@ def as_sums(graph_def: Any, device: str) -> Sums:
             before.CopyFrom(node)
             axes = [axis for axis in range(rank) if axis != channels % rank]
             add_constant(nodes, _axes_name(node), axes, node.device)
-            _become_sum(node, "" if scope == MAIN_GRAPH else ":output:0")
+            _become_sum(node, scope != MAIN_GRAPH)
     return sums
 
 
@@ -120,9 +121,9 @@ def _axes_name(node: Any) -> str:
     return f"{node.name}/axes"
 
 
-def _become_sum(node: Any, output: str) -> None:
+def _become_sum(node: Any, in_function: bool) -> None:
     node.op = _SUM
-    node.input.insert(1, f"{_axes_name(node)}{output}")
+    node.input.insert(1, first_output(_axes_name(node), in_function))
     node.attr.pop("data_format", None)
     node.attr["Tidx"].type = tf.int32.as_datatype_enum
     node.attr["keep_dims"].b = False

@@ -10,13 +10,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.edits import control_inputs_of
 from tfamp.graph.functions import (
     bodies,
     respell,
 )
 from tfamp.graph.index import largest_finite
 from tfamp.graph.passes.frozen_casts import stored_as
+from tfamp.graph.spelling import control_inputs_of, renamed_output
 from tfamp.planning.exact_values import CHOICES
 from tfamp.planning.structures import (
     RewritePlan,
@@ -46,4 +46,7 @@ def keep_choices_finite(graph_def: Any, plan: RewritePlan) -> None:
                 by_name[cast.name].input.extend(control_inputs_of(constant))
                 ended.append(cast.name)
         if function is not None:
-            respell(function, {f"{name}:y:0": f"{name}:output:0" for name in ended})
+            respell(
+                function,
+                renamed_output(ended, "y", "output"),
+            )

@@ -19,15 +19,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.edits import (
-    add_constant,
-    attributes_of,
-    become,
-    control_inputs_of,
-    dims_of,
-    set_shape,
-)
+from tfamp.graph.edits import add_constant, attributes_of, become, dims_of, set_shape
 from tfamp.graph.functions import bodies
+from tfamp.graph.spelling import control_inputs_of, first_output
 from tfamp.interop.tf_private import device_kind_of
 from tfamp.planning.structures import MAIN_GRAPH, free_name
 
@@ -277,7 +271,7 @@ class _Builder:
             name = self._free(wanted)
             made = add_constant(self._nodes, name, values, self._node.device)
             self._attrs[name] = made.attr
-            self._made[key] = name if self._main else f"{name}:output:0"
+            self._made[key] = first_output(name, not self._main)
         return self._made[key]
 
     def _add(

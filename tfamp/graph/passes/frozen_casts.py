@@ -17,13 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.graph.apply import cast_node
-from tfamp.graph.edits import (
-    FLOAT32_TYPE,
-    LOW_TYPES,
-    become,
-    become_identity,
-    own_functions,
-)
+from tfamp.graph.edits import FLOAT32_TYPE, LOW_TYPES, become, become_identity, own_functions
 from tfamp.graph.functions import (
     bodies,
     copied,
@@ -32,6 +26,7 @@ from tfamp.graph.functions import (
     respell,
 )
 from tfamp.graph.loop_edits import copies_in
+from tfamp.graph.spelling import first_output, renamed_output, tensor_inputs
 from tfamp.planning.structures import (
     node_name,
     reach,
@@ -83,7 +78,7 @@ def _casting_users(body: Any, condition: Any, i: int) -> list[Any]:
 
 def _convert_body(body: Any, condition: Any, i: int, users: Sequence[Any], low: int) -> None:
     """Makes an argument of a loop's functions low."""
-    respell(body, {f"{n.name}:y:0": f"{n.name}:output:0" for n in users if n.op == "Cast"})
+    respell(body, renamed_output((n.name for n in users if n.op == "Cast"), "y", "output"))
     for node in users:
         become_identity(node, low)
     body.signature.output_arg[i].type = low
@@ -125,7 +120,10 @@ def fold_casts(graph_def: Any, keep: Iterable[str] = ()) -> tuple[Any, frozenset
         casts = _fold_scope(nodes, set(map(node_name, keep)))
         if function is not None:
             # A Cast's output is "y", that of what it became "output".
-            respell(function, {f"{name}:y:0": f"{name}:output:0" for name in casts})
+            respell(
+                function,
+                renamed_output(casts, "y", "output"),
+            )
         gone |= {(scope, name) for name in casts}
     return result, frozenset(gone)
 
@@ -163,7 +161,7 @@ def _fold_scope(nodes: Any, kept: Set[str]) -> list[str]:
 def _only_casts(node: Any) -> bool:
     """Whether a node does nothing but pass a constant on or cast it to a low dtype."""
     casts = node.op == "Cast" and node.attr["DstT"].type in LOW_TYPES
-    alone = len(node.input) == 1 and not node.input[0].startswith("^")
+    alone = len(node.input) == 1 == len(tensor_inputs(node))
     return alone and (casts or node.op == "Identity")
 
 
@@ -177,8 +175,7 @@ def stored_as(constant: Any, casts: Iterable[Any], limit: float = math.inf) -> N
     for node in casts:
         low = int(node.attr["DstT"].type)
         if low in values:
-            suffix = ":output:0" if ":" in node.input[0] else ""
-            node.input[:] = [f"{values[low]}{suffix}"]
+            node.input[:] = [first_output(values[low], ":" in node.input[0])]
             become_identity(node, low)
             continue
         values[low] = node.name

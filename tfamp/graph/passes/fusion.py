@@ -34,7 +34,15 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import RewriteError
 from tfamp.graph.functions import has_old_control_flow, library_of, replace_nodes
 from tfamp.graph.op_signatures import OpSignature, first_ports, registered_signature
-from tfamp.planning.structures import FLOAT32, free_name, op_types, producers_first, reach
+from tfamp.graph.spelling import SHAPES, control_inputs_of, first_output, tensor_inputs
+from tfamp.planning.structures import (
+    FLOAT32,
+    free_name,
+    node_name,
+    op_types,
+    producers_first,
+    reach,
+)
 
 # What computes with floats, as many passes over memory as there are ops. Not Max and Min, of which
 # XLA's take no notice of NaN on CPUs.
@@ -71,7 +79,6 @@ _MOST_COPIES = 12
 _NOWHERE = frozenset({-1})
 # A tensor of so many times fewer elements is stored in no time.
 _SMALL = 16
-_SHAPES = "_output_shapes"
 _COMPILED = "_XlaMustCompile"
 _WIDE = tf.float32.as_datatype_enum
 _LOW = _FLOATS - {_WIDE}
@@ -127,10 +134,6 @@ def has_fused(graph: tf.Graph) -> bool:
     return any(_CALL in name for name in ends)
 
 
-def _producer(tensor: str) -> str:
-    return tensor.removeprefix("^").partition(":")[0]
-
-
 # ---- Groups --------------------------------------------------------------------------------------
 
 
@@ -166,10 +169,10 @@ class _Graph:
         known = _known_nodes(nodes)
         users = defaultdict[str, set[str]](set)
         for name in keep:
-            users[_producer(name)].add("")
+            users[node_name(name)].add("")
         inputs = {}
         for name, node in nodes.items():
-            before = dict.fromkeys(map(_producer, node.input))
+            before = dict.fromkeys(map(node_name, node.input))
             for each in before:
                 users[each].add(name)
             inputs[name] = [each for each in before if each in nodes and each not in known]
@@ -225,7 +228,7 @@ class _Graph:
         return len(list(itertools.islice(large, least))) == least
 
     def _passes_over_much(self, node: Any) -> bool:
-        tensors = (node.name, *(name for name in node.input if not name.startswith("^")))
+        tensors = (node.name, *tensor_inputs(node))
         return node.op in _COMPUTES and max(map(self.elements, tensors)) >= _LEAST_ELEMENTS
 
     def elements(self, tensor: str) -> float:
@@ -238,7 +241,7 @@ def _is_fusible(node: Any, known: Collection[str]) -> bool:
     """Whether a node moves values, or computes with floats, of which XLA has every kernel."""
     if node.op in _MOVES:
         return True
-    if node.op in _COMPARES and not any(_producer(each) in known for each in node.input):
+    if node.op in _COMPARES and not any(node_name(each) in known for each in node.input):
         return False
     dtypes = {node.attr[name].type for name in _COMPUTED_IN if name in node.attr}
     return node.op in _COMPUTES and bool(dtypes) and dtypes <= _FLOATS
@@ -256,13 +259,13 @@ def _is_rounding(name: str, nodes: Mapping[str, Any], users: Mapping[str, Set[st
 
 def _known_nodes(nodes: Mapping[str, Any]) -> dict[str, Any]:
     known: dict[str, Any] = {}
-    for name in producers_first(nodes, lambda each: map(_producer, nodes[each].input)):
+    for name in producers_first(nodes, lambda each: map(node_name, nodes[each].input)):
         node = nodes[name]
         if node.op == "Const":
             dims = node.attr["value"].tensor.tensor_shape.dim
             is_known = math.prod(dim.size for dim in dims) <= _MOST_KNOWN
         else:
-            ends = all(_producer(each) in known for each in node.input)
+            ends = all(node_name(each) in known for each in node.input)
             is_known = ends and node.op in _KNOWN_IF_INPUTS_ARE
         if is_known:
             known[name] = node
@@ -271,12 +274,12 @@ def _known_nodes(nodes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _static_shape(tensor: str, nodes: Mapping[str, Any]) -> list[int] | None:
     """The shape of a tensor; None unless the graph tells all of it."""
-    node = nodes.get(_producer(tensor))
-    while node is not None and node.op == "Cast" and _SHAPES not in node.attr:
+    node = nodes.get(node_name(tensor))
+    while node is not None and node.op == "Cast" and SHAPES not in node.attr:
         tensor = node.input[0]  # Of a Cast that was inserted.
-        node = nodes.get(_producer(tensor))
+        node = nodes.get(node_name(tensor))
     port = int(tensor.partition(":")[2] or 0)
-    shapes = node.attr[_SHAPES].list.shape if node is not None and _SHAPES in node.attr else ()
+    shapes = node.attr[SHAPES].list.shape if node is not None and SHAPES in node.attr else ()
     if port >= len(shapes) or shapes[port].unknown_rank:
         return None
     shape = [int(dim.size) for dim in shapes[port].dim]
@@ -291,7 +294,7 @@ def _with_known_shape(node: Any, nodes: Mapping[str, Any]) -> Any:
     dtype = node.attr["out_type"].type if "out_type" in node.attr else 0
     value = tf.make_tensor_proto(shape, tf.as_dtype(dtype) if dtype else tf.int32)
     constant = tf.compat.v1.NodeDef(name=node.name, op="Const", device=node.device)
-    constant.input[:] = [name for name in node.input if name.startswith("^")]
+    constant.input[:] = control_inputs_of(node)
     constant.attr["dtype"].type = value.dtype
     constant.attr["value"].tensor.CopyFrom(value)
     return constant
@@ -476,7 +479,7 @@ class _Library:
 
 def _control_inputs(graph: _Graph, group: Sequence[str]) -> list[str]:
     inside = {f"^{name}" for name in group}
-    waits = (each for name in group for each in graph.nodes[name].input if each.startswith("^"))
+    waits = (each for name in group for each in control_inputs_of(graph.nodes[name]))
     return [each for each in dict.fromkeys(waits) if each not in inside]
 
 
@@ -489,10 +492,10 @@ def _stand_in(node: Any, dtypes: Sequence[int], tensors: Sequence[str]) -> Any:
         return made
     made.op = "Identity"
     made.attr["T"].type = dtypes[0]
-    if _SHAPES in node.attr:
+    if SHAPES in node.attr:
         made.op = "EnsureShape"
-        made.attr["shape"].shape.CopyFrom(node.attr[_SHAPES].list.shape[0])
-        made.attr[_SHAPES].CopyFrom(node.attr[_SHAPES])
+        made.attr["shape"].shape.CopyFrom(node.attr[SHAPES].list.shape[0])
+        made.attr[SHAPES].CopyFrom(node.attr[SHAPES])
     return made
 
 
@@ -530,7 +533,7 @@ class _Body:
 
     def _add(self, node: Any, stored: bool = False) -> None:
         own = _signature(node)
-        taken = (name for name in node.input if not name.startswith("^"))
+        taken = tensor_inputs(node)
         inputs = [
             self._tensor(name, dtype)
             for name, dtype in zip(taken, _dtypes(node, own, own.inputs), strict=True)
@@ -570,7 +573,7 @@ class _Body:
         chosen = self._node("SelectV2", [f"{either.name}:z:0", one, other])
         for node in (better, is_nan, chosen):
             node.attr["T"].type = _WIDE
-        return f"{chosen.name}:output:0"
+        return first_output(chosen.name, True)
 
     def _add_cross_entropy(self, node: Any, inputs: Sequence[str]) -> None:
         called = _cross_entropy_function(node.attr["Tlabels"].type)
@@ -586,8 +589,8 @@ class _Body:
     def _tensor(self, tensor: str, dtype: int) -> str:
         """How a tensor reads in the function, which is given it if it does not compute it."""
         tensor = tensor.removesuffix(":0")
-        if tensor not in self._spelled and _producer(tensor) in self._graph.known:
-            self._add(self._graph.known[_producer(tensor)])
+        if tensor not in self._spelled and node_name(tensor) in self._graph.known:
+            self._add(self._graph.known[node_name(tensor)])
         if tensor not in self._spelled:
             name = f"given{len(self.given)}"
             self.function.signature.input_arg.add(name=name, type=dtype)

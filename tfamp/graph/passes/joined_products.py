@@ -20,13 +20,13 @@ from tfamp.graph.edits import (
     attributes_of,
     become,
     become_identity,
-    control_inputs_of,
     dims_of,
     set_shape,
 )
 from tfamp.graph.functions import (
     bodies,
 )
+from tfamp.graph.spelling import control_inputs_of, first_output, tensor_inputs
 from tfamp.planning.options import GraphUse, RewriteOptions
 from tfamp.planning.structures import (
     MAIN_GRAPH,
@@ -64,7 +64,7 @@ def _join(
 ) -> None:
     dtype = product.attr["T"].type
     for i, width in enumerate(widths):
-        product.input[i] = _as_rows(nodes, product, i, width, attrs, "" if main else ":output:0")
+        product.input[i] = _as_rows(nodes, product, i, width, attrs, main)
     grads = {
         f"grad_{'ab'[i]}": product.attr[name].b
         for i, name in enumerate(("grad_x", "grad_y"))
@@ -81,7 +81,7 @@ def _join(
 
 def _is_batch_of_gradients(node: Any) -> bool:
     """Whether a node multiplies transposed matrices, as gradients by weights do."""
-    data = len(node.input) - len(control_inputs_of(node))
+    data = len(tensor_inputs(node))
     transposed = "adj_x" in node.attr and node.attr["adj_x"].b
     plain = transposed and not ("adj_y" in node.attr and node.attr["adj_y"].b)
     known = "T" in node.attr and node.attr["T"].type in FLOAT_TYPES
@@ -127,7 +127,7 @@ def _are_batch_axes(axes: Any, tensor: str, count: int, attrs: Mapping[str, Any]
 
 
 def _as_rows(
-    nodes: Any, product: Any, i: int, width: int, attrs: dict[str, Any], suffix: str
+    nodes: Any, product: Any, i: int, width: int, attrs: dict[str, Any], main: bool
 ) -> str:
     """Adds nodes that put the rows of a batch of matrices below each other; returns the tensor."""
     shape_name, name = (
@@ -135,10 +135,10 @@ def _as_rows(
     )
     shape = add_constant(nodes, shape_name, [-1, width], product.device)
     rows = nodes.add(name=name, op="Reshape", device=product.device)
-    rows.input[:] = [product.input[i], f"{shape_name}{suffix}"]
+    rows.input[:] = [product.input[i], first_output(shape_name, not main)]
     rows.attr["T"].type = product.attr["T"].type
     rows.attr["Tshape"].type = tf.int32.as_datatype_enum
     above = dims_of(product.input[i], attrs)[:-1]
     set_shape(rows, [None if -1 in above else math.prod(above), width])
     attrs |= {shape_name: shape.attr, name: rows.attr}
-    return f"{name}{suffix}"
+    return first_output(name, not main)

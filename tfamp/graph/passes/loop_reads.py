@@ -11,13 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from tfamp.graph.edits import (
-    FLOAT32_TYPE,
-    SHAPES,
-    become_identity,
-    control_inputs_of,
-    own_functions,
-)
+from tfamp.graph.edits import FLOAT32_TYPE, become_identity, own_functions
 from tfamp.graph.functions import (
     calls_in,
     library_of,
@@ -26,6 +20,7 @@ from tfamp.graph.functions import (
 )
 from tfamp.graph.loop_edits import add_loop_variable, copies_in
 from tfamp.graph.op_signatures import PYTHON, writes_variable
+from tfamp.graph.spelling import SHAPES, control_inputs_of, is_control, renamed_output
 from tfamp.planning.structures import (
     LOOPS,
     free_name,
@@ -111,7 +106,7 @@ def _behind(start: str, nodes: Sequence[Any]) -> Collection[str]:
     for node in nodes:
         for name in node.input:
             # A read waits for a write. What only waits for a loop does not depend on its results.
-            if not (name.startswith("^") and node_name(name) in loops):
+            if not (is_control(name) and node_name(name) in loops):
                 users[node_name(name)].append(node.name)
     return reach([start], users.__getitem__)
 
@@ -125,7 +120,7 @@ def _hoist(
     name = add_loop_variable(graph, loop, (body, condition), before, FLOAT32_TYPE, wanted)
     read.input[:] = [name, *control_inputs_of(read)]
     become_identity(read, FLOAT32_TYPE)
-    respell(body, {f"{read.name}:value:0": f"{read.name}:output:0"})
+    respell(body, renamed_output([read.name], "value", "output"))
     return body.signature.name, name
 
 

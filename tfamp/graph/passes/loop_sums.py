@@ -16,17 +16,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.edits import (
-    add_constant,
-    attributes_of,
-    control_inputs_of,
-    dims_of,
-    own_functions,
-    set_shape,
-)
+from tfamp.graph.edits import add_constant, attributes_of, dims_of, own_functions, set_shape
 from tfamp.graph.functions import library_of, replace_nodes
 from tfamp.graph.loop_edits import add_loop_variable, new_place
 from tfamp.graph.op_signatures import first_ports, registered_signature
+from tfamp.graph.spelling import SHAPES, control_inputs_of
 from tfamp.planning.cost import counted_shape
 from tfamp.planning.structures import LOOPS, free_name, node_name
 
@@ -274,7 +268,7 @@ class _Behind:
         lengths = self._constant(f"{wanted}/lengths", [], tf.int64)
         given = [f"{self._loop.name}:{place}", shape, lengths]
         rows = self._add(wanted, "TensorListConcatV2", given, [None, dims[1]])
-        rows.attr["_output_shapes"].list.shape.add().dim.add().size = -1
+        rows.attr[SHAPES].list.shape.add().dim.add().size = -1
         rows.attr["element_dtype"].type = _FLOAT32
         rows.attr["shape_type"].type = tf.int32.as_datatype_enum
         return str(rows.name)

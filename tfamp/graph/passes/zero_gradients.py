@@ -13,6 +13,7 @@ from tfamp.graph.functions import (
     bodies,
     respell,
 )
+from tfamp.graph.spelling import renamed_output
 from tfamp.planning.options import GraphUse, RewriteOptions
 from tfamp.planning.structures import (
     MAIN_GRAPH,
@@ -26,7 +27,7 @@ def as_zeros(graph_def: Any, options: RewriteOptions, use: GraphUse) -> None:
     for scope, nodes, function in bodies(graph_def):
         gradients = [node for node in nodes if node.op == "BiasAddGrad" and node.input]
         made = {node.name: node for node in nodes if node.op in _NORMALIZATIONS}
-        spelled = {}
+        changed = []
         for node in gradients if made else ():
             name, _, port = node.input[0].partition(":")
             behind = made.get(name)
@@ -35,9 +36,9 @@ def as_zeros(graph_def: Any, options: RewriteOptions, use: GraphUse) -> None:
                 become(node, "ZerosLike")
                 node.attr["T"].type = FLOAT32_TYPE
                 node.input[0] = scale
-                spelled[f"{node.name}:output:0"] = f"{node.name}:y:0"
+                changed.append(node.name)
         if scope != MAIN_GRAPH:
-            respell(function, spelled)
+            respell(function, renamed_output(changed, "output", "y"))
 
 
 # How the first output of a normalization's gradient is written, in graphs and in functions.
