@@ -197,6 +197,7 @@ def test_minimize_without_variables():
 
 def test_a_loop_that_never_scales_is_told_once():
     weight, optimizer = keras.Variable([1.0]), wrapped()
+    assert float(optimizer.loss_scale) == optimizer.initial_scale  # Looking at it scales nothing.
     with pytest.warns(tfamp.TfampWarning, match="no loss has been scaled") as record:
         optimizer.apply_gradients([(tf.ones(1), weight)])
         optimizer.apply_gradients([(tf.ones(1), weight)])

@@ -530,14 +530,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     # ---- What a program can read -----------------------------------------------------------------
 
     def get_scale(self) -> Any:
-        """The current loss scale, a scalar float32 tensor."""
+        """The current loss scale, a scalar float32 tensor, to scale a loss with."""
         self._scale_was_used = True
         return as_tensor(self.dynamic_scale)
 
     @property
     def loss_scale(self) -> Any:
-        """The current loss scale, a scalar float32 tensor."""
-        return self.get_scale()
+        """The current loss scale, a scalar float32 tensor, to look at."""
+        return as_tensor(self.dynamic_scale)
 
     @property
     def rule(self) -> LossScale:
