@@ -8,12 +8,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.diagnostics.model_runs import watch_layers
 from tfamp.interop import patching
 from tfamp.interop.patching import (
     SYMBOLS,
@@ -343,12 +341,3 @@ def test_the_objects_own_function_comes_back():
     assert layer.helper(0) == 1
     take_off()
     assert layer.helper is own
-
-
-def test_watching_a_layer_leaves_what_was_wrapped_before():
-    model = keras.Sequential([keras.Input((2,)), Layer()])
-    wrap_method(model.layers[0], "call", plus(1))
-    take_off = watch_layers(model, model.layers, lambda position, tensor: None)
-    take_off()
-    np.testing.assert_array_equal(model.layers[0](np.zeros((1, 2))), np.ones((1, 2)))
-    assert "train_step" not in vars(model)

@@ -227,9 +227,9 @@ def test_an_argument_gives_the_profile_or_the_built_in_one(folder, measured, mon
 
 
 def test_a_wrong_argument_is_refused_before_anything_is_traced(measured):
-    with pytest.raises(ValueError, match="\"builtin\" or a .*MachineProfile; got 'measure'"):
+    with pytest.raises(ValueError, match="MachineProfile or None; got 'measure'"):
         tfamp.rewrite(profile="measure")
-    with pytest.raises(TypeError, match="MachineProfile; got dict"):
+    with pytest.raises(TypeError, match="MachineProfile or None; got dict"):
         tfamp.rewrite(lambda x: x, profile={})
     assert not measured
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import warnings
@@ -200,6 +201,11 @@ class RewrittenFunction(SaveableFunction):
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles as what it was made from: graphs belong to a process."""
         return _make, (self._fn, self._options, None)
+
+    def copy(self, dtype: str | None = None) -> RewrittenFunction:
+        """Returns the same function, not traced yet; for another low dtype if one is given."""
+        low = self._options.dtype if dtype is None else _low_dtype(dtype)
+        return RewrittenFunction(self._fn, dataclasses.replace(self._options, dtype=low))
 
     def __repr__(self) -> str:
         return f"<tfamp.rewrite of {self._traced.name} to {self.dtype}>"
