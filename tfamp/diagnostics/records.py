@@ -10,13 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tfamp.diagnostics.exponents import (
-    SHARES,
-    ExponentHistogram,
-    histogram,
-    suggested_scale,
-    total,
-)
+from tfamp.diagnostics.exponents import SHARES, ExponentHistogram, histogram, suggested_scale, total
 from tfamp.reports.text_table import table_lines
 
 if TYPE_CHECKING:

@@ -19,14 +19,7 @@ from tfamp.graph.op_signatures import STATISTICS_ATTR, SUCCESSORS
 from tfamp.graph.spelling import control_inputs_of
 from tfamp.interop import tf_private
 from tfamp.planning.decision import PaintedScope, boundaries_agree
-from tfamp.planning.structures import (
-    FLOAT32,
-    RESULT,
-    GraphIndex,
-    Retype,
-    RewritePlan,
-    ScopePlan,
-)
+from tfamp.planning.structures import FLOAT32, RESULT, GraphIndex, Retype, RewritePlan, ScopePlan
 
 
 def apply_plan(graph_def: Any, plan: RewritePlan) -> None:

@@ -11,15 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.graph.functions import (
-    calls_in,
-    function_attributes,
-    reached_functions,
-)
+from tfamp.graph.functions import calls_in, function_attributes, reached_functions
 from tfamp.graph.spelling import SHAPES
-from tfamp.planning.structures import (
-    LOOPS,
-)
+from tfamp.planning.structures import LOOPS
 
 FLOAT32_TYPE = tf.float32.as_datatype_enum
 

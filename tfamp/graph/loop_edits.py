@@ -9,10 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.graph.spelling import SHAPES, first_output
-from tfamp.planning.structures import (
-    free_name,
-    reach,
-)
+from tfamp.planning.structures import free_name, reach
 
 # How many of a loop's first results TensorFlow differentiates: those behind them are what the loop
 # keeps for a gradient that is in the graph already.

@@ -9,7 +9,7 @@ import importlib.metadata
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -25,14 +25,22 @@ from tfamp.graph.passes.bias_sums import as_sums, sums_are_better, without_idle_
 from tfamp.graph.passes.chosen_constants import keep_choices_finite
 from tfamp.graph.passes.joined_products import join_products
 from tfamp.graph.passes.loop_reads import read_before_loops
-from tfamp.graph.passes.zero_gradients import as_zeros
+from tfamp.graph.passes.zero_gradients import NORMALIZATION_GRADIENTS, as_zeros
 from tfamp.interop import tf_private
 from tfamp.interop.patching import level_of_user
 from tfamp.machine import profile_choice
 from tfamp.planning.decision import Decision, decide
+from tfamp.planning.exact_values import CHOICES
 from tfamp.planning.options import GraphUse, RewriteOptions, check_choice
 from tfamp.planning.ranges import RULE as CALIBRATION
-from tfamp.planning.structures import FLOAT32, LOOPS, GraphIndex, RewritePlan, RewriteResult
+from tfamp.planning.structures import (
+    FLOAT32,
+    LOOPS,
+    GraphIndex,
+    RewritePlan,
+    RewriteResult,
+    op_types,
+)
 
 
 def rewrite_graph_def(
@@ -164,33 +172,37 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def sums_behind_loops(graph_def: Any, options: RewriteOptions, use: GraphUse) -> None:
-    """Makes what loops of gradients add up one op behind the loop, in place."""
-    if any(node.op in LOOPS for node in graph_def.node):
-        from tfamp.graph.passes.loop_sums import add_up_behind_loops
+class Pass(NamedTuple):
+    """A change in place, with the same results but for rounding, of graphs with one of some ops."""
 
-        add_up_behind_loops(graph_def, use.names)
+    ops: frozenset[str]
+    run: Callable[[Any, RewriteOptions, GraphUse], None]
+
+
+def sums_behind_loops(graph_def: Any, options: RewriteOptions, use: GraphUse) -> None:
+    """Makes what loops of gradients add up one op behind the loop."""
+    from tfamp.graph.passes.loop_sums import add_up_behind_loops  # Nothing else needs it.
+
+    add_up_behind_loops(graph_def, use.names)
 
 
 def gradients_by_filters(graph_def: Any, options: RewriteOptions, use: GraphUse) -> None:
-    """Makes gradients of convolutions by their filters ops that are faster, in place."""
-    ops = (node.op for _, nodes, _ in bodies(graph_def) for node in nodes)
-    if any(op.endswith("BackpropFilter") for op in ops):
-        from tfamp.graph.passes.filter_gradients import by_faster_ops
+    """Makes gradients of convolutions by their filters ops that are faster."""
+    from tfamp.graph.passes.filter_gradients import by_faster_ops  # Nothing else needs it.
 
-        peaks = options.machine.peaks["matmul"]
-        by_faster_ops(graph_def, options.device, peaks[options.dtype] > peaks[FLOAT32])
+    peaks = options.machine.peaks["matmul"]
+    by_faster_ops(graph_def, options.device, peaks[options.dtype] > peaks[FLOAT32])
 
 
-# Make a graph cheaper before it is decided about, in the order in which they run. Each changes a
-# graph of the caller's own in place, by the options and what is used of the graph, and leaves the
-# results as they are, but for rounding. The last two load what they need where there is some work.
-PASSES: tuple[Callable[[Any, RewriteOptions, GraphUse], None], ...] = (
-    join_products,
-    as_batches,
-    as_zeros,
-    sums_behind_loops,
-    gradients_by_filters,
+# What makes a graph cheaper before it is decided about, in the order in which it runs.
+PASSES = (
+    Pass(frozenset({"BatchMatMulV2"}), join_products),
+    Pass(frozenset({"Einsum"}), as_batches),
+    Pass(NORMALIZATION_GRADIENTS, as_zeros),
+    Pass(LOOPS, sums_behind_loops),
+    Pass(
+        op_types("Conv2DBackpropFilter DepthwiseConv2dNativeBackpropFilter"), gradients_by_filters
+    ),
 )
 
 
@@ -232,15 +244,18 @@ def prepare(graph_def: Any, options: RewriteOptions, use: GraphUse) -> PreparedG
     The result does not depend on the placement, nor on patterns.
     """
     framed = has_frames(graph_def)
+    ops = {node.op for _, nodes, _ in bodies(graph_def) for node in nodes}
     # Grappler's own lists give Grappler's result, node by node.
     if options.updates != "low" and not framed:
         for each in PASSES:
-            each(graph_def, options, use)
-    better = not framed and sums_are_better(options.colors, options.dtype, options.device)
+            if not each.ops.isdisjoint(ops):
+                each.run(graph_def, options, use)
+    has_biases = not framed and "BiasAddGrad" in ops
+    better = has_biases and sums_are_better(options.colors, options.dtype, options.device)
     sums = as_sums(graph_def, options.device) if better else {}
     indexes = build_indexes(graph_def, dtype=options.dtype, device=options.device)
     # Behind the index, which refuses graphs that are not valid.
-    weights = read_before_loops(graph_def, use.names)
+    weights = frozenset() if LOOPS.isdisjoint(ops) else read_before_loops(graph_def, use.names)
     if weights:
         indexes = build_indexes(graph_def, dtype=options.dtype, device=options.device)
     return PreparedGraph(graph_def, indexes, weights, sums)
@@ -253,10 +268,13 @@ def convert_prepared(prepared: PreparedGraph, options: RewriteOptions, use: Grap
     decision = decide(prepared.indexes, prepared.weights, options, use)
     before = control_inputs(graph_def)
     apply_plan(graph_def, decision.plan)
-    if options.updates != "low":
+    nodes = (node for index in prepared.indexes for node in index.nodes)
+    if options.updates != "low" and any(node.op in CHOICES for node in nodes):
         keep_choices_finite(graph_def, decision.plan)
     verify_rewrite(before, graph_def, decision.scopes, decision.plan)
-    plan = without_idle_sums(graph_def, decision.plan, prepared.sums)
+    plan = decision.plan
+    if prepared.sums:
+        plan = without_idle_sums(graph_def, plan, prepared.sums)
     if options.placement == "fused":
         from tfamp.graph.passes.fusion import fuse  # Nothing else needs it.
 

@@ -22,15 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.core.profile import (
-    DTYPES,
-    KINDS,
-    OPS,
-    STRIDED,
-    WIDE,
-    MachineProfile,
-    builtin_profile,
-)
+from tfamp.core.profile import DTYPES, KINDS, OPS, STRIDED, WIDE, MachineProfile, builtin_profile
 from tfamp.machine import hardware
 from tfamp.machine.timing import NO_KERNEL_ERRORS, in_own_thread, let_memory_grow, some_values
 

@@ -10,17 +10,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.functions import (
-    bodies,
-    respell,
-)
+from tfamp.graph.functions import bodies, respell
 from tfamp.graph.index import largest_finite
 from tfamp.graph.passes.frozen_casts import stored_as
 from tfamp.graph.spelling import control_inputs_of, renamed_output
 from tfamp.planning.exact_values import CHOICES
-from tfamp.planning.structures import (
-    RewritePlan,
-)
+from tfamp.planning.structures import RewritePlan
 
 
 def keep_choices_finite(graph_def: Any, plan: RewritePlan) -> None:

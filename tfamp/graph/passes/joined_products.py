@@ -23,16 +23,10 @@ from tfamp.graph.edits import (
     dims_of,
     set_shape,
 )
-from tfamp.graph.functions import (
-    bodies,
-)
+from tfamp.graph.functions import bodies
 from tfamp.graph.spelling import control_inputs_of, first_output, tensor_inputs
 from tfamp.planning.options import GraphUse, RewriteOptions
-from tfamp.planning.structures import (
-    MAIN_GRAPH,
-    free_name,
-    node_name,
-)
+from tfamp.planning.structures import MAIN_GRAPH, free_name, node_name
 
 _BATCHED, _GRADIENT_AXES = "BatchMatMulV2", "BroadcastGradientArgs"
 

@@ -12,21 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tfamp.graph.edits import FLOAT32_TYPE, become_identity, own_functions
-from tfamp.graph.functions import (
-    calls_in,
-    library_of,
-    reached_functions,
-    respell,
-)
+from tfamp.graph.functions import calls_in, library_of, reached_functions, respell
 from tfamp.graph.loop_edits import add_loop_variable, copies_in
 from tfamp.graph.op_signatures import PYTHON, writes_variable
 from tfamp.graph.spelling import SHAPES, control_inputs_of, is_control, renamed_output
-from tfamp.planning.structures import (
-    LOOPS,
-    free_name,
-    node_name,
-    reach,
-)
+from tfamp.planning.structures import LOOPS, free_name, node_name, reach
 
 
 def read_before_loops(graph_def: Any, keep: Collection[str] = ()) -> frozenset[tuple[str, str]]:

@@ -9,24 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 from tfamp.graph.edits import FLOAT32_TYPE, become
-from tfamp.graph.functions import (
-    bodies,
-    respell,
-)
+from tfamp.graph.functions import bodies, respell
 from tfamp.graph.spelling import renamed_output
 from tfamp.planning.options import GraphUse, RewriteOptions
-from tfamp.planning.structures import (
-    MAIN_GRAPH,
-)
+from tfamp.planning.structures import MAIN_GRAPH, op_types
 
-_NORMALIZATIONS = tuple(f"FusedBatchNormGrad{version}" for version in ("", "V2", "V3"))
+NORMALIZATION_GRADIENTS = op_types("FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3")
 
 
 def as_zeros(graph_def: Any, options: RewriteOptions, use: GraphUse) -> None:
     """Makes each float32 gradient of a bias that BatchNormalization takes off zeros, in place."""
     for scope, nodes, function in bodies(graph_def):
         gradients = [node for node in nodes if node.op == "BiasAddGrad" and node.input]
-        made = {node.name: node for node in nodes if node.op in _NORMALIZATIONS}
+        made = {node.name: node for node in nodes if node.op in NORMALIZATION_GRADIENTS}
         changed = []
         for node in gradients if made else ():
             name, _, port = node.input[0].partition(":")
