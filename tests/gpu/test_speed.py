@@ -120,7 +120,7 @@ def test_training(device, check, name):
     )
 
 
-ROWS = 8192
+ROWS, COLUMNS = 8192, 768  # More blocks of threads than one add to each sum.
 
 
 def test_bias_gradients(device, check):
@@ -129,7 +129,7 @@ def test_bias_gradients(device, check):
         pytest.skip("this GPU has no bfloat16 arithmetic")
     with tf.device(device.name):
         # All of one sign: a sum that is kept in bfloat16 stops growing at 256 or so.
-        gradients = tf.random.stateless_uniform((ROWS, 16), (0, 1), 0.5, 1.5)
+        gradients = tf.random.stateless_uniform((ROWS, COLUMNS), (0, 1), 0.7, 1.7)
         low = tf.cast(gradients, "bfloat16")
         expected = np.asarray(tf.cast(low, tf.float64)).sum(0)
 
@@ -137,8 +137,8 @@ def test_bias_gradients(device, check):
             return float(np.abs(np.asarray(tf.cast(found, tf.float64)) / expected - 1).max())
 
         raw = tf.raw_ops.BiasAddGrad(out_backprop=low)
-        bias = tf.Variable(tf.zeros(16))
-        kernel = tf.Variable(tf.random.stateless_normal((32, 16), (0, 2)))
+        bias = tf.Variable(tf.zeros(COLUMNS))
+        kernel = tf.Variable(tf.random.stateless_normal((32, COLUMNS), (0, 2)))
 
         @tfamp.rewrite(dtype="bfloat16", placement="lists")
         def gradient(x, scale):

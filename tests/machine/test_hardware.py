@@ -16,6 +16,10 @@ from tfamp.machine.hardware import Gpu, Hardware, automatic_policy, parse_cpuinf
 NOTHING = {"cpu_model": "", "cpu_bfloat16": False, "cpu_float16": False, "gpus": (), "tpu": False}
 
 
+WITHOUT_TENSOR_CORES = (
+    *("GeForce GTX 1650", "T400 4GB", "T500", "T550 Laptop GPU", "T600", "T1000 8GB", "T1200"),
+    *("Quadro T1000", "Quadro T2000 with Max-Q Design", "GeForce MX450", "GeForce MX550"),
+)
 GTX = Gpu("NVIDIA GeForce GTX 1660 Ti", (7, 5))
 
 
@@ -45,6 +49,14 @@ def gpus(*capabilities):
         # Of capability 7.5 as the T4, without its Tensor Cores.
         ({"gpus": (GTX,)}, "float32", "no Tensor Cores"),
         ({"gpus": (*gpus((8, 0), (7, 0)), GTX)}, "float32", "GTX 1660"),
+        *(
+            ({"gpus": (Gpu(f"NVIDIA {name}", (7, 5)),)}, policy, reason)
+            for policy, reason, names in (
+                ("float32", "no Tensor Cores", WITHOUT_TENSOR_CORES),
+                ("mixed_float16", "7.5", ("T4", "RTX 2060", "Quadro RTX 4000", "TITAN RTX")),
+            )
+            for name in names
+        ),
         # GPUs decide, not the CPU.
         ({"gpus": gpus((6, 1)), "cpu_bfloat16": True}, "float32", "6.1"),
         ({"gpus": gpus((7, 0)), "cpu_bfloat16": True}, "mixed_float16", "7.0"),

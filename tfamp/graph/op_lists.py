@@ -45,9 +45,9 @@ _BFLOAT16_ALLOW_ADDED = _grappler.CUDNN_RNN | {"BatchMatMulV3", "Conv"}
 # of layer normalization.
 _BFLOAT16_INFER_ADDED = frozenset({"Pow", "RsqrtGrad"})
 # On CPUs its bfloat16 kernel adds up in bfloat16: from 256 rows on small terms are lost, and the
-# gradient of a bias over 8192 rows is off by half (tests/graph/test_op_lists.py shows it).
-# A GPU's adds up in float32.
-_BFLOAT16_INFER_DROPPED_ON_CPU = frozenset({"BiasAddGrad"})
+# gradient of a bias over 8192 rows is off by half (tests/graph/test_op_lists.py shows it). A GPU's
+# adds up in float32 in each block of threads only, and then the blocks in bfloat16, in any order.
+_BFLOAT16_INFER_DROPPED = frozenset({"BiasAddGrad"})
 # What a loop carries may be low, together with what is in it. Grappler has loops on its bfloat16
 # list, but not what is in them. Not conditionals: one branch may pass on what it is given.
 _CLEAR_ADDED = LOOPS
@@ -284,11 +284,10 @@ def _default_lists(dtype: str, device: str) -> OpLists:
     lists = _grappler_lists(dtype)
     lists = dataclasses.replace(lists, clear=lists.clear | _CLEAR_ADDED, exact_statistics=True)
     if dtype == "bfloat16":
-        dropped = frozenset() if device == "gpu" else _BFLOAT16_INFER_DROPPED_ON_CPU
         return dataclasses.replace(
             lists,
             allow=lists.allow | _BFLOAT16_ALLOW_ADDED,
-            infer=(lists.infer | _BFLOAT16_INFER_ADDED) - dropped,
+            infer=(lists.infer | _BFLOAT16_INFER_ADDED) - _BFLOAT16_INFER_DROPPED,
             deny=lists.deny - _BFLOAT16_INFER_ADDED,
             # Their results are float32, which XLA does not compile gradients of.
             clear=lists.clear - {"ResizeBilinear"},

@@ -251,7 +251,7 @@ def prepare(graph_def: Any, options: RewriteOptions, use: GraphUse) -> PreparedG
             if not each.ops.isdisjoint(ops):
                 each.run(graph_def, options, use)
     has_biases = not framed and "BiasAddGrad" in ops
-    better = has_biases and sums_are_better(options.colors, options.dtype, options.device)
+    better = has_biases and sums_are_better(options.colors, options.dtype)
     sums = as_sums(graph_def, options.device) if better else {}
     indexes = build_indexes(graph_def, dtype=options.dtype, device=options.device)
     # Behind the index, which refuses graphs that are not valid.

@@ -17,8 +17,10 @@ from typing import Any
 
 BFLOAT16_CAPABILITY = (8, 0)
 FLOAT16_CAPABILITY = (7, 0)
-# Of compute capability 7.5, as the T4 is, and without its Tensor Cores.
-_WITHOUT_TENSOR_CORES = re.compile(r"\bGTX 16\d\d\b")
+# Of compute capability 7.5, as the T4 is, and without its Tensor Cores (TU116 and TU117).
+_WITHOUT_TENSOR_CORES = re.compile(
+    r"\b(GTX 16\d\d|T4\d\d|T5\d\d|T6\d\d|T1000|T1200|T2000|MX450|MX550)\b"
+)
 
 # Instruction sets that multiply the dtype, as /proc/cpuinfo spells them on x86 and on ARM.
 # avx512_bf16 and bf16 have dot products, amx_* tiles; f16c and fphp's scalar half would not pay.
@@ -144,7 +146,7 @@ def _policy_of(gpu: Gpu) -> tuple[str, str]:
         return "float32", f"the compute capability of {gpu.name} is not known"
     what = f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}"
     if gpu.lacks_tensor_cores:
-        return "float32", f"{what} but no Tensor Cores, as no GTX 16 card has"
+        return "float32", f"{what} but no Tensor Cores: its chip is a TU116 or TU117"
     if "bfloat16" in gpu.native:
         return "mixed_bfloat16", f"{what}: bfloat16 Tensor Cores from 8.0 on"
     if "float16" in gpu.native:

@@ -1,8 +1,11 @@
 """Gradients of biases become sums that add up in float32.
 
-On CPUs the bfloat16 kernel of BiasAddGrad loses small terms: over 8192 rows it is off by half, so
-the op is on no list, and a Cast of the whole upstream gradient comes before it. Sum of the same
-rows adds up in float32 and rounds once.
+The bfloat16 kernels of BiasAddGrad lose small terms: over 8192 rows CPUs are off by half, and GPUs
+by some percent, as their blocks add to the result in bfloat16. So the op is on no list, and a Cast
+of the whole upstream gradient comes before it. Sum of the same rows adds up in float32, on both,
+and rounds once.
+
+Source: `core/kernels/bias_op_gpu.cu.cc` and `reduction_gpu_kernels.cu.h` of TensorFlow 2.21.
 """
 
 from __future__ import annotations
@@ -33,19 +36,17 @@ _LEAST_RANK = 2
 Sums = Mapping[tuple[str, str], Any]
 
 
-def sums_are_better(colors: Mapping[str, str], dtype: str, device: str) -> bool:
+def sums_are_better(colors: Mapping[str, str], dtype: str) -> bool:
     """Returns whether gradients of biases are to be converted as sums.
 
-    Not where they are on a list for CPUs, as on Grappler's: then that list decides. The lists for
-    GPUs have them on one, and mean the kernel of GPUs.
+    Not where they are on a list, as on Grappler's: then that list decides.
     """
-    free = (None, "allow", "infer") if device == "gpu" else (None,)
-    safe = colors.get(_GRADIENT) in free and colors.get(_SUM) in ("allow", "infer")
+    safe = _GRADIENT not in colors and colors.get(_SUM) in ("allow", "infer")
     return dtype == "bfloat16" and safe
 
 
 def as_sums(graph_def: Any, device: str) -> Sums:
-    """Makes each float32 BiasAddGrad of known rank that runs on the CPU a Sum, in place.
+    """Makes each float32 BiasAddGrad of known rank on a CPU or a GPU a Sum, in place.
 
     Each gets a constant for its axes. The device is that of nodes that are pinned to none. Returns
     which nodes these are.
@@ -96,11 +97,11 @@ def _described(plan: NodePlan) -> NodePlan:
 
 
 def _is_gradient(node: Any, device: str) -> bool:
-    """Whether a node is a float32 BiasAddGrad that runs on the CPU."""
+    """Whether a node is a float32 BiasAddGrad that runs on a CPU or a GPU."""
     if node.op != _GRADIENT or "T" not in node.attr or not node.input:
         return False
     place = device_kind_of(node.device) or device
-    return bool(node.attr["T"].type == FLOAT32_TYPE and place == "cpu")
+    return bool(node.attr["T"].type == FLOAT32_TYPE and place in ("cpu", "gpu"))
 
 
 def _rank(tensor: str, attrs: Mapping[str, Any]) -> int:
