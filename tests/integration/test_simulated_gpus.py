@@ -180,3 +180,39 @@ def test_gradients_of_biases_need_no_casts():
     assert [node.op for node in low] == ["Sum"] * 2
     for node in sums:
         assert nodes[node.input[0].partition(":")[0]].op != "Cast", node.name
+
+
+# ---- Sums ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("low", LOW)
+def test_gradients_by_depthwise_filters_that_cudnn_has_not_are_float32(low):
+    found = {}
+    for shape in [(3, 3, 4, 1), (5, 5, 4, 1), (4, 4, 4, 1), (1, 3, 4, 1), (3, 3, 4, 2)]:
+
+        def step(x, w):
+            with tf.GradientTape() as tape:
+                tape.watch(w)
+                y = tf.nn.depthwise_conv2d(x @ tf.eye(4), w, [1, 1, 1, 1], "SAME")
+                loss = tf.reduce_sum(tf.matmul(y, tf.eye(y.shape[-1])) ** 2)
+            return tape.gradient(loss, w)
+
+        specs = tf.TensorSpec((8, 16, 16, 4)), tf.TensorSpec(shape)
+        graph = tf.function(step).get_concrete_function(*specs).graph
+        plan = rewrite_graph_def(
+            graph.as_graph_def(add_shapes=True),
+            ["Identity:0"],
+            dtype=low,
+            device="gpu",
+            placement="lists",
+        ).plan
+        (node,) = [n for n in plan.nodes if n.op == "DepthwiseConv2dNativeBackpropFilter"]
+        found[shape] = node.dtype, node.reason.rule
+    assert {shape: dtype for shape, (dtype, _) in found.items()} == {
+        (3, 3, 4, 1): low,
+        (5, 5, 4, 1): low,
+        (4, 4, 4, 1): "float32",
+        (1, 3, 4, 1): "float32",
+        (3, 3, 4, 2): "float32",
+    }
+    assert {rule for dtype, rule in found.values() if dtype == "float32"} == {"sum"}

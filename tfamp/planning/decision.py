@@ -134,7 +134,28 @@ def _found_float32(index: GraphIndex, options: RewriteOptions, use: GraphUse) ->
         found.update(statistics(index))
     if use.ranges and use.limits:
         found.update(too_large(index, use.ranges, use.limits))
+    if options.device == "gpu" and options.updates != "low":
+        found.update(_added_up_low(index))
     return found
+
+
+# Sides of the square filters whose depthwise gradients cuDNN computes, one filter a channel.
+_CUDNN_DEPTHWISE = (1, 3, 5, 7)
+
+
+def _added_up_low(index: GraphIndex) -> Iterator[tuple[int, Reason]]:
+    """Gradients by depthwise filters that a GPU's own kernel adds up in the low dtype.
+
+    It adds groups of pixels to the result atomically: in bfloat16 25 % off over 25,000 pixels.
+
+    Source: `core/kernels/depthwise_conv_op_gpu.h` and `core/util/use_cudnn.cc` of TensorFlow.
+    """
+    for position, node in enumerate(index.nodes):
+        if node.op == "DepthwiseConv2dNativeBackpropFilter":
+            height, width, _, multiplier = index.shapes.get((position, 0), (None,) * 4)
+            if not (height == width and height in _CUDNN_DEPTHWISE and multiplier == 1):
+                text = "a GPU adds its pixels up in the low dtype, as cuDNN has no such filter"
+                yield position, Reason("sum", text)
 
 
 def _exact_slots(joined: Joined, options: RewriteOptions, chosen: ChosenNodes) -> dict[int, Reason]:
