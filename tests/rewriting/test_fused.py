@@ -1,6 +1,7 @@
 """The placement "fused": XLA compiles what is between products, and only that."""
 
 import functools
+import re
 
 import keras
 import numpy as np
@@ -140,6 +141,14 @@ def test_what_overflows_when_it_is_stored_is_not_finite_inside():
         x = tf.fill((2 * ROWS, WIDTH), value)
         assert bool(fused(x)[1]) == finite == bool(np.isfinite(fused(x)[0]).all())
     assert "IsFinite" in compiled(fused, x)[0]
+    # XLA for GPUs takes casts to float16 and back away, and with them the overflow.
+    whole = tf.function(lambda x: fused(x), jit_compile=True)
+    hlo = whole.experimental_get_compiler_ir(x)(stage="hlo", platform_name="GPU")
+    rounded = re.findall(r"(%\S+) = f16\S+ convert\(f32", hlo)
+    widened = re.findall(r"= f32\S+ convert\(f16\S+ (%[^)]+)\)", hlo)
+    assert rounded
+    assert widened
+    assert not set(rounded) & set(widened)
 
 
 def test_other_batches(fused_wins):

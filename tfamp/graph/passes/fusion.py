@@ -12,10 +12,10 @@ not stored.
 Groups that are alike, as layers that repeat have them, call one function, which is compiled once.
 
 In a function all arithmetic is float32: a low one would be rounded behind every op, which takes
-XLA on CPUs longer than the op. What is stored is rounded; what is computed of a stored float16
-tensor is computed of the rounded one there too, so that overflow is seen by all or by none. Outside
-stays what asks for the rounding of a value: a Cast that is cast back at once, and comparisons of
-two tensors.
+XLA on CPUs longer than the op. What is stored is rounded. What a function computes of a float16
+tensor that it stores too is computed of the unrounded one, but of infinity where the stored one has
+overflowed: all see an overflow or none. Outside stays what asks for the rounding of a value: a Cast
+that is cast back at once, and comparisons of two tensors.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ _COMPILED = "_XlaMustCompile"
 _WIDE = tf.float32.as_datatype_enum
 _LOW = _FLOATS - {_WIDE}
 _FLOAT16 = tf.float16.as_datatype_enum
+_FLOAT16_OVERFLOWS_AT = 65520.0  # Halfway from its largest number to the next: ties go to even.
 # XLA's take no notice of a NaN in their second operand.
 _CHOOSES = {"Maximum": "Greater", "Minimum": "Less"}
 _CROSS_ENTROPY = "SparseSoftmaxCrossEntropyWithLogits"
@@ -563,8 +564,28 @@ class _Body:
     def _note(self, node: Any, port: int, tensor: str, stored: bool) -> None:
         dtype = self.dtypes[node.name][port]
         if stored and dtype == _FLOAT16:
-            tensor = self._cast(self._cast(tensor, _wide(dtype), dtype), dtype, _wide(dtype))
+            tensor = self._overflowed(tensor)
         self._spelled[_spelling(node.name, port)] = tensor
+
+    def _overflowed(self, tensor: str) -> str:
+        """The values unrounded, and infinite where float16 has none.
+
+        Casts to float16 and back would do the same, but XLA for GPUs removes them
+        (`SimplifyFPConversions`).
+        """
+        size = self._node("Abs", [tensor])
+        fits = self._node("Less", [f"{size.name}:y:0", self._constant(_FLOAT16_OVERFLOWS_AT)])
+        infinite = self._node("Mul", [tensor, self._constant(math.inf)])
+        chosen = self._node("SelectV2", [f"{fits.name}:z:0", tensor, f"{infinite.name}:z:0"])
+        for node in (size, fits, infinite, chosen):
+            node.attr["T"].type = _WIDE
+        return first_output(chosen.name, True)
+
+    def _constant(self, value: float) -> str:
+        constant = self._node("Const", [])
+        constant.attr["dtype"].type = _WIDE
+        constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.float32))
+        return first_output(constant.name, True)
 
     def _chosen(self, comparison: str, one: str, other: str) -> str:
         """The one that compares so with the other, and NaN where either is."""
