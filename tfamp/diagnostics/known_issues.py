@@ -223,6 +223,23 @@ def _no_machine_code(e: Environment) -> Iterator[str]:
             )
 
 
+@_issue(
+    "float16-sums",
+    "Cast to float32 before the sums of layers of your own, or train at level O1 or under "
+    "tfamp.autocast, which keep sums in float32.",
+    "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/kernels/"
+    "reduction_gpu_kernels.cu.h",
+)
+def _float16_sums(e: Environment) -> Iterator[str]:
+    for gpu in e.hardware.gpus:
+        if gpu.native == ("float16",):
+            yield (
+                f"TensorFlow's kernel for {gpu.name} adds float16 up in float16: keras.ops.sum of "
+                "a low-precision tensor overflows from 65520 on and rounds at every addition. "
+                "Means have a float32 accumulator."
+            )
+
+
 def _has_machine_code(capability: tuple[int, int], kernels: tuple[str, ...]) -> bool:
     """Whether kernels run as they are: same major version, no later minor one."""
     major, minor = capability
