@@ -107,7 +107,16 @@ def test_without_a_profile_the_machine_decides(monkeypatch):
         ("NVIDIA A100-SXM4-80GB", "A100", 2, 312 / 19.5),
         ("NVIDIA H100 80GB HBM3", "H100", 1979 / 989, 1979 / 2 / 67),
         ("NVIDIA B200", "B200", 2250 / 1100, 2250 / 75),
-        ("NVIDIA GeForce RTX 4090", "A100", 2, 312 / 19.5),
+        ("NVIDIA GB200", "GB200", 2, 2500 / 80),
+        ("NVIDIA GH200 480GB", "GH200", 2, 1979 / 2 / 67),
+        ("NVIDIA H200", "H200", 2, 1979 / 2 / 67),
+        ("NVIDIA A10G", "A10G", 2, 70 / 31.5),
+        ("NVIDIA L4", "L4", 121 / 60, 121 / 30.3),
+        ("NVIDIA L40S", "L40S", 362 / 183, 362 / 91.6),
+        ("NVIDIA GeForce RTX 3080 Ti", "RTX 30", 71 / 35.6, 71 / 35.6),
+        ("NVIDIA GeForce RTX 4090", "RTX 40", 2, 2),
+        ("NVIDIA GeForce RTX 5070 Laptop GPU", "RTX 50", 2, 2),
+        ("NVIDIA RTX 4000 SFF Ada Generation", "RTX 40", 2, 2),
         ("NVIDIA T400 4GB", "A100", 2, 312 / 19.5),  # No T4.
     ],
 )

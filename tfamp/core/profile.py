@@ -121,8 +121,9 @@ def builtin_profile(
         device: "cpu", "gpu" or "tpu".
         bfloat16: Whether it multiplies bfloat16 natively.
         float16: The same for float16; None stands for what is usual: GPUs do.
-        name: A GPU's name. There are figures for the T4, V100, A100, H100 and B200; any other
-            counts as an A100, or as a V100 if it does not multiply bfloat16.
+        name: A GPU's name. There are figures for the T4, V100, A100, A10G, L4, L40S, H100, H200,
+            GH200, B200, GB200 and the series GeForce RTX 30, 40 and 50; any other counts as an
+            A100, or as a V100 if it does not multiply bfloat16.
         tf32: Whether a GPU that can multiplies float32 as TensorFloat-32.
 
     Returns:
@@ -161,7 +162,7 @@ def builtin_profile(
 
 def _gpu_profile(name: str, native: Mapping[str, bool], tf32: bool) -> MachineProfile:
     usual = "A100" if native["bfloat16"] else "V100"
-    key = next((key for key in _GPUS if re.search(rf"\b{key}(?!\d)", name)), usual)
+    key = next((key for key in _GPUS if re.search(_pattern(key), name)), usual)
     gpu = _GPUS[key]
     # Compute capability 8.0 brought bfloat16 and TF32 at once.
     native = {**native, "bfloat16": native["bfloat16"] and gpu.tf32 > 0}
@@ -179,6 +180,11 @@ def _gpu_profile(name: str, native: Mapping[str, bool], tf32: bool) -> MachinePr
         op_overhead=_LAUNCH,
         least_gain=_LEAST_GAIN["gpu"],
     )
+
+
+def _pattern(key: str) -> str:
+    """What a GPU's name holds: "L4" is not in "L40S", and "RTX 40" is in "RTX 4090"."""
+    return rf"\b{key}\d\d\b" if key.startswith("RTX") else rf"\b{key}(?!\d)"
 
 
 def _reached(product: float, other: float) -> dict[str, float]:
@@ -225,20 +231,24 @@ class _Gpu:
     tf32: float = 0.0
 
 
+# By what GPUs' names hold; the figures are those of NVIDIA's data sheets and, for GeForce, of its
+# white papers on each architecture, without sparsity, which doubles those of the Tensor Cores.
 _GPUS = {
-    # NVIDIA T4 data sheet: 8.1 TFLOPS single, 65 TFLOPS mixed precision, 320 GB/s.
     "T4": _Gpu(8.1, 65, 0.32),
-    # NVIDIA V100 data sheet, SXM2: 15.7 TFLOPS single, 125 TFLOPS deep learning, 900 GB/s.
-    "V100": _Gpu(15.7, 125, 0.9),
-    # NVIDIA A100 data sheet, 40 GB SXM: FP32 19.5, TF32 156, BFLOAT16 and FP16 312 TFLOPS,
-    # 1,555 GB/s.
-    "A100": _Gpu(19.5, 312, 1.555, tf32=156),
-    # NVIDIA H100 data sheet, SXM: FP32 67, TF32 989 and BFLOAT16 and FP16 1,979 TFLOPS with
-    # sparsity, which doubles them, 3.35 TB/s.
-    "H100": _Gpu(67, 989.5, 3.35, tf32=494.5),
-    # NVIDIA HGX B200 data sheet, for each GPU: FP32 75 TFLOPS, TF32 2.2 and FP16 and BF16 4.5
-    # PFLOPS with sparsity, which doubles them, 7.7 TB/s.
-    "B200": _Gpu(75, 2250, 7.7, tf32=1100),
+    "V100": _Gpu(15.7, 125, 0.9),  # SXM2
+    "A100": _Gpu(19.5, 312, 1.555, tf32=156),  # SXM, 40 GB
+    "A10G": _Gpu(31.5, 70, 0.6, tf32=35),
+    "L4": _Gpu(30.3, 121, 0.3, tf32=60),
+    "L40S": _Gpu(91.6, 362, 0.864, tf32=183),
+    "H100": _Gpu(67, 989.5, 3.35, tf32=494.5),  # SXM
+    "H200": _Gpu(67, 989.5, 4.8, tf32=494.5),  # SXM
+    "GH200": _Gpu(67, 989.5, 4.0, tf32=494.5),  # 96 GB
+    "B200": _Gpu(75, 2250, 7.7, tf32=1100),  # One of an HGX
+    "GB200": _Gpu(80, 2500, 8.0, tf32=1250),  # One of the two
+    # A series has about the same ratios; these are its largest.
+    "RTX 30": _Gpu(35.6, 71, 0.936, tf32=35.6),  # 3090
+    "RTX 40": _Gpu(82.6, 165.2, 1.008, tf32=82.6),  # 4090
+    "RTX 50": _Gpu(104.8, 209.5, 1.792, tf32=104.8),  # 5090
 }
 
 # In float32: operations per second, bytes per second of ops and of Casts, seconds an op takes.
