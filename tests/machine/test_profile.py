@@ -108,26 +108,26 @@ def test_without_a_profile_the_machine_decides(monkeypatch):
         ("NVIDIA H100 80GB HBM3", "H100", 1979 / 989, 1979 / 2 / 67),
         ("NVIDIA B200", "B200", 2250 / 1100, 2250 / 75),
         ("NVIDIA GB200", "GB200", 2, 2500 / 80),
-        ("NVIDIA GH200 480GB", "GH200", 2, 1979 / 2 / 67),
-        ("NVIDIA H200", "H200", 2, 1979 / 2 / 67),
+        ("NVIDIA GH200 480GB", "GH200", 1979 / 989, 1979 / 2 / 67),
+        ("NVIDIA H200", "H200", 1979 / 989, 1979 / 2 / 67),
         ("NVIDIA A10G", "A10G", 2, 70 / 31.5),
         ("NVIDIA L4", "L4", 121 / 60, 121 / 30.3),
         ("NVIDIA L40S", "L40S", 362 / 183, 362 / 91.6),
         ("NVIDIA GeForce RTX 3080 Ti", "RTX 30", 71 / 35.6, 71 / 35.6),
         ("NVIDIA GeForce RTX 4090", "RTX 40", 2, 2),
-        ("NVIDIA GeForce RTX 5070 Laptop GPU", "RTX 50", 2, 2),
-        ("NVIDIA RTX 4000 SFF Ada Generation", "RTX 40", 2, 2),
+        ("NVIDIA GeForce RTX 5070 Laptop GPU", "RTX 50", 209.5 / 104.8, 209.5 / 104.8),
+        ("Quadro RTX 4000", "V100", 125 / 15.7, 125 / 15.7),  # Of an earlier generation.
         ("NVIDIA T400 4GB", "A100", 2, 312 / 19.5),  # No T4.
     ],
 )
 def test_gpus_are_known_by_name_with_and_without_tf32(name, known, ratio, ratio_without_tf32):
     for tf32, expected in ((True, ratio), (False, ratio_without_tf32)):
-        profile = builtin_profile("gpu", name=name, tf32=tf32)
+        native = known not in ("T4", "V100")
+        profile = builtin_profile("gpu", name=name, tf32=tf32, bfloat16=native)
         assert f" {known} " in profile.name
         for kind in KINDS[:4]:
             peaks = profile.peaks[kind]
             assert peaks["float16"] / peaks["float32"] == pytest.approx(expected)
-        native = known not in ("T4", "V100")
         assert (peaks["bfloat16"] == peaks["float16"]) is native
         assert (peaks["bfloat16"] > peaks["float32"]) is native
 

@@ -183,8 +183,8 @@ def _gpu_profile(name: str, native: Mapping[str, bool], tf32: bool) -> MachinePr
 
 
 def _pattern(key: str) -> str:
-    """What a GPU's name holds: "L4" is not in "L40S", and "RTX 40" is in "RTX 4090"."""
-    return rf"\b{key}\d\d\b" if key.startswith("RTX") else rf"\b{key}(?!\d)"
+    """What a GPU's name holds: "L4" is not in "L40S", and Quadro RTX 4000 is no GeForce RTX 40."""
+    return rf"\bGeForce {key}\d\d\b" if key.startswith("RTX") else rf"\b{key}(?!\d)"
 
 
 def _reached(product: float, other: float) -> dict[str, float]:
