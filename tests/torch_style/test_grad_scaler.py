@@ -323,29 +323,6 @@ def test_sparse_and_missing_gradients():
     assert np.flatnonzero(table.numpy()[:, 0] == 0.0).tolist() == [1, 7]
 
 
-def test_gradients_of_every_dtype():
-    dtypes = ["float16", "bfloat16", "float32", "float64"]
-    weights = [keras.Variable([1.0], dtype=dtype) for dtype in dtypes]
-    optimizer, scaler = sgd(), tfamp.GradScaler(init_scale=8.0)
-    grads = scaler.unscale(optimizer, [tf.constant([4.0], dtype) for dtype in dtypes])
-    assert [g.dtype.name for g in grads] == ["float32", "float32", "float32", "float64"]
-    assert bool(scaler.step(optimizer, zip(grads, weights, strict=True)))
-    assert [float(w.numpy()[0]) for w in weights] == [0.5] * 4
-
-
-def test_variables_overwritten_with_their_gradient_are_left_alone():
-    weight, amax = keras.Variable(1.0), keras.Variable(1.0)
-    amax.overwrite_with_gradient = True
-    optimizer, scaler = sgd(), tfamp.GradScaler(init_scale=8.0)
-    optimizer.build([weight, amax])
-    for explicit in (False, True):
-        grads = [tf.constant(4.0), tf.constant(5.0)]
-        grads = scaler.unscale(optimizer, grads) if explicit else grads
-        scaler.step(optimizer, zip(grads, [weight, amax], strict=True))
-        scaler.update()
-    assert (float(weight), float(amax)) == (0.0, 5.0)
-
-
 def test_scaling_in_float32_and_of_nests():
     scaler = tfamp.GradScaler(init_scale=2.0**20)
     losses = {"a": tf.constant(3.0, "float16"), "b": (tf.constant([1.0], "float64"), 2.0)}
