@@ -54,15 +54,14 @@ def test_keras_agrees_with_the_global_policy(name):
     assert keras.layers.Dense(1).dtype_policy.name == name
 
 
-def test_auto_is_in_force_under_its_concrete_name():
+def test_auto_is_in_force_under_its_concrete_name_and_a_policy_as_given():
     tfamp.set_global_policy("auto")
     assert tfamp.global_policy().name == keras_name() != "auto"
-
-
-def test_a_policy_is_in_force_as_given():
     policy = tfamp.Policy("mixed_float16", float32_layers=["Softmax"])
     tfamp.set_global_policy(policy)
     assert tfamp.global_policy() is policy
+    with tfamp.policy_scope(policy) as given:
+        assert given == tfamp.global_policy() == policy
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -78,39 +77,22 @@ def test_global_policy_reaches_new_and_running_threads(name):
         assert worker(keras_name) == "float32"
 
 
-def test_scope_restores_and_nests():
-    with tfamp.policy_scope("mixed_float16") as outer:
-        assert outer == tfamp.global_policy() == tfamp.Policy("mixed_float16")
-        with tfamp.policy_scope(tfamp.Policy("mixed_bfloat16")):
-            assert keras_name() == "mixed_bfloat16"
-        assert keras_name() == "mixed_float16"
-    assert keras_name() == "float32"
+def test_one_scope_object_can_be_entered_again_inside_itself_decorates_and_ends_by_an_error():
+    scope = tfamp.policy_scope("mixed_float16")
 
+    @scope
+    def depth(n):
+        return [keras_name()] if n == 0 else [keras_name(), *depth(n - 1), keras_name()]
 
-def test_scope_restores_after_an_exception():
-    with pytest.raises(ZeroDivisionError), tfamp.policy_scope("mixed_float16"):
+    with pytest.raises(ZeroDivisionError), scope:
+        tfamp.set_global_policy("mixed_bfloat16")
+        assert depth(2) == ["mixed_float16"] * 5
+        assert keras_name() == "mixed_bfloat16"
         1 / 0  # noqa: B018
     assert keras_name() == "float32"
     assert not constructors.users
-
-
-def test_one_scope_object_can_be_entered_again_inside_itself():
-    scope = tfamp.policy_scope("mixed_float16")
-    with scope:
-        tfamp.set_global_policy("mixed_bfloat16")
-        with scope:
-            assert keras_name() == "mixed_float16"
-        assert keras_name() == "mixed_bfloat16"
-    assert keras_name() == "float32"
-
-
-def test_scope_decorates():
-    @tfamp.policy_scope("mixed_float16")
-    def depth(n):
-        return keras_name() if n == 0 else depth(n - 1)
-
-    assert depth(3) == "mixed_float16"
-    assert keras_name() == "float32"
+    with pytest.raises(RuntimeError, match="left more often than it was entered"):
+        scope.__exit__(None, None, None)
 
 
 def test_scope_is_of_its_thread_only():
@@ -120,16 +102,9 @@ def test_scope_is_of_its_thread_only():
         worker(tfamp.set_global_policy, "mixed_bfloat16")
         # The scope hides the process's policy, whoever sets it.
         assert keras_name() == "mixed_float16"
+        tfamp.set_global_policy("float64")  # Of this scope.
+        assert (keras_name(), worker(keras_name)) == ("float64", "mixed_bfloat16")
     assert keras_name() == "mixed_bfloat16"
-
-
-def test_global_policy_set_in_a_scope_ends_with_it():
-    tfamp.set_global_policy("mixed_float16")
-    with tfamp.policy_scope("float32"):
-        tfamp.set_global_policy("mixed_bfloat16")
-        assert keras_name() == "mixed_bfloat16"
-        assert in_thread(keras_name) == "mixed_float16"
-    assert keras_name() == "mixed_float16"
 
 
 @pytest.mark.parametrize("bad", ["mixed_flaot16", "", None, 16, float, keras.DTypePolicy("int8")])
@@ -185,15 +160,6 @@ def test_a_keras_policy_that_means_more_is_refused_with_advice(policy, message):
     assert keras_name() == "float32"
 
 
-def test_leaving_a_scope_twice_is_an_error():
-    scope = tfamp.policy_scope("mixed_float16")
-    with scope:
-        pass
-    with pytest.raises(RuntimeError, match="left more often than it was entered"):
-        scope.__exit__(None, None, None)
-    assert keras_name() == "float32"
-
-
 def test_scopes_left_out_of_order_leave_nothing_behind():
     one, two = tfamp.policy_scope("mixed_float16"), tfamp.policy_scope("mixed_bfloat16")
     one.__enter__()
@@ -227,33 +193,11 @@ def test_keras_setter_of_a_mixed_policy_is_keras_mixed_precision(name):
 
 def test_keras_setter_in_a_running_thread_is_overridden_by_tfamps_next():
     with Worker() as worker:
-        tfamp.set_global_policy("mixed_float16")
-        worker(keras.config.set_dtype_policy, "bfloat16")
-        assert worker(keras_name) == "bfloat16"
-        tfamp.set_global_policy("mixed_float16")
-        assert worker(keras_name) == "mixed_float16"
-
-
-def test_keras_setter_before_tfamp_is_reported():
-    with Worker() as worker:
-        worker(keras.config.set_dtype_policy, "mixed_bfloat16")
-        with tfamp.policy_scope("float32"):
-            expected = tfamp.Policy("float32")
-            assert tfamp.global_policy() == expected
-
-
-def test_keras_setter_inside_a_scope_ends_with_it():
-    keras.config.set_dtype_policy("float64")
-    with tfamp.policy_scope("mixed_float16"):
-        assert keras_name() == "mixed_float16"
-        keras.config.set_dtype_policy("bfloat16")
-        assert keras_name() == "bfloat16"
-        with tfamp.policy_scope("mixed_bfloat16"):
-            assert keras_name() == "mixed_bfloat16"
-        assert keras_name() == "bfloat16"
-        tfamp.set_global_policy("mixed_bfloat16")
-        assert keras_name() == "mixed_bfloat16"
-    assert keras_name() == "float64"
+        for name in ("mixed_float16", "mixed_bfloat16"):
+            worker(keras.config.set_dtype_policy, "bfloat16")
+            assert worker(keras_name) == "bfloat16"
+            tfamp.set_global_policy(name)
+            assert worker(keras_name) == name
 
 
 @pytest.mark.parametrize(
@@ -271,21 +215,6 @@ def test_keras_policies_tfamp_cannot_express(policy):
     with tfamp.policy_scope("mixed_float16"):
         assert keras_name() == "mixed_float16"
     assert keras.config.dtype_policy() is policy
-
-
-@pytest.mark.parametrize("name", MIXED)
-def test_clear_session_keeps_the_policy(name):
-    tfamp.set_global_policy(name)
-    keras.utils.clear_session()
-    assert keras_name() == name
-    with tfamp.policy_scope("float32"):
-        keras.utils.clear_session()
-        assert keras_name() == "float32"
-    # Keras forgets what its own setter said.
-    keras.config.set_dtype_policy("float64")
-    keras.utils.clear_session()
-    assert keras_name() == name
-    assert tfamp.global_policy() == tfamp.Policy(name)
 
 
 def test_eight_threads_under_eight_policies():
@@ -355,19 +284,17 @@ def test_any_sequence_of_calls_follows_a_stack(steps):
         scopes.pop().__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_hooks_are_in_place_exactly_while_a_mixed_policy_is(name):
+def test_hooks_are_in_place_exactly_while_a_mixed_policy_is():
     original = keras.layers.Layer.__init__
-    assert not constructors.users
     tfamp.set_global_policy("bfloat16")
     assert keras.layers.Layer.__init__ is original
-    with tfamp.policy_scope(name):
+    with tfamp.policy_scope("mixed_float16"):
         tfamp.set_global_policy("float32")
         assert not constructors.users
-        tfamp.set_global_policy(name)
+        tfamp.set_global_policy("mixed_float16")
         assert constructors.users
     assert keras.layers.Layer.__init__ is original
-    tfamp.set_global_policy(name)
+    tfamp.set_global_policy("mixed_float16")
     with tfamp.policy_scope("float32"):
         assert constructors.users  # other threads are under the mixed policy
     tfamp.set_global_policy("float32")
