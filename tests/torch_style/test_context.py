@@ -721,6 +721,20 @@ def test_a_variable_keeps_its_dtype_whatever_is_assigned(a):
     assert (v.dtype, low_v.dtype, k.dtype) == (tf.float32, tf.bfloat16, "float32")
 
 
+@pytest.mark.parametrize("dilations", [[1, np.int64(1), np.int64(1), 1], np.ones(4, "int32")])
+def test_attributes_the_fast_path_does_not_take_do_not_lose_the_inputs(dilations):
+    with tfamp.autocast("bfloat16"):
+        result = tf.raw_ops.Conv2D(
+            input=tf.ones((1, 1, 1, 1)),
+            filter=tf.ones((1, 1, 1, 1)),
+            strides=[1, 1, 1, 1],
+            padding="SAME",
+            dilations=list(dilations),
+        )
+    assert result.dtype == tf.bfloat16
+    assert float(tf.squeeze(result)) == 1.0
+
+
 # ---- float16 on a CPU that has none --------------------------------------------------------------
 
 

@@ -105,19 +105,6 @@ def test_an_assignment_between_two_uses_is_seen(w, dtype):
         np.testing.assert_array_equal(tf.cast(result, tf.float32), expected)
 
 
-def test_a_value_read_before_an_assignment_stays_the_old_one(w):
-    def old(x):
-        before = w.value()
-        w.assign(tf.zeros((4, 4)))
-        return tf.matmul(x, before), tf.matmul(x, w), tf.matmul(x, before)
-
-    count, (first, second, third) = traced(old, "bfloat16")
-    assert count >= 2
-    assert np.any(first)
-    assert not np.any(second)
-    np.testing.assert_array_equal(first, third)
-
-
 def test_an_assignment_in_a_called_function_or_in_a_branch_is_seen(w):
     @tf.function
     def reset():
@@ -334,23 +321,3 @@ def test_random_uses_and_assignments_give_what_they_give_without(examples):
                 assert float(kept) == float(fresh)
 
     check()
-
-
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_a_train_step_trains_as_without(w, jit_compile):
-    def trained(cache_casts):
-        variable = tf.Variable(w)
-
-        @tf.function(jit_compile=jit_compile)
-        def step(x):
-            with tf.GradientTape() as tape, tfamp.autocast("bfloat16", cache_casts=cache_casts):
-                loss = tf.reduce_mean(tf.square(tf.matmul(tf.matmul(x, variable), variable) - x))
-            gradient = tape.gradient(loss, variable)
-            variable.assign_sub(0.1 * gradient)
-            return loss
-
-        losses = [float(step(tf.constant(X))) for _ in range(5)]
-        assert losses[-1] < losses[0]
-        return variable.numpy()
-
-    assert_close(trained(True), trained(False), "bfloat16", depth=16)
