@@ -11,6 +11,7 @@ from tensorflow.python.framework import config
 
 import tfamp
 from helpers.graph_asserts import concrete, op_dtypes
+from helpers.replicas import per_replica
 from helpers.tolerances import assert_close
 from tfamp.interop import tf_private
 from tfamp.layers import fused_norms
@@ -57,12 +58,11 @@ def step(layer, x, dy, training, **options):
     return y, *tape.gradient(y, [x, *weights], output_gradients=tf.cast(dy, y.dtype))
 
 
-def assert_fused(fn, *args, dtype, gradient=False):
-    found = concrete(fn, *args).graph.get_operations()
+def assert_fused(fn, *, dtype, gradient=False):
+    found = concrete(fn).graph.get_operations()
     found = [node for node in found if node.type.startswith("FusedBatchNorm")]
-    assert [node.type for node in found] == ["FusedBatchNormV3", "FusedBatchNormGradV3"][
-        : 1 + gradient
-    ]
+    wanted = ["FusedBatchNormV3", "FusedBatchNormGradV3"]
+    assert [node.type for node in found] == wanted[: 1 + gradient]
     for node in found:
         assert (node.get_attr("T"), node.get_attr("U")) == (dtype, tf.float32)
 
@@ -251,9 +251,8 @@ def test_subclasses(low):
 # In models
 
 
-def convolutional(head=True):
-    inputs = keras.Input((12, 12, 3))
-    x = inputs
+def convolutional():
+    x = inputs = keras.Input((12, 12, 3))
     for filters in (8, 16):
         x = layers.Conv2D(filters, 3, strides=2)(x)
         x = layers.BatchNormalization()(x)
@@ -264,13 +263,6 @@ def convolutional(head=True):
 def real_dtypes(model, x):
     inner = keras.Function(model.inputs, [layer.output for layer in model.layers])
     return [keras.backend.standardize_dtype(each.dtype) for each in inner([x])]
-
-
-def test_every_symbolic_dtype_in_a_model_is_the_real_one(low):
-    model = convolutional()
-    said = [layer.output.dtype for layer in model.layers]
-    assert said == ["float32", *[low] * 7, "float32"]
-    assert real_dtypes(model, sample((2, 12, 12, 3))) == said
 
 
 def test_a_first_layer_takes_what_is_fed_in_float32(low):
@@ -299,20 +291,6 @@ def test_an_output_layer_returns_float32(low):
     assert model.outputs[0].dtype == "float32"
 
 
-def test_both_an_output_layer_and_a_hidden_one(low):
-    inputs = keras.Input((8,))
-    norm = layers.BatchNormalization()
-    hidden = norm(layers.Dense(4)(inputs))
-    whole = keras.Model(inputs, layers.Dense(2)(hidden))
-    part = keras.Model(inputs, hidden)
-    x = sample((6, 8))
-    assert hidden.dtype == norm(tf.zeros((1, 4), low)).dtype == low
-    for model in (whole, part):
-        assert model.outputs[0].dtype == "float32"
-        assert model(x).dtype == tf.float32
-    assert_close(part(x), tf.cast(keras.Function(inputs, hidden)(x), "float32"), "float32")
-
-
 def test_the_layer_before_is_converted_later(low):
     x = keras.Input((8,))
     dense, norm = layers.Dense(4), layers.BatchNormalization()
@@ -330,34 +308,6 @@ def test_the_layer_before_is_converted_later(low):
         assert model(sample((3, 8))).dtype == tf.float32
 
 
-def test_a_layer_shared_by_low_and_float32_tensors(low):
-    inputs = keras.Input((4,))
-    norm = layers.BatchNormalization()
-    tensors = [norm(inputs), norm(layers.Dense(4)(inputs))]
-    model = keras.Model(inputs, layers.Dense(2)(layers.Add()(tensors)))
-    assert [tensor.dtype for tensor in tensors] == ["float32", low]
-    found = keras.Function(inputs, tensors)(sample((3, 4)))
-    assert [each.dtype for each in found] == [tf.float32, low]
-    assert model(sample((3, 4))).dtype == tf.float32
-
-
-class Subclassed(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.conv = layers.Conv2D(4, 3)
-        self.norm = layers.BatchNormalization()
-
-    def call(self, x, training=None):
-        return self.norm(self.conv(x), training=training)
-
-
-def test_a_subclassed_model_that_ends_with_it_returns_float32(low):
-    model, x = Subclassed(), sample((2, 6, 6, 3))
-    assert model(x).dtype == tf.float32
-    assert model.compute_output_spec(keras.KerasTensor((2, 6, 6, 3))).dtype == "float32"
-    assert_fused(lambda: model(x, training=True), dtype=low)
-
-
 def test_wrapped_by_another_layer(low):
     inner = keras.Sequential([keras.Input((8,)), layers.Dense(4), layers.BatchNormalization()])
     for wrapped in (layers.BatchNormalization(), inner):
@@ -369,8 +319,27 @@ def test_wrapped_by_another_layer(low):
         assert model(sample((2, 3, 8)), training=True).dtype == tf.float32
 
 
-def test_after_the_policy_has_ended_the_model_stays_as_it_is(low):
+def test_a_model_rewritten_exported_or_used_after_the_policy_stays_and_a_copy_is_keras_own(
+    low, tmp_path
+):
     model, x = convolutional(), sample((2, 12, 12, 3))
+    said = [layer.output.dtype for layer in model.layers]
+    assert said == ["float32", *[low] * 7, "float32"]
+    assert real_dtypes(model, x) == said
+    fast = tfamp.rewrite(lambda x: model(x, training=True), dtype=low)
+    nodes = [n for n in fast.concrete(x).graph.get_operations() if n.type == "FusedBatchNormV3"]
+    assert len(nodes) == 2
+    assert {(n.get_attr("T"), n.get_attr("U")) for n in nodes} == {(tf.as_dtype(low), tf.float32)}
+    assert_close(fast(x), model(x, training=True), low, depth=8)
+    expected = model(x)
+    model.export(tmp_path / "export", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "export")
+    clone = keras.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    assert clone.layers[2].output.dtype == "float32"
+    assert_not_fused(lambda: clone(x, training=True))
+    for each in (loaded.serve, clone):
+        assert_close(each(x), expected, low, depth=8)
     tfamp.set_global_policy("float32")
     assert op_dtypes(model, x, training=True)["FusedBatchNormV3"] == {low}
     assert "call" not in vars(layers.BatchNormalization())
@@ -413,9 +382,7 @@ def test_two_replicas_average_their_moving_statistics(low, two_replicas):
     with two_replicas.scope():
         ours, keras_own = pair((4, 8))
     batches = [sample((4, 8), low, center=c, seed=int(c)) for c in (1.0, 5.0)]
-    values = two_replicas.experimental_distribute_values_from_function(
-        lambda context: batches[context.replica_id_in_sync_group]
-    )
+    values = per_replica(two_replicas, *batches)
 
     def run(layer, dtype):
         fn = tf.function(lambda x: layer(tf.cast(x, dtype), training=True))
@@ -427,15 +394,6 @@ def test_two_replicas_average_their_moving_statistics(low, two_replicas):
         assert_close(each, wanted, low, depth=2)
     assert_close(ours.moving_mean, keras_own.moving_mean, "float32", depth=4)
     assert_close(ours.moving_variance, keras_own.moving_variance, "float32", depth=4)
-
-
-def test_a_copy_is_keras_own(low):
-    model, x = convolutional(), sample((2, 12, 12, 3))
-    clone = keras.models.clone_model(model)
-    clone.set_weights(model.get_weights())
-    assert clone.layers[2].output.dtype == "float32"
-    assert_not_fused(lambda: clone(x, training=True))
-    assert_close(clone(x), model(x), low, depth=8)
 
 
 def test_stateless_calls_leave_the_layer_as_it_is(low):
@@ -455,21 +413,3 @@ def test_stateless_calls_leave_the_layer_as_it_is(low):
     assert y.dtype == low
     for each, wanted in zip(actual, expected, strict=True):
         assert_close(each, wanted, "float32", depth=60)
-
-
-def test_an_exported_model_serves_with_the_fused_kernel(low, tmp_path):
-    model, x = convolutional(), sample((2, 12, 12, 3))
-    model.export(tmp_path / "export", verbose=False)
-    loaded = tf.saved_model.load(tmp_path / "export")
-    assert_close(loaded.serve(x), model(x), low, depth=8)
-
-
-def test_a_rewritten_float32_model_keeps_float32_statistics(low):
-    """The rewrite of a model that has the fused kernel in it leaves it as it is."""
-    model = convolutional()
-    fast = tfamp.rewrite(lambda x: model(x, training=True), dtype=low)
-    x = sample((2, 12, 12, 3))
-    nodes = [n for n in fast.concrete(x).graph.get_operations() if n.type == "FusedBatchNormV3"]
-    assert len(nodes) == 2
-    assert {(n.get_attr("T"), n.get_attr("U")) for n in nodes} == {(tf.as_dtype(low), tf.float32)}
-    assert_close(fast(x), model(x, training=True), low, depth=8)

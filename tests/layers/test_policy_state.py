@@ -6,7 +6,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import keras
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,15 +63,14 @@ def test_auto_is_in_force_under_its_concrete_name_and_a_policy_as_given():
         assert given == tfamp.global_policy() == policy
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_global_policy_reaches_new_and_running_threads(name):
+def test_global_policy_reaches_new_and_running_threads():
     with Worker() as worker:
         worker(keras_name)  # Keras has stored its default in that thread by now
-        tfamp.set_global_policy(name)
+        tfamp.set_global_policy("mixed_float16")
         for run in (worker, in_thread):
-            assert run(keras_name) == name
-            assert run(tfamp.global_policy) == tfamp.Policy(name)
-            assert run(lambda: keras.layers.Dense(1).dtype_policy.name) == name
+            assert run(keras_name) == "mixed_float16"
+            assert run(tfamp.global_policy) == tfamp.Policy("mixed_float16")
+            assert run(lambda: keras.layers.Dense(1).dtype_policy.name) == "mixed_float16"
         tfamp.set_global_policy("float32")
         assert worker(keras_name) == "float32"
 
@@ -215,28 +213,6 @@ def test_keras_policies_tfamp_cannot_express(policy):
     with tfamp.policy_scope("mixed_float16"):
         assert keras_name() == "mixed_float16"
     assert keras.config.dtype_policy() is policy
-
-
-def test_eight_threads_under_eight_policies():
-    names = [*NAMES, *MIXED]
-    barrier = threading.Barrier(len(names))
-    x = np.ones((4, 3), "float32")
-
-    def train(name):
-        barrier.wait(timeout=60)
-        with tfamp.policy_scope(name):
-            for _ in range(5):
-                barrier.wait(timeout=60)
-                layer = keras.layers.Dense(2)
-                assert layer.dtype_policy.name == keras_name() == name
-                model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
-                assert model.outputs[0].dtype == tfamp.Policy(name).output_dtype
-                assert layer(x).dtype == tfamp.Policy(name).compute_dtype
-        return keras_name()
-
-    with ThreadPoolExecutor(len(names)) as pool:
-        assert set(pool.map(train, names)) == {"float32"}
-    assert not constructors.users
 
 
 def test_a_thread_that_dies_in_a_scope_leaves_nothing():

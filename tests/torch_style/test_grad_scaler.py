@@ -334,32 +334,6 @@ def test_scaling_in_float32_and_of_nests():
         scaler.scale([tf.constant(1)])
 
 
-# ---- Several optimizers ---------------------------------------------------------------------
-
-
-@IN_EVERY_MODE
-def test_each_optimizer_skips_by_its_own_gradients_and_update_looks_at_all(mode):
-    first, second = (keras.Variable(1.0) for _ in range(2))
-    optimizers = [keras.optimizers.Adam(0.5), sgd()]
-    scaler = tfamp.GradScaler(init_scale=8.0, growth_interval=1)
-
-    @mode
-    def step(a, b):
-        applied = [
-            scaler.step(optimizer, [(gradient, weight)])
-            for optimizer, gradient, weight in zip(optimizers, (a, b), (first, second), strict=True)
-        ]
-        scaler.update()
-        return applied
-
-    applied = step(tf.constant(math.nan), tf.constant(4.0))
-    assert [bool(a) for a in applied] == [False, True]
-    assert (float(first), float(second), float(scaler.get_scale())) == (1.0, 0.5, 4.0)
-    assert [int(o.iterations) for o in optimizers] == [0, 1]
-    assert all(bool(a) for a in step(tf.constant(4.0), tf.constant(0.0)))
-    assert float(scaler.get_scale()) == 8.0
-
-
 @IN_EVERY_MODE
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_minimize(mode, dtype):
@@ -713,26 +687,6 @@ def test_inf_on_any_one_replica_skips_all(two_replicas, traced, unscale, update_
     for actual, expected in zip(model.variables, reference.variables, strict=True):
         np.testing.assert_allclose(actual.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(*(v.numpy() for v in actual.value.values))
-
-
-@pytest.mark.slow
-def test_optimizers_that_come_later_in_a_retraced_function(two_replicas):
-    with two_replicas.scope():
-        weights = [keras.Variable([1.0], aggregation="mean") for _ in range(3)]
-        optimizers, scaler = [sgd() for _ in weights], tfamp.GradScaler(init_scale=8.0)
-
-    @tf.function
-    def step(count):
-        def replica():
-            for optimizer, weight in zip(optimizers[:count], weights, strict=False):
-                scaler.step(optimizer, [(tf.constant([4.0]), weight)])
-            scaler.update()
-
-        two_replicas.run(replica)
-
-    for count in (1, 2, 3, 1):
-        step(count)
-    assert [float(w.numpy()[0]) for w in weights] == [-3.0, -1.0, 0.0]  # Replicas' sum: 1 a step.
 
 
 def test_outside_the_scope_or_a_replica_is_an_error(two_replicas):

@@ -13,7 +13,6 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.core.errors import UnsupportedVersionError
 from tfamp.interop.patching import SYMBOLS, locate
 from tfamp.torch_style.rules import hooks
 from tfamp.torch_style.state import current_modes
@@ -76,34 +75,6 @@ def test_after_any_exception_and_after_an_op_or_a_trace_that_fails(a, leave):
         with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
             fails(a)
     assert dtype_of_matmul(a) == "float32"
-
-
-@pytest.mark.parametrize("missing", PATCHED)
-def test_a_missing_symbol_replaces_none(monkeypatch, a, missing):
-    owner, name = locate(missing)
-    library = "Keras" if missing.startswith("keras") else "TensorFlow"
-    others = [symbol for symbol in PATCHED if symbol != missing]
-    before = [value_of(symbol) for symbol in others]
-    with monkeypatch.context() as patch:
-        patch.delattr(owner, name)
-        with (
-            pytest.raises(UnsupportedVersionError, match=rf"{name} is not in {library} \d"),
-            tfamp.autocast("bfloat16"),
-        ):
-            pass
-        for symbol, original in zip(others, before, strict=True):
-            assert value_of(symbol) is original
-    with tfamp.autocast("bfloat16"):  # and the next one is not thought to be nested
-        assert tf.matmul(a, a).dtype == tf.bfloat16
-    assert tf.matmul(a, a).dtype == tf.float32
-
-
-def test_ops_wrapped_while_active_do_nothing_afterwards(a):
-    with tfamp.autocast("bfloat16"):
-        kept = symbols()["tensorflow.python.framework.ops:convert_to_tensor"]
-    low = tf.cast(a, tf.bfloat16)
-    with pytest.raises(ValueError, match="Tensor conversion requested dtype float32"):
-        kept(low, tf.float32)
 
 
 # ---- Threads -------------------------------------------------------------------------------------
@@ -172,21 +143,6 @@ def test_float32_training_is_bit_identical_while_another_thread_is_active(a):
     assert not errors
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_threads_that_enter_and_leave_at_once_leave_nothing(a):
-    before = symbols()
-    barrier = threading.Barrier(8, timeout=60)
-
-    def work(_):
-        barrier.wait()
-        for _ in range(50):
-            with tfamp.autocast("bfloat16"):
-                pass
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
-    assert all(same(before, symbols()).values())
 
 
 # ---- Coroutines ----------------------------------------------------------------------------------
