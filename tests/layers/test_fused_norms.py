@@ -347,37 +347,6 @@ def test_a_model_rewritten_exported_or_used_after_the_policy_stays_and_a_copy_is
     assert_not_fused(lambda: other(x, training=True))
 
 
-def losses(model, steps):
-    x, labels = sample((32, 12, 12, 3), center=0.0, spread=1.0), np.arange(32) // 8
-    x = x + tf.cast(labels, "float32")[:, None, None, None] / 2
-    optimizer = keras.optimizers.SGD(0.05)
-    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-    @tf.function
-    def train():
-        with tf.GradientTape() as tape:
-            loss = loss_of(labels, model(x, training=True))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return loss
-
-    return np.array([train() for _ in range(steps)])
-
-
-def test_fifty_steps_have_the_losses_of_float32(low):
-    ours = convolutional()
-    with tfamp.policy_scope("float32"):
-        keras_own = convolutional()
-    keras_own.set_weights(ours.get_weights())
-    found, expected = losses(ours, 50), losses(keras_own, 50)
-    assert expected[-1] < 0.9 * expected[0]
-    assert_close(found, expected, low)
-    for norm, wanted in zip(ours.layers, keras_own.layers, strict=True):
-        if isinstance(norm, layers.BatchNormalization):
-            assert_close(norm.moving_mean, wanted.moving_mean, low, depth=50)
-            assert_close(norm.moving_variance, wanted.moving_variance, low, depth=50)
-
-
 def test_two_replicas_average_their_moving_statistics(low, two_replicas):
     with two_replicas.scope():
         ours, keras_own = pair((4, 8))

@@ -268,18 +268,6 @@ def test_a_head_put_on_a_model(low):
     assert_close(base(X), features(X), low)
 
 
-def test_a_layer_shared_within_a_model(low):
-    inputs = [keras.Input((8,)), keras.Input((8,))]
-    tower, head = layers.Dense(4), layers.Dense(1)
-    distance = keras.ops.abs(tower(inputs[0]) - tower(inputs[1]))
-    model = keras.Model(inputs, head(distance))
-    assert_float32(model, X, X)
-    assert (tower.compute_dtype, head.compute_dtype) == (low, "float32")
-    recurrent = layers.Dense(8)
-    looped = keras.Model(inputs[0], recurrent(recurrent(inputs[0])))
-    assert_float32(looped, X)
-
-
 def test_a_call_made_before_the_layer_became_an_output_is_corrected(low):
     x, z = keras.Input((8,)), keras.Input((8,))
     head = layers.Dense(2)

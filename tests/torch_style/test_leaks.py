@@ -62,7 +62,7 @@ def test_every_symbol_is_replaced_inside_and_the_original_object_afterwards(a):
 
 
 @pytest.mark.parametrize(
-    "leave", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration]
+    "leave", [ValueError, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit, StopIteration]
 )
 def test_after_any_exception_and_after_an_op_or_a_trace_that_fails(a, leave):
     before = symbols()
@@ -211,26 +211,6 @@ def test_a_task_takes_the_autocast_it_was_started_in_along_until_that_is_left(a)
         return in_thread, await task
 
     assert asyncio.run(main()) == ("float32", ("bfloat16", "float16", "float32"))
-
-
-@pytest.mark.parametrize("how", ["cancel", "fail"])
-def test_a_coroutine_that_is_cancelled_or_fails_leaves_nothing(a, how):
-    async def work():
-        with tfamp.autocast("bfloat16"):
-            await asyncio.sleep(0 if how == "fail" else 60)
-            raise KeyError("mine")
-
-    async def main():
-        task = asyncio.ensure_future(work())
-        await asyncio.sleep(0)
-        if how == "cancel":
-            task.cancel()
-        with pytest.raises(KeyError if how == "fail" else asyncio.CancelledError):
-            await task
-        return dtype_of_matmul(a)
-
-    assert asyncio.run(main()) == "float32"
-    assert hooks.users == 0
 
 
 @pytest.mark.parametrize("close", ["in another task", "in another thread", "by the loop"])

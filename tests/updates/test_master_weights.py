@@ -212,20 +212,6 @@ def test_constraints_hold_on_the_master():
     np.testing.assert_array_equal(weight.numpy(), [0.5, 0.0, 0.0])
 
 
-def test_moving_average_ends_up_in_the_weights():
-    model, optimizer = low_model(), make(keras.optimizers.SGD(0.05, use_ema=True))
-    step = tf.function(train_step(model, optimizer))
-    x, y = data(1)
-    for _ in range(3):
-        step(x, y)
-    averages = optimizer.inner_optimizer._model_variables_moving_average
-    expected = [average.numpy() for average in averages]
-    optimizer.finalize_variable_values(model.trainable_variables)
-    for master, average in zip(optimizer.master_variables, expected, strict=True):
-        np.testing.assert_array_equal(master.numpy(), average)
-    assert_rounded(model.trainable_variables, optimizer.master_variables)
-
-
 def test_an_inner_optimizer_built_for_low_precision_is_refused():
     model, inner = low_model(), keras.optimizers.Adam()
     inner.build(model.trainable_variables)
