@@ -10,13 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from helpers.tolerances import assert_close
-from helpers.training import (
-    assert_identical,
-    data,
-    small_model,
-    snapshot,
-    train_step,
-)
+from helpers.training import assert_identical, data, small_model, snapshot, train_step
 
 NORMS = [1, 2, math.inf]
 
