@@ -12,7 +12,7 @@ from tensorflow.python.framework import config
 import tfamp
 from helpers.graph_asserts import concrete, op_dtypes
 from helpers.replicas import per_replica
-from helpers.tolerances import assert_close
+from helpers.tolerances import assert_all_close, assert_all_equal, assert_close
 from tfamp.interop import tf_private
 from tfamp.layers import fused_norms
 
@@ -78,12 +78,10 @@ def assert_same_step(ours, keras_own, x, dy, low, training, ours_step=None, **op
     assert [each.dtype for each in actual[:2]] == [low, low]
     assert {each.dtype for each in actual[2:]} <= {tf.float32}
     depth = x.shape.num_elements() // x.shape[ours.axis]
-    for each, wanted in zip(actual, expected, strict=True):
-        assert_close(each, wanted, low, depth=depth)
-    for each, wanted in zip(
-        ours.non_trainable_weights, keras_own.non_trainable_weights, strict=True
-    ):
-        assert_close(each, wanted, "float32", depth=depth)
+    assert_all_close(actual, expected, low, depth=depth)
+    assert_all_close(
+        ours.non_trainable_weights, keras_own.non_trainable_weights, "float32", depth=depth
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -171,8 +169,7 @@ def test_a_frozen_one_is_keras_own_where_gpus_are_to_be_deterministic(low, monke
     before = ours.get_weights()
     y = ours(x, training=True)
     assert_close(y, keras_own(tf.cast(x, "float32"), training=True), low, depth=2)
-    for weight, value in zip(ours.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(weight, value)
+    assert_all_equal(ours.get_weights(), before)
 
 
 def test_masked_steps_do_not_count(low):
@@ -207,8 +204,7 @@ def test_other_inputs_are_treated_as_keras_does(dtype):
         y, expected = ours(x, training=training), keras_own(x, training=training)
         assert y.dtype == expected.dtype == tf.float32
         np.testing.assert_array_equal(y, expected)
-    for ours_weight, weight in zip(ours.weights, keras_own.weights, strict=True):
-        np.testing.assert_array_equal(ours_weight, weight)
+    assert_all_equal(ours.weights, keras_own.weights)
     assert ours(keras.Input((3, 5, 8), dtype=dtype)).dtype == "float32"
     np.testing.assert_array_equal(ours(x.numpy()), keras_own(x.numpy()))
 
@@ -359,8 +355,7 @@ def test_two_replicas_average_their_moving_statistics(low, two_replicas):
 
     actual, expected = run(ours, low), run(keras_own, "float32")
     assert [y.dtype for y in actual] == [low, low]
-    for each, wanted in zip(actual, expected, strict=True):
-        assert_close(each, wanted, low, depth=2)
+    assert_all_close(actual, expected, low, depth=2)
     assert_close(ours.moving_mean, keras_own.moving_mean, "float32", depth=4)
     assert_close(ours.moving_variance, keras_own.moving_variance, "float32", depth=4)
 
@@ -376,9 +371,7 @@ def test_stateless_calls_leave_the_layer_as_it_is(low):
         ]
         before = layer.get_weights()
         found.append(layer.stateless_call(*values, given, training=True))
-        for weight, value in zip(layer.get_weights(), before, strict=True):
-            np.testing.assert_array_equal(weight, value)
+        assert_all_equal(layer.get_weights(), before)
     (y, actual), (_, expected) = found
     assert y.dtype == low
-    for each, wanted in zip(actual, expected, strict=True):
-        assert_close(each, wanted, "float32", depth=60)
+    assert_all_close(actual, expected, "float32", depth=60)

@@ -120,6 +120,7 @@ class RulesOfItsOwn(keras.DTypePolicy):
 
 
 POLICY_MAP = keras.dtype_policies.DTypePolicyMap
+INT8 = keras.dtype_policies.QuantizedDTypePolicy("int8", "float32")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -142,11 +143,8 @@ def test_a_keras_policy_means_the_policy_of_its_name(name):
             POLICY_MAP(keras.DTypePolicy("mixed_float16"), {"a/b": keras.DTypePolicy("float32")}),
             r"others for 'a/b'.*Set 'mixed_float16' and .*pattern='a/b'",
         ),
-        (keras.dtype_policies.QuantizedDTypePolicy("int8", "float32"), r"by model\.quantize"),
-        (
-            POLICY_MAP(keras.dtype_policies.QuantizedDTypePolicy("int8", "float32")),
-            r"by model\.quantize",
-        ),
+        (INT8, r"by model\.quantize"),
+        (POLICY_MAP(INT8), r"by model\.quantize"),
         (RulesOfItsOwn("mixed_float16"), "of type RulesOfItsOwn, which computes in float16"),
     ],
     ids=["map", "quantized", "map of quantized", "subclass"],
@@ -198,14 +196,7 @@ def test_keras_setter_in_a_running_thread_is_overridden_by_tfamps_next():
             assert worker(keras_name) == name
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        keras.dtype_policies.QuantizedDTypePolicy("int8", "float32"),
-        keras.dtype_policies.DTypePolicyMap(),
-    ],
-    ids=lambda policy: type(policy).__name__,
-)
+@pytest.mark.parametrize("policy", [INT8, POLICY_MAP()], ids=["quantized", "map"])
 def test_keras_policies_tfamp_cannot_express(policy):
     keras.config.set_dtype_policy(policy)
     with pytest.raises(ValueError, match="which a tfamp.Policy cannot express"):

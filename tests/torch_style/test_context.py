@@ -15,7 +15,7 @@ import tensorflow as tf
 import tfamp
 from helpers.cases import first_of
 from helpers.graph_asserts import assert_computes_in, op_dtypes
-from helpers.tolerances import assert_close
+from helpers.tolerances import assert_all_equal, assert_close
 from tfamp.machine import hardware, profile_measure
 from tfamp.torch_style.state import current_modes
 
@@ -240,33 +240,20 @@ def test_the_call_of_a_model_or_of_one_layer_can_be_decorated():
 # ---- Gradients -----------------------------------------------------------------------------------
 
 
-def loss_of(a, v):
-    return tf.reduce_sum(tf.tanh(tf.matmul(a, v)))
-
-
 @both_dtypes
 @pytest.mark.parametrize("place", ["inside", "outside", "around"])
 def test_gradients_are_low_and_arrive_in_the_variables_dtype_wherever_the_tape_is(a, dtype, place):
     v = tf.Variable(a)
 
-    def gradient():
-        if place == "inside":
-            with tfamp.autocast(dtype):
-                with tf.GradientTape() as tape:
-                    loss = loss_of(a, v)
-                return tape.gradient(loss, v)
-        if place == "outside":
-            with tfamp.autocast(dtype), tf.GradientTape() as tape:
-                loss = loss_of(a, v)
-        else:
-            with tf.GradientTape() as tape, tfamp.autocast(dtype):
-                loss = loss_of(a, v)
-        return tape.gradient(loss, v)
+    def gradient(cast=True):
+        tape, context = tf.GradientTape(), tfamp.autocast(dtype, enabled=cast)
+        first, second = (tape, context) if place == "around" else (context, tape)
+        with first, second:
+            loss = tf.reduce_sum(tf.tanh(tf.matmul(a, v)))
+        with context if place == "inside" else contextlib.nullcontext():
+            return tape.gradient(loss, v)
 
-    with tf.GradientTape() as tape:
-        loss = loss_of(a, v)
-    expected = tape.gradient(loss, v)
-    traced = tf.function(gradient)
+    traced, expected = tf.function(gradient), gradient(cast=False)
     assert op_dtypes(traced)["MatMul"] == {dtype}
     for found in (gradient(), traced()):
         assert found.dtype == tf.float32
@@ -292,19 +279,16 @@ def test_persistent_and_nested_tapes_and_second_derivatives(a, dtype):
 @pytest.mark.parametrize("name", ["jacobian", "batch_jacobian"])
 def test_jacobians(a, name):
     def jacobian(cast, inside):
-        context = tfamp.autocast("bfloat16", enabled=cast)
-        with context:
-            with tf.GradientTape() as tape:
-                tape.watch(a)
-                out = tf.tanh(tf.matmul(a, tf.constant(a.numpy())))
-            if inside:
-                return getattr(tape, name)(out, a)
-        return getattr(tape, name)(out, a)
+        with tfamp.autocast("bfloat16", enabled=cast), tf.GradientTape() as tape:
+            tape.watch(a)
+            out = tf.tanh(tf.matmul(a, tf.constant(a.numpy())))
+        with tfamp.autocast("bfloat16") if inside else contextlib.nullcontext():
+            return getattr(tape, name)(out, a)
 
     for inside in (True, False):
         found = jacobian(True, inside)
         assert found.dtype == tf.float32
-        assert_close(found, jacobian(False, inside), "bfloat16", depth=16)
+        assert_close(found, jacobian(False, False), "bfloat16", depth=16)
 
 
 def test_forward_accumulator(a):
@@ -374,8 +358,7 @@ def test_cache_casts_changes_no_result(a):
             assert bool(len(current_modes.casts.eager)) is cache_casts
         return y, tape.gradient(y, x)
 
-    for one, other in zip(work(True), work(False), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_all_equal(work(True), work(False))
 
 
 def test_an_assignment_inside_is_seen_by_the_next_op():

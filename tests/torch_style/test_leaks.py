@@ -102,49 +102,6 @@ def test_eight_threads_with_different_dtypes_never_see_each_other(a):
             assert seen == {low, "after: float32"}
 
 
-def train():
-    """Five steps of a float32 model, eager and traced; its weights."""
-    weights = [tf.Variable(tf.random.stateless_normal((8, 8), (i, 1))) for i in range(2)]
-    x = tf.random.stateless_normal((16, 8), (7, 7))
-
-    def step():
-        with tf.GradientTape() as tape:
-            hidden = tf.tanh(tf.matmul(x, weights[0]))
-            loss = tf.reduce_mean(tf.nn.softmax(tf.matmul(hidden, weights[1])) ** 2)
-        for weight, gradient in zip(weights, tape.gradient(loss, weights), strict=True):
-            weight.assign_sub(gradient)
-
-    traced = tf.function(step)
-    for _ in range(5):
-        step()
-        traced()
-    return [w.numpy() for w in weights]
-
-
-def test_float32_training_is_bit_identical_while_another_thread_is_active(a):
-    expected = train()
-    stop, started, errors = threading.Event(), threading.Event(), []
-
-    def disturb():
-        while not stop.is_set():
-            with tfamp.autocast("bfloat16"):
-                if tf.matmul(a, a).dtype != tf.bfloat16:
-                    errors.append("not cast")
-                started.set()
-
-    thread = threading.Thread(target=disturb)
-    thread.start()
-    try:
-        assert started.wait(60)
-        found = train()
-    finally:
-        stop.set()
-        thread.join()
-    assert not errors
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 # ---- Coroutines ----------------------------------------------------------------------------------
 
 

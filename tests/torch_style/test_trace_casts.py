@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfamp
-from helpers.tolerances import assert_close
+from helpers.tolerances import assert_all_equal, assert_close
 from tfamp.torch_style.state import current_modes
 
 DTYPES = ["float16", "bfloat16"]
@@ -82,8 +82,7 @@ def test_a_keras_layer_called_twice_casts_its_weights_once(dtype):
     kept, results = traced(twice, dtype)
     fresh, expected = traced(twice, dtype, cache_casts=False)
     assert (kept, fresh) == (2, 4)  # kernel and bias
-    for result, other in zip(results, expected, strict=True):
-        np.testing.assert_array_equal(result, other)
+    assert_all_equal(results, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

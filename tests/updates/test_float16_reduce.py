@@ -8,8 +8,8 @@ import tensorflow as tf
 import tfamp
 from helpers.collectives import bytes_sent
 from helpers.replicas import halves, per_replica
-from helpers.tolerances import assert_close
-from helpers.training import assert_identical, data, small_model, snapshot, train_step
+from helpers.tolerances import assert_all_close, assert_close
+from helpers.training import data, small_model, train_step
 
 
 def momentum():
@@ -89,24 +89,8 @@ def test_updates_are_those_of_the_summed_gradients(two_replicas, inner, unscale,
         variables = reference.trainable_variables
         grads = tape.gradient(loss, [v.value for v in variables])
         bare.apply_gradients(zip(grads, variables, strict=True))
-    for actual, expected in zip(model.variables, reference.variables, strict=True):
-        assert_close(actual.numpy(), expected.numpy(), "float16", depth=16)
+    assert_all_close(model.variables, reference.variables, "float16", depth=16)
     assert int(optimizer.iterations) == 3
-
-
-@pytest.mark.parametrize("traced", [True, False], ids=["function", "eager"])
-@pytest.mark.parametrize("bad_row", [0, 15], ids=["replica0", "replica1"])
-def test_inf_on_any_one_replica_skips_all(two_replicas, bad_row, traced):
-    model, optimizer = make(two_replicas)
-    step = spread(two_replicas, train_step(model, optimizer, unscale=False), traced)
-    x, y = data(2)
-    step(x, y)
-    before = snapshot(model, optimizer.inner_optimizer)
-    x[bad_row] = np.inf
-    step(x, y)
-    assert_identical(snapshot(model, optimizer.inner_optimizer), before)
-    assert [float(v) for v in optimizer.dynamic_scale.value.values] == [2.0**9, 2.0**9]
-    assert int(optimizer.skipped_steps) == 1
 
 
 def apply_constants(strategy, gradients, aggregate_in_float16=True, **arguments):
@@ -144,7 +128,7 @@ def test_gradients_are_sent_at_the_scale(two_replicas, gradients, total):
     assert int(optimizer.skipped_steps) == 0
 
 
-@pytest.mark.parametrize("gradients", [(100.0, 0.0), (48.0, 48.0), (-100.0, 0.0)])
+@pytest.mark.parametrize("gradients", [(100.0, 0.0), (48.0, 48.0), (-np.inf, 0.0), (0.0, np.nan)])
 def test_what_overflows_float16_is_skipped(two_replicas, gradients):
     # 100 * 2**10 is more than 65504; so is the sum of twice 48 * 2**10, each of which is not.
     weight, optimizer = apply_constants(two_replicas, gradients)

@@ -8,7 +8,7 @@ import tensorflow as tf
 import tfamp
 from helpers.cases import first_of
 from helpers.replicas import halves
-from helpers.tolerances import assert_close
+from helpers.tolerances import assert_all_close, assert_all_equal, assert_close
 from helpers.training import (
     assert_identical,
     assert_same_values,
@@ -97,8 +97,7 @@ def test_masters_go_as_the_bare_optimizer_on_float32_variables(inner):
         unscaled = [tf.cast(g, tf.float32) / optimizer.loss_scale for g in grads]
         optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
         bare.apply_gradients(zip(unscaled, reference, strict=True))
-    for master, expected in zip(masters, reference, strict=True):
-        assert_close(master.numpy(), expected.numpy(), "float32", depth=36)
+    assert_all_close(masters, reference, "float32", depth=36)
     assert dtypes(model.trainable_variables) == {"bfloat16"}
     assert_rounded(model.trainable_variables, masters)
 
@@ -140,8 +139,7 @@ def test_a_nonfinite_step_changes_nothing(traced):
     masters = [m.numpy() for m in optimizer.master_variables]
     step(np.full_like(x, np.inf), y)
     assert_identical(snapshot(model, optimizer.inner_optimizer), before)
-    for master, expected in zip(optimizer.master_variables, masters, strict=True):
-        np.testing.assert_array_equal(master.numpy(), expected)
+    assert_all_equal(optimizer.master_variables, masters)
     assert int(optimizer.skipped_steps) == 1
 
 
@@ -312,8 +310,7 @@ def test_replicas_update_their_masters_alike(two_replicas, arguments):
         first, second = variable.value.values
         np.testing.assert_array_equal(first.numpy(), second.numpy())
     assert int(spread.iterations) == 3
-    for actual, expected in zip(spread.master_variables, optimizer.master_variables, strict=True):
-        assert_close(actual.numpy(), expected.numpy(), "bfloat16", depth=48)
+    assert_all_close(spread.master_variables, optimizer.master_variables, "bfloat16", depth=48)
     for variable, master in zip(other.trainable_variables, spread.master_variables, strict=True):
         rounded = tf.cast(master.value.values[0], variable.dtype)
         assert tf.reduce_all(rounded == variable.value.values[0])

@@ -10,6 +10,7 @@ from keras import optimizers
 
 import tfamp
 from helpers.cases import first_of, one_in
+from helpers.tolerances import assert_all_equal
 from helpers.training import assert_identical, data, small_model, snapshot
 from tfamp.core.dtypes import float_format
 from tfamp.training import fused_update
@@ -117,8 +118,7 @@ def test_a_nonfinite_step_moves_nothing(rounding):
     optimizer.apply(gradients(3), own, unscaled=True)
     assert int(optimizer.skipped_steps) == 1
     assert_identical(snapshot(optimizer.inner_optimizer), before[0])
-    for variable, value in zip(own, before[1], strict=True):
-        np.testing.assert_array_equal(variable.numpy(), value)
+    assert_all_equal(own, before[1])
     again, _ = trained(INNER["AdamW"], 5, weight_rounding=rounding)
     optimizer.apply(gradients(4), own, unscaled=True)
     assert_same(own, again)
@@ -336,8 +336,7 @@ def test_prepared_weights_start_from_the_exact_ones(how):
 
     pair = tfamp.prepare(model(), optimizers.SGD(), level="O3", dtype="bfloat16", **how)
     back, _ = tfamp.prepare(*pair, level="O0")
-    for one, other in zip(back.get_weights(), model().get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_all_equal(back.get_weights(), model().get_weights())
 
 
 @pytest.mark.parametrize(
