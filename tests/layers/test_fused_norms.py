@@ -25,9 +25,9 @@ def sample(shape, dtype="float32", *, center=2.0, spread=3.0, seed=0):
     return tf.cast(center + spread * noise, dtype)
 
 
-def step_inputs(shape, dtype):
-    """What goes in, and the gradient of what comes out."""
-    return sample(shape, dtype), sample(shape, dtype, center=0.1, seed=1)
+def step_of(shape, dtype, **options):
+    """The two layers, what goes in, and the gradient of what comes out."""
+    return *pair(shape, **options), sample(shape, dtype), sample(shape, dtype, center=0.1, seed=1)
 
 
 def pair(shape, **options):
@@ -87,8 +87,7 @@ def assert_same_step(ours, keras_own, x, dy, low, training, ours_step=None, **op
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("rank", RANKS)
 def test_one_step_is_keras_own(low, rank, training):
-    ours, keras_own = pair(RANKS[rank], momentum=0.7)
-    x, dy = step_inputs(RANKS[rank], low)
+    ours, keras_own, x, dy = step_of(RANKS[rank], low, momentum=0.7)
     assert_fused(lambda: step(ours, x, dy, training), dtype=low, gradient=True)
     for _ in range(3):
         assert_same_step(ours, keras_own, x, dy, low, training)
@@ -105,8 +104,7 @@ def test_one_step_is_keras_own(low, rank, training):
 )
 @pytest.mark.parametrize("shape", [RANKS[4], (1, 8)])
 def test_options_of_the_layer_and_a_batch_of_one_value(low, options, shape):
-    ours, keras_own = pair(shape, **options)
-    x, dy = step_inputs(shape, low)
+    ours, keras_own, x, dy = step_of(shape, low, **options)
     assert_fused(lambda: ours(x, training=True), dtype=low)
     assert_same_step(ours, keras_own, x, dy, low, True)
 
@@ -139,8 +137,7 @@ def test_what_the_kernel_cannot_do_is_done_as_keras_does(low, shape, options, mo
         pytest.skip("this Keras has no renorm")
     if not options:
         monkeypatch.setattr(fused_norms, "has_fused_kernel", lambda *_, **__: False)
-    ours, keras_own = pair(shape, **options)
-    x, dy = step_inputs(shape, low)
+    ours, keras_own, x, dy = step_of(shape, low, **options)
     assert_not_fused(lambda: ours(x, training=True))
     assert_same_step(ours, keras_own, x, dy, low, True)
     # The symbolic dtype does not depend on what can be fused.
@@ -149,8 +146,7 @@ def test_what_the_kernel_cannot_do_is_done_as_keras_does(low, shape, options, mo
 
 def test_a_frozen_one_is_keras_own_where_gpus_are_to_be_deterministic(low, monkeypatch):
     monkeypatch.setattr(tf_private, "default_device_kind", lambda: "gpu")
-    ours, keras_own = pair(RANKS[4])
-    x, dy = step_inputs(RANKS[4], low)
+    ours, keras_own, x, dy = step_of(RANKS[4], low)
     rewritten = tfamp.rewrite(lambda x: keras_own(x), dtype=low)
     assert_fused(lambda: ours(x, training=False), dtype=low)
     tf.config.experimental.enable_op_determinism()
@@ -173,8 +169,7 @@ def test_a_frozen_one_is_keras_own_where_gpus_are_to_be_deterministic(low, monke
 
 
 def test_masked_steps_do_not_count(low):
-    ours, keras_own = pair(RANKS[3])
-    x, dy = step_inputs(RANKS[3], low)
+    ours, keras_own, x, dy = step_of(RANKS[3], low)
     mask = tf.sequence_mask([1, 6, 3, 2], 6)
     assert_not_fused(lambda: ours(x, training=True, mask=mask))
     assert_same_step(ours, keras_own, x, dy, low, True, mask=mask)

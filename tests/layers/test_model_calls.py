@@ -222,37 +222,25 @@ def test_own_shape_and_spec_methods_agree_with_the_call():
         assert dtype_of(model(X)) == spec_of(model) == "float32"
 
 
-def test_structured_outputs_and_what_is_no_low_float():
+def test_structured_outputs_masks_and_what_is_no_low_float():
     class Many(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = layers.Dense(2)
-
-        def call(self, x):
-            y = self.dense(x)
-            exact = keras.ops.cast(y, "float64")
-            return {"low": (y, [y]), "label": keras.ops.argmax(y), "exact": exact, "none": None}
-
-    outputs = Many()(X)
-    assert [dtype_of(outputs["low"][0]), dtype_of(outputs["low"][1][0])] == ["float32"] * 2
-    assert [dtype_of(outputs["label"]), dtype_of(outputs["exact"])] == ["int32", "float64"]
-    assert outputs["none"] is None
-    assert type(outputs["low"]) is tuple
-
-
-def test_masks_survive():
-    class Tagger(keras.Model):
         def __init__(self):
             super().__init__()
             self.embedding = layers.Embedding(5, 3, mask_zero=True)
             self.lstm = layers.LSTM(2, return_sequences=True)
 
         def call(self, x):
-            return self.lstm(self.embedding(x))
+            y = self.lstm(self.embedding(x))
+            exact = keras.ops.cast(y, "float64")
+            return {"low": (y, [y]), "label": keras.ops.argmax(y), "exact": exact, "none": None}
 
-    result = Tagger()(np.array([[1, 2, 0]]))
-    assert dtype_of(result) == "float32"
-    assert result._keras_mask.numpy().tolist() == [[True, True, False]]
+    outputs = Many()(np.array([[1, 2, 0]]))
+    first, (second,) = outputs["low"]
+    found = [dtype_of(each) for each in (first, second, outputs["label"], outputs["exact"])]
+    assert found == ["float32", "float32", "int32", "float64"]
+    assert first._keras_mask.numpy().tolist() == [[True, True, False]]
+    assert outputs["none"] is None
+    assert type(outputs["low"]) is tuple
 
 
 class Confident(layers.Layer):
@@ -301,15 +289,10 @@ def test_the_loss_is_computed_from_the_logits(low, way, activation):
 
 
 def test_python_control_flow_and_extra_arguments():
-    class Gated(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = layers.Dense(2)
-
+    class Gated(Net):
         def call(self, x, gate, *, scale=1.0, training=None):
-            return (
-                self.dense(x) * scale if training else self.dense(x) * keras.ops.cast(gate, x.dtype)
-            )
+            y = self.hidden(x)
+            return y * scale if training else y * keras.ops.cast(gate, y.dtype)
 
     model = Gated()
     for training in (True, False):

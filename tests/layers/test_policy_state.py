@@ -43,16 +43,6 @@ class Worker:
         self._pool.shutdown()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_keras_agrees_with_the_global_policy(name):
-    tfamp.set_global_policy(name)
-    assert tfamp.global_policy() == tfamp.Policy(name)
-    assert keras_name() == name
-    assert imported_long_ago().name == name
-    assert type(keras.config.dtype_policy()) is keras.DTypePolicy
-    assert keras.layers.Dense(1).dtype_policy.name == name
-
-
 def test_auto_is_in_force_under_its_concrete_name_and_a_policy_as_given():
     tfamp.set_global_policy("auto")
     assert tfamp.global_policy().name == keras_name() != "auto"
@@ -124,15 +114,17 @@ INT8 = keras.dtype_policies.QuantizedDTypePolicy("int8", "float32")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_keras_policy_means_the_policy_of_its_name(name):
+def test_keras_agrees_with_the_global_policy_and_its_policies_mean_those_of_their_names(name):
     same = keras.DTypePolicy(name)
     of_all = POLICY_MAP(same, {"encoder/.*": keras.DTypePolicy(name)})
-    for policy in (same, keras.FloatDTypePolicy(name), POLICY_MAP(same), of_all):
+    for policy in (name, same, keras.FloatDTypePolicy(name), POLICY_MAP(same), of_all):
         with tfamp.policy_scope(policy) as given:
             assert given == tfamp.global_policy() == tfamp.Policy(name)
         tfamp.mixed_precision.set_global_policy(policy)
         assert tfamp.global_policy() == tfamp.Policy(name)
-        assert keras_name() == keras.layers.Dense(1).dtype_policy.name == name
+        assert type(keras.config.dtype_policy()) is keras.DTypePolicy
+        assert keras_name() == imported_long_ago().name == name
+        assert keras.layers.Dense(1).dtype_policy.name == name
         tfamp.set_global_policy("float32")
 
 

@@ -260,22 +260,6 @@ def test_gradients_are_low_and_arrive_in_the_variables_dtype_wherever_the_tape_i
         assert_close(found, expected, dtype, depth=16)
 
 
-@both_dtypes
-def test_persistent_and_nested_tapes_and_second_derivatives(a, dtype):
-    def second(cast):
-        v = tf.Variable(a)
-        with tf.GradientTape() as outer:
-            with tf.GradientTape(persistent=True) as inner, tfamp.autocast(dtype, enabled=cast):
-                loss = tf.reduce_sum(tf.matmul(a, v) ** 2)
-            first, again = (inner.gradient(loss, v) for _ in range(2))
-            penalty = tf.reduce_sum(first * first)
-        return first, again, outer.gradient(penalty, v)
-
-    for found, expected in zip(second(True), second(False), strict=True):
-        assert found.dtype == tf.float32
-        assert_close(found, expected, dtype, depth=64)
-
-
 @pytest.mark.parametrize("name", ["jacobian", "batch_jacobian"])
 def test_jacobians(a, name):
     def jacobian(cast, inside):

@@ -396,32 +396,25 @@ def test_calls_out_of_order(case):
                 both.get_concrete_function()
 
 
+ASK = {"unscale twice": "get_scale", "step twice": "update"}
+
+
 @pytest.mark.parametrize(("case", "jit_compile"), one_of_each(ORDER_ERRORS, [False, True]))
 def test_calls_out_of_order_in_two_functions_raise_outside_them(case, jit_compile):
     weight, optimizer, scaler = one_weight()
     optimizer.build([weight])
-    first, second = (
-        tf.function(each, jit_compile=jit_compile)
-        for each in out_of_order(scaler, optimizer, weight, case)
-    )
+    eager = out_of_order(scaler, optimizer, weight, case)
+    first, second = (tf.function(each, jit_compile=jit_compile) for each in eager)
     first()
     second()
     np.testing.assert_array_equal(weight.numpy(), [1.0, 1.0])
     with pytest.raises(RuntimeError, match=ORDER_ERRORS[case]):
-        scaler.state_dict()
+        getattr(scaler, ASK.get(case, "state_dict"))()
     scaler.update(8.0)
     assert float(scaler.get_scale()) == 8.0
-
-
-@pytest.mark.parametrize("ask", ["get_scale", "state_dict", "update"])
-def test_a_function_that_forgets_update_takes_no_second_step(ask):
-    weight, optimizer, scaler = one_weight()
-    step = tf.function(lambda: scaler.step(optimizer, [(scaled(0.5, 0.5), weight)]))
-    assert bool(step())
-    assert not bool(step())
-    with pytest.raises(RuntimeError, match="since the last update"):
-        getattr(scaler, ask)()
-    np.testing.assert_array_equal(weight.numpy(), [0.5, 0.5])
+    first()  # A function and eager mode know of each other.
+    with pytest.raises(RuntimeError, match=ORDER_ERRORS[case]):
+        eager[1]()
 
 
 def test_nothing_in_a_traced_step_makes_the_host_wait():
@@ -444,17 +437,6 @@ def test_nothing_in_a_traced_step_makes_the_host_wait():
     assert not {op for op, t in types if op in compared and t == tf.int32.as_datatype_enum}
 
 
-def test_a_function_and_eager_mode_know_of_each_other():
-    weight, optimizer, scaler = one_weight()
-    step = tf.function(lambda: scaler.step(optimizer, [(tf.zeros(2), weight)]))
-    step()
-    with pytest.raises(RuntimeError, match="since the last update"):
-        scaler.step(optimizer, [(tf.zeros(2), weight)])
-    scaler.update()
-    with pytest.raises(RuntimeError, match="No inf checks"):
-        scaler.update()
-
-
 # ---- Wrong arguments ------------------------------------------------------------------------
 
 
@@ -462,12 +444,10 @@ def test_a_function_and_eager_mode_know_of_each_other():
     ("name", "value", "error", "message"),
     [
         ("init_scale", "cuda", TypeError, "init_scale must be a number; got 'cuda'"),
-        ("init_scale", 0.0, ValueError, "init_scale"),
         ("init_scale", math.inf, ValueError, "init_scale"),
         ("growth_factor", 1.0, ValueError, r"growth_factor must be a number in \(1, inf\)"),
         ("backoff_factor", 1.0, ValueError, "backoff_factor"),
         ("growth_interval", 0, ValueError, "growth_interval must be at least 1"),
-        ("growth_interval", 2.5, TypeError, "growth_interval"),
         ("enabled", "no", TypeError, "enabled must be True or False"),
     ],
 )

@@ -117,7 +117,6 @@ async def others_run():
 @pytest.mark.parametrize("decorated", [False, True])
 def test_coroutines_of_one_thread_never_see_each_other(a, decorated):
     traced = tf.function(lambda x: tf.matmul(x, x))
-    shared = tfamp.autocast("float16")  # one object, in force in several coroutines at once
 
     async def work():
         found = set()
@@ -137,13 +136,13 @@ def test_coroutines_of_one_thread_never_see_each_other(a, decorated):
         return before, inside, dtype_of_matmul(a)
 
     async def main():
-        bfloat16, island = tfamp.autocast("bfloat16"), tfamp.autocast(enabled=False)
-        contexts = [shared, bfloat16, island, shared]
+        shared = tfamp.autocast("float16")  # in force in several coroutines at once
+        contexts = [shared, tfamp.autocast("bfloat16"), tfamp.autocast(enabled=False), shared]
         return await asyncio.gather(*map(under, contexts), work())
 
     *found, plain = asyncio.run(main())
-    inside = [{"float16"}, {"bfloat16"}, {"float32"}, {"float16"}]
-    assert found == [("float32", each, "float32") for each in inside]
+    expected = ["float16", "bfloat16", "float32", "float16"]
+    assert found == [("float32", {each}, "float32") for each in expected]
     assert plain == {"float32"}
     assert current_modes.casts is None
 
