@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -28,19 +29,12 @@ def keras_name():
     return keras.config.dtype_policy().name
 
 
-class Worker:
+@contextlib.contextmanager
+def worker_thread():
     """A thread that is already running, for calls in it later."""
-
-    def __enter__(self):
-        self._pool = ThreadPoolExecutor(1)
-        self(lambda: None)
-        return self
-
-    def __call__(self, function, *args):
-        return self._pool.submit(function, *args).result(timeout=60)
-
-    def __exit__(self, *_):
-        self._pool.shutdown()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(keras_name).result(timeout=60)  # Keras has stored its default in it by now.
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=60)
 
 
 def test_auto_is_in_force_under_its_concrete_name_and_a_policy_as_given():
@@ -54,8 +48,7 @@ def test_auto_is_in_force_under_its_concrete_name_and_a_policy_as_given():
 
 
 def test_global_policy_reaches_new_and_running_threads():
-    with Worker() as worker:
-        worker(keras_name)  # Keras has stored its default in that thread by now
+    with worker_thread() as worker:
         tfamp.set_global_policy("mixed_float16")
         for run in (worker, in_thread):
             assert run(keras_name) == "mixed_float16"
@@ -84,7 +77,7 @@ def test_one_scope_object_can_be_entered_again_inside_itself_decorates_and_ends_
 
 
 def test_scope_is_of_its_thread_only():
-    with Worker() as worker, tfamp.policy_scope("mixed_float16"):
+    with worker_thread() as worker, tfamp.policy_scope("mixed_float16"):
         assert worker(keras_name) == "float32"
         assert worker(lambda: keras.layers.Dense(1).compute_dtype) == "float32"
         worker(tfamp.set_global_policy, "mixed_bfloat16")
@@ -180,7 +173,7 @@ def test_keras_setter_of_a_mixed_policy_is_keras_mixed_precision(name):
 
 
 def test_keras_setter_in_a_running_thread_is_overridden_by_tfamps_next():
-    with Worker() as worker:
+    with worker_thread() as worker:
         for name in ("mixed_float16", "mixed_bfloat16"):
             worker(keras.config.set_dtype_policy, "bfloat16")
             assert worker(keras_name) == "bfloat16"
