@@ -114,70 +114,59 @@ def test_a_layer_with_a_mixed_policy_of_its_own_keeps_it():
     assert layer(values(*ROW)).dtype == tf.float16
 
 
+class Watched(keras.layers.Dense):
+    """Notes the dtype in which it reads its kernel."""
+
+    seen = {}
+
+    def call(self, x):
+        self.seen[self.name] = self.kernel.dtype
+        return super().call(x)
+
+
 def test_a_float32_layer_inside_a_layer_with_a_mixed_policy_stays_float32():
     class Outer(keras.layers.Layer):
         def __init__(self):
             super().__init__(dtype="mixed_float16")
-            self.inner = keras.layers.Dense(3, dtype="float32")
+            self.inner = Watched(3, dtype="float32", name="inner")
             self.inner.build((None, 8))
 
         def call(self, x):
-            seen.append(self.inner.kernel.dtype)
-            return self.inner(x)
-
-    class Inside(keras.layers.Layer):
-        def call(self, x):
-            return outer(x)
+            outside = self.inner.kernel.dtype
+            y = self.inner(x)
+            seen.append((outside, Watched.seen["inner"]))
+            return y
 
     seen, outer = [], Outer()
-    watched = outer.inner.call
-    outer.inner.call = lambda x: (seen.append(outer.inner.kernel.dtype), watched(x))[1]
-    for layer in (outer, Inside()):
+    for layer in (outer, keras.Sequential([outer])):
         with tfamp.autocast("bfloat16"):
             layer(values(*ROW))
-    assert seen == ["float16", "float32"] * 2
+    assert set(seen) == {("float16", "float32")}
 
 
 @both_dtypes
 def test_layers_in_layers_read_their_variables_low_and_those_that_do_not_autocast_do_not(dtype):
-    seen = {}
-
-    class Watched(keras.layers.Dense):
-        def call(self, x):
-            seen[self.name] = self.kernel.dtype
-            return super().call(x)
-
-    def nested(**options):
+    def seen(**options):
         inner = Watched(3, name="inner")
         inner.build((None, 3))
-        return keras.Sequential([Watched(3, name="outer", **options), inner])
+        model = keras.Sequential([Watched(3, name="outer", **options), inner])
+        with tfamp.autocast(dtype):
+            model(tf.cast(values(*ROW), options.get("dtype", "float32")))
+        return Watched.seen["outer"], Watched.seen["inner"]
 
-    with tfamp.autocast(dtype):
-        nested()(values(*ROW))
-    assert seen == {"outer": dtype, "inner": dtype}
-    with tfamp.autocast(dtype):
-        nested(autocast=False)(values(*ROW))
-    assert seen == {"outer": "float32", "inner": dtype}
-    with tfamp.autocast(dtype):
-        nested(dtype="float64")(tf.cast(values(*ROW), tf.float64))
-    assert seen == {"outer": "float64", "inner": dtype}
+    assert seen() == (dtype, dtype)
+    assert seen(autocast=False) == ("float32", dtype)
+    assert seen(dtype="float64") == ("float64", dtype)
 
 
 def test_no_dtype_but_plain_names_gets_into_keras():
-    seen = []
-
-    class Watched(keras.layers.Dense):
-        def call(self, x):
-            seen.append(self.kernel.dtype)
-            return keras.ops.add(keras.ops.matmul(x, self.kernel), 1.0)
-
+    layer = Watched(3, name="watched", activation=lambda x: keras.ops.add(x, 1.0))
     keras.backend.clear_session()
     with tfamp.autocast("float16"):
-        Watched(3)(values(*ROW))
-    seen += [keras.backend.result_type("float16", float), keras.backend.result_type("float16")]
-    assert {type(each) for each in seen} == {str}
+        layer(values(*ROW))
+    seen = [Watched.seen["watched"], keras.backend.result_type("float16", float)]
+    assert {type(each) for each in [*seen, keras.backend.result_type("float16")]} == {str}
     assert seen[0] == "float16"
-    assert seen[0] != "float32"
 
 
 @both_dtypes
