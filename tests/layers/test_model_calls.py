@@ -416,8 +416,8 @@ PREPARING = {
     "functional": lambda: in_a_functional(normalization()),
     "functional with a layer of its own": lambda: in_a_functional(PreparingLayer()),
     "wrapped": lambda: in_a_functional(layers.TimeDistributed(normalization()), 3),
-    "subclassed": Preparing,
     "subclassed, of a dict": Preparing,
+    "subclassed": Preparing,
     "subclassed around it": lambda: Outer(Preparing()),
 }
 
