@@ -54,5 +54,17 @@ def assert_close(actual, expected, dtype: str, *, depth: int = 1) -> None:
     )
 
 
+def assert_all_close(actual, expected, dtype: str, *, depth: int = 1) -> None:
+    """As `assert_close`, for each of several pairs."""
+    for one, other in zip(actual, expected, strict=True):
+        assert_close(one, other, dtype, depth=depth)
+
+
+def assert_all_equal(actual, expected) -> None:
+    """Asserts that each of several pairs has the same numbers, element by element."""
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
 def _as_float64(value) -> np.ndarray:
     return np.asarray(value).astype(np.float64)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-
 import keras
 import numpy as np
 import pytest
@@ -13,7 +11,8 @@ from tensorflow.python.framework import config
 
 import tfamp
 from helpers.graph_asserts import concrete, op_dtypes
-from helpers.tolerances import assert_close
+from helpers.replicas import per_replica
+from helpers.tolerances import assert_all_close, assert_all_equal, assert_close
 from tfamp.interop import tf_private
 from tfamp.layers import fused_norms
 
@@ -24,6 +23,11 @@ RANKS = {2: (24, 8), 3: (4, 6, 8), 4: (4, 3, 5, 8), 5: (2, 3, 2, 4, 8)}
 def sample(shape, dtype="float32", *, center=2.0, spread=3.0, seed=0):
     noise = np.random.default_rng(seed).standard_normal(shape)
     return tf.cast(center + spread * noise, dtype)
+
+
+def step_of(shape, dtype, **options):
+    """The two layers, what goes in, and the gradient of what comes out."""
+    return *pair(shape, **options), sample(shape, dtype), sample(shape, dtype, center=0.1, seed=1)
 
 
 def pair(shape, **options):
@@ -54,14 +58,11 @@ def step(layer, x, dy, training, **options):
     return y, *tape.gradient(y, [x, *weights], output_gradients=tf.cast(dy, y.dtype))
 
 
-def assert_fused(fn, *args, dtype, gradient=False):
-    found = [
-        node
-        for node in concrete(fn, *args).graph.get_operations()
-        if node.type.startswith("FusedBatchNorm")
-    ]
-    wanted = ["FusedBatchNormV3"] + ["FusedBatchNormGradV3"] * gradient
-    assert [node.type for node in found] == wanted
+def assert_fused(fn, *, dtype, gradient=False):
+    found = concrete(fn).graph.get_operations()
+    found = [node for node in found if node.type.startswith("FusedBatchNorm")]
+    wanted = ["FusedBatchNormV3", "FusedBatchNormGradV3"]
+    assert [node.type for node in found] == wanted[: 1 + gradient]
     for node in found:
         assert (node.get_attr("T"), node.get_attr("U")) == (dtype, tf.float32)
 
@@ -70,53 +71,42 @@ def assert_not_fused(fn, *args):
     assert not any(op.startswith("FusedBatchNorm") for op in op_dtypes(fn, *args))
 
 
-def assert_same_step(ours, keras_own, x, dy, low, training, **options):
+def assert_same_step(ours, keras_own, x, dy, low, training, ours_step=None, **options):
     wide = tf.cast(x, "float32")
-    actual = step(ours, x, dy, training, **options)
+    actual = ours_step() if ours_step else step(ours, x, dy, training, **options)
     expected = step(keras_own, wide, dy, training, **options)
     assert [each.dtype for each in actual[:2]] == [low, low]
     assert {each.dtype for each in actual[2:]} <= {tf.float32}
     depth = x.shape.num_elements() // x.shape[ours.axis]
-    for each, wanted in zip(actual, expected, strict=True):
-        assert_close(each, wanted, low, depth=depth)
-    for each, wanted in zip(
-        ours.non_trainable_weights, keras_own.non_trainable_weights, strict=True
-    ):
-        assert_close(each, wanted, "float32", depth=depth)
+    assert_all_close(actual, expected, low, depth=depth)
+    assert_all_close(
+        ours.non_trainable_weights, keras_own.non_trainable_weights, "float32", depth=depth
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("rank", RANKS)
 def test_one_step_is_keras_own(low, rank, training):
-    ours, keras_own = pair(RANKS[rank], momentum=0.7)
-    x, dy = sample(RANKS[rank], low), sample(RANKS[rank], low, center=0.1, seed=1)
+    ours, keras_own, x, dy = step_of(RANKS[rank], low, momentum=0.7)
     assert_fused(lambda: step(ours, x, dy, training), dtype=low, gradient=True)
     for _ in range(3):
         assert_same_step(ours, keras_own, x, dy, low, training)
+    with tfamp.autocast(low):
+        assert_same_step(ours, keras_own, x, dy, low, training)
+    compiled = tf.function(lambda: step(ours, x, dy, training), jit_compile=True)
+    assert_fused(compiled, dtype=low, gradient=True)
+    assert_same_step(ours, keras_own, x, dy, low, training, ours_step=compiled)
 
 
 @pytest.mark.parametrize(
     "options",
     [{"scale": False}, {"center": False}, {"scale": False, "center": False}, {"epsilon": 0.5}],
 )
-def test_options_of_the_layer(low, options):
-    ours, keras_own = pair(RANKS[4], **options)
-    x, dy = sample(RANKS[4], low), sample(RANKS[4], low, center=0.1, seed=1)
+@pytest.mark.parametrize("shape", [RANKS[4], (1, 8)])
+def test_options_of_the_layer_and_a_batch_of_one_value(low, options, shape):
+    ours, keras_own, x, dy = step_of(shape, low, **options)
     assert_fused(lambda: ours(x, training=True), dtype=low)
     assert_same_step(ours, keras_own, x, dy, low, True)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_compiled_by_xla(low, training):
-    ours, keras_own = pair(RANKS[3])
-    x, dy = sample(RANKS[3], low), sample(RANKS[3], low, center=0.1, seed=1)
-    compiled = tf.function(lambda: step(ours, x, dy, training), jit_compile=True)
-    assert_fused(compiled, dtype=low, gradient=True)
-    for each, wanted in zip(
-        compiled(), step(keras_own, tf.cast(x, "float32"), dy, training), strict=True
-    ):
-        assert_close(each, wanted, low, depth=24)
-    assert_close(ours.moving_variance, keras_own.moving_variance, "float32", depth=24)
 
 
 def test_the_layer_is_float32_as_far_as_keras_is_concerned(low):
@@ -132,55 +122,31 @@ def test_the_layer_is_float32_as_far_as_keras_is_concerned(low):
     assert layer.get_config() == plain.get_config()
 
 
-def test_a_frozen_layer_is_in_inference_mode(low):
-    ours, keras_own = pair(RANKS[4])
-    ours.trainable = keras_own.trainable = False
-    x = sample(RANKS[4], low)
-    before = [np.array(weight) for weight in ours.weights]
-    y = ours(x, training=True)
-    assert_close(y, keras_own(tf.cast(x, "float32"), training=True), low, depth=2)
-    for weight, value in zip(ours.weights, before, strict=True):
-        np.testing.assert_array_equal(weight, value)
-
-
-def test_a_batch_of_one_value(low):
-    ours, keras_own = pair((1, 8))
-    x = sample((1, 8), low)
-    assert_same_step(ours, keras_own, x, x, low, True)
-
-
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
         (RANKS[4], {"axis": 1}),
         (RANKS[3], {"synchronized": True}),
         (RANKS[4], {"renorm": True}),
+        (RANKS[4], {}),
     ],
-    ids=lambda value: str(value),
+    ids=str,
 )
-def test_what_the_kernel_cannot_do_is_done_as_keras_does(low, shape, options):
+def test_what_the_kernel_cannot_do_is_done_as_keras_does(low, shape, options, monkeypatch):
     if "renorm" in options and not hasattr(layers.BatchNormalization(), "renorm"):
         pytest.skip("this Keras has no renorm")
-    ours, keras_own = pair(shape, **options)
-    x, dy = sample(shape, low), sample(shape, low, center=0.1, seed=1)
+    if not options:
+        monkeypatch.setattr(fused_norms, "has_fused_kernel", lambda *_, **__: False)
+    ours, keras_own, x, dy = step_of(shape, low, **options)
     assert_not_fused(lambda: ours(x, training=True))
     assert_same_step(ours, keras_own, x, dy, low, True)
     # The symbolic dtype does not depend on what can be fused.
     assert ours(keras.Input(batch_shape=shape, dtype=low)).dtype == low
 
 
-def test_without_a_kernel_it_is_done_as_keras_does(low, monkeypatch):
-    monkeypatch.setattr("tfamp.layers.fused_norms.has_fused_kernel", lambda *_, **__: False)
-    ours, keras_own = pair(RANKS[4])
-    x, dy = sample(RANKS[4], low), sample(RANKS[4], low, center=0.1, seed=1)
-    assert_not_fused(lambda: ours(x, training=True))
-    assert_same_step(ours, keras_own, x, dy, low, True)
-
-
 def test_a_frozen_one_is_keras_own_where_gpus_are_to_be_deterministic(low, monkeypatch):
     monkeypatch.setattr(tf_private, "default_device_kind", lambda: "gpu")
-    ours, keras_own = pair(RANKS[4])
-    x, dy = sample(RANKS[4], low), sample(RANKS[4], low, center=0.1, seed=1)
+    ours, keras_own, x, dy = step_of(RANKS[4], low)
     rewritten = tfamp.rewrite(lambda x: keras_own(x), dtype=low)
     assert_fused(lambda: ours(x, training=False), dtype=low)
     tf.config.experimental.enable_op_determinism()
@@ -192,23 +158,18 @@ def test_a_frozen_one_is_keras_own_where_gpus_are_to_be_deterministic(low, monke
         assert_fused(lambda: step(ours, x, dy, True), dtype=low, gradient=True)
         with tf.device("CPU:0"):
             assert_fused(lambda: step(ours, x, dy, False), dtype=low, gradient=True)
-        ours.trainable = False
+        ours.trainable = keras_own.trainable = False
         assert_not_fused(lambda: ours(x, training=True))
     finally:
         config.disable_op_determinism()
-
-
-def test_another_backend_of_keras_is_left_alone(monkeypatch):
-    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
-    assert not fused_norms.can_fuse(layers.BatchNormalization)
-    layer = layers.BatchNormalization()
-    assert layer.autocast
-    assert layer.compute_dtype == "float32"
+    before = ours.get_weights()
+    y = ours(x, training=True)
+    assert_close(y, keras_own(tf.cast(x, "float32"), training=True), low, depth=2)
+    assert_all_equal(ours.get_weights(), before)
 
 
 def test_masked_steps_do_not_count(low):
-    ours, keras_own = pair(RANKS[3])
-    x, dy = sample(RANKS[3], low), sample(RANKS[3], low, center=0.1, seed=1)
+    ours, keras_own, x, dy = step_of(RANKS[3], low)
     mask = tf.sequence_mask([1, 6, 3, 2], 6)
     assert_not_fused(lambda: ours(x, training=True, mask=mask))
     assert_same_step(ours, keras_own, x, dy, low, True, mask=mask)
@@ -238,29 +199,25 @@ def test_other_inputs_are_treated_as_keras_does(dtype):
         y, expected = ours(x, training=training), keras_own(x, training=training)
         assert y.dtype == expected.dtype == tf.float32
         np.testing.assert_array_equal(y, expected)
-    for ours_weight, weight in zip(ours.weights, keras_own.weights, strict=True):
-        np.testing.assert_array_equal(ours_weight, weight)
+    assert_all_equal(ours.weights, keras_own.weights)
     assert ours(keras.Input((3, 5, 8), dtype=dtype)).dtype == "float32"
     np.testing.assert_array_equal(ours(x.numpy()), keras_own(x.numpy()))
 
 
-def test_an_explicit_dtype_leaves_the_layer_to_keras(low):
+def test_an_explicit_dtype_leaves_the_layer_to_keras_but_one_kept_low_is_fused(low):
     x = sample(RANKS[4], low, center=0.0, spread=1e3)
-    layer = layers.BatchNormalization(dtype="float32")
-    assert_not_fused(lambda: layer(x, training=True))
+    layer, by_hand = layers.BatchNormalization(dtype="float32"), layers.BatchNormalization()
+    by_hand.dtype_policy = "float64"
+    with tfamp.policy_scope(tfamp.Policy(f"mixed_{low}", float32_layers=())):
+        kept = layers.BatchNormalization()
+    for each in (layer, by_hand):
+        assert_not_fused(lambda each=each: each(x, training=True))
+    assert_fused(lambda: kept(x, training=True), dtype=low)
     wide = np.asarray(x).astype(np.float64)
     expected = (wide - wide.mean((0, 1, 2))) / np.sqrt(wide.var((0, 1, 2)) + 1e-3)
     y = layer(x, training=True)
-    assert y.dtype == tf.float32
+    assert [each.dtype for each in (y, by_hand(x), kept(x))] == [tf.float32, tf.float64, low]
     assert_close(y, expected, "float32", depth=60)
-
-
-def test_a_dtype_policy_set_by_hand_wins(low):
-    x = sample(RANKS[4], low)
-    layer = layers.BatchNormalization()
-    layer.dtype_policy = "float64"
-    assert_not_fused(lambda: layer(x, training=True))
-    assert layer(x, training=True).dtype == tf.float64
 
 
 def test_subclasses(low):
@@ -282,21 +239,11 @@ def test_subclasses(low):
     assert doubled(x).dtype == tf.float32
 
 
-def test_kept_low_by_the_user_it_is_fused_too(low):
-    x = sample(RANKS[4], low)
-    with tfamp.policy_scope(tfamp.Policy(f"mixed_{low}", float32_layers=())):
-        layer = layers.BatchNormalization()
-    assert layer.compute_dtype == low
-    assert_fused(lambda: layer(x, training=True), dtype=low)
-    assert layer(x).dtype == low
-
-
 # In models
 
 
-def convolutional(head=True):
-    inputs = keras.Input((12, 12, 3))
-    x = inputs
+def convolutional():
+    x = inputs = keras.Input((12, 12, 3))
     for filters in (8, 16):
         x = layers.Conv2D(filters, 3, strides=2)(x)
         x = layers.BatchNormalization()(x)
@@ -307,13 +254,6 @@ def convolutional(head=True):
 def real_dtypes(model, x):
     inner = keras.Function(model.inputs, [layer.output for layer in model.layers])
     return [keras.backend.standardize_dtype(each.dtype) for each in inner([x])]
-
-
-def test_every_symbolic_dtype_in_a_model_is_the_real_one(low):
-    model = convolutional()
-    said = [layer.output.dtype for layer in model.layers]
-    assert said == ["float32", *[low] * 7, "float32"]
-    assert real_dtypes(model, sample((2, 12, 12, 3))) == said
 
 
 def test_a_first_layer_takes_what_is_fed_in_float32(low):
@@ -342,77 +282,21 @@ def test_an_output_layer_returns_float32(low):
     assert model.outputs[0].dtype == "float32"
 
 
-def test_both_an_output_layer_and_a_hidden_one(low):
-    inputs = keras.Input((8,))
-    norm = layers.BatchNormalization()
-    hidden = norm(layers.Dense(4)(inputs))
-    whole = keras.Model(inputs, layers.Dense(2)(hidden))
-    part = keras.Model(inputs, hidden)
-    x = sample((6, 8))
-    assert hidden.dtype == norm(tf.zeros((1, 4), low)).dtype == low
-    for model in (whole, part):
-        assert model.outputs[0].dtype == "float32"
-        assert model(x).dtype == tf.float32
-    assert_close(part(x), tf.cast(keras.Function(inputs, hidden)(x), "float32"), "float32")
-
-
 def test_the_layer_before_is_converted_later(low):
-    inputs = keras.Input((8,))
+    x = keras.Input((8,))
     dense, norm = layers.Dense(4), layers.BatchNormalization()
-    hidden = dense(inputs)
-    keras.Model(inputs, hidden)
-    assert hidden.dtype == "float32"
+    hidden = dense(x)
+    keras.Model(x, hidden)
     y = norm(hidden)
-    assert y.dtype == "float32"
+    assert hidden.dtype == y.dtype == "float32"
     z = keras.ops.relu(y)
-    whole = keras.Model(inputs, layers.Dense(2)(y))
-    part = keras.Model(inputs, z)
-    assert (hidden.dtype, y.dtype, z.dtype) == (low, low, low)
-    found = keras.Function(inputs, [hidden, y, z])(sample((3, 8)))
-    assert [each.dtype for each in found] == [low, low, low]
-    for model in (whole, part):
+    # The first lowers both; the output of the second becomes low.
+    models = [keras.Model(x, layers.Dense(2)(y)), keras.Model(x, y), keras.Model(x, z)]
+    found = keras.Function(x, [hidden, y, z])(sample((3, 8)))
+    assert [each.dtype for each in (hidden, y, z, *found)] == [low] * 6
+    for model in models:
         assert model.outputs[0].dtype == "float32"
         assert model(sample((3, 8))).dtype == tf.float32
-
-
-def test_a_model_whose_output_becomes_low_when_the_layer_before_is_converted(low):
-    inputs = keras.Input((8,))
-    dense, norm = layers.Dense(4), layers.BatchNormalization()
-    hidden = dense(inputs)
-    keras.Model(inputs, hidden)
-    y = norm(hidden)
-    keras.Model(inputs, layers.Dense(2)(y))  # Lowers both.
-    part = keras.Model(inputs, y)
-    assert part.outputs[0].dtype == "float32"
-    assert part(sample((3, 8))).dtype == tf.float32
-
-
-def test_a_layer_shared_by_low_and_float32_tensors(low):
-    inputs = keras.Input((4,))
-    norm = layers.BatchNormalization()
-    tensors = [norm(inputs), norm(layers.Dense(4)(inputs))]
-    model = keras.Model(inputs, layers.Dense(2)(layers.Add()(tensors)))
-    assert [tensor.dtype for tensor in tensors] == ["float32", low]
-    found = keras.Function(inputs, tensors)(sample((3, 4)))
-    assert [each.dtype for each in found] == [tf.float32, low]
-    assert model(sample((3, 4))).dtype == tf.float32
-
-
-class Subclassed(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.conv = layers.Conv2D(4, 3)
-        self.norm = layers.BatchNormalization()
-
-    def call(self, x, training=None):
-        return self.norm(self.conv(x), training=training)
-
-
-def test_a_subclassed_model_that_ends_with_it_returns_float32(low):
-    model, x = Subclassed(), sample((2, 6, 6, 3))
-    assert model(x).dtype == tf.float32
-    assert model.compute_output_spec(keras.KerasTensor((2, 6, 6, 3))).dtype == "float32"
-    assert_fused(lambda: model(x, training=True), dtype=low)
 
 
 def test_wrapped_by_another_layer(low):
@@ -426,8 +310,27 @@ def test_wrapped_by_another_layer(low):
         assert model(sample((2, 3, 8)), training=True).dtype == tf.float32
 
 
-def test_after_the_policy_has_ended_the_model_stays_as_it_is(low):
+def test_a_model_rewritten_exported_or_used_after_the_policy_stays_and_a_copy_is_keras_own(
+    low, tmp_path
+):
     model, x = convolutional(), sample((2, 12, 12, 3))
+    said = [layer.output.dtype for layer in model.layers]
+    assert said == ["float32", *[low] * 7, "float32"]
+    assert real_dtypes(model, x) == said
+    fast = tfamp.rewrite(lambda x: model(x, training=True), dtype=low)
+    nodes = [n for n in fast.concrete(x).graph.get_operations() if n.type == "FusedBatchNormV3"]
+    assert len(nodes) == 2
+    assert {(n.get_attr("T"), n.get_attr("U")) for n in nodes} == {(tf.as_dtype(low), tf.float32)}
+    assert_close(fast(x), model(x, training=True), low, depth=8)
+    expected = model(x)
+    model.export(tmp_path / "export", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "export")
+    clone = keras.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    assert clone.layers[2].output.dtype == "float32"
+    assert_not_fused(lambda: clone(x, training=True))
+    for each in (loaded.serve, clone):
+        assert_close(each(x), expected, low, depth=8)
     tfamp.set_global_policy("float32")
     assert op_dtypes(model, x, training=True)["FusedBatchNormV3"] == {low}
     assert "call" not in vars(layers.BatchNormalization())
@@ -435,60 +338,11 @@ def test_after_the_policy_has_ended_the_model_stays_as_it_is(low):
     assert_not_fused(lambda: other(x, training=True))
 
 
-def test_layers_of_a_float32_policy_are_keras_own(low):
-    with tfamp.policy_scope("float32"):
-        layer = layers.BatchNormalization()
-    assert layer.autocast
-    assert not {"call", "compute_output_spec"} & set(vars(layer))
-
-
-def losses(model, steps):
-    x, labels = sample((32, 12, 12, 3), center=0.0, spread=1.0), np.arange(32) // 8
-    x = x + tf.cast(labels, "float32")[:, None, None, None] / 2
-    optimizer = keras.optimizers.SGD(0.05)
-    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-    @tf.function
-    def train():
-        with tf.GradientTape() as tape:
-            loss = loss_of(labels, model(x, training=True))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return loss
-
-    return np.array([train() for _ in range(steps)])
-
-
-def test_fifty_steps_have_the_losses_of_float32(low):
-    ours = convolutional()
-    with tfamp.policy_scope("float32"):
-        keras_own = convolutional()
-    keras_own.set_weights(ours.get_weights())
-    found, expected = losses(ours, 50), losses(keras_own, 50)
-    assert expected[-1] < 0.9 * expected[0]
-    assert_close(found, expected, low)
-    for norm, wanted in zip(ours.layers, keras_own.layers, strict=True):
-        if isinstance(norm, layers.BatchNormalization):
-            assert_close(norm.moving_mean, wanted.moving_mean, low, depth=50)
-            assert_close(norm.moving_variance, wanted.moving_variance, low, depth=50)
-
-
-def test_model_fit(low):
-    model = convolutional()
-    before = np.array(model.layers[2].moving_variance)
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    history = model.fit(sample((16, 12, 12, 3)), np.arange(16) % 4, epochs=2, verbose=0)
-    assert np.isfinite(history.history["loss"]).all()
-    assert (np.array(model.layers[2].moving_variance) != before).any()
-
-
 def test_two_replicas_average_their_moving_statistics(low, two_replicas):
     with two_replicas.scope():
         ours, keras_own = pair((4, 8))
     batches = [sample((4, 8), low, center=c, seed=int(c)) for c in (1.0, 5.0)]
-    values = two_replicas.experimental_distribute_values_from_function(
-        lambda context: batches[context.replica_id_in_sync_group]
-    )
+    values = per_replica(two_replicas, *batches)
 
     def run(layer, dtype):
         fn = tf.function(lambda x: layer(tf.cast(x, dtype), training=True))
@@ -496,19 +350,9 @@ def test_two_replicas_average_their_moving_statistics(low, two_replicas):
 
     actual, expected = run(ours, low), run(keras_own, "float32")
     assert [y.dtype for y in actual] == [low, low]
-    for each, wanted in zip(actual, expected, strict=True):
-        assert_close(each, wanted, low, depth=2)
+    assert_all_close(actual, expected, low, depth=2)
     assert_close(ours.moving_mean, keras_own.moving_mean, "float32", depth=4)
     assert_close(ours.moving_variance, keras_own.moving_variance, "float32", depth=4)
-
-
-def test_a_copy_is_keras_own(low):
-    model, x = convolutional(), sample((2, 12, 12, 3))
-    clone = keras.models.clone_model(model)
-    clone.set_weights(model.get_weights())
-    assert clone.layers[2].output.dtype == "float32"
-    assert_not_fused(lambda: clone(x, training=True))
-    assert_close(clone(x), model(x), low, depth=8)
 
 
 def test_stateless_calls_leave_the_layer_as_it_is(low):
@@ -522,47 +366,7 @@ def test_stateless_calls_leave_the_layer_as_it_is(low):
         ]
         before = layer.get_weights()
         found.append(layer.stateless_call(*values, given, training=True))
-        for weight, value in zip(layer.get_weights(), before, strict=True):
-            np.testing.assert_array_equal(weight, value)
+        assert_all_equal(layer.get_weights(), before)
     (y, actual), (_, expected) = found
     assert y.dtype == low
-    for each, wanted in zip(actual, expected, strict=True):
-        assert_close(each, wanted, "float32", depth=60)
-
-
-def test_inside_autocast(low):
-    ours, keras_own = pair(RANKS[4])
-    x, dy = sample(RANKS[4], low), sample(RANKS[4], low, center=0.1, seed=1)
-    with tfamp.autocast(low):
-        assert_same_step(ours, keras_own, x, dy, low, True)
-
-
-def test_eight_threads_at_once(low):
-    def work(seed):
-        policy = ("mixed_float16", "mixed_bfloat16", "float32")[seed % 3]
-        with tfamp.policy_scope(policy):
-            layer = layers.BatchNormalization()
-            x = sample(RANKS[4], tfamp.global_policy().compute_dtype, seed=seed)
-            return policy, layer(x, training=True).dtype.name
-
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        for policy, dtype in pool.map(work, range(24)):
-            assert dtype == policy.removeprefix("mixed_")
-
-
-def test_an_exported_model_serves_with_the_fused_kernel(low, tmp_path):
-    model, x = convolutional(), sample((2, 12, 12, 3))
-    model.export(tmp_path / "export", verbose=False)
-    loaded = tf.saved_model.load(tmp_path / "export")
-    assert_close(loaded.serve(x), model(x), low, depth=8)
-
-
-def test_a_rewritten_float32_model_keeps_float32_statistics(low):
-    """The rewrite of a model that has the fused kernel in it leaves it as it is."""
-    model = convolutional()
-    fast = tfamp.rewrite(lambda x: model(x, training=True), dtype=low)
-    x = sample((2, 12, 12, 3))
-    nodes = [n for n in fast.concrete(x).graph.get_operations() if n.type == "FusedBatchNormV3"]
-    assert len(nodes) == 2
-    assert {(n.get_attr("T"), n.get_attr("U")) for n in nodes} == {(tf.as_dtype(low), tf.float32)}
-    assert_close(fast(x), model(x, training=True), low, depth=8)
+    assert_all_close(actual, expected, "float32", depth=60)

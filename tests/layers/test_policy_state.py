@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import keras
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,107 +29,63 @@ def keras_name():
     return keras.config.dtype_policy().name
 
 
-class Worker:
+@contextlib.contextmanager
+def worker_thread():
     """A thread that is already running, for calls in it later."""
-
-    def __enter__(self):
-        self._pool = ThreadPoolExecutor(1)
-        self(lambda: None)
-        return self
-
-    def __call__(self, function, *args):
-        return self._pool.submit(function, *args).result(timeout=60)
-
-    def __exit__(self, *_):
-        self._pool.shutdown()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(keras_name).result(timeout=60)  # Keras has stored its default in it by now.
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=60)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_keras_agrees_with_the_global_policy(name):
-    tfamp.set_global_policy(name)
-    assert tfamp.global_policy() == tfamp.Policy(name)
-    assert keras_name() == name
-    assert imported_long_ago().name == name
-    assert type(keras.config.dtype_policy()) is keras.DTypePolicy
-    assert keras.layers.Dense(1).dtype_policy.name == name
-
-
-def test_auto_is_in_force_under_its_concrete_name():
+def test_auto_is_in_force_under_its_concrete_name_and_a_policy_as_given():
     tfamp.set_global_policy("auto")
     assert tfamp.global_policy().name == keras_name() != "auto"
-
-
-def test_a_policy_is_in_force_as_given():
     policy = tfamp.Policy("mixed_float16", float32_layers=["Softmax"])
     tfamp.set_global_policy(policy)
     assert tfamp.global_policy() is policy
+    with tfamp.policy_scope(policy) as given:
+        assert given == tfamp.global_policy() == policy
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_global_policy_reaches_new_and_running_threads(name):
-    with Worker() as worker:
-        worker(keras_name)  # Keras has stored its default in that thread by now
-        tfamp.set_global_policy(name)
+def test_global_policy_reaches_new_and_running_threads():
+    with worker_thread() as worker:
+        tfamp.set_global_policy("mixed_float16")
         for run in (worker, in_thread):
-            assert run(keras_name) == name
-            assert run(tfamp.global_policy) == tfamp.Policy(name)
-            assert run(lambda: keras.layers.Dense(1).dtype_policy.name) == name
+            assert run(keras_name) == "mixed_float16"
+            assert run(tfamp.global_policy) == tfamp.Policy("mixed_float16")
+            assert run(lambda: keras.layers.Dense(1).dtype_policy.name) == "mixed_float16"
         tfamp.set_global_policy("float32")
         assert worker(keras_name) == "float32"
 
 
-def test_scope_restores_and_nests():
-    with tfamp.policy_scope("mixed_float16") as outer:
-        assert outer == tfamp.global_policy() == tfamp.Policy("mixed_float16")
-        with tfamp.policy_scope(tfamp.Policy("mixed_bfloat16")):
-            assert keras_name() == "mixed_bfloat16"
-        assert keras_name() == "mixed_float16"
-    assert keras_name() == "float32"
+def test_one_scope_object_can_be_entered_again_inside_itself_decorates_and_ends_by_an_error():
+    scope = tfamp.policy_scope("mixed_float16")
 
+    @scope
+    def depth(n):
+        return [keras_name()] if n == 0 else [keras_name(), *depth(n - 1), keras_name()]
 
-def test_scope_restores_after_an_exception():
-    with pytest.raises(ZeroDivisionError), tfamp.policy_scope("mixed_float16"):
+    with pytest.raises(ZeroDivisionError), scope:
+        tfamp.set_global_policy("mixed_bfloat16")
+        assert depth(2) == ["mixed_float16"] * 5
+        assert keras_name() == "mixed_bfloat16"
         1 / 0  # noqa: B018
     assert keras_name() == "float32"
     assert not constructors.users
-
-
-def test_one_scope_object_can_be_entered_again_inside_itself():
-    scope = tfamp.policy_scope("mixed_float16")
-    with scope:
-        tfamp.set_global_policy("mixed_bfloat16")
-        with scope:
-            assert keras_name() == "mixed_float16"
-        assert keras_name() == "mixed_bfloat16"
-    assert keras_name() == "float32"
-
-
-def test_scope_decorates():
-    @tfamp.policy_scope("mixed_float16")
-    def depth(n):
-        return keras_name() if n == 0 else depth(n - 1)
-
-    assert depth(3) == "mixed_float16"
-    assert keras_name() == "float32"
+    with pytest.raises(RuntimeError, match="left more often than it was entered"):
+        scope.__exit__(None, None, None)
 
 
 def test_scope_is_of_its_thread_only():
-    with Worker() as worker, tfamp.policy_scope("mixed_float16"):
+    with worker_thread() as worker, tfamp.policy_scope("mixed_float16"):
         assert worker(keras_name) == "float32"
         assert worker(lambda: keras.layers.Dense(1).compute_dtype) == "float32"
         worker(tfamp.set_global_policy, "mixed_bfloat16")
         # The scope hides the process's policy, whoever sets it.
         assert keras_name() == "mixed_float16"
+        tfamp.set_global_policy("float64")  # Of this scope.
+        assert (keras_name(), worker(keras_name)) == ("float64", "mixed_bfloat16")
     assert keras_name() == "mixed_bfloat16"
-
-
-def test_global_policy_set_in_a_scope_ends_with_it():
-    tfamp.set_global_policy("mixed_float16")
-    with tfamp.policy_scope("float32"):
-        tfamp.set_global_policy("mixed_bfloat16")
-        assert keras_name() == "mixed_bfloat16"
-        assert in_thread(keras_name) == "mixed_float16"
-    assert keras_name() == "mixed_float16"
 
 
 @pytest.mark.parametrize("bad", ["mixed_flaot16", "", None, 16, float, keras.DTypePolicy("int8")])
@@ -147,18 +103,21 @@ class RulesOfItsOwn(keras.DTypePolicy):
 
 
 POLICY_MAP = keras.dtype_policies.DTypePolicyMap
+INT8 = keras.dtype_policies.QuantizedDTypePolicy("int8", "float32")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_keras_policy_means_the_policy_of_its_name(name):
+def test_keras_agrees_with_the_global_policy_and_its_policies_mean_those_of_their_names(name):
     same = keras.DTypePolicy(name)
     of_all = POLICY_MAP(same, {"encoder/.*": keras.DTypePolicy(name)})
-    for policy in (same, keras.FloatDTypePolicy(name), POLICY_MAP(same), of_all):
+    for policy in (name, same, keras.FloatDTypePolicy(name), POLICY_MAP(same), of_all):
         with tfamp.policy_scope(policy) as given:
             assert given == tfamp.global_policy() == tfamp.Policy(name)
         tfamp.mixed_precision.set_global_policy(policy)
         assert tfamp.global_policy() == tfamp.Policy(name)
-        assert keras_name() == keras.layers.Dense(1).dtype_policy.name == name
+        assert type(keras.config.dtype_policy()) is keras.DTypePolicy
+        assert keras_name() == imported_long_ago().name == name
+        assert keras.layers.Dense(1).dtype_policy.name == name
         tfamp.set_global_policy("float32")
 
 
@@ -169,11 +128,8 @@ def test_a_keras_policy_means_the_policy_of_its_name(name):
             POLICY_MAP(keras.DTypePolicy("mixed_float16"), {"a/b": keras.DTypePolicy("float32")}),
             r"others for 'a/b'.*Set 'mixed_float16' and .*pattern='a/b'",
         ),
-        (keras.dtype_policies.QuantizedDTypePolicy("int8", "float32"), r"by model\.quantize"),
-        (
-            POLICY_MAP(keras.dtype_policies.QuantizedDTypePolicy("int8", "float32")),
-            r"by model\.quantize",
-        ),
+        (INT8, r"by model\.quantize"),
+        (POLICY_MAP(INT8), r"by model\.quantize"),
         (RulesOfItsOwn("mixed_float16"), "of type RulesOfItsOwn, which computes in float16"),
     ],
     ids=["map", "quantized", "map of quantized", "subclass"],
@@ -182,15 +138,6 @@ def test_a_keras_policy_that_means_more_is_refused_with_advice(policy, message):
     for use in (tfamp.set_global_policy, tfamp.policy_scope):
         with pytest.raises(ValueError, match=message):
             use(policy)
-    assert keras_name() == "float32"
-
-
-def test_leaving_a_scope_twice_is_an_error():
-    scope = tfamp.policy_scope("mixed_float16")
-    with scope:
-        pass
-    with pytest.raises(RuntimeError, match="left more often than it was entered"):
-        scope.__exit__(None, None, None)
     assert keras_name() == "float32"
 
 
@@ -226,44 +173,15 @@ def test_keras_setter_of_a_mixed_policy_is_keras_mixed_precision(name):
 
 
 def test_keras_setter_in_a_running_thread_is_overridden_by_tfamps_next():
-    with Worker() as worker:
-        tfamp.set_global_policy("mixed_float16")
-        worker(keras.config.set_dtype_policy, "bfloat16")
-        assert worker(keras_name) == "bfloat16"
-        tfamp.set_global_policy("mixed_float16")
-        assert worker(keras_name) == "mixed_float16"
+    with worker_thread() as worker:
+        for name in ("mixed_float16", "mixed_bfloat16"):
+            worker(keras.config.set_dtype_policy, "bfloat16")
+            assert worker(keras_name) == "bfloat16"
+            tfamp.set_global_policy(name)
+            assert worker(keras_name) == name
 
 
-def test_keras_setter_before_tfamp_is_reported():
-    with Worker() as worker:
-        worker(keras.config.set_dtype_policy, "mixed_bfloat16")
-        with tfamp.policy_scope("float32"):
-            expected = tfamp.Policy("float32")
-            assert tfamp.global_policy() == expected
-
-
-def test_keras_setter_inside_a_scope_ends_with_it():
-    keras.config.set_dtype_policy("float64")
-    with tfamp.policy_scope("mixed_float16"):
-        assert keras_name() == "mixed_float16"
-        keras.config.set_dtype_policy("bfloat16")
-        assert keras_name() == "bfloat16"
-        with tfamp.policy_scope("mixed_bfloat16"):
-            assert keras_name() == "mixed_bfloat16"
-        assert keras_name() == "bfloat16"
-        tfamp.set_global_policy("mixed_bfloat16")
-        assert keras_name() == "mixed_bfloat16"
-    assert keras_name() == "float64"
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        keras.dtype_policies.QuantizedDTypePolicy("int8", "float32"),
-        keras.dtype_policies.DTypePolicyMap(),
-    ],
-    ids=lambda policy: type(policy).__name__,
-)
+@pytest.mark.parametrize("policy", [INT8, POLICY_MAP()], ids=["quantized", "map"])
 def test_keras_policies_tfamp_cannot_express(policy):
     keras.config.set_dtype_policy(policy)
     with pytest.raises(ValueError, match="which a tfamp.Policy cannot express"):
@@ -271,43 +189,6 @@ def test_keras_policies_tfamp_cannot_express(policy):
     with tfamp.policy_scope("mixed_float16"):
         assert keras_name() == "mixed_float16"
     assert keras.config.dtype_policy() is policy
-
-
-@pytest.mark.parametrize("name", MIXED)
-def test_clear_session_keeps_the_policy(name):
-    tfamp.set_global_policy(name)
-    keras.utils.clear_session()
-    assert keras_name() == name
-    with tfamp.policy_scope("float32"):
-        keras.utils.clear_session()
-        assert keras_name() == "float32"
-    # Keras forgets what its own setter said.
-    keras.config.set_dtype_policy("float64")
-    keras.utils.clear_session()
-    assert keras_name() == name
-    assert tfamp.global_policy() == tfamp.Policy(name)
-
-
-def test_eight_threads_under_eight_policies():
-    names = [*NAMES, *MIXED]
-    barrier = threading.Barrier(len(names))
-    x = np.ones((4, 3), "float32")
-
-    def train(name):
-        barrier.wait(timeout=60)
-        with tfamp.policy_scope(name):
-            for _ in range(5):
-                barrier.wait(timeout=60)
-                layer = keras.layers.Dense(2)
-                assert layer.dtype_policy.name == keras_name() == name
-                model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
-                assert model.outputs[0].dtype == tfamp.Policy(name).output_dtype
-                assert layer(x).dtype == tfamp.Policy(name).compute_dtype
-        return keras_name()
-
-    with ThreadPoolExecutor(len(names)) as pool:
-        assert set(pool.map(train, names)) == {"float32"}
-    assert not constructors.users
 
 
 def test_a_thread_that_dies_in_a_scope_leaves_nothing():
@@ -355,19 +236,17 @@ def test_any_sequence_of_calls_follows_a_stack(steps):
         scopes.pop().__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_hooks_are_in_place_exactly_while_a_mixed_policy_is(name):
+def test_hooks_are_in_place_exactly_while_a_mixed_policy_is():
     original = keras.layers.Layer.__init__
-    assert not constructors.users
     tfamp.set_global_policy("bfloat16")
     assert keras.layers.Layer.__init__ is original
-    with tfamp.policy_scope(name):
+    with tfamp.policy_scope("mixed_float16"):
         tfamp.set_global_policy("float32")
         assert not constructors.users
-        tfamp.set_global_policy(name)
+        tfamp.set_global_policy("mixed_float16")
         assert constructors.users
     assert keras.layers.Layer.__init__ is original
-    tfamp.set_global_policy(name)
+    tfamp.set_global_policy("mixed_float16")
     with tfamp.policy_scope("float32"):
         assert constructors.users  # other threads are under the mixed policy
     tfamp.set_global_policy("float32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import warnings
@@ -14,7 +15,7 @@ import tensorflow as tf
 import tfamp
 from helpers.cases import first_of
 from helpers.graph_asserts import assert_computes_in, op_dtypes
-from helpers.tolerances import assert_close
+from helpers.tolerances import assert_all_equal, assert_close
 from tfamp.machine import hardware, profile_measure
 from tfamp.torch_style.state import current_modes
 
@@ -45,38 +46,42 @@ def test_dtype_is_a_name_or_a_dtype(a, dtype):
         assert tf.matmul(a, a).dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "half", tf.float32, 16, "mixed_float16"])
+@pytest.mark.parametrize("dtype", ["float32", "half", tf.float32, 16, "mixed_float16"])
 def test_another_dtype_is_an_error_that_says_what_to_do(dtype):
     with pytest.raises(ValueError, match=r"float16 or bfloat16; got dtype=.*enabled=False"):
         tfamp.autocast(dtype)
 
 
-@pytest.mark.parametrize("name", ["enabled", "cache_casts"])
-def test_a_flag_must_be_a_bool(name):
-    with pytest.raises(TypeError, match=f"{name} must be True or False; got 'yes'"):
-        tfamp.autocast("bfloat16", **{name: "yes"})
+def test_a_disabled_autocast_takes_any_float_dtype(a):
+    with tfamp.autocast("float32", enabled=False):
+        assert matmul_dtype(a) == "float32"
+    with pytest.raises(ValueError, match="autocast casts to float16 or bfloat16"):
+        tfamp.autocast("int32", enabled=False)
 
 
-def test_op_lists_must_be_op_lists():
-    with pytest.raises(TypeError, match="op_lists must be a tfamp.OpLists; got "):
-        tfamp.autocast("bfloat16", op_lists={"MatMul"})
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"enabled": "yes"}, "enabled must be True or False; got 'yes'"),
+        ({"cache_casts": "yes"}, "cache_casts must be True or False; got 'yes'"),
+        ({"op_lists": {"MatMul"}}, "op_lists must be a tfamp.OpLists; got "),
+    ],
+)
+def test_flags_must_be_bools_and_op_lists_op_lists(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        tfamp.autocast("bfloat16", **arguments)
 
 
 @pytest.mark.parametrize("bfloat16", [True, False])
-def test_no_dtype_is_what_the_hardware_multiplies(monkeypatch, a, bfloat16):
+def test_no_dtype_is_what_the_hardware_multiplies_and_off_where_it_multiplies_neither(
+    monkeypatch, a, bfloat16
+):
     found = hardware.Hardware("", cpu_bfloat16=bfloat16, cpu_float16=False, gpus=(), tpu=False)
     monkeypatch.setattr(hardware, "detect", lambda: found)
-    with tfamp.autocast():
-        assert matmul_dtype(a) == ("bfloat16" if bfloat16 else "float32")
-        assert (tfamp.autocast()._mode is None) is not bfloat16
+    for context in (tfamp.autocast(enabled=False), tfamp.autocast("bfloat16")):
+        with context, tfamp.autocast():
+            assert matmul_dtype(a) == ("bfloat16" if bfloat16 else "float32")
     assert matmul_dtype(a) == "float32"
-
-
-def test_where_the_hardware_multiplies_neither_an_outer_autocast_is_off_too(monkeypatch, a):
-    found = hardware.Hardware("", cpu_bfloat16=False, cpu_float16=False, gpus=(), tpu=False)
-    monkeypatch.setattr(hardware, "detect", lambda: found)
-    with tfamp.autocast("bfloat16"), tfamp.autocast(None):
-        assert matmul_dtype(a) == "float32"
 
 
 # ---- Nesting and leaving -------------------------------------------------------------------------
@@ -86,38 +91,28 @@ def test_where_the_hardware_multiplies_neither_an_outer_autocast_is_off_too(monk
 def test_nested_dtypes_and_islands(a, run):
     @run
     def dtypes(a):
-        found = [matmul_dtype(a)]
+        found.append(matmul_dtype(a))
         with tfamp.autocast("bfloat16"):
             found.append(matmul_dtype(a))
-            with tfamp.autocast("float16"):
+            with tfamp.autocast("float16", enabled=False):
                 found.append(matmul_dtype(a))
-                with tfamp.autocast("float16", enabled=False):
+                with tfamp.autocast("float16"):
                     found.append(matmul_dtype(a))
-                    with tfamp.autocast("bfloat16"):
-                        found.append(matmul_dtype(a))
                 found.append(matmul_dtype(a))
             found.append(matmul_dtype(a))
-        found.append(matmul_dtype(a))
-        order.append(found)
         return a
 
-    order = []
+    found = []
     dtypes(a)
-    low, other = "bfloat16", "float16"
-    assert order[0] == ["float32", low, other, "float32", low, other, low, "float32"]
+    assert found == ["float32", "bfloat16", "float32", "float16", "float32", "bfloat16"]
 
 
-def test_low_tensors_run_low_in_an_island(a):
-    with tfamp.autocast("bfloat16"):
-        low = tf.matmul(a, a)
-        with tfamp.autocast(enabled=False):
-            assert matmul_dtype(low) == "bfloat16"
-            assert tf.exp(low).dtype == tf.bfloat16
-
-
-def test_two_low_dtypes_meet_in_the_inner_one(a):
+def test_low_tensors_run_low_in_an_island_and_in_the_inner_of_two_low_dtypes(a):
     with tfamp.autocast("float16"):
         half = tf.matmul(a, a)
+        with tfamp.autocast(enabled=False):
+            assert matmul_dtype(half) == "float16"
+            assert tf.exp(half).dtype == tf.float16
         with tfamp.autocast("bfloat16"):
             assert matmul_dtype(half) == "bfloat16"
             assert (half + tf.matmul(a, a)).dtype == tf.float32
@@ -137,100 +132,62 @@ def test_one_object_can_be_entered_again_while_in_force(a):
     assert matmul_dtype(a) == "float32"
 
 
-def test_an_exception_leaves_it(a):
-    with pytest.raises(RuntimeError, match="mine"), tfamp.autocast("bfloat16"):
-        raise RuntimeError("mine")
-    assert matmul_dtype(a) == "float32"
-    assert current_modes.casts is None
-
-
-def test_contexts_left_out_of_order_leave_nothing(a):
-    first, second = tfamp.autocast("bfloat16"), tfamp.autocast("float16")
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert matmul_dtype(a) == "float16"
-    second.__exit__(None, None, None)
-    assert matmul_dtype(a) == "float32"
-
-
 # ---- Decorator -----------------------------------------------------------------------------------
 
 
 def test_decorated_function_keeps_its_name_and_returns(a):
-    @tfamp.autocast("bfloat16")
-    def my_function(x, *, scale=1.0):
-        """Mine."""
-        return tf.matmul(x, x) * scale
+    class Thing:
+        @tfamp.autocast("bfloat16")
+        def product(self, x, *, scale=1.0):
+            """Mine."""
+            return tf.matmul(x, x) * scale
 
-    assert (my_function.__name__, my_function.__doc__) == ("my_function", "Mine.")
-    assert my_function(a, scale=2.0).dtype == tf.bfloat16
+    assert (Thing.product.__name__, Thing.product.__doc__) == ("product", "Mine.")
+    assert Thing().product(a, scale=2.0).dtype == tf.bfloat16
     assert matmul_dtype(a) == "float32"
 
 
-def test_decorated_method(a):
-    class Thing:
-        @tfamp.autocast("float16")
-        def product(self):
-            return matmul_dtype(a)
-
-    assert Thing().product() == "float16"
-
-
-@pytest.mark.parametrize("what", [None, 3, "bfloat16"])
-def test_only_functions_can_be_decorated(what):
-    with pytest.raises(TypeError, match="autocast decorates functions; got"):
-        tfamp.autocast("bfloat16")(what)
-
-
-def test_asynchronous_generators_are_refused():
+def test_only_functions_can_be_decorated_and_no_asynchronous_generators():
     async def work():
         yield
 
     with pytest.raises(TypeError, match="work is an asynchronous generator.*does not yield"):
         tfamp.autocast("bfloat16")(work)
+    with pytest.raises(TypeError, match="autocast decorates functions; got 3"):
+        tfamp.autocast("bfloat16")(3)
 
 
-def test_a_generator_casts_only_while_it_runs(a):
-    @tfamp.autocast("bfloat16")
-    def generate():
-        sent = yield matmul_dtype(a)
-        yield sent, matmul_dtype(a)
-        return "done"
-
-    running = generate()
-    assert next(running) == "bfloat16"
-    assert matmul_dtype(a) == "float32"
-    assert running.send("hello") == ("hello", "bfloat16")
-    with pytest.raises(StopIteration) as stop:
-        next(running)
-    assert stop.value.value == "done"
-
-
-def test_generators_interleave_throw_and_close(a):
+def test_generators_cast_only_while_they_run_receive_throw_return_and_close(a):
     seen = []
 
     def make(dtype):
         @tfamp.autocast(dtype)
         def generate():
+            sent = None
             try:
-                while True:
+                while sent != "stop":
                     try:
-                        yield matmul_dtype(a)
+                        sent = yield matmul_dtype(a)
                     except KeyError:
                         seen.append(("caught", matmul_dtype(a)))
+                return "done"
             finally:
                 seen.append(("closed", matmul_dtype(a)))
 
         return generate()
 
-    one, two = make("bfloat16"), make("float16")
+    one, two, three = make("bfloat16"), make("float16"), make("bfloat16")
     assert [next(one), next(two), next(one), next(two)] == ["bfloat16", "float16"] * 2
+    assert matmul_dtype(a) == "float32"
     assert one.throw(KeyError()) == "bfloat16"
     one.close()
     del two
     gc.collect()
     assert seen == [("caught", "bfloat16"), ("closed", "bfloat16"), ("closed", "float16")]
+    assert next(three) == "bfloat16"
+    with pytest.raises(StopIteration) as stop:
+        three.send("stop")
+    assert stop.value.value == "done"
     assert matmul_dtype(a) == "float32"
 
 
@@ -263,136 +220,80 @@ def test_decorator_order_with_tf_function(a, outer):
 # ---- Layers and models ---------------------------------------------------------------------------
 
 
-def test_decorated_call_of_a_layer_and_of_a_model_trains_with_fit():
+def test_the_call_of_a_model_or_of_one_layer_can_be_decorated():
     class Cast(keras.Model):
         def __init__(self):
             super().__init__()
             self.hidden = keras.layers.Dense(8, activation="relu")
-            self.out = keras.layers.Dense(1)
 
         @tfamp.autocast("bfloat16")
         def call(self, x):
-            return self.out(self.hidden(x))
+            return self.hidden(x)
 
-    model = Cast()
-    model.compile(keras.optimizers.Adam(0.05), "mse")
-    x = np.random.default_rng(0).uniform(-1, 1, (64, 4)).astype("float32")
-    history = model.fit(x, x.sum(1), epochs=5, batch_size=16, verbose=0)
-    assert history.history["loss"][-1] < 0.5 * history.history["loss"][0]
-    assert_computes_in("bfloat16", lambda x: model(x), tf.constant(x))
-    assert {v.dtype for v in model.variables} == {"float32"}
-
-
-def test_a_call_is_decorated_on_the_object():
     layer = keras.layers.Dense(3)
     layer.call = tfamp.autocast("bfloat16")(layer.call)
-    assert_computes_in("bfloat16", lambda x: layer(x), tf.ones((2, 4)))
+    for made in (Cast(), layer):
+        assert_computes_in("bfloat16", lambda x, made=made: made(x), tf.ones((2, 4)))
+        assert {v.dtype for v in made.variables} == {"float32"}
 
 
 # ---- Gradients -----------------------------------------------------------------------------------
 
 
-def loss_of(a, v):
-    return tf.reduce_sum(tf.tanh(tf.matmul(a, v)))
-
-
 @both_dtypes
-@eager_and_traced
 @pytest.mark.parametrize("place", ["inside", "outside", "around"])
-def test_gradients_arrive_in_the_variables_dtype_wherever_the_tape_is(a, dtype, run, place):
+def test_gradients_are_low_and_arrive_in_the_variables_dtype_wherever_the_tape_is(a, dtype, place):
     v = tf.Variable(a)
 
-    @run
-    def gradient():
-        if place == "inside":
-            with tfamp.autocast(dtype):
-                with tf.GradientTape() as tape:
-                    loss = loss_of(a, v)
-                return tape.gradient(loss, v)
-        if place == "outside":
-            with tfamp.autocast(dtype), tf.GradientTape() as tape:
-                loss = loss_of(a, v)
+    def gradient(cast=True):
+        tape, context = tf.GradientTape(), tfamp.autocast(dtype, enabled=cast)
+        first, second = (tape, context) if place == "around" else (context, tape)
+        with first, second:
+            loss = tf.reduce_sum(tf.tanh(tf.matmul(a, v)))
+        with context if place == "inside" else contextlib.nullcontext():
             return tape.gradient(loss, v)
-        with tf.GradientTape() as tape, tfamp.autocast(dtype):
-            loss = loss_of(a, v)
-        return tape.gradient(loss, v)
 
-    with tf.GradientTape() as tape:
-        loss = loss_of(a, v)
-    found = gradient()
-    assert found.dtype == tf.float32
-    assert_close(found, tape.gradient(loss, v), dtype, depth=16)
-
-
-@both_dtypes
-def test_backward_matmuls_run_in_the_low_dtype(a, dtype):
-    v = tf.Variable(a)
-
-    @tf.function
-    def gradient(a):
-        with tfamp.autocast(dtype), tf.GradientTape() as tape:
-            loss = loss_of(a, v)
-        return tape.gradient(loss, v)
-
-    assert_computes_in(dtype, gradient, a)
-
-
-@both_dtypes
-def test_persistent_and_nested_tapes_and_second_derivatives(a, dtype):
-    def second(cast):
-        v = tf.Variable(a)
-        with tf.GradientTape() as outer:
-            with tf.GradientTape(persistent=True) as inner, tfamp.autocast(dtype, enabled=cast):
-                product = tf.matmul(a, v)
-                loss = tf.reduce_sum(product * product)
-            first = inner.gradient(loss, v)
-            again = inner.gradient(loss, v)
-            penalty = tf.reduce_sum(first * first)
-        return first, again, outer.gradient(penalty, v)
-
-    for found, expected in zip(second(True), second(False), strict=True):
+    traced, expected = tf.function(gradient), gradient(cast=False)
+    assert op_dtypes(traced)["MatMul"] == {dtype}
+    for found in (gradient(), traced()):
         assert found.dtype == tf.float32
-        assert_close(found, expected, dtype, depth=64)
+        assert_close(found, expected, dtype, depth=16)
 
 
-@both_dtypes
-@pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("name", ["jacobian", "batch_jacobian"])
-def test_jacobians(a, dtype, inside, name):
-    with tf.GradientTape() as tape:
-        tape.watch(a)
-        expected = tf.tanh(tf.matmul(a, tf.constant(a.numpy())))
-    expected = getattr(tape, name)(expected, a)
-    with tfamp.autocast(dtype):
-        with tf.GradientTape() as tape:
+def test_jacobians(a, name):
+    def jacobian(cast, inside):
+        with tfamp.autocast("bfloat16", enabled=cast), tf.GradientTape() as tape:
             tape.watch(a)
             out = tf.tanh(tf.matmul(a, tf.constant(a.numpy())))
-        found = getattr(tape, name)(out, a) if inside else None
-    found = getattr(tape, name)(out, a) if found is None else found
-    assert found.dtype == tf.float32
-    assert_close(found, expected, dtype, depth=16)
+        with tfamp.autocast("bfloat16") if inside else contextlib.nullcontext():
+            return getattr(tape, name)(out, a)
+
+    for inside in (True, False):
+        found = jacobian(True, inside)
+        assert found.dtype == tf.float32
+        assert_close(found, jacobian(False, False), "bfloat16", depth=16)
 
 
-@both_dtypes
-def test_forward_accumulator(a, dtype):
-    with tfamp.autocast(dtype):
-        tf.matmul(a, a)  # a cast that may be kept is no cast the accumulator has seen
+def test_forward_accumulator(a):
+    def tangent():
         with tf.autodiff.ForwardAccumulator(a, tf.ones_like(a)) as accumulator:
             total = tf.reduce_sum(tf.matmul(a, a))
-        found = accumulator.jvp(total)
-    with tf.autodiff.ForwardAccumulator(a, tf.ones_like(a)) as accumulator:
-        total = tf.reduce_sum(tf.matmul(a, a))
+        return accumulator.jvp(total)
+
+    with tfamp.autocast("bfloat16"):
+        tf.matmul(a, a)  # a cast that may be kept is no cast the accumulator has seen
+        found = tangent()
     assert found.dtype == tf.float32
-    assert_close(found, accumulator.jvp(total), dtype, depth=64)
+    assert_close(found, tangent(), "bfloat16", depth=64)
 
 
-@both_dtypes
-def test_tf_gradients_in_a_graph(a, dtype):
-    with tf.Graph().as_default(), tfamp.autocast(dtype):
+def test_tf_gradients_in_a_graph(a):
+    with tf.Graph().as_default(), tfamp.autocast("bfloat16"):
         x = tf.compat.v1.placeholder(tf.float32, (4, 4))
         product = tf.matmul(x, x)
         (gradient,) = tf.gradients(tf.reduce_sum(product), x)
-        assert (product.dtype, gradient.dtype) == (tf.as_dtype(dtype), tf.float32)
+        assert (product.dtype, gradient.dtype) == (tf.bfloat16, tf.float32)
         with tf.compat.v1.Session() as session:
             assert session.run(gradient, {x: a.numpy()}).dtype == np.float32
 
@@ -406,7 +307,9 @@ def test_custom_gradient_runs_in_the_mode_of_its_forward_pass(a, dtype, run):
     @tf.custom_gradient
     def product(x, w):
         def gradient(dy):
-            seen.append(tf.matmul(a, a).dtype.name)
+            seen.append(matmul_dtype(a))
+            with tfamp.autocast(enabled=False):
+                seen.append(matmul_dtype(a))
             return tf.matmul(dy, w, transpose_b=True), tf.matmul(x, dy, transpose_a=True)
 
         return tf.matmul(x, w), gradient
@@ -419,58 +322,33 @@ def test_custom_gradient_runs_in_the_mode_of_its_forward_pass(a, dtype, run):
         return tape.gradient(loss, [a, v])
 
     found = gradients()
-    assert set(seen) == {dtype}
+    assert set(seen[::2]) == {dtype}
+    assert set(seen[1::2]) == {"float32"}
     assert [g.dtype for g in found] == [tf.float32] * 2
     assert_close(found[1], tf.matmul(a, tf.ones((4, 4)), transpose_a=True), dtype, depth=4)
     assert matmul_dtype(a) == "float32"
 
 
-@both_dtypes
-@eager_and_traced
-def test_recompute_grad_recomputes_what_the_forward_pass_computed(a, dtype, run):
-    v = tf.Variable(a)
-    recomputed = tf.recompute_grad(lambda x: tf.tanh(tf.matmul(x, v)))
-
-    def gradient(function):
-        with tfamp.autocast(dtype), tf.GradientTape() as tape:
-            loss = tf.reduce_sum(function(tf.identity(a)))
-        return tape.gradient(loss, v)
-
-    found = run(lambda: gradient(recomputed))()
-    plain = gradient(lambda x: tf.tanh(tf.matmul(x, v)))
-    assert found.dtype == tf.float32
-    np.testing.assert_allclose(found, plain, rtol=1e-2, atol=1e-2)
-
-
-def test_an_autocast_of_its_own_counts_in_a_custom_gradient(a):
-    seen = []
-
-    @tf.custom_gradient
-    def identity(x):
-        def gradient(dy):
-            seen.append(matmul_dtype(a))
-            with tfamp.autocast("float16"):
-                seen.append(matmul_dtype(a))
-            return dy
-
-        return tf.identity(x), gradient
-
-    with tf.GradientTape() as tape:
-        tape.watch(a)
-        out = identity(a)
-    with tfamp.autocast("bfloat16"):
-        tape.gradient(out, a)
-    assert seen == ["float32", "float16"]
-
-
 # ---- No stale casts ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache_casts", [True, False])
-def test_an_assignment_inside_is_seen_by_the_next_op(cache_casts):
+def test_cache_casts_changes_no_result(a):
+    def work(cache_casts):
+        with tfamp.autocast("bfloat16", cache_casts=cache_casts):
+            x = tf.matmul(a, a)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = tf.reduce_sum(tf.matmul(tf.tanh(tf.matmul(x, a)), a))
+            assert bool(len(current_modes.casts.eager)) is cache_casts
+        return y, tape.gradient(y, x)
+
+    assert_all_equal(work(True), work(False))
+
+
+def test_an_assignment_inside_is_seen_by_the_next_op():
     v = tf.Variable(tf.ones((2, 2)))
     k = keras.Variable(np.ones((2, 2), "float32"))
-    with tfamp.autocast("bfloat16", cache_casts=cache_casts):
+    with tfamp.autocast("bfloat16"):
         for value in (1.0, 3.0, 5.0):
             v.assign(tf.fill((2, 2), value))
             k.assign(tf.fill((2, 2), value))
@@ -478,17 +356,7 @@ def test_an_assignment_inside_is_seen_by_the_next_op(cache_casts):
             assert tf.matmul(k, v).numpy().tolist() == [[2 * value**2] * 2] * 2
 
 
-def test_a_second_tape_gets_casts_of_its_own(a):
-    with tfamp.autocast("bfloat16"):
-        tf.matmul(a, a)
-        for _ in range(2):
-            with tf.GradientTape() as tape:
-                tape.watch(a)
-                loss = tf.reduce_sum(tf.matmul(a, a))
-            assert tape.gradient(loss, a) is not None
-
-
-def test_a_second_function_and_a_second_graph_get_casts_of_their_own(a):
+def test_a_second_tape_function_and_graph_get_casts_of_their_own(a):
     def product(x):
         return tf.raw_ops.MatMul(a=x, b=a)
 
@@ -497,6 +365,11 @@ def test_a_second_function_and_a_second_graph_get_casts_of_their_own(a):
         with tf.Graph().as_default():
             tf.raw_ops.MatMul(a=tf.zeros((4, 4)), b=tf.zeros((4, 4)))
         results.append(product(a))
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                tape.watch(a)
+                loss = tf.reduce_sum(product(a))
+            assert tape.gradient(loss, a) is not None
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
 
@@ -510,71 +383,47 @@ def test_cached_casts_die_with_their_tensors_and_with_the_context(a):
         assert len(casts.eager) == 1
         del x
         assert len(casts.eager) == 0
-        tf.matmul(a, a)
-        assert len(casts.eager) == 1
-        with tfamp.autocast("float16"):
-            assert matmul_dtype(a) == "float16"
+        for dtype in ("bfloat16", "float16"):
+            with tfamp.autocast(dtype):
+                assert matmul_dtype(a) == dtype
         assert len(casts.eager) == 2
     assert len(casts.eager) == 0
-
-
-def test_cache_casts_changes_no_result(a):
-    def work():
-        x = tf.matmul(a, a)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = tf.reduce_sum(tf.matmul(tf.tanh(tf.matmul(x, a)), a))
-        return y, tape.gradient(y, x)
-
-    with tfamp.autocast("bfloat16", cache_casts=True):
-        kept = work()
-        assert len(current_modes.casts.eager)
-    with tfamp.autocast("bfloat16", cache_casts=False):
-        fresh = work()
-        assert not len(current_modes.casts.eager)
-    for one, other in zip(kept, fresh, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 # ---- Traces --------------------------------------------------------------------------------------
 
 
 def test_a_function_is_traced_for_every_mode_and_kept(a):
-    @tf.function
-    def product(x):
-        return tf.matmul(x, x)
+    product = tf.function(lambda x: tf.matmul(x, x))
 
-    def count_after(context=None):
-        if context is None:
+    def count_after(context):
+        with context:
             result = product(a)
-        else:
-            with context:
-                result = product(a)
         return result.dtype.name, product.experimental_get_tracing_count()
 
     lists = tfamp.OpLists.default("bfloat16").with_changes(deny_add=["MatMul"])
-    assert count_after() == ("float32", 1)
+    assert count_after(contextlib.nullcontext()) == ("float32", 1)
     assert count_after(tfamp.autocast("bfloat16")) == ("bfloat16", 2)
     assert count_after(tfamp.autocast("float16")) == ("float16", 3)
     assert count_after(tfamp.autocast("bfloat16", op_lists=lists)) == ("float32", 4)
-    assert count_after() == ("float32", 4)
+    assert count_after(contextlib.nullcontext()) == ("float32", 4)
     assert count_after(tfamp.autocast("bfloat16")) == ("bfloat16", 4)
     assert count_after(tfamp.autocast("bfloat16", enabled=False)) == ("float32", 4)
 
 
-def test_a_function_inside_a_function_is_traced_for_the_mode(a):
-    @tf.function
-    def inner(x):
-        return tf.matmul(x, x)
+def test_a_function_inside_a_function_is_traced_for_the_mode_or_takes_low_arguments(a):
+    inner = tf.function(lambda x: tf.matmul(x, x))
+    declared = tf.function(lambda x: x + x, input_signature=[tf.TensorSpec((4, 4))])
 
     @tf.function
     def outer(x):
         with tfamp.autocast("bfloat16"):
             low = inner(x)
-        return low, inner(x)
+            return low, declared(low), tfamp.autocast(enabled=False)(inner)(x)
 
-    low, plain = outer(a)
-    assert (low.dtype, plain.dtype) == (tf.bfloat16, tf.float32)
+    with tfamp.autocast("bfloat16"):
+        assert declared(tf.matmul(a, a)).dtype == tf.float32
+    assert [each.dtype.name for each in outer(a)] == ["bfloat16", "float32", "float32"]
 
 
 def test_a_concrete_function_stays_what_it_is_and_takes_low_arguments(a):
@@ -615,20 +464,10 @@ def test_finished_graphs_that_autocast_would_leave_alone_do_not_warn(a):
             tf.function(lambda x: tf.matmul(x, x)).get_concrete_function(a)(a)
 
 
-def test_a_function_with_an_input_signature_takes_low_arguments(a):
-    @tf.function(input_signature=[tf.TensorSpec((4, 4))])
-    def total(x):
-        return x + x
-
-    with tfamp.autocast("bfloat16"):
-        assert total(tf.matmul(a, a)).dtype == tf.float32
-
-
-@both_dtypes
-def test_compiled_by_xla(a, dtype):
+def test_compiled_by_xla(a):
     v = tf.Variable(a)
 
-    @tfamp.autocast(dtype)
+    @tfamp.autocast("bfloat16")
     @tf.function(jit_compile=True)
     def step(x):
         with tf.GradientTape() as tape:
@@ -637,28 +476,20 @@ def test_compiled_by_xla(a, dtype):
         return product, tape.gradient(loss, v)
 
     product, gradient = step(a)
-    assert (product.dtype, gradient.dtype) == (tf.as_dtype(dtype), tf.float32)
-    assert_close(product, tf.matmul(a, a), dtype, depth=4)
+    assert (product.dtype, gradient.dtype) == (tf.bfloat16, tf.float32)
+    assert_close(product, tf.matmul(a, a), "bfloat16", depth=4)
 
 
-def test_functions_run_eagerly(a):
-    tf.config.run_functions_eagerly(True)
+def test_tf_data_map_vectorized_map_and_functions_run_eagerly_inside(a):
+    dataset = tf.data.Dataset.from_tensors(a)
     with tfamp.autocast("bfloat16"):
+        low = dataset.map(lambda x: tf.matmul(x, x))
+        assert tf.vectorized_map(lambda row: tf.linalg.matvec(a, row), a).dtype == tf.bfloat16
+        tf.config.run_functions_eagerly(True)
         assert tf.function(lambda x: tf.matmul(x, x))(a).dtype == tf.bfloat16
-
-
-def test_tf_data_map_inside(a):
-    with tfamp.autocast("bfloat16"):
-        dataset = tf.data.Dataset.from_tensors(a).map(lambda x: tf.matmul(x, x))
-    assert next(iter(dataset)).dtype == tf.bfloat16
-    dataset = tf.data.Dataset.from_tensors(a).map(lambda x: tf.matmul(x, x))
-    assert next(iter(dataset)).dtype == tf.float32
-
-
-def test_py_function_inside(a):
-    with tfamp.autocast("bfloat16"):
-        result = tf.py_function(lambda x: tf.matmul(x, x), [a], tf.float32)
-    assert result.dtype == tf.float32
+        tf.config.run_functions_eagerly(False)
+    assert next(iter(low)).dtype == tf.bfloat16
+    assert next(iter(dataset.map(lambda x: tf.matmul(x, x)))).dtype == tf.float32
 
 
 # ---- Control flow --------------------------------------------------------------------------------
@@ -680,7 +511,6 @@ CONTROL_FLOW = {
     )[0],
     "map_fn": lambda x: tf.map_fn(lambda row: tf.linalg.matvec(x, row), x),
     "scan": lambda x: tf.scan(lambda state, row: tf.linalg.matvec(x, row) + state, x),
-    "foldl": lambda x: tf.foldl(lambda state, row: tf.linalg.matvec(x, row), x),
     "TensorArray": lambda x: (
         tf.TensorArray(tf.float32, 2).write(0, products(x)).write(1, x).stack()
     ),
@@ -689,31 +519,29 @@ CONTROL_FLOW = {
 
 
 @both_dtypes
-@eager_and_traced
 @pytest.mark.parametrize("name", CONTROL_FLOW)
-def test_loops_keep_the_dtype_of_their_variables(a, dtype, run, name):
+def test_loops_keep_the_dtype_of_their_variables(a, dtype, name):
     body = CONTROL_FLOW[name]
+    expected, traced = body(a), tf.function(body)
     with tfamp.autocast(dtype):
-        found = run(body)(a)
-    assert found.dtype == tf.float32
-    assert_close(found, body(a), dtype, depth=64)
-    with tfamp.autocast(dtype):
-        assert_computes_in(dtype, tf.function(body), a)
+        assert_computes_in(dtype, traced, a)
+        for found in (body(a), traced(a)):
+            assert found.dtype == tf.float32
+            assert_close(found, expected, dtype, depth=64)
 
 
-@both_dtypes
 @pytest.mark.parametrize("first", [True, False])
-def test_branches_meet_in_the_widest_dtype(a, dtype, first):
+def test_branches_meet_in_the_widest_dtype(a, first):
     p = tf.constant(first)
 
     @tf.function
-    @tfamp.autocast(dtype)
+    @tfamp.autocast("bfloat16")
     def branches(p, x):
         i = tf.cast(p, tf.int32)
         return {
             "one low": tf.cond(p, lambda: products(x), lambda: x),
             "both low": tf.cond(p, lambda: products(x), lambda: products(x + 1.0)),
-            "asked for": tf.cond(p, lambda: tf.cast(x, dtype), lambda: tf.cast(x + 1.0, dtype)),
+            "asked for": tf.cond(p, lambda: tf.cast(x, "bfloat16"), lambda: tf.cast(x, "bfloat16")),
             "switch": tf.switch_case(i, [lambda: x, lambda: products(x), lambda: products(x)]),
             "case": tf.case([(p, lambda: products(x))], default=lambda: x),
             "nested": tf.cond(p, lambda: (x, [products(x)]), lambda: (x, [x]))[1][0],
@@ -722,7 +550,7 @@ def test_branches_meet_in_the_widest_dtype(a, dtype, first):
     wide = {"one low", "switch", "case", "nested"}
     found = branches(p, a)
     assert {k for k, v in found.items() if v.dtype == tf.float32} == wide
-    assert_close(found["one low"], products(a) if first else a, dtype, depth=4)
+    assert_close(found["one low"], products(a) if first else a, "bfloat16", depth=4)
 
 
 @both_dtypes
@@ -771,32 +599,24 @@ def test_gradients_through_loops_and_branches(a, dtype):
     assert_close(found, tape.gradient(loss, v), dtype, depth=64)
 
 
-def test_vectorized_map(a):
-    with tfamp.autocast("bfloat16"):
-        assert tf.vectorized_map(lambda row: tf.linalg.matvec(a, row), a).dtype == tf.bfloat16
-
-
-@pytest.mark.parametrize("name", ["LSTM", "GRU", "SimpleRNN", "Bidirectional"])
-@both_dtypes
-def test_recurrent_layers_train(name, dtype):
-    if name == "Bidirectional":
-        layer = keras.layers.Bidirectional(keras.layers.LSTM(4))
-    else:
-        layer = getattr(keras.layers, name)(4)
+@pytest.mark.parametrize("name", first_of(["LSTM", "GRU", "Bidirectional"]))
+def test_recurrent_layers_train(name):
+    layer = keras.layers.GRU(4) if name == "GRU" else keras.layers.LSTM(4)
+    layer = keras.layers.Bidirectional(layer) if name == "Bidirectional" else layer
     x = tf.constant(np.random.default_rng(0).uniform(-1, 1, (2, 5, 3)), tf.float32)
     expected = layer(x)
 
     @tf.function
     def step(x):
-        with tfamp.autocast(dtype), tf.GradientTape() as tape:
+        with tfamp.autocast("bfloat16"), tf.GradientTape() as tape:
             out = layer(x)
             loss = tf.reduce_sum(out)
         return out, tape.gradient(loss, [v.value for v in layer.trainable_variables])
 
     out, gradients = step(x)
     assert all(g.dtype == tf.float32 for g in gradients)
-    assert dtype in op_dtypes(step, x)["MatMul"]
-    assert_close(out, expected, dtype, depth=32)
+    assert "bfloat16" in op_dtypes(step, x)["MatMul"]
+    assert_close(out, expected, "bfloat16", depth=32)
 
 
 # ---- What the user decides -----------------------------------------------------------------------
@@ -824,32 +644,23 @@ def test_a_cast_the_user_wrote_is_respected(a, dtype, run):
     assert dtypes == ["float32", "float32", dtype, other]
 
 
-@both_dtypes
 @eager_and_traced
-def test_other_kinds_of_tensors_are_untouched(a, dtype, run):
-    values = {
-        "float64": tf.cast(a, tf.float64),
-        "complex64": tf.cast(a, tf.complex64),
-        "int32": tf.ones((4, 4), tf.int32),
-    }
-
+def test_other_kinds_of_tensors_are_untouched(a, run):
     @run
-    def work(**values):
-        return {name: tf.matmul(value, value) for name, value in values.items()}
+    def work(wide, whole):
+        with tfamp.autocast("bfloat16"):
+            return (
+                *(tf.matmul(each, each) for each in (wide, tf.cast(wide, tf.complex64), whole)),
+                *(tf.reduce_sum(wide), whole + whole, whole > 0, tf.strings.as_string(whole)),
+                (tf.ragged.constant([[1.0], [2.0, 3.0]]) * 2.0).flat_values,
+                tf.sparse.from_dense(tf.cast(wide, tf.float32)).values,
+            )
 
-    with tfamp.autocast(dtype):
-        assert {k: v.dtype.name for k, v in work(**values).items()} == {k: k for k in values}
-        assert tf.reduce_sum(values["float64"]).dtype == tf.float64
-        assert (values["int32"] + values["int32"]).dtype == tf.int32
-        assert tf.strings.join(["a", "b"]).dtype == tf.string
-        assert tf.logical_and(a > 0, a < 0).dtype == tf.bool
-        assert (tf.ragged.constant([[1.0], [2.0, 3.0]]) * 2.0).dtype == tf.float32
-        assert tf.sparse.from_dense(a).dtype == tf.float32
-
-
-def test_mixing_float64_and_float32_fails_as_without_autocast(a):
+    found = work(tf.cast(a, tf.float64), tf.ones((4, 4), tf.int32))
+    expected = "float64 complex64 int32 float64 int32 bool string float32 float32"
+    assert [each.dtype.name for each in found] == expected.split()
     with tfamp.autocast("bfloat16"), pytest.raises((tf.errors.InvalidArgumentError, TypeError)):
-        tf.raw_ops.MatMul(a=a, b=tf.cast(a, tf.float64))
+        tf.raw_ops.MatMul(a=a, b=tf.cast(a, tf.float64))  # Fails as without autocast.
 
 
 def test_custom_lists(a):
@@ -864,22 +675,31 @@ def test_custom_lists(a):
         assert tf.exp(a).dtype == tf.float32
 
 
-@both_dtypes
-def test_a_variable_keeps_its_dtype_whatever_is_assigned(a, dtype):
-    v, low_v, k = tf.Variable(a), tf.Variable(tf.cast(a, dtype)), keras.Variable(a.numpy())
-    with tfamp.autocast(dtype):
+def test_a_variable_keeps_its_dtype_whatever_is_assigned(a):
+    v, low_v = tf.Variable(a), tf.Variable(tf.cast(a, tf.bfloat16))
+    k = keras.Variable(a.numpy())
+    with tfamp.autocast("bfloat16"):
         low = tf.matmul(a, a)
-        for variable in (v, low_v):
+        for variable in (v, low_v, k):
             variable.assign(low)
-            variable.assign_add(tf.reduce_sum(low) * tf.ones((4, 4)))
-            variable.assign_sub(low)
-            variable.scatter_update(tf.IndexedSlices(low[:1], [0]))
-            variable[0].assign(low[0])
-        k.assign(low)
-        k.assign_add(low)
-        assert tf.Variable(low).dtype == tf.as_dtype(dtype)
+            variable.assign_add(low)
+        assert tf.Variable(low).dtype == tf.bfloat16
         assert tf.Variable(low, dtype=tf.float32).dtype == tf.float32
-    assert (v.dtype, low_v.dtype, k.dtype) == (tf.float32, tf.as_dtype(dtype), "float32")
+    assert (v.dtype, low_v.dtype, k.dtype) == (tf.float32, tf.bfloat16, "float32")
+
+
+@pytest.mark.parametrize("dilations", [[1, np.int64(1), np.int64(1), 1], np.ones(4, "int32")])
+def test_attributes_the_fast_path_does_not_take_do_not_lose_the_inputs(dilations):
+    with tfamp.autocast("bfloat16"):
+        result = tf.raw_ops.Conv2D(
+            input=tf.ones((1, 1, 1, 1)),
+            filter=tf.ones((1, 1, 1, 1)),
+            strides=[1, 1, 1, 1],
+            padding="SAME",
+            dilations=list(dilations),
+        )
+    assert result.dtype == tf.bfloat16
+    assert float(tf.squeeze(result)) == 1.0
 
 
 # ---- float16 on a CPU that has none --------------------------------------------------------------
@@ -890,7 +710,6 @@ def slow_float16(monkeypatch):
     """A CPU without float16, on which nothing has been said yet."""
 
     def configure(*, bfloat16=True, slowdown=7.04):
-
         found = hardware.Hardware("", cpu_bfloat16=bfloat16, cpu_float16=False, gpus=(), tpu=False)
         monkeypatch.setattr(hardware, "detect", lambda: found)
         monkeypatch.setattr(profile_measure, "float16_slowdown", lambda: slowdown)
@@ -903,28 +722,19 @@ def slow_float16(monkeypatch):
 @pytest.mark.parametrize(
     ("bfloat16", "advice"), [(True, 'Use "bfloat16"'), (False, "Use float32 here")]
 )
-def test_float16_on_a_cpu_without_it_warns_once_and_says_how_slow(slow_float16, bfloat16, advice):
+@pytest.mark.parametrize("decorated", [True, False])
+def test_float16_on_a_cpu_without_it_warns_once_and_says_how_slow(
+    slow_float16, bfloat16, advice, decorated
+):
     slow_float16(bfloat16=bfloat16)
-    context = tfamp.autocast("float16")
     with pytest.warns(tfamp.TfampWarning, match=f"took 7.0 times as long.*{advice}") as caught:
-        with context:
-            pass
-        with tfamp.autocast("float16"):
-            pass
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-
-
-def test_the_warning_points_to_the_callers_line_of_a_decorated_function(slow_float16):
-    slow_float16()
-
-    @tfamp.autocast("float16")
-    def decorated():
-        pass
-
-    with pytest.warns(tfamp.TfampWarning) as caught:
-        decorated()
-    assert caught[0].filename == __file__
+        for _ in range(2):
+            if decorated:
+                tfamp.autocast("float16")(lambda: None)()
+            else:
+                with tfamp.autocast("float16"):
+                    pass
+    assert [each.filename for each in caught] == [__file__]
 
 
 def test_no_warning_where_float16_is_not_slower_or_not_used(slow_float16):
@@ -936,15 +746,6 @@ def test_no_warning_where_float16_is_not_slower_or_not_used(slow_float16):
         slow_float16()
         with tfamp.autocast("bfloat16"), tfamp.autocast("float16", enabled=False):
             pass
-
-
-def test_a_disabled_autocast_takes_any_float_dtype():
-    with tfamp.autocast("float32", enabled=False):
-        assert tf.matmul(tf.ones((2, 2)), tf.ones((2, 2))).dtype == tf.float32
-    with pytest.raises(ValueError, match="autocast casts to float16 or bfloat16"):
-        tfamp.autocast("float32")
-    with pytest.raises(ValueError, match="autocast casts to float16 or bfloat16"):
-        tfamp.autocast("int32", enabled=False)
 
 
 @pytest.mark.parametrize("library", [tf, keras.ops], ids=["tensorflow", "keras"])
@@ -967,16 +768,15 @@ def test_a_cast_that_changes_nothing_keeps_the_gradient():
     assert float(tape.gradient(product, weight)[0, 0]) == 4.0
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        tf.norm,
-        lambda x: tf.norm(x, axis=-1),
-        lambda x: tf.math.l2_normalize(x, axis=-1),
-        lambda x: tf.clip_by_norm(x, 1.0),
-    ],
-    ids=["norm", "norm_of_rows", "l2_normalize", "clip_by_norm"],
-)
+NORMS = {
+    "norm": tf.norm,
+    "norm of rows": lambda x: tf.norm(x, axis=-1),
+    "l2_normalize": lambda x: tf.math.l2_normalize(x, axis=-1),
+    "clip_by_norm": lambda x: tf.clip_by_norm(x, 1.0),
+}
+
+
+@pytest.mark.parametrize("function", NORMS.values(), ids=NORMS)
 @pytest.mark.parametrize("size", [300.0, 1e-4])
 def test_norms_square_in_float32(function, size):
     # In float16 the square of 300 is inf, and that of 1e-4 is 0.

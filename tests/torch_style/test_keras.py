@@ -1,14 +1,10 @@
-"""autocast around Keras: layers, losses, metrics, optimizers, `fit`, and accuracy on digits."""
+"""autocast around Keras: layers, losses, metrics, optimizers and `fit`."""
 
 from __future__ import annotations
-
-import functools
 
 import keras
 import numpy as np
 import pytest
-import sklearn.datasets
-import sklearn.model_selection
 import tensorflow as tf
 
 import tfamp
@@ -27,17 +23,12 @@ def values(*shape):
 
 IMAGE, SEQUENCE, ROW = (2, 8, 8, 3), (2, 5, 8), (4, 8)
 COMPUTING = {
-    "Dense": (lambda: keras.layers.Dense(4, activation="relu"), ROW),
-    "Conv1D": (lambda: keras.layers.Conv1D(4, 3), SEQUENCE),
     "Conv2D": (lambda: keras.layers.Conv2D(4, 3), IMAGE),
     "Conv2DTranspose": (lambda: keras.layers.Conv2DTranspose(4, 3), IMAGE),
     "DepthwiseConv2D": (lambda: keras.layers.DepthwiseConv2D(3), IMAGE),
-    "SeparableConv2D": (lambda: keras.layers.SeparableConv2D(4, 3), IMAGE),
-    "EinsumDense": (lambda: keras.layers.EinsumDense("ab,bc->ac", 4), ROW),
-    "MultiHeadAttention": (lambda: SelfAttention(), SEQUENCE),
+    "MultiHeadAttention": (lambda: self_attention(), SEQUENCE),
 }
 OTHERS = {
-    "LayerNormalization": (keras.layers.LayerNormalization, ROW, "float32"),
     "BatchNormalization": (keras.layers.BatchNormalization, IMAGE, "float32"),
     "GroupNormalization": (
         lambda: keras.layers.GroupNormalization(2),
@@ -46,19 +37,13 @@ OTHERS = {
     ),
     "Softmax": (keras.layers.Softmax, ROW, "float32"),
     "ReLU": (keras.layers.ReLU, ROW, "low"),
-    "Flatten": (keras.layers.Flatten, IMAGE, "low"),
-    "MaxPooling2D": (keras.layers.MaxPooling2D, IMAGE, "low"),
     "GlobalAveragePooling2D": (keras.layers.GlobalAveragePooling2D, IMAGE, "float32"),
 }
 
 
-class SelfAttention(keras.layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.attention = keras.layers.MultiHeadAttention(2, 4)
-
-    def call(self, x):
-        return self.attention(x, x, use_causal_mask=True)
+def self_attention():
+    x = keras.Input(SEQUENCE[1:])
+    return keras.Model(x, keras.layers.MultiHeadAttention(2, 4)(x, x, use_causal_mask=True))
 
 
 @both_dtypes
@@ -101,10 +86,7 @@ def test_other_layers_return_what_their_ops_do(name, dtype):
 @both_dtypes
 def test_batch_normalization_keeps_float32_statistics(dtype):
     layer, reference = keras.layers.BatchNormalization(), keras.layers.BatchNormalization()
-    x = values(64, 8) * 100.0
-    layer.build(x.shape)
-    reference.build(x.shape)
-    low = tf.constant(tf.cast(x, dtype).numpy())
+    low = tf.constant(tf.cast(values(64, 8) * 100.0, dtype).numpy())
     reference(tf.cast(low, tf.float32), training=True)
     with tfamp.autocast(dtype):
         layer(low, training=True)
@@ -113,26 +95,12 @@ def test_batch_normalization_keeps_float32_statistics(dtype):
         np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-4, atol=1e-4)
 
 
-@both_dtypes
-def test_embedding_then_dense(dtype):
-    model = keras.Sequential([keras.layers.Embedding(10, 8), keras.layers.Dense(3)])
-    tokens = tf.constant([[1, 2], [3, 4]])
-    expected = model(tokens)
-    with tfamp.autocast(dtype):
-        found = model(tokens)
-    assert found.dtype == tf.as_dtype(dtype)
-    assert_close(found, expected, dtype, depth=8)
-
-
-@both_dtypes
-def test_a_layer_built_inside_has_float32_variables_and_its_own_policy(dtype):
-    with tfamp.autocast(dtype):
-        layer = keras.layers.Dense(3)
-        layer(values(*ROW))
-        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
-        model(values(*ROW))
-    assert {v.dtype for v in (*layer.variables, *model.variables)} == {"float32"}
-    assert layer.dtype_policy.name == "float32"
+def test_a_layer_built_inside_has_float32_variables_and_its_own_policy():
+    with tfamp.autocast("bfloat16"):
+        model = keras.Sequential([keras.layers.Embedding(10, 8), keras.layers.Dense(2)])
+        assert model(tf.constant([[1, 2], [3, 4]])).dtype == tf.bfloat16
+    assert {v.dtype for v in model.variables} == {"float32"}
+    assert model.layers[1].dtype_policy.name == "float32"
 
 
 def test_a_layer_with_a_mixed_policy_of_its_own_keeps_it():
@@ -146,106 +114,79 @@ def test_a_layer_with_a_mixed_policy_of_its_own_keeps_it():
     assert layer(values(*ROW)).dtype == tf.float16
 
 
+class Watched(keras.layers.Dense):
+    """Notes the dtype in which it reads its kernel."""
+
+    seen = {}
+
+    def call(self, x):
+        self.seen[self.name] = self.kernel.dtype
+        return super().call(x)
+
+
 def test_a_float32_layer_inside_a_layer_with_a_mixed_policy_stays_float32():
     class Outer(keras.layers.Layer):
         def __init__(self):
             super().__init__(dtype="mixed_float16")
-            self.inner = keras.layers.Dense(3, dtype="float32")
+            self.inner = Watched(3, dtype="float32", name="inner")
             self.inner.build((None, 8))
 
         def call(self, x):
-            seen.append(self.inner.kernel.dtype)
-            return self.inner(x)
-
-    class Inside(keras.layers.Layer):
-        def call(self, x):
-            return outer(x)
+            outside = self.inner.kernel.dtype
+            y = self.inner(x)
+            seen.append((outside, Watched.seen["inner"]))
+            return y
 
     seen, outer = [], Outer()
-    watched = outer.inner.call
-    outer.inner.call = lambda x: (seen.append(outer.inner.kernel.dtype), watched(x))[1]
-    for layer in (outer, Inside()):
+    for layer in (outer, keras.Sequential([outer])):
         with tfamp.autocast("bfloat16"):
             layer(values(*ROW))
-    assert seen == ["float16", "float32"] * 2
+    assert set(seen) == {("float16", "float32")}
 
 
 @both_dtypes
 def test_layers_in_layers_read_their_variables_low_and_those_that_do_not_autocast_do_not(dtype):
-    seen = {}
-
-    class Watched(keras.layers.Dense):
-        def call(self, x):
-            seen[self.name] = self.kernel.dtype
-            return super().call(x)
-
-    def nested(**options):
+    def seen(**options):
         inner = Watched(3, name="inner")
         inner.build((None, 3))
-        return keras.Sequential([Watched(3, name="outer", **options), inner])
+        model = keras.Sequential([Watched(3, name="outer", **options), inner])
+        with tfamp.autocast(dtype):
+            model(tf.cast(values(*ROW), options.get("dtype", "float32")))
+        return Watched.seen["outer"], Watched.seen["inner"]
 
-    with tfamp.autocast(dtype):
-        nested()(values(*ROW))
-    assert seen == {"outer": dtype, "inner": dtype}
-    with tfamp.autocast(dtype):
-        nested(autocast=False)(values(*ROW))
-    assert seen == {"outer": "float32", "inner": dtype}
-    with tfamp.autocast(dtype):
-        nested(dtype="float64")(tf.cast(values(*ROW), tf.float64))
-    assert seen == {"outer": "float64", "inner": dtype}
+    assert seen() == (dtype, dtype)
+    assert seen(autocast=False) == ("float32", dtype)
+    assert seen(dtype="float64") == ("float64", dtype)
 
 
 def test_no_dtype_but_plain_names_gets_into_keras():
-    seen = []
-
-    class Watched(keras.layers.Dense):
-        def call(self, x):
-            seen.append(self.kernel.dtype)
-            return keras.ops.add(keras.ops.matmul(x, self.kernel), 1.0)
-
+    layer = Watched(3, name="watched", activation=lambda x: keras.ops.add(x, 1.0))
     keras.backend.clear_session()
     with tfamp.autocast("float16"):
-        Watched(3)(values(*ROW))
-    seen += [keras.backend.result_type("float16", float), keras.backend.result_type("float16")]
-    assert {type(each) for each in seen} == {str}
+        layer(values(*ROW))
+    seen = [Watched.seen["watched"], keras.backend.result_type("float16", float)]
+    assert {type(each) for each in [*seen, keras.backend.result_type("float16")]} == {str}
     assert seen[0] == "float16"
-    assert seen[0] != "float32"
-
-
-LOSSES = {
-    "CategoricalCrossentropy": lambda x: tf.nn.softmax(x),
-    "BinaryCrossentropy": lambda x: tf.sigmoid(x),
-    "MeanSquaredError": lambda x: x,
-    "Huber": lambda x: x,
-    "KLDivergence": lambda x: tf.nn.softmax(x),
-    "CosineSimilarity": lambda x: x,
-}
 
 
 @both_dtypes
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", ["CategoricalCrossentropy", "Huber", "CosineSimilarity"])
 def test_losses_are_float32(name, dtype):
-    loss, prepare = getattr(keras.losses, name)(), LOSSES[name]
-    x, y = values(4, 8), prepare(values(4, 8)[::-1])
-    expected = loss(y, prepare(x))
+    loss = getattr(keras.losses, name)()
+    x, y = (tf.nn.softmax(each) for each in (values(4, 8), values(4, 8)[::-1]))
     with tfamp.autocast(dtype):
-        low = tf.constant(tf.cast(x, dtype).numpy())
-        found = loss(y, prepare(low))
+        found = loss(y, tf.constant(tf.cast(x, dtype).numpy()))
     assert found.dtype == tf.float32
-    np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.01)
+    np.testing.assert_allclose(found, loss(y, x), rtol=0.05, atol=0.01)
 
 
-@both_dtypes
-def test_metrics_take_low_predictions(dtype):
-    x = tf.constant(tf.cast(tf.nn.softmax(values(4, 8)), dtype).numpy())
+def test_metrics_take_low_predictions():
+    x = tf.constant(tf.cast(tf.nn.softmax(values(4, 8)), "bfloat16").numpy())
     labels = tf.argmax(tf.cast(x, tf.float32), -1)
-    with tfamp.autocast(dtype):
-        for metric in (
-            keras.metrics.SparseCategoricalAccuracy(),
-            keras.metrics.SparseTopKCategoricalAccuracy(2),
-        ):
-            assert float(metric(labels, x)) == 1.0
-            assert metric.variables[0].dtype == "float32"
+    with tfamp.autocast("bfloat16"):
+        metric = keras.metrics.SparseTopKCategoricalAccuracy(2)
+        assert float(metric(labels, x)) == 1.0
+        assert metric.variables[0].dtype == "float32"
         assert keras.metrics.Mean()(x).dtype == tf.float32
         keras.metrics.AUC()(tf.one_hot(labels, 8), x)
 
@@ -256,12 +197,8 @@ def test_metrics_take_low_predictions(dtype):
 OPTIMIZERS = {
     "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=1.0),
     "Adam": lambda: keras.optimizers.Adam(0.1, clipnorm=1.0),
-    "AdamW": lambda: keras.optimizers.AdamW(0.1, weight_decay=0.01),
-    "RMSprop": lambda: keras.optimizers.RMSprop(0.1),
     "Adafactor": lambda: keras.optimizers.Adafactor(0.1),
     "Lion": lambda: keras.optimizers.Lion(0.1, use_ema=True),
-    "Lamb": lambda: keras.optimizers.Lamb(0.1),
-    "Ftrl": lambda: keras.optimizers.Ftrl(0.1),
     "LossScaleOptimizer": lambda: tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.1)),
 }
 if KERAS_VERSION >= (3, 13):  # Keras 3.12 has a Muon, which fails on TensorFlow by itself.
@@ -296,16 +233,10 @@ def test_an_optimizer_inside_updates_exactly_as_without_autocast(name, run, dtyp
 @both_dtypes
 @pytest.mark.parametrize(("eager", "scaled"), one_of_each([True, False], [True, False]))
 def test_fit_evaluate_and_predict_inside(dtype, eager, scaled):
-    model = keras.Sequential(
-        [keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(1)]
-    )
+    model = keras.Sequential([keras.layers.Dense(16, "relu"), keras.layers.Dense(1)])
     optimizer = keras.optimizers.Adam(0.01)
-    model.compile(
-        tfamp.LossScaleOptimizer(optimizer) if scaled else optimizer,
-        "mse",
-        metrics=["mae"],
-        run_eagerly=eager,
-    )
+    optimizer = tfamp.LossScaleOptimizer(optimizer) if scaled else optimizer
+    model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=eager)
     x = values(64, 8).numpy()
     y = x.sum(1, keepdims=True)
     before = model.evaluate(x, y, verbose=0)
@@ -319,75 +250,3 @@ def test_fit_evaluate_and_predict_inside(dtype, eager, scaled):
     assert predicted.dtype == np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
     assert model.predict(x, verbose=0).dtype == np.float32
     assert {v.dtype for v in model.variables} == {"float32"}
-
-
-@functools.cache
-def digits():
-    data = sklearn.datasets.load_digits()
-    return sklearn.model_selection.train_test_split(
-        (data.images / 16.0).astype("float32")[..., None],
-        data.target.astype("int32"),
-        test_size=0.25,
-        random_state=0,
-    )
-
-
-def cnn():
-    return keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            keras.layers.Conv2D(16, 3, padding="same", activation="relu"),
-            keras.layers.BatchNormalization(momentum=0.8),
-            keras.layers.MaxPooling2D(),
-            keras.layers.Conv2D(32, 3, padding="same", activation="relu"),
-            keras.layers.GlobalAveragePooling2D(),
-            keras.layers.Dense(10),
-        ]
-    )
-
-
-def mlp():
-    return keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            keras.layers.Flatten(),
-            keras.layers.Dense(64, activation="relu"),
-            keras.layers.LayerNormalization(),
-            keras.layers.Dense(10),
-        ]
-    )
-
-
-def accuracy_after_training(make, context, steps=120, batch=128):
-    keras.utils.set_random_seed(1)
-    model, optimizer = make(), keras.optimizers.Adam(0.01)
-    x_train, x_test, y_train, y_test = digits()
-    loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    optimizer.build(model.trainable_variables)
-
-    @tf.function
-    def step(x, y):
-        with tf.GradientTape() as tape, context:
-            logits = model(x, training=True)
-            loss = loss_fn(y, logits)
-        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return loss
-
-    random = np.random.default_rng(0)
-    for _ in range(steps):
-        chosen = random.integers(0, len(x_train), batch)
-        step(tf.constant(x_train[chosen]), tf.constant(y_train[chosen]))
-    with context:
-        logits = model(x_test, training=False)
-    return float(np.mean(np.argmax(tf.cast(logits, tf.float32), -1) == y_test))
-
-
-@pytest.mark.slow
-@both_dtypes
-@pytest.mark.parametrize("make", first_of([mlp, cnn]))
-def test_training_on_digits_reaches_float32s_accuracy(make, dtype):
-    expected = accuracy_after_training(make, tfamp.autocast(dtype, enabled=False))
-    found = accuracy_after_training(make, tfamp.autocast(dtype))
-    assert expected > 0.9
-    assert found > expected - 0.02

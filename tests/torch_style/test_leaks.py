@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.core.errors import UnsupportedVersionError
 from tfamp.interop.patching import SYMBOLS, locate
 from tfamp.torch_style.rules import hooks
 from tfamp.torch_style.state import current_modes
@@ -63,165 +62,44 @@ def test_every_symbol_is_replaced_inside_and_the_original_object_afterwards(a):
 
 
 @pytest.mark.parametrize(
-    "leave", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration]
+    "leave", [ValueError, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit, StopIteration]
 )
-def test_after_any_exception(a, leave):
+def test_after_any_exception_and_after_an_op_or_a_trace_that_fails(a, leave):
     before = symbols()
     with pytest.raises(leave), tfamp.autocast("bfloat16"):
         tf.matmul(a, a)
         raise leave
     assert all(same(before, symbols()).values())
-
-
-def test_after_an_op_that_fails(a):
-    with tfamp.autocast("bfloat16"), pytest.raises(tf.errors.InvalidArgumentError):
-        tf.matmul(a, tf.ones((3, 3)))
-    assert tf.matmul(a, a).dtype == tf.float32
-
-
-def test_after_a_trace_that_fails(a):
-    @tf.function
-    @tfamp.autocast("bfloat16")
-    def fails(x):
-        return tf.matmul(x, tf.ones((3, 3)))
-
-    with pytest.raises(ValueError, match="must be equal"):
-        fails(a)
-    assert tf.matmul(a, a).dtype == tf.float32
-
-
-@pytest.mark.parametrize("missing", PATCHED)
-def test_a_missing_symbol_replaces_none(monkeypatch, a, missing):
-    owner, name = locate(missing)
-    library = "Keras" if missing.startswith("keras") else "TensorFlow"
-    others = [symbol for symbol in PATCHED if symbol != missing]
-    before = [value_of(symbol) for symbol in others]
-    with monkeypatch.context() as patch:
-        patch.delattr(owner, name)
-        with (
-            pytest.raises(UnsupportedVersionError, match=rf"{name} is not in {library} \d"),
-            tfamp.autocast("bfloat16"),
-        ):
-            pass
-        for symbol, original in zip(others, before, strict=True):
-            assert value_of(symbol) is original
-    with tfamp.autocast("bfloat16"):  # and the next one is not thought to be nested
-        assert tf.matmul(a, a).dtype == tf.bfloat16
-    assert tf.matmul(a, a).dtype == tf.float32
-
-
-def test_ops_wrapped_while_active_do_nothing_afterwards(a):
-    with tfamp.autocast("bfloat16"):
-        kept = symbols()["tensorflow.python.framework.ops:convert_to_tensor"]
-    low = tf.cast(a, tf.bfloat16)
-    with pytest.raises(ValueError, match="Tensor conversion requested dtype float32"):
-        kept(low, tf.float32)
+    for run in (lambda f: f, tf.function):
+        fails = run(tfamp.autocast("bfloat16")(lambda x: tf.matmul(x, tf.ones((3, 3)))))
+        with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
+            fails(a)
+    assert dtype_of_matmul(a) == "float32"
 
 
 # ---- Threads -------------------------------------------------------------------------------------
 
 
-def test_another_thread_sees_nothing(a):
-    seen = []
-    with tfamp.autocast("bfloat16"):
-        thread = threading.Thread(target=lambda: seen.append(tf.matmul(a, a).dtype.name))
-        thread.start()
-        thread.join()
-    assert seen == ["float32"]
-
-
 def test_eight_threads_with_different_dtypes_never_see_each_other(a):
     modes = ["bfloat16", "float16", None, "bfloat16", "off", "float16", None, "bfloat16"]
     barrier = threading.Barrier(len(modes), timeout=60)
-    functions = [tf.function(lambda x: tf.matmul(x, x)) for _ in modes]
     shared = tf.function(lambda x: tf.matmul(x, x))
 
-    def work(mode, function):
-        seen = set()
+    def work(mode):
+        seen, own = set(), tf.function(lambda x: tf.matmul(x, x))
+        context = tfamp.autocast("float16" if mode == "off" else mode, enabled=mode != "off")
+        context = contextlib.nullcontext() if mode is None else context
         for _ in range(10):
             barrier.wait()
-            if mode is None:
-                seen |= {step(f, a) for f in (tf.function(eager), function)}
-                continue
-            context = tfamp.autocast("float16" if mode == "off" else mode, enabled=mode != "off")
             with context:
-                seen |= {step(f, a) for f in (eager, function, shared)}
-            seen.add("after: " + step(eager, a))
+                seen |= {dtype_of_matmul(a), own(a).dtype.name, shared(a).dtype.name}
+            seen.add("after: " + dtype_of_matmul(a))
         return seen
 
-    def eager(x):
-        return tf.matmul(x, x)
-
-    def step(function, x):
-        return function(x).dtype.name
-
     with ThreadPoolExecutor(len(modes)) as pool:
-        results = list(pool.map(work, modes, functions))
-    for mode, seen in zip(modes, results, strict=True):
-        if mode is None:
-            assert seen == {"float32"}
-        else:
-            low = "float32" if mode == "off" else mode
+        for mode, seen in zip(modes, pool.map(work, modes), strict=True):
+            low = mode if mode in ("bfloat16", "float16") else "float32"
             assert seen == {low, "after: float32"}
-
-
-def train():
-    """Five steps of a float32 model, eager and traced; its weights."""
-    keras.utils.set_random_seed(5)
-    weights = [tf.Variable(tf.random.stateless_normal((8, 8), (i, 1))) for i in range(2)]
-    optimizer = keras.optimizers.Adam(0.01)
-    x = tf.random.stateless_normal((16, 8), (7, 7))
-
-    def gradients():
-        with tf.GradientTape() as tape:
-            hidden = tf.tanh(tf.matmul(x, weights[0]))
-            loss = tf.reduce_mean(tf.nn.softmax(tf.matmul(hidden, weights[1])) ** 2)
-        return tape.gradient(loss, weights)
-
-    traced = tf.function(gradients)
-    for _ in range(5):
-        for compute in (gradients, traced):
-            optimizer.apply_gradients(zip(compute(), weights, strict=True))
-    return [w.numpy() for w in weights]
-
-
-def test_float32_training_is_bit_identical_while_another_thread_is_active(a):
-    expected = train()
-    stop, started, errors = threading.Event(), threading.Event(), []
-
-    def disturb():
-        while not stop.is_set():
-            with tfamp.autocast("bfloat16"):
-                if tf.matmul(a, a).dtype != tf.bfloat16:
-                    errors.append("not cast")
-                started.set()
-
-    thread = threading.Thread(target=disturb)
-    thread.start()
-    try:
-        assert started.wait(60)
-        found = train()
-    finally:
-        stop.set()
-        thread.join()
-    assert not errors
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_threads_that_enter_and_leave_at_once_leave_nothing(a):
-    before = symbols()
-    barrier = threading.Barrier(8, timeout=60)
-
-    def work(_):
-        barrier.wait()
-        for _ in range(50):
-            with tfamp.autocast("bfloat16"):
-                pass
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
-    assert all(same(before, symbols()).values())
 
 
 # ---- Coroutines ----------------------------------------------------------------------------------
@@ -239,7 +117,6 @@ async def others_run():
 @pytest.mark.parametrize("decorated", [False, True])
 def test_coroutines_of_one_thread_never_see_each_other(a, decorated):
     traced = tf.function(lambda x: tf.matmul(x, x))
-    shared = tfamp.autocast("float16")  # one object, in force in several coroutines at once
 
     async def work():
         found = set()
@@ -259,13 +136,13 @@ def test_coroutines_of_one_thread_never_see_each_other(a, decorated):
         return before, inside, dtype_of_matmul(a)
 
     async def main():
-        bfloat16, island = tfamp.autocast("bfloat16"), tfamp.autocast(enabled=False)
-        contexts = [shared, bfloat16, island, shared]
+        shared = tfamp.autocast("float16")  # in force in several coroutines at once
+        contexts = [shared, tfamp.autocast("bfloat16"), tfamp.autocast(enabled=False), shared]
         return await asyncio.gather(*map(under, contexts), work())
 
     *found, plain = asyncio.run(main())
-    inside = [{"float16"}, {"bfloat16"}, {"float32"}, {"float16"}]
-    assert found == [("float32", each, "float32") for each in inside]
+    expected = ["float16", "bfloat16", "float32", "float16"]
+    assert found == [("float32", {each}, "float32") for each in expected]
     assert plain == {"float32"}
     assert current_modes.casts is None
 
@@ -290,26 +167,6 @@ def test_a_task_takes_the_autocast_it_was_started_in_along_until_that_is_left(a)
         return in_thread, await task
 
     assert asyncio.run(main()) == ("float32", ("bfloat16", "float16", "float32"))
-
-
-@pytest.mark.parametrize("how", ["cancel", "fail"])
-def test_a_coroutine_that_is_cancelled_or_fails_leaves_nothing(a, how):
-    async def work():
-        with tfamp.autocast("bfloat16"):
-            await asyncio.sleep(0 if how == "fail" else 60)
-            raise KeyError("mine")
-
-    async def main():
-        task = asyncio.ensure_future(work())
-        await asyncio.sleep(0)
-        if how == "cancel":
-            task.cancel()
-        with pytest.raises(KeyError if how == "fail" else asyncio.CancelledError):
-            await task
-        return dtype_of_matmul(a)
-
-    assert asyncio.run(main()) == "float32"
-    assert hooks.users == 0
 
 
 @pytest.mark.parametrize("close", ["in another task", "in another thread", "by the loop"])

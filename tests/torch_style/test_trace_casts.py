@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfamp
-from helpers.tolerances import assert_close
+from helpers.tolerances import assert_all_close, assert_all_equal, assert_close
 from tfamp.torch_style.state import current_modes
 
 DTYPES = ["float16", "bfloat16"]
@@ -59,31 +59,21 @@ def traced(function, dtype, cache_casts=True, around=False):
 
 @pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_variable_used_twice_is_cast_once(w, dtype, around):
-    def twice(x):
-        return tf.matmul(x, w), tf.linalg.matvec(w, x[0]), tf.einsum("ij,jk->ik", x, w)
-
-    kept, results = traced(twice, dtype, around=around)
-    fresh, expected = traced(twice, dtype, cache_casts=False, around=around)
-    assert (kept, fresh) == (1, 3)
-    for result, other in zip(results, expected, strict=True):
-        assert result.dtype == dtype
-        np.testing.assert_array_equal(result, other)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_keras_layer_called_twice_casts_its_weights_once(dtype):
+def test_a_variable_used_twice_or_the_weights_of_a_layer_called_twice_are_cast_once(
+    w, dtype, around
+):
     dense = keras.layers.Dense(4)
     dense.build((4, 4))
 
     def twice(x):
-        return dense(x), dense(x + 1.0)
+        each = tf.matmul(x, w), tf.linalg.matvec(w, x[0]), tf.einsum("ij,jk->ik", x, w)
+        return *each, dense(x), dense(x + 1.0)
 
-    kept, results = traced(twice, dtype)
-    fresh, expected = traced(twice, dtype, cache_casts=False)
-    assert (kept, fresh) == (2, 4)  # kernel and bias
-    for result, other in zip(results, expected, strict=True):
-        np.testing.assert_array_equal(result, other)
+    kept, results = traced(twice, dtype, around=around)
+    fresh, expected = traced(twice, dtype, cache_casts=False, around=around)
+    assert (kept, fresh) == (1 + 2, 3 + 4)  # The layer has a kernel and a bias.
+    assert {result.dtype.name for result in results} == {dtype}
+    assert_all_equal(results, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,19 +93,6 @@ def test_an_assignment_between_two_uses_is_seen(w, dtype):
     low = tf.cast(tf.cast(X, dtype), tf.float32).numpy()
     for result, expected in ((second, low), (third, low), (fourth, 2 * low)):
         np.testing.assert_array_equal(tf.cast(result, tf.float32), expected)
-
-
-def test_a_value_read_before_an_assignment_stays_the_old_one(w):
-    def old(x):
-        before = w.value()
-        w.assign(tf.zeros((4, 4)))
-        return tf.matmul(x, before), tf.matmul(x, w), tf.matmul(x, before)
-
-    count, (first, second, third) = traced(old, "bfloat16")
-    assert count >= 2
-    assert np.any(first)
-    assert not np.any(second)
-    np.testing.assert_array_equal(first, third)
 
 
 def test_an_assignment_in_a_called_function_or_in_a_branch_is_seen(w):
@@ -152,9 +129,9 @@ def test_every_tape_gets_its_gradient(w, dtype, persistent):
     kept, gradients = traced(taping, dtype)
     fresh, expected = traced(taping, dtype, cache_casts=False)
     assert kept < fresh
-    for gradient, other in zip(gradients, expected, strict=True):
-        assert gradient.dtype == tf.float32
-        assert_close(gradient, other, dtype, depth=16)
+    assert {gradient.dtype for gradient in gradients} == {tf.float32}
+    assert_all_close(gradients, expected, dtype, depth=16)
+    assert_all_close(gradients, tf.function(taping)(X), dtype, depth=256)
 
 
 def test_what_a_tape_did_not_record_is_cast_again(w):
@@ -334,23 +311,3 @@ def test_random_uses_and_assignments_give_what_they_give_without(examples):
                 assert float(kept) == float(fresh)
 
     check()
-
-
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_a_train_step_trains_as_without(w, jit_compile):
-    def trained(cache_casts):
-        variable = tf.Variable(w)
-
-        @tf.function(jit_compile=jit_compile)
-        def step(x):
-            with tf.GradientTape() as tape, tfamp.autocast("bfloat16", cache_casts=cache_casts):
-                loss = tf.reduce_mean(tf.square(tf.matmul(tf.matmul(x, variable), variable) - x))
-            gradient = tape.gradient(loss, variable)
-            variable.assign_sub(0.1 * gradient)
-            return loss
-
-        losses = [float(step(tf.constant(X))) for _ in range(5)]
-        assert losses[-1] < losses[0]
-        return variable.numpy()
-
-    assert_close(trained(True), trained(False), "bfloat16", depth=16)

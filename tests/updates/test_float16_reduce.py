@@ -1,12 +1,5 @@
 """`aggregate_in_float16`: what is sent between replicas, and that the result is right."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import textwrap
-
 import keras
 import numpy as np
 import pytest
@@ -14,9 +7,9 @@ import tensorflow as tf
 
 import tfamp
 from helpers.collectives import bytes_sent
-from helpers.replicas import halves
-from helpers.tolerances import assert_close
-from helpers.training import assert_identical, data, small_model, snapshot, train_step
+from helpers.replicas import halves, per_replica
+from helpers.tolerances import assert_all_close, assert_close
+from helpers.training import data, small_model, train_step
 
 
 def momentum():
@@ -40,33 +33,32 @@ def spread(strategy, step, traced=True):
     return lambda x, y: run(halves(strategy, x), halves(strategy, y))
 
 
-def traced_bytes(strategy, model, optimizer, unscale=False, branches=True):
+def traced_bytes(strategy, model, optimizer, unscale):
     step = train_step(model, optimizer, unscale=unscale)
     run = tf.function(lambda x, y: strategy.run(step, args=(x, y)))
-    concrete = run.get_concrete_function(tf.zeros((8, 4)), tf.zeros((8, 1)))
-    return bytes_sent(concrete, branches=branches)
+    return bytes_sent(run.get_concrete_function(tf.zeros((8, 4)), tf.zeros((8, 1))))
 
 
 PARAMETERS = 4 * 8 + 8 + 8 + 1
 FLAG = 4  # The replicas agree whether all is finite.
 
 
-@pytest.mark.parametrize("unscale", [True, False], ids=["explicit", "fit_way"])
-def test_half_the_bytes_are_sent(two_replicas, unscale):
-    plain = traced_bytes(
-        two_replicas, *make(two_replicas, aggregate_in_float16=False), unscale=unscale
-    )
-    assert plain == {"float32": 4 * PARAMETERS + FLAG}
-    halved = traced_bytes(two_replicas, *make(two_replicas), unscale=unscale)
-    assert halved == {"float16": 2 * PARAMETERS, "float32": FLAG}
+@pytest.mark.parametrize(
+    ("unscale", "arguments"), [(True, {}), (False, {}), (False, {"grad_clip": 1.0})]
+)
+def test_half_the_bytes_are_sent(two_replicas, unscale, arguments):
+    for aggregate, sent in (
+        (False, {"float32": 4 * PARAMETERS + FLAG}),
+        (True, {"float16": 2 * PARAMETERS, "float32": FLAG}),
+    ):
+        made = make(two_replicas, aggregate_in_float16=aggregate, **arguments)
+        assert traced_bytes(two_replicas, *made, unscale=unscale) == sent
 
 
-@pytest.mark.slow
-def test_clipping_sends_no_more(two_replicas):
-    clipping = make(two_replicas, aggregate_in_float16=False, grad_clip=1.0)
-    assert traced_bytes(two_replicas, *clipping) == {"float32": 4 * PARAMETERS + FLAG}
-    both = make(two_replicas, grad_clip=1.0)
-    assert traced_bytes(two_replicas, *both) == {"float16": 2 * PARAMETERS, "float32": FLAG}
+def multi():
+    by_path = keras.optimizers.OptimizerMap(momentum())
+    by_path[".*bias"] = keras.optimizers.Adam(0.01)
+    return keras.optimizers.MultiOptimizer(by_path)
 
 
 INNER = {
@@ -74,6 +66,7 @@ INNER = {
     "AdamW": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
     "clipping": lambda: keras.optimizers.SGD(0.05, clipnorm=0.5),
     "average": lambda: keras.optimizers.SGD(0.05, use_ema=True),
+    "several": multi,
 }
 
 
@@ -92,52 +85,30 @@ def test_updates_are_those_of_the_summed_gradients(two_replicas, inner, unscale,
     for _ in range(3):
         step(x, y)
         with tf.GradientTape() as tape:
-            losses = [
-                tf.reduce_mean(tf.square(reference(part) - target))
-                for part, target in zip(np.split(x, 2), np.split(y, 2), strict=True)
-            ]
-            loss = sum(losses)
+            loss = 2 * tf.reduce_mean(tf.square(reference(x) - y))  # The sum of both replicas'.
         variables = reference.trainable_variables
         grads = tape.gradient(loss, [v.value for v in variables])
         bare.apply_gradients(zip(grads, variables, strict=True))
-    for actual, expected in zip(model.variables, reference.variables, strict=True):
-        assert_close(actual.numpy(), expected.numpy(), "float16", depth=16)
+    assert_all_close(model.variables, reference.variables, "float16", depth=16)
     assert int(optimizer.iterations) == 3
 
 
-@pytest.mark.parametrize("traced", [True, False], ids=["function", "eager"])
-@pytest.mark.parametrize("bad_row", [0, 15], ids=["replica0", "replica1"])
-def test_inf_on_any_one_replica_skips_all(two_replicas, bad_row, traced):
-    model, optimizer = make(two_replicas)
-    step = spread(two_replicas, train_step(model, optimizer, unscale=False), traced)
-    x, y = data(2)
-    step(x, y)
-    before = snapshot(model, optimizer.inner_optimizer)
-    x[bad_row] = np.inf
-    step(x, y)
-    assert_identical(snapshot(model, optimizer.inner_optimizer), before)
-    assert [float(v) for v in optimizer.dynamic_scale.value.values] == [2.0**9, 2.0**9]
-    assert int(optimizer.skipped_steps) == 1
-
-
-def apply_constants(strategy, gradients, **arguments):
+def apply_constants(strategy, gradients, aggregate_in_float16=True, **arguments):
     """Applies one given gradient per replica to a weight of zero; returns it."""
+    arguments = {"initial_scale": 2.0**10, **arguments}
     with strategy.scope():
-        weight = keras.Variable(np.zeros(1, "float32"), aggregation="mean")
+        weight = keras.Variable(np.zeros(np.shape(gradients[0]), "float32"), aggregation="mean")
         optimizer = tfamp.LossScaleOptimizer(
-            keras.optimizers.SGD(1.0), aggregate_in_float16=True, **arguments
+            keras.optimizers.SGD(1.0), aggregate_in_float16=aggregate_in_float16, **arguments
         )
         optimizer.build([weight])
-    given = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.fill([1], np.float32(gradients[context.replica_id_in_sync_group]))
-    )
 
     def step(gradient):
         optimizer.apply_gradients([(optimizer.get_scaled_loss(gradient), weight)])
 
     run = tf.function(lambda g: strategy.run(step, args=(g,)))
-    run(given)
-    return weight.numpy()[0], optimizer
+    run(per_replica(strategy, *gradients))
+    return weight.numpy(), optimizer
 
 
 # At a scale of 2**10: 2**-34 is 2**-24 there, float16's smallest number; 24 is 24576.
@@ -152,45 +123,28 @@ def apply_constants(strategy, gradients, **arguments):
     ],
 )
 def test_gradients_are_sent_at_the_scale(two_replicas, gradients, total):
-    weight, optimizer = apply_constants(two_replicas, gradients, initial_scale=2.0**10)
+    weight, optimizer = apply_constants(two_replicas, gradients)
     assert_close(-weight, total, "float16")
     assert int(optimizer.skipped_steps) == 0
 
 
-@pytest.mark.parametrize("gradients", [(100.0, 0.0), (48.0, 48.0), (-100.0, 0.0)])
+@pytest.mark.parametrize("gradients", [(100.0, 0.0), (48.0, 48.0), (-np.inf, 0.0), (0.0, np.nan)])
 def test_what_overflows_float16_is_skipped(two_replicas, gradients):
     # 100 * 2**10 is more than 65504; so is the sum of twice 48 * 2**10, each of which is not.
-    weight, optimizer = apply_constants(two_replicas, gradients, initial_scale=2.0**10)
+    weight, optimizer = apply_constants(two_replicas, gradients)
     assert weight == 0.0
     assert int(optimizer.skipped_steps) == 1
     assert float(optimizer.loss_scale) == 2.0**9
 
 
-def test_clipping_is_of_the_sum(two_replicas):
+@pytest.mark.parametrize("aggregate", [True, False])
+def test_clipping_is_of_the_sum(two_replicas, aggregate):
     weight, optimizer = apply_constants(
-        two_replicas, (3.0, 5.0), initial_scale=2.0**10, grad_clip=2.0
+        two_replicas, ([3.0, 1.0], [0.0, 3.0]), aggregate, grad_clip=1.0
     )
-    assert_close(-weight, 2.0, "float16")
-    assert_close(optimizer.last_gradient_norm, 8.0, "float16")
-
-
-def test_clipping_of_the_sum_without_float16(two_replicas):
-    with two_replicas.scope():
-        weight = keras.Variable(np.zeros(2, "float32"), aggregation="mean")
-        optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), grad_clip=1.0)
-        optimizer.build([weight])
-    given = two_replicas.experimental_distribute_values_from_function(
-        lambda context: tf.constant([[3.0, 1.0], [0.0, 3.0]][context.replica_id_in_sync_group])
-    )
-    run = tf.function(
-        lambda g: two_replicas.run(
-            lambda g: optimizer.apply_gradients([(optimizer.get_scaled_loss(g), weight)]),
-            args=(g,),
-        )
-    )
-    run(given)
-    assert_close(weight.numpy(), [-0.6, -0.8], "float32")
-    assert_close(optimizer.last_gradient_norm, 5.0, "float32")
+    dtype = "float16" if aggregate else "float32"
+    assert_close(weight, [-0.6, -0.8], dtype)
+    assert_close(optimizer.last_gradient_norm, 5.0, dtype)
 
 
 def test_wide_and_sparse_gradients(two_replicas, monkeypatch):
@@ -231,26 +185,6 @@ def test_wide_and_sparse_gradients(two_replicas, monkeypatch):
     assert sent == {indices: {"int32"}}
 
 
-@pytest.mark.slow
-def test_multi_optimizer(two_replicas):
-    x, y = data(2)
-    results = []
-
-    def multi():
-        by_path = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.05))
-        by_path[".*bias"] = keras.optimizers.Adam(0.01)
-        return keras.optimizers.MultiOptimizer(by_path)
-
-    for aggregate in (True, False):
-        model, optimizer = make(two_replicas, multi, aggregate_in_float16=aggregate)
-        step = spread(two_replicas, train_step(model, optimizer, unscale=False))
-        step(x, y)
-        step(x, y)
-        results.append(snapshot(model))
-    for actual, expected in zip(*(result.values() for result in results), strict=True):
-        assert_close(actual, expected, "float16", depth=16)
-
-
 def test_an_optimizer_that_sums_elsewhere_is_refused(two_replicas):
     class Own(keras.optimizers.SGD):
         def _backend_update_step(self, grads, variables, learning_rate):
@@ -260,28 +194,6 @@ def test_an_optimizer_that_sums_elsewhere_is_refused(two_replicas):
     step = spread(two_replicas, train_step(model, optimizer, unscale=False))
     with pytest.raises(tfamp.UnsupportedVersionError, match="_all_reduce_sum_gradients"):
         step(*data(2))
-
-
-@pytest.mark.slow
-def test_fit(two_replicas):
-    x, y = data()
-    with two_replicas.scope():
-        model = small_model()
-        model.compile(
-            tfamp.LossScaleOptimizer(
-                keras.optimizers.Adam(0.01), initial_scale=2.0**10, aggregate_in_float16=True
-            ),
-            "mse",
-            jit_compile=False,
-        )
-    fit = {"batch_size": 8, "shuffle": False, "verbose": 0}
-    model.fit(x, y, **fit)
-    assert int(model.optimizer.iterations) == 4
-    before = snapshot(model, model.optimizer.inner_optimizer)
-    x[7::8] = np.inf  # The last row of every batch: the second replica's.
-    model.fit(x, y, **fit)
-    assert_identical(snapshot(model, model.optimizer.inner_optimizer), before)
-    assert float(model.optimizer.loss_scale) == 2.0**6
 
 
 def test_one_replica_takes_the_plain_path():
@@ -306,98 +218,3 @@ def test_config_round_trip_and_wrong_values():
     accumulating = keras.optimizers.SGD(gradient_accumulation_steps=2)
     with pytest.raises(ValueError, match="GradientAccumulator"):
         tfamp.LossScaleOptimizer(accumulating, aggregate_in_float16=True)
-
-
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
-WORKER = textwrap.dedent(
-    """
-    import json, sys
-    import keras, numpy as np, tensorflow as tf
-
-    # Before anything else: it starts the servers the workers talk through.
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-
-    import tfamp
-    from helpers.collectives import bytes_sent
-    from helpers.training import data, small_model, snapshot, train_step
-
-    with strategy.scope():
-        model = small_model()
-        optimizer = tfamp.LossScaleOptimizer(
-            keras.optimizers.SGD(0.05, momentum=0.9),
-            initial_scale=2.0**10, aggregate_in_float16=True, grad_clip=1e6,
-        )
-        optimizer.build(model.trainable_variables)
-    step = train_step(model, optimizer, unscale=False)
-    run = tf.function(lambda x, y: strategy.run(step, args=(x, y)))
-    rank = strategy.cluster_resolver.task_id
-    x, y = (np.split(value, 2)[rank] for value in data(2))
-    for number in range(4):
-        bad = number == 2 and rank == 1
-        run(tf.constant(np.full_like(x, np.inf) if bad else x), tf.constant(y))
-    concrete = run.get_concrete_function(tf.TensorSpec(x.shape), tf.TensorSpec(y.shape))
-    print("RESULT", json.dumps({
-        "weights": [value.tolist() for value in snapshot(model).values()],
-        "scale": float(optimizer.loss_scale),
-        "steps": [int(optimizer.iterations), int(optimizer.skipped_steps)],
-        "sent": bytes_sent(concrete),
-    }))
-    """
-)
-
-
-@pytest.mark.nightly  # CI has them in tests/integration/test_distribution.py, without the bytes.
-def test_two_workers(two_replicas):
-    """Two processes: the same numbers as two replicas in one, and the same bytes."""
-    workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
-    paths = [
-        os.path.dirname(os.path.dirname(__file__)),
-        os.path.dirname(os.path.dirname(tfamp.__file__)),
-    ]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(paths),
-                "TF_CONFIG": json.dumps(
-                    {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
-                ),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        outputs = [process.communicate(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    results = []
-    for out, err in outputs:
-        lines = [line for line in out.splitlines() if line.startswith("RESULT")]
-        assert lines, err[-2000:]
-        results.append(json.loads(lines[0].removeprefix("RESULT")))
-    assert results[0] == results[1], "bit-identical workers"
-    assert results[0]["scale"] == 2.0**9
-    assert results[0]["steps"] == [3, 1]
-    assert results[0]["sent"] == {"float16": 2 * PARAMETERS, "float32": FLAG}
-
-    model, optimizer = make(two_replicas)
-    step = spread(two_replicas, train_step(model, optimizer, unscale=False))
-    x, y = data(2)
-    for number in range(4):
-        step(np.concatenate([x[:8], np.full_like(x[8:], np.inf)]) if number == 2 else x, y)
-    for actual, expected in zip(results[0]["weights"], snapshot(model).values(), strict=True):
-        assert_close(actual, expected, "float16", depth=16)

@@ -9,33 +9,20 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.cases import first_of
 from helpers.tolerances import assert_close
-from helpers.training import (
-    assert_identical,
-    data,
-    scaled_gradients,
-    small_model,
-    snapshot,
-    train_step,
-)
+from helpers.training import assert_identical, data, small_model, snapshot, train_step
 
 NORMS = [1, 2, math.inf]
 
 
-def test_fields_and_defaults():
-    clip = tfamp.GradClip(35)
-    assert dataclasses.asdict(clip) == {"max_norm": 35.0, "norm_type": 2}
-    assert clip == tfamp.GradClip(35.0, 2.0)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        clip.max_norm = 1.0
-
-
 @pytest.mark.parametrize("norm_type", [1, 2, 2.0, math.inf, "inf"])
-def test_dict_round_trip(norm_type):
+def test_fields_defaults_and_dict_round_trip(norm_type):
     clip = tfamp.GradClip.from_dict({"max_norm": 0.5, "norm_type": norm_type})
     assert clip.norm_type == float(norm_type)
     assert tfamp.GradClip.from_dict(clip.to_dict()) == clip
+    assert dataclasses.asdict(tfamp.GradClip(35)) == {"max_norm": 35.0, "norm_type": 2}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        clip.max_norm = 1.0
 
 
 @pytest.mark.parametrize(
@@ -56,16 +43,16 @@ def test_wrong_values_say_what_is_wrong(values, error, message):
         tfamp.GradClip.from_dict(values)
 
 
-def make(grad_clip, inner=keras.optimizers.SGD, **arguments):
-    return tfamp.LossScaleOptimizer(
-        inner(1.0), grad_clip=grad_clip, initial_scale=2.0**10, **arguments
-    )
+def make(grad_clip):
+    inner = keras.optimizers.SGD(1.0)
+    return tfamp.LossScaleOptimizer(inner, grad_clip=grad_clip, initial_scale=2.0**10)
 
 
 @pytest.mark.parametrize("given", [tfamp.GradClip(2.0), {"max_norm": 2.0}, 2.0, 2])
 def test_optimizer_takes_and_saves_every_form(given):
     optimizer = make(given)
     assert optimizer.grad_clip == tfamp.GradClip(2.0)
+    assert make(None).last_gradient_norm is None
     again = tfamp.LossScaleOptimizer.from_config(optimizer.get_config())
     assert again.grad_clip == tfamp.GradClip(2.0)
 
@@ -108,36 +95,7 @@ def test_all_gradients_are_clipped_by_one_factor(norm_type, max_norm, unscale, t
     assert_close(optimizer.last_gradient_norm, norm, "float32", depth=2)
     for weight, gradient in zip(weights, GRADIENTS, strict=True):
         assert_close(weight, -gradient * min(1.0, max_norm / norm), "float32", depth=2)
-
-
-def test_gradients_within_the_norm_are_not_touched():
-    clipped = apply(make(100.0, keras.optimizers.Adam), GRADIENTS, traced=True)
-    plain = apply(make(None, keras.optimizers.Adam), GRADIENTS, traced=True)
-    for actual, expected in zip(clipped, plain, strict=True):
-        np.testing.assert_array_equal(actual, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inner", first_of([keras.optimizers.Adam, keras.optimizers.Adadelta]))
-def test_clipped_training_is_that_of_tensorflows_clipping(inner):
-    x, y = data(2)
-    results = []
-    for clip in (0.5, None):
-        model = small_model()
-        optimizer = tfamp.LossScaleOptimizer(inner(0.1), grad_clip=clip)
-
-        @tf.function
-        def step(x, y, model=model, optimizer=optimizer, clip=clip):
-            grads = optimizer.get_unscaled_gradients(scaled_gradients(model, optimizer, x, y))
-            if clip is None:
-                grads, _ = tf.clip_by_global_norm(grads, 0.5)
-            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-
-        for _ in range(5):
-            step(x, y)
-        results.append(snapshot(model))
-    for actual, expected in zip(results[0].values(), results[1].values(), strict=True):
-        assert_close(actual, expected, "float32", depth=64)
+        assert norm > max_norm or np.array_equal(weight, -gradient)
 
 
 @pytest.mark.parametrize("norm_type", NORMS)
@@ -176,38 +134,23 @@ def test_rows_of_a_sparse_gradient_with_one_index_count_as_their_sum():
 
     step()
     assert float(optimizer.last_gradient_norm) == 5.0
-    expected = np.zeros((5, 2))
-    expected[1, 0], expected[3, 1] = -0.6, -0.8
+    expected = [[0, 0], [-0.6, 0], [0, 0], [0, -0.8], [0, 0]]
     assert_close(table.numpy(), expected, "float32", depth=2)
 
 
-def test_norm_is_none_without_clipping():
-    assert make(None).last_gradient_norm is None
-
-
 @pytest.mark.parametrize("jit_compile", [True, False])
-def test_fit(jit_compile):
+def test_fit_save_and_load(tmp_path, jit_compile):
     x, y = data()
     model = small_model()
-    model.compile(make(0.1), "mse", jit_compile=jit_compile)
+    model.compile(make({"max_norm": 0.1, "norm_type": "inf"}), "mse", jit_compile=jit_compile)
     start = snapshot(model)
     model.fit(x, y, batch_size=32, verbose=0)
-    moved = [a - b for a, b in zip(snapshot(model).values(), start.values(), strict=True)]
-    assert float(model.optimizer.last_gradient_norm) > 0.1
-    assert_close(
-        np.linalg.norm(np.concatenate([m.ravel() for m in moved])), 0.1, "float32", depth=9
-    )
-
-
-def test_saved_and_loaded(tmp_path):
-    x, y = data()
-    model = small_model()
-    model.compile(make({"max_norm": 0.1, "norm_type": "inf"}), "mse", jit_compile=False)
-    model.fit(x, y, verbose=0)
+    moved = [np.abs(a - start[name]).max() for name, a in snapshot(model).items()]
+    assert_close(max(moved), 0.1, "float32", depth=9)
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras").optimizer
     assert again.grad_clip == tfamp.GradClip(0.1, math.inf)
-    assert float(again.last_gradient_norm) == float(model.optimizer.last_gradient_norm) > 0
+    assert float(again.last_gradient_norm) == float(model.optimizer.last_gradient_norm) > 0.1
 
 
 def test_settings_of_the_inner_optimizer_show_on_the_wrapper():
