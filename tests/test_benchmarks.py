@@ -10,7 +10,6 @@ import sys
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -20,13 +19,12 @@ sys.path.append(str(Path(__file__).parents[1]))
 pytest.importorskip("benchmarks", reason="the benchmarks are no part of the package")
 
 import tfamp
-from benchmarks import data, plot, profile, report, results, rounds, serving, tables
+from benchmarks import plot, profile, report, results, serving
 from benchmarks.__main__ import main
 from benchmarks.interleaved import Options, WorkerError, workers
 from benchmarks.results import Measured, Run, WorkloadRun
-from benchmarks.step_graph import count_casts, plain_op, trace
-from benchmarks.systems import CHOSEN, OWN, PEERS, SYSTEMS, grappler_options, why_not
-from benchmarks.workloads import SIZES, WORKLOADS
+from benchmarks.step_graph import count_casts, trace
+from benchmarks.systems import SYSTEMS, grappler_options
 from tfamp.machine import hardware
 
 ROOT = Path(__file__).parents[1]
@@ -64,14 +62,6 @@ def test_medians_quartiles_ratios_by_round_and_final_losses():
         results.spread([])
     with pytest.raises(ValueError, match="at least one step"):
         results.final_loss([])
-
-
-def test_rounds_call_all_in_turn_another_one_first():
-    called = []
-    calls = {name: lambda name=name: called.append(name) for name in "abc"}
-    found = rounds.interleaved(calls, 2, "test")
-    assert "".join(called) == "aabbcc" + "abc" + "bca"
-    assert [len(each.wall) for each in found.values()] == [2, 2, 2]
 
 
 def test_losses_are_compared_with_float32_of_the_same_framework():
@@ -113,29 +103,6 @@ def test_tables_have_the_ratios_first():
     assert losses.rows[3] == ("mlp", "tfamp.rewrite, min_cut", "3.0000", "1.9900", "-0.50%")
     assert models.rows == (("mlp", "layers 6, width 2048, batch 256", "width 8, batch 4"),)
     assert ("CPU", "a CPU") in machine.rows
-
-
-def test_the_chosen_step_stands_beside_the_best_peer_and_placement():
-    run = a_run()
-    slower, faster = Measured([2.0, 4.0, 2.0]), Measured([1.0, 2.0, 1.0])
-    (mlp,) = run.workloads
-    mlp.systems |= {"float32_xla": slower, "rewrite": slower, "tune": faster}
-    lstm = dataclasses.replace(mlp, workload="lstm", systems=mlp.systems | {"tune": slower})
-    run.workloads += [lstm, dataclasses.replace(mlp, systems={"float32": slower}, control=[])]
-    found = report.all_tables(run)[1]
-    by_header = [dict(zip(found.headers[:5], row, strict=False)) for row in found.rows]
-    assert by_header[0]["best peer"] == "float32, XLA"
-    assert [row[2] for row in found.rows[:2]] == ["4.00", "2.00"]
-    assert [(row[4], row[7]) for row in found.rows] == [("2.00",) * 2, ("1.00",) * 2, ("1.41",) * 2]
-    assert found.rows[0][5] == "2.00 to 2.00"
-
-
-def test_tables_are_aligned_text_and_valid_markdown():
-    table = tables.Table("counts", ("what", "how many"), (("a", "1"), ("bc", "20")), notes=("x.",))
-    text = "counts\n\nwhat  how many\na            1\nbc          20\n- x.\n"
-    assert tables.to_text(table) == text
-    markdown = "### counts\n\n| what | how many |\n|---|---:|\n| a | 1 |\n| bc | 20 |\n\n- x.\n"
-    assert tables.to_markdown(table) == markdown
 
 
 def test_a_page_keeps_what_is_outside_its_marks(tmp_path):
@@ -185,41 +152,6 @@ def test_runs_on_one_machine_are_shown_as_one_and_written_again(tmp_path, capsys
 # Workloads and systems
 
 
-@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
-@pytest.mark.parametrize("name", SIZES)
-def test_batches_follow_from_their_number(workload, name):
-    size = workload.sizes[name]
-    (x, y), (again, _), (other, _) = (workload.batch(size, number) for number in (3, 3, 4))
-    assert len(x) == len(y) == size["batch"]
-    assert x.dtype in (np.float32, np.int32)
-    assert y.dtype == np.int32
-    np.testing.assert_array_equal(x, again)
-    assert not np.array_equal(x, other)
-
-
-def test_data_is_in_the_range_of_the_classes():
-    _, kinds = data.characters_and_class(64, 256, 0)
-    assert 0 <= kinds.min() < kinds.max() < data.CLASSES_OF_CHARACTERS
-    x, y = data.words(8, 16, 100, 0)
-    assert 0 <= min(x.min(), y.min()) <= max(x.max(), y.max()) < 100
-    np.testing.assert_array_equal(x[:, 1:], y[:, :-1])
-    hidden, x = data.hidden_words(8, 64, 100, 0)
-    assert ((hidden == x) | (hidden == 0)).all()
-    assert 0.05 < np.mean(hidden != x) < 0.25
-    _, ink = data.digit_masks(4, 32, 0)
-    assert set(np.unique(ink)) <= set(range(data.INK_LEVELS))
-    assert len(np.unique(ink)) > 1
-
-
-def test_what_is_compared_is_measured_and_left_out_with_a_reason():
-    assert {*PEERS, *OWN, CHOSEN} <= set(SYSTEMS)
-    assert "rewrite_fused" in OWN
-    assert why_not("rewrite", "lstm", sys.executable) is None
-    assert "no PyTorch model" in why_not("torch_autocast", "lstm", sys.executable)
-    with pytest.raises(FileNotFoundError):
-        why_not("torch_autocast", "mlp", str(ROOT / "no" / "python"))
-
-
 # Graphs of steps
 
 
@@ -259,20 +191,6 @@ def test_casts_that_tensorflow_inserts_are_counted():
     assert count_casts(trace(concrete, (x,), rewriter_options=options).nodes).count > 0
 
 
-def test_a_traced_step_leaves_the_variables_as_they_are():
-    v = tf.Variable([1.0, 2.0])
-
-    def step(x):
-        v.assign_add(x)
-        return tf.reduce_sum(v)
-
-    found = traced(step, tf.ones(2), runs=3)
-    np.testing.assert_array_equal(v, [1, 2])
-    assert len(found.walls) == 3
-    assert {"AssignAddVariableOp", "Sum"} <= {node.op for node in found.nodes}
-    assert all(len(node.seconds) == 3 for node in found.nodes)
-
-
 def test_a_rewritten_step_shows_its_casts_as_the_plan_does():
     w = tf.Variable(tf.ones((64, 64)))
     step = tfamp.rewrite(lambda x: tf.nn.relu(x @ w) @ w, dtype="bfloat16", placement="lists")
@@ -281,16 +199,6 @@ def test_a_rewritten_step_shows_its_casts_as_the_plan_does():
     summary = step.plan(x).summary
     assert summary.casts == found.count > 0
     assert summary.cast_bytes == found.bytes
-
-
-def test_kernels_of_onednn_count_as_what_they_stand_in_for():
-    plain = {
-        "MatMul": "MatMul",
-        "_MklNativeFusedMatMul": "_FusedMatMul",
-        "_MklNativeFusedBatchNormV3": "FusedBatchNormV3",
-        "_MklNativeConv2DBackpropFilterWithBias": "Conv2DBackpropFilter",
-    }
-    assert {op: plain_op(op) for op in plain} == plain
 
 
 # Runs

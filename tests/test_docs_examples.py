@@ -84,10 +84,6 @@ def test_python_blocks_of_the_page_run(path, tmp_path, monkeypatch):
         pytest.skip("no Python block")
 
 
-def test_there_are_python_blocks():
-    assert sum(len(python_blocks(page_text(path))) for path in PAGES) > 0
-
-
 def test_a_notebook_is_kept_without_what_its_cells_printed():
     # That would be of one machine, and a difference at every change.
     for path in sorted(DOCS.rglob("*.ipynb")):
@@ -105,22 +101,15 @@ def test_blocks_share_a_namespace_and_keep_their_line_numbers(tmp_path):
     assert error.traceback[-1].lineno + 1 == 10
 
 
-def test_a_no_run_block_is_compiled_only(tmp_path):
+def test_a_no_run_block_is_compiled_only_and_needs_a_reason(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("<!-- no-run: needs a GPU -->\n```python\n1 / 0\n```\n")
     assert run_page(page) == 1
     page.write_text("<!-- no-run: needs a GPU -->\n```python\n1 /\n```\n")
     with pytest.raises(SyntaxError):
         run_page(page)
-
-
-def test_no_run_needs_a_reason():
     with pytest.raises(AssertionError, match="no-run needs a reason"):
         python_blocks("<!-- no-run: -->\n```python\n1\n```\n")
-
-
-def test_other_blocks_are_left_alone():
-    assert python_blocks("```sh\nrm -r x\n```\n```pycon\n>>> 1\n```\n```\ntext\n```\n") == []
 
 
 def test_readme_starts_with_two_commands_that_ci_runs():
@@ -128,9 +117,3 @@ def test_readme_starts_with_two_commands_that_ci_runs():
     main_example, tests = shell_commands((ROOT / "README.md").read_text(encoding="utf-8"))
     assert "examples/" in main_example
     assert "pytest" in tests
-
-
-def test_readme_commands_are_read_without_prompts_and_comments():
-    shell_commands = runpy.run_path(str(ROOT / ".ci" / "readme_command.py"))["shell_commands"]
-    text = "```python\nx\n```\n```console\n# first\n$ a \\\n  b\n\nc\n```\n```sh\nd\n```\n"
-    assert [command.split() for command in shell_commands(text)] == [["a", "b"], ["c"]]

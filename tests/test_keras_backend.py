@@ -102,25 +102,15 @@ def found(backend):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_layers_compute_low_and_the_output_layer_in_float32(found):
+def test_policies_fit_stateless_apply_and_custom_loops_work_as_on_tensorflow(found):
     assert found["policies"] == ["mixed_float16", "float32"]
-    assert found["compute"] == "float16"
-    assert found["returns"] == "float32"
-
-
-def test_fit_trains_and_skips_a_step_that_is_not_finite(found):
+    assert (found["compute"], found["returns"]) == ("float16", "float32")
     assert found["steps"] == 16
     assert found["falls"]
     assert found["unchanged"]
     assert (found["skipped"], found["scale"]) == (1, 2.0**9)
-
-
-def test_stateless_apply_unscales_updates_and_skips(found):
     assert found["stateless"] == [0.5]
     assert found["stateless_overflow"] == [0.5, 2.0]
-
-
-def test_a_custom_loop_outside_a_trace_works_as_on_tensorflow(found):
     assert found["custom"] == [0.5, 2.0]
 
 
@@ -147,9 +137,7 @@ def test_without_jax_installed_autocast_and_rewrite_still_refuse_its_backend(mon
             call()
     with tfamp.autocast(enabled=False):
         pass
-
-
-def test_on_tensorflow_nothing_is_refused():
+    monkeypatch.undo()
     require_tensorflow("a.b")
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import tfamp
 from helpers.cases import one_of_each
+from helpers.optimizers import plain_optimizers
 from helpers.training import (
     BATCH,
     assert_identical,
@@ -23,57 +24,26 @@ SCALE = 2.0**10
 KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
 
 
-def _multi_optimizer():
-    return keras.optimizers.MultiOptimizer(lambda variable: keras.optimizers.Adam(0.01))
-
-
-# One entry for each optimizer Keras ships, and for each argument of theirs that changes the update.
-OPTIMIZERS = {
-    "adadelta": lambda: keras.optimizers.Adadelta(0.5),
-    "adafactor": lambda: keras.optimizers.Adafactor(0.05),
-    "adagrad": lambda: keras.optimizers.Adagrad(0.05),
-    "adam": lambda: keras.optimizers.Adam(0.05),
+SGD = keras.optimizers.SGD
+# Each optimizer that Keras has, and each argument of theirs that changes the update.
+OPTIMIZERS = {name: lambda kind=kind: kind(0.05) for name, kind in plain_optimizers().items()} | {
     "adam_amsgrad": lambda: keras.optimizers.Adam(0.05, amsgrad=True),
-    "adamax": lambda: keras.optimizers.Adamax(0.05),
-    "adamw": lambda: keras.optimizers.AdamW(0.05, weight_decay=0.1),
-    "ftrl": lambda: keras.optimizers.Ftrl(0.05),
-    "lamb": lambda: keras.optimizers.Lamb(0.05),
-    "lion": lambda: keras.optimizers.Lion(0.01),
-    "nadam": lambda: keras.optimizers.Nadam(0.05),
-    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True),
-    "sgd": lambda: keras.optimizers.SGD(0.05),
-    "sgd_nesterov": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
-    "clipnorm": lambda: keras.optimizers.SGD(0.05, clipnorm=0.5),
-    "clipvalue": lambda: keras.optimizers.SGD(0.05, clipvalue=0.1),
-    "global_clipnorm": lambda: keras.optimizers.SGD(0.05, global_clipnorm=0.5),
-    "ema": lambda: keras.optimizers.SGD(
-        0.05, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=2
-    ),
+    "rmsprop_centered": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True),
+    "sgd_nesterov": lambda: SGD(0.05, momentum=0.9, nesterov=True),
+    "clipnorm": lambda: SGD(0.05, clipnorm=0.5),
+    "clipvalue": lambda: SGD(0.05, clipvalue=0.1),
+    "global_clipnorm": lambda: SGD(0.05, global_clipnorm=0.5),
+    "ema": lambda: SGD(0.05, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=2),
     "accumulation": lambda: keras.optimizers.Adam(0.05, gradient_accumulation_steps=2),
-    "schedule": lambda: keras.optimizers.SGD(
+    "schedule": lambda: SGD(
         keras.optimizers.schedules.ExponentialDecay(0.05, decay_steps=1, decay_rate=0.5)
     ),
 }
 # Not in every Keras tfamp runs with.
-if KERAS_VERSION >= (3, 13):  # Keras 3.12 has a Muon, which fails on TensorFlow by itself.
-    OPTIMIZERS["muon"] = lambda: keras.optimizers.Muon(0.01)
+if KERAS_VERSION < (3, 13):  # Keras 3.12 has a Muon, which fails on TensorFlow by itself.
+    OPTIMIZERS.pop("Muon", None)
 if hasattr(keras.optimizers, "MultiOptimizer"):
-    OPTIMIZERS["multi"] = _multi_optimizer
-if hasattr(keras.optimizers, "ScheduleFreeAdamW"):
-    OPTIMIZERS["schedule_free_adamw"] = lambda: keras.optimizers.ScheduleFreeAdamW(0.05)
-
-SHIPPED = {
-    name
-    for name, value in vars(keras.optimizers).items()
-    if isinstance(value, type)
-    and issubclass(value, keras.optimizers.Optimizer)
-    and value not in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
-}
-
-
-def test_contract_table_covers_every_optimizer_keras_ships():
-    covered = {type(make()).__name__ for make in OPTIMIZERS.values()}
-    assert covered == SHIPPED - ({"Muon"} if KERAS_VERSION < (3, 13) else set())
+    OPTIMIZERS["multi"] = lambda: keras.optimizers.MultiOptimizer(lambda variable: SGD(0.01))
 
 
 def batches():
@@ -150,12 +120,6 @@ def one_weight(**arguments):
 
 def scaled(*values):
     return [tf.constant(values, "float32") * 8.0]
-
-
-def test_apply_unscales_gradients_that_were_not():
-    weight, optimizer = one_weight()
-    optimizer.apply_gradients(zip(scaled(0.5, 0.25), [weight], strict=True))
-    np.testing.assert_array_equal(weight.numpy(), [0.5, 0.75])
 
 
 def test_apply_does_not_unscale_again_what_may_have_been_changed_since():
@@ -277,13 +241,6 @@ def test_accumulation_over_several_backward_passes():
     np.testing.assert_array_equal(weight.numpy(), [0.75, 0.5])
 
 
-def test_accumulating_scaled_gradients_and_unscaling_once():
-    weight, optimizer = one_weight()
-    total = scaled(0.5, 0.0)[0] + scaled(0.0, 0.5)[0]
-    optimizer.apply_gradients([(optimizer.get_unscaled_gradients([total])[0], weight)])
-    np.testing.assert_array_equal(weight.numpy(), [0.5, 0.5])
-
-
 @pytest.mark.parametrize("again", ["inputs", "outputs"])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_unscaling_twice_is_an_error_that_says_so(again, sparse):
@@ -366,22 +323,6 @@ def test_sparse_gradients_are_checked_and_unscaled_on_their_values_only():
     assert [op.inputs[0].shape.as_list() for op in checks] == [[2, 4]]
 
 
-def test_embedding_trains_like_with_the_inner_optimizer():
-    def trained(optimizer):
-        keras.utils.set_random_seed(5)
-        model = keras.Sequential(
-            [keras.layers.Embedding(50, 8), keras.layers.Flatten(), keras.layers.Dense(1)]
-        )
-        model.compile(optimizer, "mse", jit_compile=False)
-        tokens = np.arange(64).reshape(16, 4) % 50
-        model.fit(tokens, tokens.mean(1), batch_size=8, epochs=2, shuffle=False, verbose=0)
-        return model.get_weights()
-
-    wrapped = trained(tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.01)))
-    for actual, expected in zip(wrapped, trained(keras.optimizers.Adam(0.01)), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize("unscale", [False, True])
 def test_none_gradients_pass_through(unscale):
     used, unused = keras.Variable(1.0), keras.Variable(1.0)
@@ -442,11 +383,7 @@ def test_float16_loss_is_scaled_in_float32():
     scaled_loss = optimizer.get_scaled_loss(tf.constant(3.0, "float16"))
     assert scaled_loss.dtype == tf.float32
     assert float(scaled_loss) == 3.0 * 2.0**20
-
-
-def test_loss_function_is_scaled_when_called():
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=4.0)
-    assert float(optimizer.get_scaled_loss(lambda: tf.constant(2.0))()) == 8.0
+    assert float(optimizer.get_scaled_loss(lambda: tf.constant(2.0))()) == 2.0**21
 
 
 def test_scale_read_before_the_first_apply_is_not_baked_into_the_graph():
@@ -478,28 +415,6 @@ def test_minimize(kind, traced, with_tape):
     optimizer.build([weight])
     (tf.function(step) if traced else step)()
     assert float(weight.numpy()) == 1.5
-
-
-def test_several_optimizers_in_one_loop_keep_their_own_state():
-    first, second = small_model(), small_model()
-    optimizers = [
-        tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=16.0),
-        tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0),
-    ]
-
-    @tf.function
-    def step(x, x_bad, y):
-        for model, optimizer, inputs in zip((first, second), optimizers, (x, x_bad), strict=True):
-            grads = scaled_gradients(model, optimizer, inputs, y)
-            grads = optimizer.get_unscaled_gradients(grads)
-            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-
-    before = snapshot(second)
-    x, y = batches()[0]
-    step(tf.constant(x), tf.constant(poisoned(x)), tf.constant(y))
-    assert_identical(snapshot(second), before)
-    assert [float(o.loss_scale) for o in optimizers] == [16.0, 32.0]
-    assert [int(o.iterations) for o in optimizers] == [1, 0]
 
 
 def test_exclusion_from_weight_decay_reaches_the_inner_optimizer():

@@ -83,54 +83,6 @@ def test_an_unknown_setting_and_a_missing_inner_optimizer_are_errors():
         tfamp.LossScaleOptimizer.from_config(config)
 
 
-# ---- What Keras's class does ---------------------------------------------------------------------
-
-
-def stepped(gradients, **options):
-    """A weight after each of some gradients, and the optimizer."""
-    inner = keras.optimizers.SGD(0.25)
-    optimizer = tfamp.LossScaleOptimizer(inner, **options)
-    weight = keras.Variable(np.float32([2.0, -1.0]))
-    for gradient in gradients:
-        optimizer.apply([np.float32(gradient)], [weight])
-    return weight.numpy(), optimizer
-
-
-@pytest.mark.filterwarnings("ignore:.* divides the gradients:tfamp.TfampWarning")
-class TestBehaviourOfKeras:
-    """By the names of what is tested; the deliberate differences are in docs/migrating."""
-
-    def test_a_finite_step_divides_by_the_scale(self):
-        weight, _ = stepped([[4.0 * 2**15, -8.0 * 2**15]])
-        np.testing.assert_array_equal(weight, [1.0, 1.0])
-
-    def test_an_infinite_step_changes_no_weight(self):
-        weight, optimizer = stepped([[np.inf, 0.0], [np.nan, 1.0]])
-        np.testing.assert_array_equal(weight, [2.0, -1.0])
-        assert int(optimizer.iterations) == 0
-
-    def test_the_scale_halves_at_every_infinite_step(self):
-        _, optimizer = stepped([[np.inf, np.inf]] * 3, initial_scale=80.0)
-        assert float(optimizer.scale_loss(1.0)) == 10.0
-
-    def test_the_scale_doubles_after_the_growth_steps(self):
-        _, optimizer = stepped([[1.0, 2.0]] * 6, initial_scale=4.0, dynamic_growth_steps=2)
-        assert float(optimizer.scale_loss(1.0)) == 32.0
-
-    def test_a_variable_to_overwrite_becomes_its_gradient_as_given(self):
-        weight = keras.Variable(np.float32([2.0, -1.0]))
-        weight.overwrite_with_gradient = True
-        other = keras.Variable(1.0)
-        optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.25), initial_scale=8.0)
-        optimizer.apply([np.float32([5.0, 6.0]), np.float32(8.0)], [weight, other])
-        np.testing.assert_array_equal(weight.numpy(), [5.0, 6.0])
-        assert float(other) == 0.75
-
-    def test_iterations_are_the_inner_optimizers(self):
-        _, optimizer = stepped([[1.0, 2.0], [np.inf, 0.0], [3.0, 4.0]])
-        assert int(optimizer.iterations) == int(optimizer.inner_optimizer.iterations) == 2
-
-
 @pytest.mark.parametrize(
     "given",
     [

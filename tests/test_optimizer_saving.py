@@ -8,10 +8,8 @@ import tensorflow as tf
 import tfamp
 from helpers.cases import first_of
 from helpers.training import (
-    assert_identical,
     assert_same_values,
     data,
-    scaled_gradients,
     small_model,
     snapshot,
     train_step,
@@ -55,21 +53,6 @@ def test_config_round_trip(rule):
     assert again.initial_scale == float(again.loss_scale) == rule.initial_scale
     assert again.name == "wrapped"
     assert type(again.inner_optimizer) is keras.optimizers.Adam
-
-
-def test_serialized_by_keras():
-    saved = keras.saving.serialize_keras_object(make_optimizer())
-    again = keras.saving.deserialize_keras_object(saved)
-    assert isinstance(again, tfamp.LossScaleOptimizer)
-    assert again.get_config() == saved["config"]
-
-
-def test_config_of_keras_own_optimizer_is_accepted():
-    theirs = keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(0.5), initial_scale=64.0, dynamic_growth_steps=10
-    )
-    ours = tfamp.LossScaleOptimizer.from_config(theirs.get_config())
-    assert (ours.initial_scale, ours.dynamic_growth_steps) == (64.0, 10)
 
 
 def train(model, optimizer, batches, traced=True):
@@ -184,16 +167,3 @@ def test_export_and_inference_without_the_optimizer(tmp_path):
     model.export(tmp_path / "exported", verbose=False)
     served = tf.saved_model.load(str(tmp_path / "exported"))
     np.testing.assert_allclose(served.serve(x), model(x), rtol=1e-5)
-
-
-def test_unrelated_state_is_untouched_by_a_failed_apply():
-    model, optimizer = small_model(), make_optimizer()
-    optimizer.build(model.trainable_variables)
-    x, y = data(1)
-    grads = scaled_gradients(model, optimizer, tf.constant(x), tf.constant(y))
-    before = snapshot(model, optimizer)
-    with pytest.raises(ValueError, match="has shape"):
-        optimizer.apply_gradients(
-            zip([*grads[:-1], tf.zeros((3, 3))], model.trainable_variables, strict=True)
-        )
-    assert_identical(snapshot(model, optimizer), before)

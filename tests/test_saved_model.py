@@ -367,11 +367,6 @@ def lose_variables(model):
     shutil.rmtree(model / "variables")
 
 
-def break_variables(model):
-    (data,) = (model / "variables").glob("*.data*")
-    data.write_bytes(data.read_bytes()[:1000])
-
-
 def lose_value(model):
     # TensorFlow, which writes the fingerprint, looks at it without a check.
     graph = tf_private.saved_model_message()
@@ -398,7 +393,6 @@ def break_index(model):
         (empty_graph, "saved_model.pb is broken: it holds no graph"),
         (lose_graph, "is no SavedModel: it has no saved_model.pb"),
         (lose_variables, "The variables of the SavedModel .* cannot be read"),
-        (break_variables, "The variables of the SavedModel .* cannot be read"),
         (lose_value, "is broken: its node '.*', a Const, has no attribute 'value'"),
         (break_index, "The variables of the SavedModel .* cannot be read"),
         (shutil.rmtree, "There is no directory"),

@@ -53,26 +53,6 @@ def test_it_tells_what_the_plan_of_a_rewrite_converts_and_what_stays_float32():
         found.source = "other"
 
 
-def test_of_a_train_step_it_is_that_of_the_step():
-    model = keras.Sequential([keras.Input((8, 16)), keras.layers.LSTM(32), keras.layers.Dense(4)])
-    optimizer = keras.optimizers.SGD(0.1)
-    optimizer.build(model.trainable_variables)
-
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(model(x, training=True)))
-        optimizer.apply(tape.gradient(loss, model.trainable_variables))
-        return loss
-
-    x = tf.ones((16, 8, 16))
-    found = report(step, example_args=(x,))
-    assert found.source == "step"
-    plan = tfamp.rewrite(step, dtype="bfloat16").plan(x)
-    dtypes, expected = ({n.name: n.dtype for n in each.nodes} for each in (found.plan, plan))
-    assert dtypes == expected
-    assert found.plan.summary.low_nodes > 0
-
-
 def test_looking_changes_nothing():
     model = dense()
     weights = model.get_weights()

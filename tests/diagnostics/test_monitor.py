@@ -281,26 +281,6 @@ def test_a_custom_loop_records(jit_compile, unscaled):
     assert found["loss_scale"] == 64.0
 
 
-def test_a_loop_with_several_replicas_records(two_replicas):
-    with two_replicas.scope():
-        model, made = small_model(), optimizer()
-    monitor = NumericsMonitor(every=2)
-    x, y = (tf.constant(each) for each in data(1))
-
-    def step(x, y):
-        gradients = scaled_gradients(model, made, x, y)
-        monitor.record(gradients, model.trainable_variables, optimizer=made)
-        made.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-    run = tf.function(lambda: two_replicas.run(step, args=(x, y)))
-    for _ in range(4):
-        run()
-        monitor.advance()
-    assert [record["step"] for record in monitor.history] == [2, 4]
-    parameters = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
-    assert monitor.history[1]["gradients"]["values"] == 2 * parameters
-
-
 def test_a_grad_scalers_skips_are_counted_from_what_it_returned():
     scaler, sgd = tfamp.GradScaler(init_scale=4.0), keras.optimizers.SGD(1.0)
     weight = keras.Variable(1.0, name="weight")

@@ -102,6 +102,10 @@ def test_optimizers_of_a_later_compile_are_told_the_same():
     model, _ = tfamp.prepare(_model(), level="O3", dtype="bfloat16")
     model.compile("adagrad", "mse")
     assert model.optimizer.master_weights
+    assert tfamp.precision_settings(model).master_weights
+    model.compile("sgd", "mse")
+    assert not model.optimizer.master_weights
+    assert not tfamp.precision_settings(model).master_weights
     with pytest.warns(tfamp.TfampWarning, match="not known what"):
         model.compile(Own(0.1), "mse")
     model, _ = tfamp.prepare(_model(), level="O3", dtype="bfloat16", master_weights=False)

@@ -116,17 +116,13 @@ def test_detect_on_a_mac(undetected, monkeypatch):
     assert (found.cpu_model, found.cpu_bfloat16, found.cpu_float16) == ("Apple M3", True, True)
 
 
-def test_detect_without_sysctl_finds_nothing(undetected, monkeypatch):
+@pytest.mark.parametrize("system", ["Darwin", "Windows"])
+def test_detect_without_sysctl_finds_nothing(system, undetected, monkeypatch):
     def run(*_, **__):
         raise FileNotFoundError("sysctl")
 
-    monkeypatch.setattr(hardware.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(hardware.platform, "system", lambda: system)
     monkeypatch.setattr(hardware.subprocess, "run", run)
-    assert not hardware.detect().cpu_bfloat16
-
-
-def test_detect_on_another_system(undetected, monkeypatch):
-    monkeypatch.setattr(hardware.platform, "system", lambda: "Windows")
     assert not hardware.detect().cpu_bfloat16
 
 

@@ -29,12 +29,6 @@ def test_what_is_put_is_got_for_the_same_key_only(tmp_path):
         assert profile_choice.get_profile(folder, other) is None
 
 
-def test_a_new_profile_takes_the_place_of_the_old_one(tmp_path):
-    profile_choice.put_profile(tmp_path, KEY, builtin_profile("gpu"))
-    profile_choice.put_profile(tmp_path, KEY, PROFILE)
-    assert profile_choice.get_profile(tmp_path, KEY) == PROFILE
-
-
 def changed(**changes):
     return lambda text: json.dumps(json.loads(text) | changes)
 

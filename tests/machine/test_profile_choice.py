@@ -65,12 +65,6 @@ def test_it_is_measured_once_and_kept(folder, measured):
     assert len(measured) == 1
 
 
-def test_what_is_kept_is_read_from_the_file(folder, measured):
-    profile_choice.put_profile(folder, profile_choice.machine_key(), USUAL)
-    assert profile_choice.find_profile().profile == USUAL
-    assert not measured
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -99,13 +99,6 @@ def eager_functions(results):
     return profile
 
 
-def taped(results):
-    with tf.GradientTape() as tape:
-        profile = measure()
-    assert not tape.watched_variables()
-    return profile
-
-
 def pinned(results):
     with tf.device("CPU:1"):
         return measure()
@@ -113,7 +106,7 @@ def pinned(results):
 
 @pytest.mark.parametrize(
     "where",
-    one_in(3, [in_a_graph, traced, eager_functions, autocast, taped, pinned]),
+    one_in(3, [in_a_graph, traced, eager_functions, autocast, pinned]),
     ids=lambda f: f.__name__,
 )
 def test_it_is_measured_the_same_wherever_it_is_asked_for(where, results):
