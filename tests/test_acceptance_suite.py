@@ -14,7 +14,7 @@ import pytest
 
 import tfamp
 from helpers.acceptance import TOY_TIMING, Check
-from helpers.acceptance_report import Report, Row, report_path
+from helpers.acceptance_report import Report, Row
 from helpers.browser import open_page
 
 SUITE = Path(__file__).parent / "gpu"
@@ -65,12 +65,6 @@ def test_every_check_runs_on_a_cpu_at_toy_size(chosen, tmp_path):
     groups = list(dict.fromkeys(check["group"] for check in found["checks"]))
     assert set(groups) == {path.stem.removeprefix("test_") for path in SUITE.glob("test_*.py")}
     assert (groups[0], groups[-1]) == ("detection", "speed")
-
-
-@pytest.mark.parametrize("name", ["report.txt", "no_folder/report.html"])
-def test_a_report_that_cannot_be_written_is_refused(name, tmp_path):
-    with pytest.raises(pytest.UsageError, match="--report"):
-        report_path(str(tmp_path / name))
 
 
 def test_figures_beyond_their_limits_are_failures():

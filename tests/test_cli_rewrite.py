@@ -13,7 +13,6 @@ import tfamp
 from helpers import saved_models
 from helpers.graph_asserts import assert_computes_in, op_dtypes
 from tfamp.cli import main
-from tfamp.interop import tf_private
 from tfamp.rewriting.saved_model import inspect_saved_model
 
 
@@ -50,29 +49,6 @@ def test_rewrite_writes_a_model_and_says_what_it_did(run, src, tmp_path):
     assert f"casts   {plan.summary.casts}," in out
     function = tf.saved_model.load(str(tmp_path / "low")).signatures["serving_default"]
     assert_computes_in("bfloat16", function)
-
-
-def test_a_wheel_without_gpu_kernels_is_named(run, src, tmp_path, monkeypatch):
-    every = tf_private.kernels
-    monkeypatch.setattr(
-        tf_private, "kernels", lambda op: tuple(k for k in every(op) if k.device != "gpu")
-    )
-    for arguments in (("rewrite", src, tmp_path / "low"), ("inspect", src)):
-        code, out, err = run(*arguments, "--dtype", "float16", "--device", "gpu")
-        assert (code, out) == (1, "")
-        assert "the wheel tensorflow" in one_line(err)
-        assert "--device cpu" in err
-    assert not (tmp_path / "low").exists()
-
-
-def test_changed_lists_are_those_of_the_device_that_auto_stands_for(run, src, monkeypatch):
-    asked = []
-    default = tfamp.OpLists.default
-    monkeypatch.setattr(
-        tfamp.OpLists, "default", lambda *given: (asked.append(given), default(*given))[1]
-    )
-    run("inspect", src, "--dtype", "float16", "--allow-add", "Square")
-    assert asked == [("float16", "cpu")]
 
 
 def test_options_are_those_of_the_library(run, src, tmp_path):
@@ -175,24 +151,22 @@ def test_a_pattern_without_effect_is_a_warning_in_the_words_of_the_command_line(
 
 
 def test_missing_and_existing_directories_are_one_line(run, src, tmp_path):
-    for arguments in (
-        ["rewrite", tmp_path / "none", tmp_path / "low"],
-        ["rewrite", src, src],
-        ["inspect", tmp_path],
+    low, file = tmp_path / "low", tmp_path / "file"
+    file.touch()
+    assert run("rewrite", src, low, "--dtype", "bfloat16")[0] == 0
+    for arguments, message in (
+        (["rewrite", tmp_path / "none", tmp_path / "other"], "There is no directory"),
+        (["rewrite", src, src], "is the input"),
+        (["inspect", tmp_path], "is no SavedModel"),
+        (["rewrite", src, low], "give another directory, or allow to overwrite it (--overwrite)"),
+        (["rewrite", src, file / "low"], f"{file} is no directory"),
     ):
-        code, out, err = run(*arguments, "--dtype", "bfloat16")
+        code, out, err = run(*arguments, "--dtype", "float16")
         assert (code, out) == (1, "")
         assert one_line(err).startswith("tfamp: error: ")
-    assert run("rewrite", src, tmp_path / "low", "--dtype", "bfloat16")[0] == 0
-    code, _, err = run("rewrite", src, tmp_path / "low", "--dtype", "float16")
-    assert code == 1
-    assert "exists; give another directory, or allow to overwrite it (--overwrite)" in one_line(err)
-    (tmp_path / "file").touch()
-    code, _, err = run("rewrite", src, tmp_path / "file" / "low", "--dtype", "float16")
-    assert code == 1
-    assert f"{tmp_path / 'file'} is no directory" in one_line(err)
-    assert run("rewrite", src, tmp_path / "low", "--dtype", "float16", "--overwrite")[0] == 0
-    function = tf.saved_model.load(str(tmp_path / "low")).signatures["serving_default"]
+        assert message in err
+    assert run("rewrite", src, low, "--dtype", "float16", "--overwrite")[0] == 0
+    function = tf.saved_model.load(str(low)).signatures["serving_default"]
     assert_computes_in("float16", function)
 
 

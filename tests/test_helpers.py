@@ -15,13 +15,6 @@ def test_tolerances_are_the_stated_ones(dtype, stated):
     assert tolerance(dtype) == pytest.approx(stated, rel=0.06)
 
 
-def test_values_rounded_to_the_dtype_are_close():
-    exact = np.linspace(-3.0, 3.0, 101)
-    assert_close(exact.astype("float16"), exact, "float16")
-    assert_close(tf.cast(exact, tf.bfloat16), exact, "bfloat16")
-    assert_close(np.float16(1e-7), 1e-7, "float16")
-
-
 def test_a_matmul_is_close_at_its_depth_and_not_in_a_finer_dtype():
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(8, 256)), rng.normal(size=(256, 8))

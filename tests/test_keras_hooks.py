@@ -75,22 +75,16 @@ def test_a_tfamp_policy_as_dtype_is_converted():
     assert layer.dtype_policy.name == "mixed_bfloat16"
 
 
-def test_the_policy_source_passes_other_attributes_through():
-    tfamp.set_global_policy("mixed_float16")
-    from keras.src.dtype_policies import dtype_policy as module
-
-    assert module.global_state.clear_session is keras.utils.clear_session
-    module.global_state.set_global_attribute("tfamp_test", 3)
-    assert module.global_state.get_global_attribute("tfamp_test") == 3
-    assert module.global_state.get_global_attribute("absent", 4) == 4
-
-
-def test_the_policy_source_comes_and_goes():
+def test_the_policy_source_comes_and_goes_and_passes_other_attributes_through():
     from keras.src.dtype_policies import dtype_policy as module
 
     original = module.global_state
     with keras_hooks.policy_source(lambda: keras.DTypePolicy("float64"), lambda: None).held():
         assert keras.config.dtype_policy().name == "float64"
+        assert module.global_state.clear_session is keras.utils.clear_session
+        module.global_state.set_global_attribute("tfamp_test", 3)
+        assert module.global_state.get_global_attribute("tfamp_test") == 3
+        assert module.global_state.get_global_attribute("absent", 4) == 4
     assert module.global_state is original
     assert keras.config.dtype_policy().name == "float32"
 
@@ -144,17 +138,11 @@ def test_private_calling_layers():
     assert keras_hooks.calling_layers() == []
 
 
-def test_private_functional_class():
-    x = keras.Input((1,))
-    model = keras.Model(x, keras.layers.Flatten()(x))
-    assert type(model) is keras_hooks.functional_class()
-
-
 def test_private_functional_of():
     model = keras.Sequential([keras.layers.Dense(1)])
     assert keras_hooks.functional_of(model) is None
     model.build((None, 2))
-    assert isinstance(keras_hooks.functional_of(model), keras_hooks.functional_class())
+    assert type(keras_hooks.functional_of(model)) is keras_hooks.functional_class()
 
 
 def test_private_sublayers():
@@ -162,7 +150,7 @@ def test_private_sublayers():
     assert keras_hooks.sublayers(layer) == (layer.layer,)
 
 
-def test_private_nodes_and_producer():
+def test_private_nodes_producer_and_symbolic_dtype():
     x = keras.Input((2,))
     layer = keras.layers.Dense(1)
     y = layer(x)
@@ -171,16 +159,9 @@ def test_private_nodes_and_producer():
     assert (node.arguments.args, node.arguments.kwargs) == ((x,), {})
     assert keras_hooks.producer(y) == (layer, node)
     assert keras_hooks.outbound_nodes(keras_hooks.producer(x)[0]) == (node,)
-
-
-def test_private_producer_of_a_tensor_nothing_made():
-    x = keras.KerasTensor((2,))
+    x = keras.KerasTensor((2,))  # Nothing made it.
     keras.ops.abs(x)
     assert keras_hooks.producer(x) == (None, None)
-
-
-def test_private_symbolic_dtype():
-    x = keras.KerasTensor((2,))
     keras_hooks.set_symbolic_dtype(x, "float16")
     assert x.dtype == "float16"
 

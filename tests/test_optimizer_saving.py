@@ -122,30 +122,6 @@ def assert_equal_state(actual, expected):
 
 
 @pytest.mark.slow
-def test_weights_file_and_backup_and_restore(tmp_path):
-    x, y = data()
-
-    class Killed(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            if epoch == 2:
-                raise KeyboardInterrupt
-
-    def run(*callbacks):
-        model = small_model()
-        model.compile(make_optimizer(), "mse", jit_compile=False)
-        arguments = {"batch_size": 8, "epochs": 4, "shuffle": False, "verbose": 0}
-        model.fit(x, y, callbacks=list(callbacks), **arguments)
-        return model
-
-    def backup():
-        return keras.callbacks.BackupAndRestore(tmp_path / "backup")
-
-    with pytest.raises(KeyboardInterrupt):
-        run(backup(), Killed())
-    assert_equal_state(run(backup()), run())
-
-
-@pytest.mark.slow
 def test_compiled_model_in_an_h5_file_loads_and_trains(tmp_path):
     x, y = data()
     model = small_model()
@@ -157,13 +133,3 @@ def test_compiled_model_in_an_h5_file_loads_and_trains(tmp_path):
     assert type(loaded.optimizer) is tfamp.LossScaleOptimizer
     fit(loaded, x, y)
     assert int(loaded.optimizer.iterations) > 0
-
-
-def test_export_and_inference_without_the_optimizer(tmp_path):
-    x, y = data()
-    model = small_model()
-    model.compile(make_optimizer(), "mse", jit_compile=False)
-    fit(model, x, y)
-    model.export(tmp_path / "exported", verbose=False)
-    served = tf.saved_model.load(str(tmp_path / "exported"))
-    np.testing.assert_allclose(served.serve(x), model(x), rtol=1e-5)

@@ -1,6 +1,5 @@
 """`NumericsMonitor`: what it records, wherever it is used, and when it stops training."""
 
-import copy
 import json
 
 import keras
@@ -208,15 +207,6 @@ def test_training_stops_after_so_many_skipped_steps_and_no_later(tmp_path):
     # Nothing is left behind: the model trains on without the monitor.
     assert made.gradient_observer is None
     model.fit(*data(1), batch_size=BATCH, verbose=0)
-
-
-def test_it_stops_exactly_after_a_good_start_too():
-    monitor = NumericsMonitor(every=100, max_consecutive_skips=4)
-    made = optimizer()
-    with pytest.raises(tfamp.SkippedStepsError):
-        fit(monitor, made=made, batches=20, x=poisoned(20, 4))
-    assert int(made.skipped_steps) == 4
-    assert int(made.iterations) == 3
 
 
 def test_skips_that_end_in_time_do_not_stop_training():
@@ -431,11 +421,3 @@ def test_bad_records_say_what_is_wrong():
     monitor.record([tf.constant(1.0)], [weight])
     with pytest.raises(ValueError, match="one NumericsMonitor for each set"):
         monitor.record([tf.constant(1.0)], [keras.Variable(1.0)])
-
-
-def test_the_configuration_of_the_model_is_left_alone():
-    model = small_model()
-    model.compile(optimizer(), "mse")
-    before = copy.deepcopy(model.get_config()), copy.deepcopy(model.optimizer.get_config())
-    fit(NumericsMonitor(every=1), model, model.optimizer)
-    assert (model.get_config(), model.optimizer.get_config()) == before

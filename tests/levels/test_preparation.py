@@ -236,17 +236,6 @@ def test_o3_of_a_model_without_variables_says_to_build_it():
         tfamp.prepare(Subclassed(), level="O3", dtype="float16")
 
 
-@pytest.mark.parametrize("level", ["O0", "O2"])
-def test_a_model_made_under_a_policy_is_taken_over(level):
-    with tfamp.policy_scope("mixed_float16"):
-        model = KINDS["functional"]()
-    tfamp.prepare(model, level=level, dtype="bfloat16")
-    low = "bfloat16" if level == "O2" else "float32"
-    assert computes(model)["Conv2D"] == [low]
-    assert model.outputs[0].dtype == "float32"
-    assert model(X).dtype == "float32"
-
-
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"with_cast"}))
 def test_o2_is_what_the_policy_would_have_made_of_the_model(name):
     keras.utils.set_random_seed(1)

@@ -244,23 +244,6 @@ def test_a_map_of_policies_keeps_its_quantized_entries(tmp_path):
     np.testing.assert_array_equal(model(X), expected)
 
 
-@pytest.mark.slow
-def test_lora_on_quantized_layers_trains_at_o2():
-    model = mlp()
-    for layer in model.layers:
-        layer.enable_lora(2)
-    model.quantize("int8")
-    model, optimizer = tfamp.prepare(model, "adam", level="O2", dtype="bfloat16")
-    model.compile(optimizer, "mse")
-    kernel = np.asarray(model.layers[0]._kernel)
-    losses = model.fit(X, X[..., :4], epochs=4, verbose=0).history["loss"]
-    assert losses[-1] < losses[0]
-    np.testing.assert_array_equal(kernel, model.layers[0]._kernel)
-    assert np.any(np.asarray(model.layers[0].lora_kernel_b))
-    model, _ = tfamp.prepare(model, level="O0")
-    assert policies_of(model) == ["int8_from_float32"] * 3
-
-
 @pytest.mark.parametrize("mode", first_of(["int8", "int4"]))
 def test_compare_runs_a_quantized_model_quantized(mode):
     plain, low = quantized(mlp, mode), quantized(mlp, mode)
