@@ -14,8 +14,6 @@ import pytest
 
 import tfamp
 from helpers.acceptance import TOY_TIMING, Check
-from helpers.acceptance_report import Report, Row
-from helpers.browser import open_page
 
 SUITE = Path(__file__).parent / "gpu"
 
@@ -89,34 +87,3 @@ def test_figures_beyond_their_limits_are_failures():
     check("error", 2.0, at_most=1.0)
     assert [each.outcome for each in check.figures] == ["recorded", "failed"]
     assert check.figures[0].why == TOY_TIMING
-
-
-def a_report():
-    figures = [
-        {"what": "times as fast", "value": 1.51, "limit": "at least 1.3", "outcome": "passed"},
-        {"what": "memory", "value": None, "outcome": "skipped", "why": "<not counted>"},
-    ]
-    return Report(
-        {"device": "<a GPU>", "driver": "570.1"},
-        [
-            Row("fits", "fit on two GPUs", "several_gpus", "skipped", "there is one GPU"),
-            Row("speed", "Training & more", "speed", figures=figures),
-            Row("broken", "a check", "speed", "failed", "OSError: <gone>", figures=figures[:1]),
-        ],
-    )
-
-
-def test_the_page_has_all_and_loads_nothing(tmp_path):
-    page = tmp_path / "gpu.html"
-    page.write_text(a_report().to_html(), encoding="utf-8")
-    text = page.read_text("utf-8")
-    escaped = "&lt;a GPU&gt;", "Training &amp; more", "&lt;not counted&gt;", "OSError: &lt;gone&gt;"
-    for each in (*escaped, "570.1", "1.51", "at least 1.3", "Several GPUs", "there is one GPU"):
-        assert each in text
-    assert text.count("<table") == 1
-    assert not re.search(r"\b(?:src|href)=|url\(|@import|<script", text)
-    assert "prefers-color-scheme: dark" in text
-    document, messages = open_page(page, tmp_path / "profile")
-    # Every row has all columns: what spans rows and columns adds up.
-    assert document.count("<tr") == 1 + 2 + 5
-    assert not messages

@@ -1,6 +1,5 @@
 """`tfamp.rewrite`: signatures, traces, state and errors."""
 
-import dataclasses
 import warnings
 from collections import Counter
 
@@ -12,6 +11,7 @@ import tensorflow as tf
 import tfamp
 from helpers.graph_asserts import assert_computes_in, op_dtypes
 from helpers.tolerances import assert_close
+from tfamp.machine import hardware
 
 DTYPES = ["float16", "bfloat16"]
 WIDTH = 8
@@ -136,13 +136,8 @@ class TestArguments:
 
         given = (tf.ones((2, 2), tf.float64), tf.constant(1), tf.constant(True), tf.constant("a"))
         results = tfamp.rewrite(fn, dtype="bfloat16")(*given)
-        assert [each.dtype.name for each in results] == [
-            "float64",
-            "int32",
-            "bool",
-            "string",
-            "float32",
-        ]
+        found = " ".join(each.dtype.name for each in results)
+        assert found == "float64 int32 bool string float32"
         assert results[0].numpy().tolist() == [[2.0, 2.0], [2.0, 2.0]]
 
     def test_each_kind_of_argument_has_its_trace_and_plan(self, weights):
@@ -254,17 +249,9 @@ class TestChoices:
         with pytest.warns(tfamp.NothingConvertedWarning, match="no op that can be converted"):
             tfamp.rewrite(lambda x: x @ weights, dtype="bfloat16", op_lists=lists)(x)
 
-    def test_default_dtype_is_the_machines(self, weights, x, monkeypatch):
-        from tfamp.machine import hardware
-
-        machine = hardware.Hardware("", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
+    def test_without_a_dtype_that_the_machine_multiplies_nothing_is_converted(self, monkeypatch):
+        machine = hardware.Hardware("", cpu_bfloat16=False, cpu_float16=False, gpus=(), tpu=False)
         monkeypatch.setattr(hardware, "detect", lambda: machine)
-        for dtype in (None, "auto"):
-            fast = tfamp.rewrite(lambda x: x @ weights, dtype=dtype)
-            assert_computes_in("bfloat16", fast.concrete(x))
-        monkeypatch.setattr(
-            hardware, "detect", lambda: dataclasses.replace(machine, cpu_bfloat16=False)
-        )
         with pytest.warns(tfamp.NothingConvertedWarning, match="neither float16 nor bfloat16"):
             assert tfamp.rewrite(lambda x: x, dtype="auto").dtype is None
         for dtype in (tf.bfloat16, np.float16):

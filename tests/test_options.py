@@ -10,23 +10,6 @@ import tfamp
 BAD_NUMBERS = [0.0, -1.0, float("nan"), float("inf"), 1e300]
 
 
-def test_fixed_defaults_are_those_of_the_contract():
-    assert tfamp.FixedLossScale() == tfamp.FixedLossScale(scale=128.0, skip_nonfinite=True)
-
-
-def test_dynamic_defaults_are_those_of_the_contract():
-    assert dataclasses.asdict(tfamp.DynamicLossScale()) == {
-        "initial_scale": 2.0**15,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_steps": 2000,
-        "hysteresis": 1,
-        "min_scale": 2.0**-32,
-        "max_scale": 2.0**32,
-        "consecutive_hysteresis": True,
-    }
-
-
 def test_options_are_frozen_and_hashable():
     rule = tfamp.FixedLossScale(2)
     with pytest.raises(dataclasses.FrozenInstanceError):

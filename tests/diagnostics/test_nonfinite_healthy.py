@@ -5,7 +5,6 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from keras import layers
 from sklearn.datasets import load_digits
 
@@ -78,34 +77,6 @@ def test_models_without_a_fault(name, policy):
     with tfamp.policy_scope(policy):
         model, x, y = MODELS[name]()
     assert find_nonfinite(model, x, y, loss=LOSS) is None
-
-
-@pytest.mark.parametrize("low", ["float16", "bfloat16"])
-def test_a_custom_loop_of_raw_ops(low):
-    rng = np.random.default_rng(0)
-    hidden = tf.Variable(rng.normal(0, 0.1, (64, 32)).astype(np.float32), name="hidden")
-    logits = tf.Variable(rng.normal(0, 0.1, (32, 10)).astype(np.float32), name="logits")
-    scaler = tfamp.GradScaler(enabled=low == "float16")
-    optimizer = keras.optimizers.SGD(0.1)
-    optimizer.build([hidden, logits])
-
-    @tf.function
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            with tfamp.autocast(low):
-                x = tf.nn.relu(tf.matmul(tf.reshape(x, (-1, 64)), hidden))
-                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, tf.matmul(x, logits))
-            scaled = scaler.scale(tf.reduce_mean(losses))
-        gradients = tape.gradient(scaled, [hidden, logits])
-        scaler.step(optimizer, zip(gradients, [hidden, logits], strict=True))
-        scaler.update()
-        return scaled
-
-    x, y = _digits()
-    before = hidden.numpy(), scaler.state_dict()
-    assert find_nonfinite(step, x, y.astype(np.int32)) is None
-    np.testing.assert_array_equal(hidden.numpy(), before[0])
-    assert scaler.state_dict() == before[1]
 
 
 def test_an_empty_batch_is_no_fault_of_precision():
