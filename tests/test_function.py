@@ -37,7 +37,7 @@ class TestKindsOfFunctions:
         assert result.dtype == tf.float32
         assert_close(result, reference, dtype, depth=WIDTH)
 
-    def test_decorator_with_and_without_arguments(self, dtype, weights, x, monkeypatch):
+    def test_decorator(self, dtype, weights, x):
         @tfamp.rewrite(dtype=dtype)
         def layer(x):
             """A layer."""
@@ -67,20 +67,6 @@ class TestKindsOfFunctions:
         fast = tfamp.rewrite(model, dtype=dtype)
         assert_computes_in(dtype, fast.concrete(x, training=False))
         assert_close(fast(x, training=False), model(x, training=False), dtype, depth=WIDTH)
-
-    def test_methods_are_bound_to_their_objects(self, dtype, x):
-        class Layer:
-            def __init__(self, scale):
-                self.weights = tf.Variable(scale * tf.eye(WIDTH))
-
-            @tfamp.rewrite(dtype=dtype)
-            def call(self, x):
-                return x @ self.weights
-
-        one, two = Layer(1.0), Layer(2.0)
-        self._check(one.call, x, dtype, x)
-        self._check(two.call, 2 * x, dtype, x)
-        assert one.call is one.call
 
     def test_jit_compiled(self, dtype, weights, x):
         @tf.function(jit_compile=True)
@@ -266,7 +252,12 @@ class TestChoices:
             ({"dtype": "bfloat16", "force_low": ["("]}, ValueError, "regular expressions"),
             ({"dtype": "bfloat16", "placement": "best"}, ValueError, "placement must be one of"),
             ({"dtype": "bfloat16", "op_lists": {}}, TypeError, "op_lists must be"),
-            ({"dtype": "bfloat16", "profile": 3}, TypeError, "profile must be a .* got int"),
+            (
+                {"dtype": "bfloat16", "profile": "measure"},
+                ValueError,
+                "MachineProfile or None; got 'measure'",
+            ),
+            ({"dtype": "bfloat16", "profile": {}}, TypeError, "MachineProfile or None; got dict"),
             ({"example_args": 3}, TypeError, "example_args must be a list or tuple .* got int"),
         ],
     )
@@ -274,13 +265,12 @@ class TestChoices:
         with pytest.raises(error, match=match):
             tfamp.rewrite(lambda x: x, **choices)
 
-    def test_what_is_no_function_is_refused(self):
+    def test_what_is_no_function_and_a_name_that_matches_nothing_are_refused(self, weights, x):
         with pytest.raises(TypeError, match="takes a tf.function, a concrete function"):
             tfamp.rewrite(3, dtype="bfloat16")
         with pytest.raises(TypeError, match="got the class Dense"):
             tfamp.rewrite(keras.layers.Dense, dtype="bfloat16")
 
-    def test_a_name_that_matches_nothing_is_refused(self, weights, x):
         fast = tfamp.rewrite(lambda x: x @ weights, dtype="bfloat16", keep_float32=["logits"])
         with pytest.raises(ValueError, match="no node's name matches 'logits'"):
             fast(x)

@@ -52,9 +52,11 @@ def test_an_object_with_a_rewritten_method_is_freed():
 
 
 def test_a_method_keeps_its_object():
-    method = Module().method
+    method, other = Module().method, Module()
+    other.weight.assign(2.0 * other.weight)
     gc.collect()
     assert_close(method(X, factor=3.0), X * 3, "bfloat16")
+    assert_close(other.method(X), X * 4, "bfloat16")
 
 
 @pytest.mark.parametrize("around", ["float16", "bfloat16"])
@@ -258,11 +260,9 @@ def test_arguments_are_bound_as_by_the_function_also_where_it_is_restored(tmp_pa
     assert_close(fast(X, flag=True)["y"], 2 * X + 1, "float16", depth=4)
     with pytest.raises(TypeError, match="unexpected keyword argument 'nosuch'"):
         fast(X, nosuch=1)
+    traced = module.poly.get_concrete_function(tf.TensorSpec((None, 4)), bias=tf.TensorSpec(4))
+    (result,) = tfamp.rewrite(traced, dtype="bfloat16")(x=X, bias=tf.ones(4)).values()
+    assert_close(result, 2 * X + 1, "bfloat16", depth=4)
     served = tfamp.rewrite(loaded.signatures["serving_default"], dtype="bfloat16")
     (result,) = served(x=X, scale=tf.constant(2.0)).values()
     assert_close(result, 2 * X, "bfloat16", depth=4)
-    concrete = tfamp.rewrite(
-        module.poly.get_concrete_function(tf.TensorSpec((None, 4)), bias=tf.TensorSpec(4)),
-        dtype="bfloat16",
-    )
-    assert_close(concrete(x=X, bias=tf.ones(4))["y"], 2 * X + 1, "bfloat16", depth=4)

@@ -127,26 +127,6 @@ def test_theirs_on_top_survives_and_ours_goes_quiet():
         assert Thing().compute() == 1
 
 
-@pytest.mark.parametrize("first_out", [0, 1])
-def test_two_patches_in_and_out_of_order(first_out):
-    patches = [Patch(compute=plus(1)), Patch(compute=plus(10))]
-    for patch in patches:
-        patch.acquire()
-    assert Thing().compute() == 11
-    patches.pop(first_out).release()
-    assert Thing().compute() == (1 if first_out else 10)
-    patches.pop().release()
-
-
-def test_a_class_stands_in_its_place():
-    class StandIn:
-        def __init__(self, below):
-            self.below = below
-
-    with Patch(compute=StandIn).held():
-        assert Thing.compute.below is original
-
-
 def test_threads_that_hold_it_at_once_leave_nothing():
     patch, barrier = Patch(compute=plus(1)), threading.Barrier(4, timeout=60)
 

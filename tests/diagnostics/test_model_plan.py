@@ -6,7 +6,6 @@ import dataclasses
 import json
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -49,17 +48,9 @@ def test_it_tells_what_the_plan_of_a_rewrite_converts_and_what_stays_float32():
     assert plan.summary.low_nodes > 0
     assert kept(found)["Exp"] == 1
     assert "Const" not in kept(found)
+    assert {layer.dtype_policy.name for layer in model.layers} == {"float32"}
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.source = "other"
-
-
-def test_looking_changes_nothing():
-    model = dense()
-    weights = model.get_weights()
-    report(model)
-    for old, new in zip(weights, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(old, new)
-    assert {layer.dtype_policy.name for layer in model.layers} == {"float32"}
 
 
 def test_a_mixed_model_is_looked_at_in_float32():
@@ -150,12 +141,5 @@ def test_doctor_tells_of_a_file(files, kind, capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["model"]["source"] == str(files[kind])
     assert facts["auto_policy"]["name"]
-
-
-@pytest.mark.parametrize("path", ["nowhere", "nowhere.keras"])
-def test_doctors_errors_are_one_line_and_exit_code_1(path, capsys):
-    assert main(["doctor", path]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("tfamp: error: ")
-    assert printed.err.count("\n") == 1
+    assert main(["doctor", "nowhere"]) == 1
+    assert capsys.readouterr().err.startswith("tfamp: error: There is no directory nowhere")

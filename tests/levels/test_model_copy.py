@@ -208,6 +208,12 @@ def test_lora_enabled_since_is_enabled_in_the_copy(make, arguments, dtype):
     model.compile(keras.optimizers.Adam(0.01), "mse")
     before = np.asarray(model(x))
     made, _ = tfamp.prepare(model, dtype=dtype, loss_scale="none", **arguments)
+    noted = [
+        [getattr(layer, "_lora_enabled_layers", None) for layer in each._flatten_layers()]
+        for each in (model, made)
+    ]
+    assert noted[0] == noted[1]
+    assert ([1] in noted[1]) == (make is not _attention)
     after = np.asarray(made(x), "float32")
     np.testing.assert_allclose(after, before, atol=tolerance(dtype, depth=8) * np.abs(before).max())
     # Keras 3.15 keeps LoRA's weights in float32, earlier ones have them in their layer's dtype.
@@ -222,11 +228,6 @@ def test_lora_enabled_since_is_enabled_in_the_copy(make, arguments, dtype):
     back, _ = tfamp.prepare(made, level="O0")
     bound = tolerance(dtype, depth=8) * np.abs(trained).max()
     np.testing.assert_allclose(back(x), trained, atol=bound)
-
-
-def test_what_a_backbone_notes_of_lora_is_in_its_copy():
-    made, _ = tfamp.prepare(_backbone(), level="O3", dtype="bfloat16")
-    assert (made._lora_rank, made._lora_enabled_layers) == (2, [1])
 
 
 class Growing(layers.Layer):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import platformdirs
@@ -86,32 +84,3 @@ def test_the_folder_is_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert profile_choice.cache_folder() == Path(platformdirs.user_cache_dir("tfamp", False))
     assert profile_choice.cache_folder().is_absolute()
-
-
-_WRITER = """
-import sys, dataclasses
-from pathlib import Path
-from tfamp.machine import profile_choice
-from tfamp.core.profile import builtin_profile
-
-folder, name = Path(sys.argv[1]), sys.argv[2]
-profile = dataclasses.replace(builtin_profile("cpu"), name=name)
-for _ in range(300):
-    profile_choice.put_profile(folder, {"cpu": "shared"}, profile)
-    found = profile_choice.get_profile(folder, {"cpu": "shared"})
-    assert dataclasses.replace(found, name=name) == profile, found
-    assert found.name in ("x", "y" * 5000)
-"""
-
-
-def test_processes_write_and_read_at_once(tmp_path):
-    # Names of very different lengths: of two files written into one another none could be read.
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", _WRITER, str(tmp_path), name], stderr=subprocess.PIPE, text=True
-        )
-        for name in ("x", "y" * 5000)
-    ]
-    errors = [writer.communicate()[1] for writer in writers]
-    assert [writer.returncode for writer in writers] == [0, 0], errors
-    assert len(list(tmp_path.iterdir())) == 1

@@ -91,29 +91,6 @@ def set_machine(monkeypatch, **facts):
     monkeypatch.setattr(hardware, "detect", lambda: found)
 
 
-def test_a_spoilt_file_is_measured_again_and_replaced(folder, measured):
-    profile_choice.find_profile()
-    (path,) = folder.iterdir()
-    path.write_text("{")
-    another_process()
-    assert "measured now" in profile_choice.find_profile().source
-    assert len(measured) == 2
-    assert json.loads(path.read_text())["profile"]["name"] == "slow"
-
-
-def test_a_cache_that_cannot_be_written_is_said_once(folder, measured):
-    folder.write_text("a file where the folder should be")
-    with pytest.warns(tfamp.TfampWarning, match="cannot be kept.*Make .*cache writable") as caught:
-        first = profile_choice.find_profile()
-    assert len(caught) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert profile_choice.find_profile() == first
-    assert first.profile == SLOW
-    assert first.source == "measured now; it cannot be kept"
-    assert len(measured) == 1
-
-
 def test_a_machine_that_cannot_be_measured_gets_the_built_in_table(folder, monkeypatch):
     def fail():
         raise tf.errors.ResourceExhaustedError(None, None, "no memory")
@@ -218,14 +195,6 @@ def test_an_argument_gives_the_profile_or_the_built_in_one(folder, measured, mon
     assert matmul_dtypes(placement="lists") == {"bfloat16"}
     assert not measured
     assert not folder.exists()
-
-
-def test_a_wrong_argument_is_refused_before_anything_is_traced(measured):
-    with pytest.raises(ValueError, match="MachineProfile or None; got 'measure'"):
-        tfamp.rewrite(profile="measure")
-    with pytest.raises(TypeError, match="MachineProfile or None; got dict"):
-        tfamp.rewrite(lambda x: x, profile={})
-    assert not measured
 
 
 def test_a_graph_def_is_rewritten_without_a_look_at_cache_or_environment(
