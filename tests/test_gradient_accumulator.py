@@ -100,25 +100,29 @@ def test_a_bad_batch_drops_the_window_and_no_other(bad, unscale):
 
 
 @pytest.mark.parametrize("traced", [True, False], ids=["function", "eager"])
-def test_flush_ends_a_window_early(traced):
+def test_flush_ends_a_window_early_and_knows_what_was_unscaled_in_each_batch(traced):
     weight = keras.Variable(0.0)
     optimizer, accumulator = make(lambda: keras.optimizers.SGD(1.0))
+
+    def step(gradient, unscale):
+        gradients = [optimizer.get_scaled_loss(gradient)]
+        if unscale:
+            gradients = optimizer.get_unscaled_gradients(gradients)
+        return accumulator.apply_gradients(zip(gradients, [weight], strict=True))
+
     flush = tf.function(accumulator.flush) if traced else accumulator.flush
-
-    def step(gradient):
-        return accumulator.apply_gradients([(optimizer.get_scaled_loss(gradient), weight)])
-
+    step = tf.function(step) if traced else step
     assert not accumulator.flush(), "nothing to apply"
-    for gradient in (1.0, 3.0):
-        assert not step(gradient)
+    for gradient, unscale in ((1.0, False), (3.0, True), (5.0, False)):
+        assert not step(tf.constant(gradient), unscale)
     assert flush()
-    assert float(weight) == -2.0
+    assert float(weight) == -3.0
     assert int(accumulator.count) == 0
     assert not flush()
     assert int(optimizer.iterations) == 1
 
 
-def test_reset_drops_a_window():
+def test_reset_drops_a_window_and_forgets_that_a_batch_was_not_finite():
     weight = keras.Variable(0.0)
     optimizer, accumulator = make(lambda: keras.optimizers.SGD(1.0), steps=2)
 
@@ -126,6 +130,7 @@ def test_reset_drops_a_window():
         accumulator.apply_gradients([(optimizer.get_scaled_loss(gradient), weight)])
 
     step(100.0)
+    optimizer.get_unscaled_gradients([tf.constant(np.nan)])
     accumulator.reset()
     step(1.0)
     assert float(weight) == 0.0
@@ -198,10 +203,13 @@ def spread(strategy, **arguments):
 
 @pytest.mark.parametrize("arguments", [{}, {"aggregate_in_float16": True, "grad_clip": 1.0}])
 def test_nothing_is_sent_before_the_window_ends(two_replicas, arguments):
-    *_, run = spread(two_replicas, **arguments)
+    model, _, accumulator, run = spread(two_replicas, **arguments)
     concrete = tf.function(run).get_concrete_function(tf.zeros((4, 4)), tf.zeros((4, 1)))
     assert bytes_sent(concrete, branches=False) == {}
     assert sum(bytes_sent(concrete).values()) > 90, "in the branch that ends it"
+    pairs = [(tf.zeros(v.shape), v) for v in model.trainable_variables]
+    with two_replicas.scope(), pytest.raises(ValueError, match=r"inside strategy\.run"):
+        accumulator.apply_gradients(pairs)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +220,7 @@ def test_replicas_take_the_steps_of_one(two_replicas, arguments, traced):
     run = tf.function(run) if traced else run
     reference = small_model()
     one, alone = make()
-    for i, (x, y) in enumerate(batches(3 * WINDOW)):
+    for i, (x, y) in enumerate(batches(3 * WINDOW + 1)):
         if WINDOW <= i < 2 * WINDOW:  # The second replica's half of one batch is bad.
             x = np.concatenate([x[:4], x[4:] * np.float32(np.inf if i == 6 else 1)])
         run(halves(two_replicas, x), halves(two_replicas, y))
@@ -221,9 +229,6 @@ def test_replicas_take_the_steps_of_one(two_replicas, arguments, traced):
         alone.apply_gradients(zip(gradients, reference.trainable_variables, strict=True))
         assert int(accumulator.count) == int(alone.count) == (i + 1) % WINDOW
     # The end of an epoch: a window of one batch.
-    run(halves(two_replicas, x), halves(two_replicas, y))
-    gradients = [2 * g for g in scaled_gradients(reference, one, x, y)]
-    alone.apply_gradients(zip(gradients, reference.trainable_variables, strict=True))
     two_replicas.run(accumulator.flush)
     alone.flush()
     assert int(optimizer.iterations) == 3
@@ -262,33 +267,6 @@ def test_other_variables_are_refused():
         accumulator.apply_gradients([(tf.constant(1.0), second)])
 
 
-def test_outside_a_replica_is_an_error(two_replicas):
-    model, _, accumulator, _ = spread(two_replicas)
-    pairs = [(tf.zeros(v.shape), v) for v in model.trainable_variables]
-    with two_replicas.scope(), pytest.raises(ValueError, match=r"inside strategy\.run"):
-        accumulator.apply_gradients(pairs)
-
-
-@pytest.mark.parametrize("traced", [False, True])
-def test_flush_knows_what_was_unscaled_in_each_batch(traced):
-    weight, optimizer = keras.Variable(1.0), tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0))
-    accumulator = tfamp.GradientAccumulator(optimizer, WINDOW)
-
-    def step(unscale):
-        with tf.GradientTape() as tape:
-            scaled = optimizer.get_scaled_loss(0.25 * tf.square(weight))
-        gradients = tape.gradient(scaled, [weight])
-        if unscale:
-            gradients = optimizer.get_unscaled_gradients(gradients)
-        accumulator.apply_gradients(zip(gradients, [weight], strict=True))
-
-    step = tf.function(step) if traced else step
-    for unscale in (True, False, True):
-        step(unscale)
-    assert bool(accumulator.flush())
-    assert float(weight) == 0.5
-
-
 def test_gradients_unscaled_in_another_function_are_not_unscaled_again():
     weight, optimizer = keras.Variable(1.0), tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0))
     accumulator = tfamp.GradientAccumulator(optimizer, 2)
@@ -301,13 +279,4 @@ def test_gradients_unscaled_in_another_function_are_not_unscaled_again():
 
     for _ in range(2):
         accumulator.apply_gradients(zip(unscaled(), [weight], strict=True))
-    assert float(weight) == 0.5
-
-
-def test_reset_forgets_that_a_batch_was_not_finite():
-    weight, optimizer = keras.Variable(1.0), tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0))
-    accumulator = tfamp.GradientAccumulator(optimizer, 1)
-    optimizer.get_unscaled_gradients([tf.constant(np.nan)])
-    accumulator.reset()
-    accumulator.apply_gradients([(optimizer.get_scaled_loss(0.5), weight)])
     assert float(weight) == 0.5
