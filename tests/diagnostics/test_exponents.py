@@ -116,9 +116,6 @@ def test_the_suggested_scale_puts_the_most_values_in_the_normal_range(values):
     assert np.frexp(suggested)[0] == 0.5
     assert in_range(suggested) == max(in_range(2.0**k) for k in range(-60, 80))
     assert in_range(suggested) > 0
-
-
-def test_the_suggested_scale_leaves_room_on_both_sides():
     # Any of 2**6 to 2**35 would do for values of 2**-20.
     assert suggested_scale(ExponentHistogram({-20: 5}, largest=2.0**-20)) == 2.0**21
     assert suggested_scale(ExponentHistogram(zeros=5, infs=1)) is None

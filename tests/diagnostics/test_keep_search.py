@@ -48,12 +48,6 @@ def test_some_errors_may_stay(culprits, allowed):
     assert len(found.names) == max(len(culprits) - allowed, 0)
 
 
-def test_the_first_suspect_alone_takes_few_runs():
-    errors = Errors("a")
-    search_list(NAMES, errors, 0.5)
-    assert len(errors.runs) == 3
-
-
 def test_where_no_list_is_enough_there_is_none():
     found = search_list("abc", lambda kept: 1.0, 0.5)
     assert (found.names, found.error) == (None, None)

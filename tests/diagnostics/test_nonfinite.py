@@ -74,13 +74,7 @@ def test_a_float32_model_is_asked_about_float16(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "factor"),
-    [
-        ("attention logits", 1e18),
-        ("variance of large activations", 1e18),
-        ("sum over a long axis", 1e35),
-        ("exp", 10.0),
-    ],
+    ("name", "factor"), [("attention logits", 1e18), ("sum over a long axis", 1e35), ("exp", 10.0)]
 )
 def test_overflow_of_bfloat16_is_float32s_too(name, factor):
     fault = FAULTS[name]
@@ -243,18 +237,6 @@ def test_a_float32_function_is_asked_about_float16():
     assert find_nonfinite(function, x, dtype="float16").op == "MatMul"
 
 
-def test_a_function_with_a_loss_gets_gradients():
-    weights = tf.Variable(tf.fill((8, 4), 0.25), name="weights")
-
-    def forward(x):
-        return tf.exp(tf.cast(x @ weights, tf.float16))
-
-    x, y = np.ones((4, 8), np.float32), np.ones((4, 4), np.float32)
-    assert find_nonfinite(forward, x, y, loss="mse") is None
-    report = find_nonfinite(forward, x * 6, y, loss="mse")
-    assert (report.stage, report.op) == ("forward", "Exp")
-
-
 def test_an_iteration_of_a_loop():
     @tf.function
     def function(x):
@@ -291,55 +273,21 @@ def test_the_cell_of_an_rnn():
 
 
 def test_a_function_compiled_by_xla():
-    @tf.function(jit_compile=True)
-    def function(x):
-        return tf.exp(tf.cast(x, tf.float16))
-
+    function = tf.function(lambda x: tf.exp(tf.cast(x, tf.float16)), jit_compile=True)
     assert find_nonfinite(lambda x: function(x) + 1, tf.constant([12.0])).op == "Exp"
 
 
 # ---- No false alarm, no traces, wrong arguments --------------------------------------------------
 
 
-def test_a_healthy_model_is_left_as_it_was():
-    with tfamp.policy_scope("mixed_float16"):
-        model = keras.Sequential(
-            [
-                keras.Input((8, 8, 1)),
-                layers.Conv2D(8, 3, kernel_regularizer="l2", activity_regularizer="l2"),
-                layers.BatchNormalization(),
-                layers.Flatten(),
-                layers.Dropout(0.5),
-                layers.Dense(10),
-            ]
-        )
-    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.Adam()), LOSS)
-    x, y = np.ones((4, 8, 8, 1), np.float32), np.zeros(4, np.int32)
-    before = _everything(model)
-    assert find_nonfinite(model, x, y) is None
-    _assert_same(before, _everything(model))
-
-
-def test_a_model_of_keras_own_mixed_policy():
-    keras.config.set_dtype_policy("mixed_float16")
-    model = FAULTS["exp"].make()
-    model.compile("adam", LOSS)
-    report = find_nonfinite(model, FAULTS["exp"].x, FAULTS["exp"].y)
-    assert (report.layer, report.op, report.kind) == ("exp", "Exp", "overflow")
-
-
 def test_a_subclassed_model():
     class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.first = layers.Dense(4, name="first", kernel_initializer="ones")
-
         def call(self, x):
-            return ops.exp(self.first(x))
+            return ops.exp(x)
 
     with tfamp.policy_scope("mixed_float16"):
         model = Model()
-    report = find_nonfinite(model, np.full((2, 4), 5.0))
+    report = find_nonfinite(model, np.full((2, 4), 20.0))
     assert (report.op, report.kind) == ("Exp", "overflow")
     assert report.layer == model.path
 

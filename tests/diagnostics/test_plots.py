@@ -8,7 +8,6 @@ import pytest
 
 from helpers.monitor_records import made_record
 from tfamp.diagnostics import plot_exponents, plot_loss_scale
-from tfamp.diagnostics.plots import new_figure
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -29,7 +28,10 @@ def texts(figure):
 
 
 def test_the_loss_scale_is_drawn_step_by_step_with_the_skips():
+    before = dict(matplotlib.rcParams)
     figure = plot_loss_scale(HISTORY)
+    assert dict(matplotlib.rcParams) == before
+    assert figure.canvas.manager is None
     (axes,) = figure.axes
     scale, suggested, skips = axes.lines
     assert list(zip(*scale.get_data(), strict=True)) == [
@@ -95,22 +97,10 @@ def test_what_is_no_history_is_an_error(plot):
         plot([{"loss": 1}])
 
 
-def test_no_window_and_no_setting_of_matplotlib_is_touched():
-    before = dict(matplotlib.rcParams)
-    figure = plot_loss_scale(HISTORY)
-    assert dict(matplotlib.rcParams) == before
-    assert figure.canvas.manager is None
-
-
 def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch):
     for name in {"matplotlib", *sys.modules}:
         if name.partition(".")[0] == "matplotlib":
             monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "tfamp\[plot\]"'):
-        new_figure(1, 1)
-    for made in (
-        lambda: plot_loss_scale(HISTORY),
-        lambda: plot_exponents(HISTORY),
-    ):
+    for plot in (plot_loss_scale, plot_exponents):
         with pytest.raises(ModuleNotFoundError, match=r'pip install "tfamp\[plot\]"'):
-            made()
+            plot(HISTORY)

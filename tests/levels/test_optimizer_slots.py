@@ -75,10 +75,6 @@ class OwnSGD(keras.optimizers.SGD):
     """An optimizer of a user's that is one of Keras's."""
 
 
-class OwnAdagrad(keras.optimizers.Adagrad):
-    """The same."""
-
-
 def test_optimizers_of_users_count_as_what_they_are_made_from():
     optimizer, said = _prepared(Own(0.1), dtype="bfloat16")
     assert optimizer.master_weights
@@ -89,11 +85,7 @@ def test_optimizers_of_users_count_as_what_they_are_made_from():
         assert len(said) == (not wanted)
     assert _prepared(OwnSGD(), dtype="bfloat16")[1] == []
     assert not _prepared(OwnSGD(), dtype="bfloat16")[0].master_weights
-    assert _prepared(OwnAdagrad(), dtype="bfloat16")[0].master_weights
-
-
-def test_sgd_that_averages_its_weights_gets_masters():
-    assert _prepared(keras.optimizers.SGD(use_ema=True), dtype="float16")[0].master_weights
+    assert _prepared(OwnSGD(use_ema=True), dtype="float16")[0].master_weights  # an average
     wrapped = tfamp.LossScaleOptimizer(keras.optimizers.Ftrl(), master_weights=True)
     assert _prepared(wrapped, dtype="float16", master_weights=False)[1] == []
 

@@ -21,19 +21,19 @@ FULL = {
 }
 
 
-def test_a_configuration_goes_to_a_dict_and_back():
+def test_a_configuration_goes_to_a_dict_and_back_comes_from_json_and_does_not_change(tmp_path):
     config = PrecisionConfig.from_dict(FULL)
     assert config.to_dict() == FULL
     assert PrecisionConfig.from_dict(config.to_dict()) == config
     assert PrecisionConfig.from_dict({}) == PrecisionConfig()
     rounded = {"level": "O3", "weight_rounding": "stochastic", "slots": "bfloat16"}
     assert PrecisionConfig.from_dict(rounded).to_dict() == rounded
-
-
-def test_a_configuration_cannot_be_changed():
+    path = tmp_path / "precision.json"
+    path.write_text(json.dumps(FULL))
+    assert PrecisionConfig.from_file(path) == config
     with pytest.raises(AttributeError):
-        PrecisionConfig().level = "O3"
-    assert PrecisionConfig().with_changes(level="O3").level == "O3"
+        config.level = "O3"
+    assert config.with_changes(level="O3", master_weights=False).level == "O3"
 
 
 @pytest.mark.parametrize(
@@ -72,16 +72,15 @@ def test_every_loss_scale_can_be_written_down(scale):
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
-    [("fp16", "float16"), ("bf16", "bfloat16"), ("mixed_float16", "float16"), ("auto", None)],
+    ("name", "given", "meant"),
+    [
+        *(("dtype", given, "float16") for given in ("fp16", "mixed_float16")),
+        *(("dtype", given, meant) for given, meant in (("bf16", "bfloat16"), ("auto", None))),
+        *(("level", given, meant) for given, meant in (("o1", "O1"), (3, "O3"), ("AUTO", "auto"))),
+    ],
 )
-def test_a_dtype_has_short_names(given, meant):
-    assert PrecisionConfig(dtype=given).dtype == meant
-
-
-@pytest.mark.parametrize(("given", "meant"), [("o1", "O1"), (3, "O3"), ("AUTO", "auto")])
-def test_a_level_is_read_liberally(given, meant):
-    assert PrecisionConfig(level=given).level == meant
+def test_dtypes_and_levels_are_read_liberally(name, given, meant):
+    assert getattr(PrecisionConfig(**{name: given}), name) == meant
 
 
 @pytest.mark.parametrize(
@@ -115,12 +114,6 @@ def test_a_level_is_read_liberally(given, meant):
 def test_mistakes_are_errors_that_name_key_and_cure(values, error, message):
     with pytest.raises(error, match=message):
         PrecisionConfig.from_dict(values)
-
-
-def test_a_json_file_is_read(tmp_path):
-    path = tmp_path / "precision.json"
-    path.write_text(json.dumps(FULL))
-    assert PrecisionConfig.from_file(path) == PrecisionConfig.from_dict(FULL)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML by itself")

@@ -41,14 +41,10 @@ def going_on() -> dict[str, list]:
     return {"predicted": predict(model), "losses": fit(model)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "dtype"),
-    [
-        pytest.param("masters", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("O2", "float16", marks=pytest.mark.slow),
-        pytest.param("O1", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("O3", "float16", marks=pytest.mark.slow),
-    ],
+    [("masters", "bfloat16"), ("O2", "float16"), ("O1", "bfloat16"), ("O3", "float16")],
 )
 def test_training_goes_on_where_it_was(level, dtype, going_on):
     model = trained("sequential")
@@ -165,14 +161,6 @@ def test_one_custom_loop_serves_all_levels(level):
         assert {node.dtype for node in step.plan(*batch).nodes if node.op == "Conv2D"} == {dtype}
     else:
         assert op_dtypes(step, *batch)["Conv2D"] == {dtype}
-
-
-def test_a_loop_that_is_not_rewritten_gets_autocast_at_o1():
-    model = compiled("sequential")
-    tfamp.prepare(model, level="O1", dtype="bfloat16")
-    found = op_dtypes(tf.function(lambda x: model(x)), tf.constant(X[:8]))
-    assert found["Conv2D"] == {"bfloat16"}
-    assert model(X[:8]).dtype == "float32"
 
 
 def test_clipping_is_done_after_unscaling():
