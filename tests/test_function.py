@@ -46,7 +46,7 @@ class TestKindsOfFunctions:
         assert (layer.__name__, layer.__doc__) == ("layer", "A layer.")
         self._check(layer, x @ weights, dtype, x)
 
-    def test_tf_function_keeps_its_options(self, dtype, weights, x):
+    def test_tf_function_keeps_its_options_and_a_concrete_one_is_taken(self, dtype, weights, x):
         @tf.function(input_signature=[tf.TensorSpec((None, WIDTH))], autograph=False)
         def layer(x):
             return x @ weights
@@ -55,27 +55,8 @@ class TestKindsOfFunctions:
         self._check(fast, x @ weights, dtype, x)
         fast(x[:1])
         assert fast.experimental_get_tracing_count() == 1
-
-    def test_concrete_function(self, dtype, weights, x):
-        layer = tf.function(lambda x: {"y": x @ weights}).get_concrete_function(x)
-        fast = tfamp.rewrite(layer, dtype=dtype)
-        assert_computes_in(dtype, fast.concrete(x))
-        assert_close(fast(x)["y"], x @ weights, dtype, depth=WIDTH)
-
-    def test_keras_model(self, dtype, x):
-        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(4, "relu")])
-        fast = tfamp.rewrite(model, dtype=dtype)
-        assert_computes_in(dtype, fast.concrete(x, training=False))
-        assert_close(fast(x, training=False), model(x, training=False), dtype, depth=WIDTH)
-
-    def test_jit_compiled(self, dtype, weights, x):
-        @tf.function(jit_compile=True)
-        def layer(x):
-            return tf.nn.relu(x @ weights)
-
-        fast = tfamp.rewrite(layer, dtype=dtype)
-        self._check(fast, tf.nn.relu(x @ weights), dtype, x)
-        assert fast.concrete(x).function_def.attr["_XlaMustCompile"].b
+        concrete = tfamp.rewrite(layer.get_concrete_function(), dtype=dtype)
+        self._check(concrete, x @ weights, dtype, x)
 
     def test_called_from_a_function_and_from_another_rewritten_one(self, dtype, weights, x):
         inner = tfamp.rewrite(lambda x: x @ weights, dtype=dtype)
@@ -276,28 +257,23 @@ class TestChoices:
             fast(x)
 
 
-class TestCalibration:
-    """Large values are found by running the function on data."""
+def test_large_values_stay_float32_and_the_number_is_told(weights, x):
+    """They are found by running the function on data."""
 
-    def _fn(self, weights):
-        def fn(x):
-            with tf.name_scope("large"):
-                large = (1e4 * x) @ weights
-            with tf.name_scope("small"):
-                return (1e-4 * large) @ weights
+    def fn(x):
+        with tf.name_scope("large"):
+            large = (1e4 * x) @ weights
+        with tf.name_scope("small"):
+            return (1e-4 * large) @ weights
 
-        return fn
-
-    def test_large_values_stay_float32_and_the_number_is_told(self, weights, x):
-        calls = [x.numpy(), (x,), {"x": x}]
-        fast = tfamp.rewrite(self._fn(weights), dtype="float16", calibration=calls)
-        plan = {node.name: node for node in fast.plan(x).nodes}
-        assert plan["large/matmul"].dtype == "float32"
-        assert plan["large/matmul"].reason.rule == "calibration"
-        largest = float(tf.reduce_max(tf.abs((1e4 * x) @ weights)))
-        assert f"{largest:g}" in plan["large/matmul"].reason.text
-        assert plan["small/matmul"].dtype == "float16"
-        assert_close(fast(x), self._fn(weights)(x), "float16", depth=WIDTH)
+    fast = tfamp.rewrite(fn, dtype="float16", calibration=[x.numpy(), (x,), {"x": x}])
+    plan = {node.name: node for node in fast.plan(x).nodes}
+    assert plan["large/matmul"].dtype == "float32"
+    assert plan["large/matmul"].reason.rule == "calibration"
+    largest = float(tf.reduce_max(tf.abs((1e4 * x) @ weights)))
+    assert f"{largest:g}" in plan["large/matmul"].reason.text
+    assert plan["small/matmul"].dtype == "float16"
+    assert_close(fast(x), fn(x), "float16", depth=WIDTH)
 
 
 class TestErrors:
@@ -308,11 +284,9 @@ class TestErrors:
 
         monkeypatch.setattr("tfamp.rewriting.pipeline.prepare", fail)
 
-    def test_raise(self, broken, weights, x):
+    def test_raise_raises_and_keep_warns_and_runs_float32(self, broken, weights, x):
         with pytest.raises(tfamp.RewriteError, match="Node 'a'"):
             tfamp.rewrite(lambda x: x @ weights, dtype="bfloat16")(x)
-
-    def test_keep_warns_and_runs_float32(self, broken, weights, x):
         fast = tfamp.rewrite(lambda x: x @ weights, dtype="bfloat16", on_error="keep")
         with pytest.warns(tfamp.TfampWarning, match="stays in float32: Node 'a'"):
             result = fast(x)

@@ -503,9 +503,12 @@ def test_where_it_raises_nothing_has_changed(make, arguments, error, message):
             tfamp.prepare(model, level="O2", dtype="bfloat16")
         assert [x.dtype_policy.name for x in model.layers] == before
         assert tfamp.precision_settings(model).dtype == "float16"
+
+
+def test_only_models_are_prepared_and_have_settings():
     for name in ("prepare", "precision_settings"):
         with pytest.raises(TypeError, match=rf"{name} takes a keras\.Model"):
-            getattr(tfamp, name)(make)
+            getattr(tfamp, name)(lambda x: x)
 
 
 def test_a_layer_kept_at_o1_reads_float32_weights_in_eager_calls_too():
