@@ -46,7 +46,7 @@ def test_keras_still_recognises_functional_constructors():
         assert not functional_like_constructor(Custom)
 
 
-def test_automatic_config_of_a_users_layer_is_the_same():
+def test_a_constructor_keeps_configurations_and_errors_and_converts_tfamps_policies():
     class Scale(keras.layers.Layer):
         def __init__(self, factor, **kwargs):
             super().__init__(**kwargs)
@@ -54,22 +54,13 @@ def test_automatic_config_of_a_users_layer_is_the_same():
 
     plain = Scale(2.0, dtype="float32", name="s").get_config()
     with tfamp.policy_scope("mixed_float16"):
-        config = Scale(2.0, dtype="float32", name="s").get_config()
-    assert config == plain
-
-
-def test_errors_of_the_constructors_are_keras_own():
-    with tfamp.policy_scope("mixed_float16"):
+        assert Scale(2.0, dtype="float32", name="s").get_config() == plain
         with pytest.raises(ValueError, match="Unrecognized keyword arguments"):
             keras.layers.Layer(wrong=1)
         with pytest.raises(TypeError):
             keras.layers.Layer("positional")
         with pytest.raises(ValueError, match="must be KerasTensors"):
             keras.Model(inputs=[1], outputs=[2])
-
-
-def test_a_tfamp_policy_as_dtype_is_converted():
-    with tfamp.policy_scope("mixed_float16"):
         layer = keras.layers.Dense(1, dtype=tfamp.Policy("mixed_bfloat16"))
     assert type(layer.dtype_policy) is keras.DTypePolicy
     assert layer.dtype_policy.name == "mixed_bfloat16"
@@ -263,11 +254,8 @@ def test_an_input_layer_is_fed_in_another_dtype():
 
 
 def test_a_call_begins_before_inputs_are_cast():
-    class Layer(keras.layers.Layer):
-        def call(self, x):
-            return x
-
-    layer, name = Layer(dtype="mixed_float16"), keras_hooks.first_method_of_call(Layer())
+    layer = keras.layers.Identity(dtype="mixed_float16")
+    name = keras_hooks.first_method_of_call(layer)
     assert layer(np.ones((1, 3), "float32")).dtype == "float16"
 
     def begin():

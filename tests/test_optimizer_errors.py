@@ -18,7 +18,11 @@ def wrapped(**arguments):
 # ---- Construction ---------------------------------------------------------------------------
 
 
-def test_wrapping_twice():
+def test_wrapping_what_scales_already():
+    inner = keras.optimizers.SGD(loss_scale_factor=64.0)
+    with pytest.raises(ValueError, match="loss_scale=64"):
+        tfamp.LossScaleOptimizer(inner)
+    assert inner.loss_scale_factor == 64.0, "the inner optimizer must not be modified"
     with pytest.raises(ValueError, match="LossScaleOptimizer already.*inner_optimizer"):
         tfamp.LossScaleOptimizer(wrapped())
     with pytest.raises(ValueError, match="already"):
@@ -29,13 +33,6 @@ def test_wrapping_twice():
 def test_wrapping_what_is_no_optimizer(inner):
     with pytest.raises(TypeError, match=r"must be a keras\.optimizers\.Optimizer, e\.g\."):
         tfamp.LossScaleOptimizer(inner)
-
-
-def test_inner_optimizer_that_scales_itself():
-    inner = keras.optimizers.SGD(loss_scale_factor=64.0)
-    with pytest.raises(ValueError, match="loss_scale=64"):
-        tfamp.LossScaleOptimizer(inner)
-    assert inner.loss_scale_factor == 64.0, "the inner optimizer must not be modified"
 
 
 @pytest.mark.parametrize(
@@ -132,16 +129,15 @@ def test_bad_gradients(built, traced, spoil, error, message):
     assert_identical(snapshot(model, optimizer), before)
 
 
-@pytest.mark.parametrize("pairs", [None, 3, [1, 2], [(1, 2, 3)]])
-def test_what_is_no_list_of_pairs(built, pairs):
-    with pytest.raises(TypeError, match="takes .gradient, variable. pairs"):
-        built[1].apply_gradients(pairs)
-
-
-def test_apply_without_variables_takes_a_gradient_for_each_it_was_built_with(built):
+def test_apply_takes_pairs_or_a_gradient_for_each_variable_it_was_built_with(built):
     model, optimizer = built
     with pytest.raises(ValueError, match="one gradient for each of the 4 variables; got 2"):
         optimizer.apply(gradients_of(model)[:2])
+    for pairs in (None, 3, [1, 2], [(1, 2, 3)]):
+        with pytest.raises(TypeError, match="takes .gradient, variable. pairs"):
+            optimizer.apply_gradients(pairs)
+    with pytest.raises(ValueError, match="needs the tape"):
+        optimizer.minimize(tf.constant(1.0), model.trainable_variables)
     optimizer.apply(gradients_of(model), unscaled=False)
     assert int(optimizer.iterations) == 1
 
@@ -166,12 +162,6 @@ def test_unscaling_what_is_no_list(bad):
 def test_losses_that_cannot_be_scaled(loss):
     with pytest.raises(TypeError, match="The loss must be a float tensor"):
         wrapped().get_scaled_loss(loss)
-
-
-def test_minimize_a_tensor_without_its_tape():
-    weight = keras.Variable(1.0)
-    with pytest.raises(ValueError, match="needs the tape"):
-        wrapped().minimize(tf.constant(1.0), [weight])
 
 
 def test_a_loop_that_never_scales_is_told_once():

@@ -35,6 +35,8 @@ def test_scales_must_be_positive_and_representable(value):
 def test_scales_must_be_numbers(value):
     with pytest.raises(TypeError, match="scale must be a number; got"):
         tfamp.FixedLossScale(value)
+    with pytest.raises(TypeError, match="skip_nonfinite must be True or False; got 1"):
+        tfamp.FixedLossScale(2.0, skip_nonfinite=1)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +64,3 @@ def test_dynamic_arguments_out_of_range(arguments, message):
 def test_counts_must_be_whole_numbers(name, value):
     with pytest.raises(TypeError, match=f"{name} must be a whole number"):
         tfamp.DynamicLossScale(**{name: value})
-
-
-def test_skip_nonfinite_must_be_a_bool():
-    with pytest.raises(TypeError, match="skip_nonfinite must be True or False; got 1"):
-        tfamp.FixedLossScale(2.0, skip_nonfinite=1)

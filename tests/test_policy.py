@@ -34,12 +34,8 @@ class Dense:
 @pytest.mark.parametrize(
     ("name", "compute", "variable", "output"),
     [
-        ("float16", "float16", "float16", "float16"),
-        ("bfloat16", "bfloat16", "bfloat16", "bfloat16"),
-        ("float32", "float32", "float32", "float32"),
-        ("float64", "float64", "float64", "float64"),
-        ("mixed_float16", "float16", "float32", "float32"),
-        ("mixed_bfloat16", "bfloat16", "float32", "float32"),
+        *((dtype,) * 4 for dtype in ("float16", "bfloat16", "float32", "float64")),
+        *((f"mixed_{low}", low, "float32", "float32") for low in ("float16", "bfloat16")),
     ],
 )
 def test_dtypes_of_each_name(name, compute, variable, output):
@@ -75,19 +71,13 @@ def test_equal_by_value_and_hashable():
     assert one != tfamp.Policy("mixed_float16", float32_layers=[Norm], float32_outputs=False)
 
 
-@pytest.mark.parametrize(
-    "make", [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))]
-)
-def test_copies_are_equal(make):
-    policy = tfamp.Policy("mixed_float16", float32_layers=["LayerNormalization"])
-    assert make(policy) == policy
+def test_copies_and_the_evaluated_repr_are_equal():
+    policy = tfamp.Policy("mixed_float16", float32_layers=["Softmax"], float32_outputs=False)
+    for copied in (copy.copy(policy), copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
+        assert copied == policy
+    assert eval(repr(policy), {"Policy": tfamp.Policy}) == policy
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.name = "float16"
-
-
-def test_repr_can_be_evaluated():
-    policy = tfamp.Policy("mixed_float16", float32_layers=["Softmax"], float32_outputs=False)
-    assert eval(repr(policy), {"Policy": tfamp.Policy}) == policy
 
 
 def test_mixed_policies_keep_batch_normalization_and_its_subclasses_unless_told_not_to():

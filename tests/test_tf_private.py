@@ -21,7 +21,7 @@ def test_mirrored_strategy_on_cpus_needs_merge_call_and_no_strategy_none(two_rep
     assert answers == [True, True]
 
 
-def test_op_definition_holds_inputs_and_type_attributes_of_internal_ops_too():
+def test_ops_are_known_with_inputs_and_attributes_internal_ones_too():
     matmul = tf_private.op_definition("MatMul")
     assert [argument.type_attr for argument in matmul.input_arg] == ["T", "T"]
     (attr,) = [attr for attr in matmul.attr if attr.name == "T"]
@@ -29,11 +29,13 @@ def test_op_definition_holds_inputs_and_type_attributes_of_internal_ops_too():
     assert {"float16", "bfloat16", "float32"} <= allowed
     assert tf_private.op_definition("_FusedBatchNormEx").name == "_FusedBatchNormEx"
     assert tf_private.op_definition("MatMull") is None
-
-
-def test_known_ops_are_the_public_ones_and_more():
     public = {name for name in dir(tf.raw_ops) if not name.startswith("_")}
     assert public | {"_FusedBatchNormEx"} <= tf_private.known_ops()
+    chosen = ("BatchMatMulV3", "MatMul", "LowerBound", "MatMull")
+    assert [tf_private.chooses_its_output_dtype(op) for op in chosen] == [True, False, False, False]
+    kinds = tf_private.attr_kinds("LRN")
+    assert (kinds["alpha"], kinds["depth_radius"], kinds["T"]) == ("float", "int", "type")
+    assert tf_private.attr_kinds("MatMull") == {}
 
 
 @pytest.mark.parametrize(
@@ -171,6 +173,12 @@ def test_a_patched_symbol_exists_and_is_what_the_public_api_calls(monkeypatch, s
     assert calls
 
 
+def test_place_in_trace_is_the_order_in_which_operations_were_made():
+    graph = _trace(lambda x: tf.exp(tf.tanh(x)), FLOATS).graph
+    places = {op.type: tf_private.place_in_trace(op) for op in graph.get_operations()}
+    assert places["Tanh"] < places["Exp"]
+
+
 def test_no_tape_is_active_tells_whether_one_records():
     assert tf_private.no_tape_is_active()
     with tf.GradientTape() as tape:
@@ -179,16 +187,6 @@ def test_no_tape_is_active_tells_whether_one_records():
             assert tf_private.no_tape_is_active()
     with tf.autodiff.ForwardAccumulator(tf.constant(X), tf.constant(X)):
         assert not tf_private.no_tape_is_active()
-
-
-def test_place_in_trace_is_the_order_in_which_operations_were_made():
-    def places(x):
-        first = tf.tanh(x)
-        second = tf.exp(x)
-        assert tf_private.place_in_trace(first.op) < tf_private.place_in_trace(second.op)
-        return first + second
-
-    _trace(places, FLOATS)
 
 
 def test_op_inputs_are_in_order_with_their_dtypes():
@@ -252,32 +250,14 @@ def test_the_device_in_force_is_that_of_the_innermost_block():
                 found.append(kind())
 
     assert kind() == ""
-    traced()
-    assert found == ["", "cpu", "gpu", ""]
-    found.clear()
-    tf.function(traced)()
-    assert found == ["", "cpu", "gpu", ""]
-    found.clear()
-    with tf.device("CPU:0"):
-        assert kind() == "cpu"
-        tf.function(traced)()
-    assert found == ["cpu", "cpu", "gpu", ""]
+    for around, function in (("", traced), ("", tf.function(traced)), ("cpu", tf.function(traced))):
+        found.clear()
+        with tf.device("CPU:0" if around else ""):
+            assert kind() == around
+            function()
+        assert found == [around, "cpu", "gpu", ""]
     with tf.Graph().as_default(), tf.compat.v1.device(lambda op: "/gpu:0"):
         assert kind() == ""
-
-
-@pytest.mark.parametrize(
-    ("op", "chooses"),
-    [("BatchMatMulV3", True), ("MatMul", False), ("LowerBound", False), ("MatMull", False)],
-)
-def test_chooses_its_output_dtype(op, chooses):
-    assert tf_private.chooses_its_output_dtype(op) is chooses
-
-
-def test_attr_kinds():
-    kinds = tf_private.attr_kinds("LRN")
-    assert (kinds["alpha"], kinds["depth_radius"], kinds["T"]) == ("float", "int", "type")
-    assert tf_private.attr_kinds("MatMull") == {}
 
 
 def test_a_handle_tells_what_it_is_of_and_the_dtype_of_its_variable():
@@ -339,13 +319,10 @@ def test_a_saved_model_is_read_and_its_fingerprint_written(tmp_path):
         tf_private.saved_model_message().ParseFromString(b"\x12\xff\xff")
 
 
-def test_details_are_those_of_a_device_of_this_machine():
+def test_details_are_those_of_a_device_and_the_runtime_has_started_once_an_op_has_run():
     (cpu,) = tf.config.list_physical_devices("CPU")
     assert isinstance(tf_private.device_details(cpu), dict)
     npu = tf.config.PhysicalDevice("/physical_device:NPU:0", "NPU")
     assert tf_private.device_details(npu) == {}
-
-
-def test_the_runtime_has_started_once_an_op_has_run():
     tf.ones(())
     assert tf_private.runtime_has_started()
