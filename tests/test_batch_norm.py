@@ -1,7 +1,5 @@
 """The fused kernel's arithmetic against a float64 reference and TensorFlow's unfused formula."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """Runs every Python block of README.md and docs/, so that no page shows code that does not work."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

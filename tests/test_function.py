@@ -155,19 +155,6 @@ class TestState:
         assert float(count) == 8.0
         assert [float(each) for each in fn(x)[:3]] == [8.0, 9.0, 29.0]
 
-    def test_variables_made_at_the_first_call(self, x):
-        made = []
-
-        def fn(x):
-            if not made:
-                made.append(tf.Variable(tf.eye(WIDTH)))
-            return x @ made[0]
-
-        fast = tfamp.rewrite(fn, dtype="bfloat16")
-        assert_close(fast(x), x, "bfloat16")
-        made[0].assign(2.0 * made[0])
-        assert_close(fast(x[:1]), 2.0 * x[:1], "bfloat16")
-
 
 class TestChoices:
     def test_branches_bodies_and_calls_are_reached_by_the_names_of_their_callers(self, weights, x):
@@ -192,24 +179,22 @@ class TestChoices:
             return Counter(node.dtype for node in fast.plan(x).nodes if node.op == op)
 
         with warnings.catch_warnings():
-            warnings.simplefilter("error", tfamp.core.errors.TfampWarning)
+            warnings.simplefilter("error", tfamp.TfampWarning)
             assert dtypes("MatMul") == {"bfloat16": 6}
             assert dtypes("MatMul", keep_float32=["^gate/"]) == {"float32": 3, "bfloat16": 3}
-            assert dtypes("MatMul", keep_float32=["gate/.*cond/"]) == {"float32": 2, "bfloat16": 4}
-            in_the_loop = ["rounds/while/.*/cond/matmul$"]
-            assert dtypes("MatMul", keep_float32=in_the_loop) == {"float32": 2, "bfloat16": 4}
+            for kept in ("gate/.*cond/", "rounds/while/.*/cond/matmul$"):
+                assert dtypes("MatMul", keep_float32=[kept]) == {"float32": 2, "bfloat16": 4}
             assert dtypes("Exp", force_low=["^rounds/"]) == {"bfloat16": 1, "float32": 2}
             kept_and_forced = {"keep_float32": ["gate/.*cond/Exp"], "force_low": ["Exp"]}
             assert dtypes("Exp", **kept_and_forced) == {"bfloat16": 2, "float32": 1}
-        # The conditional itself is float32 in any case: what the pattern means is inside.
-        with pytest.warns(tfamp.core.errors.TfampWarning, match="no effect.*gate/.*cond.*could be"):
-            dtypes("MatMul", keep_float32=["gate/.*cond$"])
-        with pytest.warns(tfamp.core.errors.TfampWarning, match="'Exp' has no effect: without it"):
-            dtypes("MatMul", keep_float32=["Exp"])
-        with pytest.warns(
-            tfamp.core.errors.TfampWarning, match="'Variable' has no effect.*a resource"
+        for choices, message in (
+            # The conditional itself is float32 in any case: what the pattern means is inside.
+            ({"keep_float32": ["gate/.*cond$"]}, "no effect.*gate/.*cond.*could be"),
+            ({"keep_float32": ["Exp"]}, "'Exp' has no effect: without it"),
+            ({"force_low": ["Variable"]}, "'Variable' has no effect.*a resource"),
         ):
-            dtypes("MatMul", force_low=["Variable"])
+            with pytest.warns(tfamp.TfampWarning, match=message):
+                dtypes("MatMul", **choices)
 
     def test_lists_can_be_given(self, weights, x):
         lists = tfamp.OpLists.default("bfloat16").with_changes(deny_add=["MatMul"])

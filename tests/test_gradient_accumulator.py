@@ -245,7 +245,13 @@ def test_replicas_take_the_steps_of_one(two_replicas, arguments, traced):
 # ---- What is refused ---------------------------------------------------------------------------
 
 
-def test_wrong_arguments():
+def test_wrong_arguments_and_other_variables_are_refused():
+    first, second = keras.Variable(0.0), keras.Variable(0.0)
+    optimizer, accumulator = make()
+    optimizer.build([first, second])
+    accumulator.apply_gradients([(tf.constant(1.0), first)])
+    with pytest.raises(ValueError, match="Give the same variables"):
+        accumulator.apply_gradients([(tf.constant(1.0), second)])
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD())
     with pytest.raises(TypeError, match=r"takes a tfamp\.LossScaleOptimizer; got .*\.SGD\."):
         tfamp.GradientAccumulator(keras.optimizers.SGD(), 2)
@@ -256,15 +262,6 @@ def test_wrong_arguments():
     accumulating = keras.optimizers.SGD(gradient_accumulation_steps=2)
     with pytest.raises(ValueError, match="accumulates itself"):
         tfamp.GradientAccumulator(tfamp.LossScaleOptimizer(accumulating), 2)
-
-
-def test_other_variables_are_refused():
-    first, second = keras.Variable(0.0), keras.Variable(0.0)
-    optimizer, accumulator = make()
-    optimizer.build([first, second])
-    accumulator.apply_gradients([(tf.constant(1.0), first)])
-    with pytest.raises(ValueError, match="Give the same variables"):
-        accumulator.apply_gradients([(tf.constant(1.0), second)])
 
 
 def test_gradients_unscaled_in_another_function_are_not_unscaled_again():

@@ -1,7 +1,5 @@
 """Keras on JAX and PyTorch, with TensorFlow installed beside: what works there and what says no."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -139,6 +137,7 @@ def foreign(module, name, *bases):
     return type(name, bases, {"__module__": module})()
 
 
+TF1 = "tensorflow.python.training"
 TF_KERAS = "tf_keras.src.optimizers.adam", "Adam"
 
 
@@ -149,17 +148,11 @@ TF_KERAS = "tf_keras.src.optimizers.adam", "Adam"
         ("tf_keras.src.engine.functional", "Functional", "tf_keras", "keras.Model"),
         ("tf_keras.src.layers.core.dense", "Dense", "tf_keras", "keras.layers.Dense"),
         ("tf_keras.src.x", "Nothing", "tf_keras", "its counterpart in the package keras"),
-        (
-            "tensorflow.python.training.adam",
-            "AdamOptimizer", "TensorFlow 1", "keras.optimizers.Adam",
-        ),
-        (
-            "tensorflow.python.training.gradient_descent",
-            "GradientDescentOptimizer", "TensorFlow 1", "keras.optimizers.SGD",
-        ),
+        (TF1 + ".adam", "AdamOptimizer", "TensorFlow 1", "keras.optimizers.Adam"),
+        (TF1 + ".momentum", "GradientDescentOptimizer", "TensorFlow 1", "keras.optimizers.SGD"),
         ("torch.optim.adamw", "AdamW", "PyTorch", "keras.optimizers.AdamW"),
     ],
-)  # fmt: skip
+)
 def test_foreign_objects_are_named_with_their_module_and_what_to_do(module, name, library, instead):
     value = foreign(module, name)
     text = described(value)

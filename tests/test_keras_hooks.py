@@ -1,7 +1,5 @@
 """The wrapped constructors come and go without a trace; every private Keras symbol is there."""
 
-from __future__ import annotations
-
 import inspect
 
 import keras

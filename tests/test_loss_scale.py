@@ -83,9 +83,12 @@ def test_a_scale_restored_from_elsewhere_is_brought_back_into_range():
     assert float(next_state(DynamicLossScale(growth_steps=100), beyond, True, np).scale) == 16.0
 
 
-def test_fixed_scale_counts_skips_if_it_skips_and_never_changes():
+def test_fixed_scale_counts_skips_and_never_changes():
     state = advance(FixedLossScale(128.0), [True, False, False])
     assert [float(each) for each in state[:1] + state[2:4]] == [128.0, 2.0, 2.0]
+
+
+def test_fixed_scale_that_does_not_skip_counts_nothing():
     rule = FixedLossScale(128.0, skip_nonfinite=False)
     assert advance(rule, [False, True, False]) == initial_state(rule)
 
@@ -118,15 +121,7 @@ class DeepSpeed:
         self.step_number += 1
 
 
-@given(
-    st.lists(st.booleans(), max_size=50),
-    st.sampled_from([2.0, 4.0]),
-    st.integers(1, 5),
-    st.integers(1, 4),
-    st.booleans(),
-)
-def test_deepspeed_rule(history, factor, window, hysteresis, consecutive):
-    """With a hysteresis of 1, and no less than that, it is MindSpore's rule."""
+def assert_as_deepspeed(history, factor, window, hysteresis, consecutive):
     rule = DynamicLossScale(
         2.0**8,
         factor,
@@ -143,6 +138,21 @@ def test_deepspeed_rule(history, factor, window, hysteresis, consecutive):
         reference.step(finite)
         state = next_state(rule, state, finite, np)
         assert float(state.scale) == reference.scale
+
+
+# 50 growths by 4 stay in float32's range.
+HISTORIES = st.lists(st.booleans(), max_size=50)
+
+
+@given(HISTORIES, st.integers(1, 5), st.sampled_from([2.0, 4.0]))
+def test_mindspore_rule(history, window, factor):
+    """DeepSpeed's without hysteresis: it backs off at once."""
+    assert_as_deepspeed(history, factor, window, 1, consecutive=True)
+
+
+@given(HISTORIES, st.integers(1, 5), st.integers(1, 4), st.booleans())
+def test_deepspeed_rule(history, window, hysteresis, consecutive):
+    assert_as_deepspeed(history, 2.0, window, hysteresis, consecutive)
 
 
 @settings(max_examples=50)

@@ -90,3 +90,28 @@ def test_fit_flow(digits, name):
     assert history.history["accuracy"][-1] > 0.9
     model.set_weights(initial)
     assert model.evaluate(x, y, verbose=0)[1] < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", first_of(["mixed_float16", "mixed_bfloat16"]))
+def test_custom_loop_flow(digits, name):
+    x, y = digits
+    mixed_precision.set_global_policy(mixed_precision.Policy(name))
+    model, _ = guide_model()
+    optimizer = mixed_precision.LossScaleOptimizer(keras.optimizers.RMSprop())
+    loss_object = keras.losses.SparseCategoricalCrossentropy()
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(2000, seed=0).batch(128)
+
+    @tf.function
+    def train_step(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_object(y, model(x))
+            scaled_loss = optimizer.get_scaled_loss(loss)
+        scaled_gradients = tape.gradient(scaled_loss, model.trainable_variables)
+        gradients = optimizer.get_unscaled_gradients(scaled_gradients)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    losses = [np.mean([float(train_step(*batch)) for batch in dataset]) for _ in range(12)]
+    assert losses[-1] < 0.3 * losses[0]
+    assert np.mean(np.argmax(model.predict(x, verbose=0), axis=-1) == y) > 0.9

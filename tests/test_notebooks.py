@@ -1,7 +1,5 @@
 """What a notebook shows: HTML and pictures of results, complete and of nothing but themselves."""
 
-from __future__ import annotations
-
 import re
 
 import keras
@@ -114,8 +112,8 @@ def of_keras():
     return model
 
 
-def under(policy):
-    with tfamp.policy_scope(policy):
+def of_tfamp():
+    with tfamp.policy_scope("mixed_bfloat16"):
         return keras.Sequential(layers())
 
 
@@ -133,10 +131,10 @@ class Subclassed(keras.Model):
     [
         (lambda: keras.Sequential(layers()), "float32", "float32 " * 3, "float32", "float32 " * 3),
         (of_keras, "float16", "float16 " * 3, "float32", "policy mixed_float16," * 3),
-        (lambda: under("mixed_bfloat16"), "bfloat16", "bfloat16 float32 float32", "float32",
+        (of_tfamp, "bfloat16", "bfloat16 float32 float32", "float32",
          "policy mixed_bfloat16,statistics,output"),
-        (lambda: under("float16"), "float16", "float16 float32 float32", "float16",
-         "policy float16,float32,float32"),
+        (lambda: keras.Sequential(layers(dtype="float16")),
+         "float16", "float16 float32 float32", "float16", "policy float16,float32,float32"),
         (Subclassed, "float16", "float16 float32 float32", "float32",
          "policy mixed_float16,float32,float32"),
     ],

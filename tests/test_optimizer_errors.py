@@ -94,8 +94,11 @@ def built():
     return model, optimizer
 
 
-def gradients_of(model, value=1.0):
-    return [tf.fill(v.shape, value) for v in model.trainable_variables]
+def gradients_of(model):
+    return [tf.ones(v.shape) for v in model.trainable_variables]
+
+
+INTEGERS = tf.ones((4, 8), tf.int32)
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -106,11 +109,7 @@ def gradients_of(model, value=1.0):
         (lambda g, v: ([None] * 4, v), ValueError, "No gradient was given for any of 4 variables"),
         (lambda g, v: ([g[1], *g[1:]], v), ValueError, "has shape .*; the variable has shape"),
         (lambda g, v: ([1.0, *g[1:]], v), TypeError, "must be a float tensor; got float"),
-        (
-            lambda g, v: ([tf.ones(v[0].shape, tf.int32), *g[1:]], v),
-            TypeError,
-            "must be a float tensor; got int32",
-        ),
+        (lambda g, v: ([INTEGERS, *g[1:]], v), TypeError, "must be a float tensor; got int32"),
         (lambda g, v: (v, g), TypeError, "as variable. Are the two swapped"),
         (lambda g, v: (g[:1], [keras.Variable(np.ones((4, 8)))]), ValueError, "Unknown variable"),
     ],
@@ -164,13 +163,18 @@ def test_losses_that_cannot_be_scaled(loss):
         wrapped().get_scaled_loss(loss)
 
 
-def test_a_loop_that_never_scales_is_told_once():
+def test_a_loop_that_never_scales_is_told_once_and_where():
     weight, optimizer = keras.Variable([1.0]), wrapped()
     assert float(optimizer.loss_scale) == optimizer.initial_scale  # Looking at it scales nothing.
     with pytest.warns(tfamp.TfampWarning, match="no loss has been scaled") as record:
         optimizer.apply_gradients([(tf.ones(1), weight)])
         optimizer.apply_gradients([(tf.ones(1), weight)])
     assert len([w for w in record if w.category is tfamp.TfampWarning]) == 1
+    optimizer = wrapped()
+    step = tf.function(lambda: optimizer.apply_gradients([(tf.ones(1), weight)]), autograph=True)
+    with pytest.warns(tfamp.TfampWarning, match="no loss has been scaled") as record:
+        step()
+    assert record[0].filename == __file__
 
 
 class Unscaled(keras.Sequential):
@@ -195,14 +199,6 @@ def test_a_train_step_that_never_scales_is_told_where_but_for_a_scale_of_1(eager
     with pytest.warns(tfamp.TfampWarning, match="no loss has been scaled") as record:
         model.fit(np.ones((4, 2)), verbose=0)
     assert [each.filename for each in record if each.category is tfamp.TfampWarning] == [__file__]
-
-
-def test_a_function_of_autographs_is_told_where_it_is_called():
-    weight, optimizer = keras.Variable([1.0]), wrapped()
-    step = tf.function(lambda: optimizer.apply_gradients([(tf.ones(1), weight)]), autograph=True)
-    with pytest.warns(tfamp.TfampWarning, match="no loss has been scaled") as record:
-        step()
-    assert record[0].filename == __file__
 
 
 def test_stateless_apply_says_that_tensorflow_has_none(built):

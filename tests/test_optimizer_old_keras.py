@@ -3,8 +3,6 @@
 tests/data/write_old_keras_files.py wrote the files, with the Keras of each release.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import zipfile

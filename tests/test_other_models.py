@@ -1,7 +1,5 @@
 """What is no model of Keras 3 (tf.Module, tf_keras), and packages beside Keras."""
 
-from __future__ import annotations
-
 import keras
 import ml_dtypes
 import numpy as np

@@ -1,7 +1,5 @@
 """Patches of symbols and of objects: nothing of others' is lost and nothing of ours stays."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import threading

@@ -1,7 +1,5 @@
 """Policy as a value: names, dtypes, equality, what it keeps float32, errors that help."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle

@@ -1,5 +1,6 @@
 """Each private TensorFlow symbol, so that a release that changes one says which."""
 
+import contextlib
 import tempfile
 
 import numpy as np
@@ -252,7 +253,7 @@ def test_the_device_in_force_is_that_of_the_innermost_block():
     assert kind() == ""
     for around, function in (("", traced), ("", tf.function(traced)), ("cpu", tf.function(traced))):
         found.clear()
-        with tf.device("CPU:0" if around else ""):
+        with tf.device("CPU:0") if around else contextlib.nullcontext():
             assert kind() == around
             function()
         assert found == [around, "cpu", "gpu", ""]

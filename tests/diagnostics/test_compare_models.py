@@ -1,7 +1,5 @@
 """`compare` on Keras models: the culprit is named, the list is proved, the model is as before."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -41,17 +39,9 @@ def x():
 
 
 def sequential(middle):
-    return keras.Sequential(
-        [
-            keras.Input((16,)),
-            L.Dense(32, "relu", name="first"),
-            *middle,
-            L.Dense(32, "relu", name="second"),
-            L.BatchNormalization(name="norm"),
-            L.Dense(4, name="head"),
-        ],
-        name="net",
-    )
+    first = [keras.Input((16,)), L.Dense(32, "relu", name="first"), *middle]
+    rest = [L.Dense(32, "relu", name="second"), L.BatchNormalization(name="norm")]
+    return keras.Sequential([*first, *rest, L.Dense(4, name="head")], name="net")
 
 
 def functional(middle):
@@ -72,29 +62,21 @@ def nested(middle):
 class Subclassed(keras.Model):
     def __init__(self, middle):
         super().__init__(name="net")
-        self.first = L.Dense(32, "relu", name="first")
-        self.middle = middle
-        self.head = L.Dense(4, name="head")
+        self.inner = [L.Dense(32, "relu", name="first"), *middle, L.Dense(4, name="head")]
 
     def call(self, x):
-        x = self.first(x)
-        for layer in self.middle:
+        for layer in self.inner:
             x = layer(x)
-        return self.head(x)
+        return x
 
 
-KINDS = {
-    "sequential": sequential,
-    "functional": functional,
-    "nested": nested,
-    "subclassed": Subclassed,
-}
+KINDS = [sequential, functional, nested, Subclassed]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_culprit_is_named_and_keeping_it_is_proved_to_be_enough(kind, dtype, x):
-    model = KINDS[kind]([CULPRITS[dtype](name="culprit")])
+    model = kind([CULPRITS[dtype](name="culprit")])
     found = compare(model, x, dtype=dtype, bound=0.02)
     assert found.worst.layer.endswith("culprit")
     assert found.worst.dtype == dtype
@@ -108,7 +90,7 @@ def test_the_culprit_is_named_and_keeping_it_is_proved_to_be_enough(kind, dtype,
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_healthy_model_has_small_errors_and_nothing_to_keep(kind, dtype, x):
-    found = compare(KINDS[kind]([]), x, dtype=dtype, bound=0.1)
+    found = compare(kind([]), x, dtype=dtype, bound=0.1)
     assert found.keep_float32 == ()
     assert found.proved_error == found.output_error
     assert 0 < found.output_error <= tolerance(dtype, depth=64)
@@ -188,7 +170,7 @@ def test_the_model_is_as_before_also_after_an_error(x):
     compare(model, x, dtype="float16", bound=1e-6)
     with pytest.raises(ValueError, match="incompatible"):
         compare(model, x[:, :3], dtype="float16")
-    assert [a is b for a, b in zip(own, policies(), strict=True)] == [True] * len(own)
+    assert all(a is b for a, b in zip(own, policies(), strict=True))
     assert keras.config.dtype_policy().name == "float32"
     for old, new in zip(before, state(), strict=True):
         np.testing.assert_array_equal(old, new)

@@ -1,7 +1,5 @@
 """`device_report`: the facts of the machine, its text and JSON, and the measurement of float16."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

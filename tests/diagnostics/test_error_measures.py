@@ -1,7 +1,5 @@
 """Relative errors and range shares of arrays."""
 
-from __future__ import annotations
-
 import math
 
 import ml_dtypes

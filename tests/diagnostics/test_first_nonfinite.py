@@ -1,7 +1,5 @@
 """`find_nonfinite` names the op that made the first bad value of those that matter, and counts."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

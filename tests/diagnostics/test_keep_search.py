@@ -1,7 +1,5 @@
 """`search_list`: what it finds is proved, minimal and cheap to find, on invented errors."""
 
-from __future__ import annotations
-
 import math
 import string
 

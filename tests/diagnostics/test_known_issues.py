@@ -1,7 +1,5 @@
 """`known_issues`: every rule has a machine that has it, a sound machine has none."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """`model_report`: the plan of files and models of every kind, in words, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -135,7 +135,7 @@ def test_replicas_count_together_and_one_bad_one_is_named_and_stops_training(two
         fit(monitor, model, made, batches=6, x=x)
 
 
-def test_scales_and_skipped_steps_of_every_step_are_in_the_records_and_json_lines(tmp_path):
+def test_scales_and_skipped_steps_of_every_step_are_in_the_records(tmp_path):
     path = tmp_path / "new" / "log.jsonl"
     monitor = NumericsMonitor(every=3, jsonl=path)
     made = optimizer(initial_scale=1024.0, dynamic_growth_steps=3)

@@ -1,7 +1,5 @@
 """`op_counts`: functions of every kind, models, train steps; loops, branches, nested functions."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Models whose class has a `compile` of its own, at every level."""
 
-from __future__ import annotations
-
 import warnings
 
 import keras

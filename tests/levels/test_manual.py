@@ -1,7 +1,5 @@
 """Dtypes set by hand: one layer, a pattern, inside containers, on models built and prepared."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

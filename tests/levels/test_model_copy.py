@@ -1,7 +1,5 @@
 """Models made anew with low weights: what hangs on the weights goes with them."""
 
-from __future__ import annotations
-
 import random
 
 import keras

@@ -1,7 +1,5 @@
 """O3 gives master weights by what an optimizer keeps; every Keras optimizer is in the table."""
 
-from __future__ import annotations
-
 import warnings
 
 import keras

@@ -1,7 +1,5 @@
 """A configuration is read from dicts and files; mistakes name key and cure."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

@@ -1,7 +1,5 @@
 """`prepare`: what each level makes of a model, and that every way leads back to float32."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 import weakref
@@ -13,6 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfamp
+from helpers.cases import one_of_each
 from helpers.graph_asserts import op_dtypes
 from helpers.level_models import KINDS, Subclassed, compiled, computes, data, leaves
 from helpers.output_models import MODELS
@@ -43,19 +42,7 @@ def step_dtypes(model, name="train_step"):
     return op_dtypes(lambda: getattr(model, name)(batch))
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        ("sequential", "float16"),
-        ("functional", "bfloat16"),
-        ("nested", "float16"),
-        ("subclassed", "bfloat16"),
-        pytest.param("sequential", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("functional", "float16", marks=pytest.mark.slow),
-        pytest.param("nested", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("subclassed", "float16", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("kind", "dtype"), one_of_each(KINDS, DTYPES))
 def test_o1_rewrites_the_train_step_and_leaves_the_layers(kind, dtype):
     model = compiled(kind)
     before = predict(model)
@@ -73,8 +60,7 @@ def test_o1_rewrites_the_train_step_and_leaves_the_layers(kind, dtype):
     assert optimizer.dynamic == (dtype == "float16")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), one_of_each(KINDS, DTYPES))
 def test_o2_sets_layer_policies_and_keeps_norms_outputs_and_weights(kind, dtype):
     model = compiled(kind)
     before, weights = predict(model), [w.numpy() for w in model.weights]
@@ -96,8 +82,7 @@ def test_o2_sets_layer_policies_and_keeps_norms_outputs_and_weights(kind, dtype)
     assert model.optimizer is optimizer
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), one_of_each(KINDS, DTYPES))
 def test_o3_is_a_new_model_that_is_low_all_through(kind, dtype):
     model = compiled(kind)
     state, before = snapshot(model, model.optimizer), predict(model)
@@ -140,13 +125,18 @@ def test_master_weights_go_with_low_weights_and_start_from_the_float32_ones(kind
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_o0_leads_back_to_the_very_predictions_of_before(kind, level):
+def test_o0_leads_back_to_the_very_predictions_of_before(kind, level, tmp_path):
     model = compiled(kind)
     before, optimizer = predict(model), model.optimizer
     layer = leaves(model)[0]
     own = {name: vars(layer).get(name) for name in ("call", "build", "compute_output_spec")}
     tfamp.prepare(model, level=level, dtype="float16")
     assert (predict(model) != before).any()
+    if (level, kind) == ("O1", "nested"):  # It leaves no trace in a file.
+        model.save(tmp_path / "model.keras")
+        read = keras.models.load_model(tmp_path / "model.keras")
+        assert {x.dtype_policy.name for x in read._flatten_layers()} == {"float32"}
+        np.testing.assert_array_equal(predict(read), before)
     back, unwrapped = tfamp.prepare(model, level="O0")
     assert back is model
     assert unwrapped is optimizer
@@ -260,16 +250,6 @@ def test_a_prepared_model_that_nobody_holds_is_gone(level):
     keras.backend.clear_session()
     gc.collect()
     assert gone() is None
-
-
-def test_o1_leaves_no_trace_in_a_file(tmp_path):
-    model = KINDS["sequential"]()
-    tfamp.prepare(model, level="O1", dtype="bfloat16")
-    model.save(tmp_path / "model.keras")
-    tfamp.prepare(model, level="O0")
-    read = keras.models.load_model(tmp_path / "model.keras")
-    assert {x.dtype_policy.name for x in read._flatten_layers()} == {"float32"}
-    np.testing.assert_array_equal(predict(read), predict(model))
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
@@ -394,9 +374,7 @@ def test_settings_print_as_a_table():
     assert str(tfamp.precision_settings(model)) == text
 
 
-def test_a_configuration_is_taken_as_object_dict_or_file_and_from_no_variable(
-    tmp_path, monkeypatch
-):
+def test_a_configuration_is_taken_as_object_dict_or_file(tmp_path, monkeypatch):
     path = tmp_path / "p.json"
     path.write_text('{"dtype": "float16", "loss_scale": 512.0}')
     values = {"dtype": "float16", "loss_scale": 512.0}
@@ -406,6 +384,7 @@ def test_a_configuration_is_taken_as_object_dict_or_file_and_from_no_variable(
     # What is given to the call wins.
     _, optimizer = tfamp.prepare(KINDS["sequential"](), "sgd", config=values, loss_scale=8)
     assert float(optimizer.loss_scale) == 8.0
+    # Variables of the environment that look like tfamp's are not taken, and warned of.
     monkeypatch.setenv("TFAMP_LEVEL", "O0")
     given = {"config": {"level": "O1"}, "dtype": "bfloat16"}
     for more, level in (({}, "O1"), ({"level": "O2"}, "O2")):

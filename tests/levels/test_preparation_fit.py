@@ -1,7 +1,5 @@
 """Prepared models in `fit`, `predict` and custom loops: state kept, graphs rewritten."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The optimizer of a copied model: state, exclusions and masters find the right variables."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The policy `auto` picks for a machine, and how the machine's facts are read."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """The cache of machine profiles: whole files, or none."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

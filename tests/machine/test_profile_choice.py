@@ -1,7 +1,5 @@
 """Which machine profile holds: TFAMP_PROFILE, the cache, an argument of `tfamp.rewrite`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import warnings

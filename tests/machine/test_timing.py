@@ -1,7 +1,5 @@
 """Measuring beside other jobs: memory is taken as it is needed."""
 
-from __future__ import annotations
-
 import pytest
 import tensorflow as tf
 
