@@ -90,19 +90,14 @@ def test_a_notebook_is_kept_without_what_its_cells_printed():
         assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
 
 
-def test_blocks_share_a_namespace_and_keep_their_line_numbers(tmp_path):
-    page = tmp_path / "page.md"
-    plain = "# T\n\n```python\nx = 1\n```\n\n"
-    page.write_text(f'{plain}=== "tab"\n\n    ```python title="a"\n    y = x / 0\n    ```\n')
-    with pytest.raises(ZeroDivisionError) as error:
-        run_page(page)
-    assert error.traceback[-1].lineno + 1 == 10
-
-
-def test_a_no_run_block_is_compiled_only_and_needs_a_reason(tmp_path):
+def test_blocks_keep_their_line_numbers_and_no_run_ones_are_compiled_for_a_reason(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("<!-- no-run: needs a GPU -->\n```python\n1 / 0\n```\n")
     assert run_page(page) == 1
+    page.write_text("```python\nx = 1\n```\n\n    ```python\n    y = x / 0\n    ```\n")
+    with pytest.raises(ZeroDivisionError) as error:
+        run_page(page)
+    assert error.traceback[-1].lineno + 1 == 6
     page.write_text("<!-- no-run: needs a GPU -->\n```python\n1 /\n```\n")
     with pytest.raises(SyntaxError):
         run_page(page)

@@ -41,17 +41,7 @@ class Pair(tf.experimental.ExtensionType):
     number: int
 
 
-def test_an_object_with_a_rewritten_method_is_freed():
-    module = Module()
-    module.method(X)
-    module.with_signature(X)
-    references = [weakref.ref(module), weakref.ref(module.weight)]
-    del module
-    gc.collect()
-    assert [reference() for reference in references] == [None, None]
-
-
-def test_a_method_keeps_its_object_and_has_the_signature_of_methods():
+def test_a_method_keeps_its_object_and_its_function_does_not_and_both_have_a_signature():
     method, other = Module().method, Module()
     other.weight.assign(2.0 * other.weight)
     gc.collect()
@@ -62,6 +52,11 @@ def test_a_method_keeps_its_object_and_has_the_signature_of_methods():
     assert inspect.getfullargspec(Module.method).args == ["self", "x", "factor"]
     assert other.with_signature.concrete().inputs[0].shape.as_list() == [None, 4]
     assert_close(Module.method(other, X), other.method(X), "float32")
+    other.with_signature(X)
+    references = [weakref.ref(other), weakref.ref(other.weight)]
+    del other
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
 
 
 @pytest.mark.parametrize("around", ["float16", "bfloat16"])

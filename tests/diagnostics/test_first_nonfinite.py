@@ -22,6 +22,15 @@ def test_the_first_op_in_the_order_of_the_data():
     assert [(each.name, each.max) for each in report.ranges["inputs"]] == [("input 0", 1.0)]
 
 
+def test_only_what_leads_to_the_result_counts_and_large_numbers_and_constants_do():
+    # A masked logarithm is passed over.
+    function = lambda x: tf.where(x > 0, tf.math.log(x), 0.0) + tf.sqrt(x - 1.0)  # noqa: E731
+    assert _find(function, [0.0, 2.0]).op == "Sqrt"
+    large = _find(lambda x: tf.math.rsqrt(tf.reduce_sum(tf.square(x))), [1e30, 1.0])
+    assert large.op == "Square"  # Though the result is finite.
+    assert _find(lambda x: x + np.inf, [1.0]).op == "Const"
+
+
 def test_nothing_where_results_are_finite():
     assert _find(lambda x: tf.exp(x), [1.0]) is None
     # A masked infinity, and an infinite constant that a softmax takes.
@@ -29,11 +38,6 @@ def test_nothing_where_results_are_finite():
     assert _find(lambda x: tf.nn.softmax(tf.where(x > 0, x, -np.inf)), [0.0, 1.0]) is None
     # A branch that never ran.
     assert _find(lambda x: tf.cond(x[0] > 0, lambda: x, lambda: x * np.inf), [1.0]) is None
-
-
-def test_large_numbers_count_though_results_are_finite():
-    report = _find(lambda x: tf.math.rsqrt(tf.reduce_sum(tf.square(x))), [1e30, 1.0])
-    assert report.op == "Square"
 
 
 def test_a_value_that_is_bad_inside_a_call_only():
@@ -48,14 +52,6 @@ def test_a_value_that_is_bad_inside_a_call_only():
 
     report = _find(function, [12.0])
     assert (report.op, report.kind) == ("Exp", "overflow")
-
-
-def test_what_does_not_lead_to_the_result_is_passed_over():
-    def function(x):
-        masked = tf.where(x > 0, tf.math.log(x), 0.0)
-        return masked + tf.sqrt(x - 1.0)
-
-    assert _find(function, [0.0, 2.0]).op == "Sqrt"
 
 
 def test_inside_a_loop_the_iteration_is_that_of_the_fault():
@@ -94,10 +90,6 @@ def test_lists_do_not_hide_where_a_value_came_from():
         return tf.reduce_sum(array.stack())
 
     assert _find(function, 2.0).op == "Log"
-
-
-def test_an_infinite_result_of_constants_only():
-    assert _find(lambda x: x + np.inf, [1.0]).op == "Const"
 
 
 # ---- What values are like ------------------------------------------------------------------------

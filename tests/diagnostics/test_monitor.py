@@ -10,7 +10,15 @@ import tensorflow as tf
 
 import tfamp
 from helpers.cases import first_of
-from helpers.training import BATCH, assert_identical, data, scaled_gradients, small_model, snapshot
+from helpers.training import (
+    BATCH,
+    assert_identical,
+    assert_same_values,
+    data,
+    scaled_gradients,
+    small_model,
+    snapshot,
+)
 from tfamp.diagnostics import NumericsMonitor
 
 
@@ -42,10 +50,19 @@ def poisoned(batches, first_bad, last_bad=None):
     first_of([{"steps_per_execution": 2}, {}, {"run_eagerly": True}, {"jit_compile": True}]),
     ids=lambda options: next(iter(options), "graph"),
 )
-def test_the_gradients_of_fit_are_counted(options):
-    monitor = NumericsMonitor(every=2)
+def test_the_gradients_of_fit_are_counted_and_summed_up(options, capsys):
+    monitor = NumericsMonitor(every=2, verbose=1)
+    assert monitor.to_text() == "no record yet"
     start = small_model()
     model = fit(monitor, batches=1, epochs=4, **options)
+    # Training is the same without a monitor.
+    bare = fit(keras.callbacks.Callback(), batches=1, epochs=4, **options)
+    assert_same_values(snapshot(model), snapshot(bare))
+    text = monitor.to_text()
+    assert "loss scale 2^15, skipped 0 steps" in text
+    assert all(variable.path in text for variable in model.trainable_variables)
+    assert "suggested loss scale: 2^" in text
+    assert "suggested loss scale: 2^" in capsys.readouterr().out
     assert [record["step"] for record in monitor.history] == [2, 4]
     record = monitor.history[0]
     assert record["loss_scale"] == 2.0**15
@@ -113,14 +130,6 @@ def test_the_figures_are_in_the_logs_of_every_epoch(tmp_path):
     assert "val_loss_scale" not in head
 
 
-def test_training_is_the_same_with_a_monitor():
-    bare, watched = small_model(), small_model()
-    fit(keras.callbacks.Callback(), bare)
-    fit(NumericsMonitor(every=1), watched)
-    for one, other in zip(bare.weights, watched.weights, strict=True):
-        np.testing.assert_array_equal(one.numpy(), other.numpy())
-
-
 def test_replicas_count_together_and_one_bad_one_is_named_and_stops_training(two_replicas):
     with two_replicas.scope():
         model, made = small_model(), optimizer(initial_scale=4.0)
@@ -169,7 +178,7 @@ def test_training_stops_after_so_many_skipped_steps_and_no_later(tmp_path):
     model, made, seen = small_model(), optimizer(), []
     before, variable = snapshot(model), model.trainable_variables[0].path
     monitor = NumericsMonitor(max_consecutive_skips=3, jsonl=tmp_path / "log.jsonl")
-    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *batch: seen.append(batch))
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(1))
     model.compile(made, "mse")
     x, y = poisoned(9, 1), data(9)[1]
     with pytest.raises(tfamp.SkippedStepsError) as error:
@@ -183,6 +192,8 @@ def test_training_stops_after_so_many_skipped_steps_and_no_later(tmp_path):
     # Nothing is left behind: the model trains on without the monitor.
     assert made.gradient_observer is None
     model.fit(*data(1), batch_size=BATCH, verbose=0)
+    with pytest.raises(ValueError, match="pass one only"):
+        model.fit(*data(1), verbose=0, callbacks=[NumericsMonitor(), NumericsMonitor()])
 
 
 def test_skips_that_end_in_time_do_not_stop_training():
@@ -286,17 +297,6 @@ def test_tensorboard_reads_scalars_and_histograms(tmp_path):
     assert bins == monitor.history[0]["variables"][name]["exponents"]
 
 
-def test_the_summary_names_the_variables(capsys):
-    monitor = NumericsMonitor(every=2, verbose=1)
-    assert monitor.to_text() == "no record yet"
-    model = fit(monitor)
-    text = monitor.to_text()
-    assert "loss scale 2^15, skipped 0 steps" in text
-    assert all(variable.path in text for variable in model.trainable_variables)
-    assert "suggested loss scale: 2^" in text
-    assert "suggested loss scale: 2^" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_a_monitor_goes_on_in_a_second_fit_and_can_be_taken_off():
     monitor = NumericsMonitor(every=3)
@@ -319,14 +319,6 @@ def test_a_monitor_goes_on_in_a_second_fit_and_can_be_taken_off():
     other = NumericsMonitor(every=3)
     model.fit(*data(4), batch_size=BATCH, verbose=0, callbacks=[other])
     assert [record["step"] for record in other.history] == [9, 12]
-
-
-def test_two_monitors_in_one_fit_are_an_error():
-    model = small_model()
-    model.compile(optimizer(), "mse")
-    pair = [NumericsMonitor(), NumericsMonitor()]
-    with pytest.raises(ValueError, match="pass one only"):
-        model.fit(*data(1), verbose=0, callbacks=pair)
 
 
 @pytest.mark.parametrize(

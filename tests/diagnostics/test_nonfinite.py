@@ -246,20 +246,10 @@ def test_an_iteration_of_a_loop():
 
 
 def test_the_cell_of_an_rnn():
-    class Cell(layers.Layer):
-        state_size = output_size = 4
-
-        def build(self, shape):
-            self.kernel = self.add_weight(shape=(shape[-1], 4), initializer="ones")
-
-        def call(self, x, states):
-            state = ops.square(states[0]) + ops.matmul(x, self.kernel)
-            return state, [state]
-
+    square = {"activation": ops.square, "use_bias": False, "recurrent_initializer": "identity"}
     with tfamp.policy_scope("mixed_float16"):
-        model = keras.Sequential(
-            [keras.Input((6, 4)), layers.RNN(Cell(name="cell"), name="rnn"), layers.Dense(2)]
-        )
+        rnn = layers.SimpleRNN(4, kernel_initializer="ones", **square)
+        model = keras.Sequential([keras.Input((6, 4)), rnn, layers.Dense(2)])
     x = np.full((2, 6, 4), 0.5, np.float32)
     report = find_nonfinite(model, x, np.zeros((2, 2), np.float32), loss="mse")
     assert (report.op, report.kind) == ("Square", "overflow")

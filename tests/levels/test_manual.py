@@ -9,7 +9,7 @@ from keras import layers
 import tfamp
 from helpers.cases import first_of
 from helpers.graph_asserts import op_dtypes
-from helpers.level_models import KINDS, Subclassed, compiled, computes, data, leaves
+from helpers.level_models import KINDS, Stubborn, Subclassed, compiled, computes, data, leaves
 from helpers.tolerances import tolerance
 
 X, Y = data()
@@ -125,11 +125,6 @@ def test_a_saved_model_keeps_it(tmp_path):
     model.save(tmp_path / "m.keras")
     read = keras.models.load_model(tmp_path / "m.keras")
     assert dtypes(read) == dtypes(model)
-
-
-class Stubborn(layers.Layer):
-    def call(self, x):
-        return tf.add(tf.convert_to_tensor(x), tf.ones((1, 8), tf.float32))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from keras import layers
 import tfamp
 from helpers.cases import one_of_each
 from helpers.graph_asserts import op_dtypes
-from helpers.level_models import KINDS, Subclassed, compiled, computes, data, leaves
+from helpers.level_models import KINDS, Stubborn, Subclassed, compiled, computes, data, leaves
 from helpers.output_models import MODELS
 from helpers.output_models import X as ROWS
 from helpers.tolerances import tolerance
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:adam keeps running averages")
 
 X, Y = data()
 DTYPES = ("float16", "bfloat16")
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def predict(model):
@@ -176,7 +177,7 @@ def test_a_fresh_model_that_is_not_compiled_gets_its_optimizer_later():
     model = KINDS["sequential"]()
     model, none = tfamp.prepare(model, level="O2", dtype="float16", loss_scale=512.0)
     assert none is None
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.compile("sgd", LOSS)
     assert isinstance(model.optimizer, tfamp.LossScaleOptimizer)
     assert float(model.optimizer.loss_scale) == 512.0
     plain = keras.optimizers.SGD()
@@ -190,7 +191,7 @@ def test_a_model_without_variables_yet_is_prepared_for_when_it_has_some(level):
     with pytest.raises(ValueError, match=r"model\.build\(input_shape\)"):
         tfamp.prepare(model, level="O3", dtype="float16")
     model, optimizer = tfamp.prepare(model, "sgd", level=level, dtype="bfloat16")
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.compile(optimizer, LOSS)
     assert "bfloat16" in step_dtypes(model)["MatMul"]
     assert {w.dtype for w in model.weights} == {"float32"}
 
@@ -403,22 +404,12 @@ def test_a_wrapped_optimizer_is_not_wrapped_again():
     assert changed is not given
     assert changed.inner_optimizer is inner
     assert tfamp.prepare(KINDS["sequential"](), given, level="O0")[1] is inner
-
-
-def test_keras_own_wrapper_is_replaced_and_its_scale_goes_on():
-    inner = keras.optimizers.SGD()
+    # Keras's own is replaced, and its scale goes on.
     given = keras.optimizers.LossScaleOptimizer(inner, initial_scale=64.0, dynamic_growth_steps=7)
     _, optimizer = tfamp.prepare(KINDS["sequential"](), given, level="O2", dtype="float16")
     assert type(optimizer) is tfamp.LossScaleOptimizer
     assert optimizer.inner_optimizer is inner
     assert (float(optimizer.loss_scale), optimizer.dynamic_growth_steps) == (64.0, 7)
-
-
-class Stubborn(layers.Layer):
-    """Adds in float32 what is float32, as code does that never heard of mixed precision."""
-
-    def call(self, x):
-        return tf.add(tf.convert_to_tensor(x), tf.ones((1, 8), tf.float32))
 
 
 class FailsOnSave(keras.Sequential):

@@ -94,7 +94,7 @@ def test_levels_in_any_order_keep_the_quantization_and_what_it_predicts(make, mo
     np.testing.assert_array_equal(model(X), expected)
 
 
-def test_o2_moves_a_layer_to_its_counterpart_and_says_so():
+def test_o2_moves_a_layer_to_its_counterpart_says_so_and_saves_it(tmp_path):
     model, _ = tfamp.prepare(quantized(mlp, "int8"), level="O2", dtype="bfloat16")
     low = "int8_from_mixed_bfloat16"
     assert policies_of(model) == [low, low, "int8_from_float32"]
@@ -104,6 +104,12 @@ def test_o2_moves_a_layer_to_its_counterpart_and_says_so():
         ("int8", "float32", "output"),
     ]
     assert "level O2; quantized to int8" in str(tfamp.precision_settings(model))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert policies_of(loaded) == policies_of(model)
+    np.testing.assert_array_equal(loaded(X), model(X))
+    loaded, _ = tfamp.prepare(loaded, level="O0")
+    np.testing.assert_array_equal(loaded(X)[..., 0], quantized(mlp, "int8")(X)[..., 0])
 
 
 def test_quantized_under_a_policy_o0_leads_back_to_float32():
@@ -207,17 +213,6 @@ def test_by_hand_a_quantized_layer_gets_its_counterpart_or_is_refused():
     with pytest.raises(ValueError, match=r"attention/query \(int8\).*float16"):
         tfamp.set_layer_dtype(model, "float16", pattern="attention")
     np.testing.assert_array_equal(model(X), expected)
-
-
-def test_a_saved_model_has_the_same_policies_and_comes_back_to_float32(tmp_path):
-    expected = quantized(mlp, "int8")(X)
-    model, _ = tfamp.prepare(quantized(mlp, "int8"), level="O2", dtype="bfloat16")
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert policies_of(loaded) == policies_of(model)
-    np.testing.assert_array_equal(loaded(X), model(X))
-    loaded, _ = tfamp.prepare(loaded, level="O0")
-    np.testing.assert_array_equal(loaded(X)[..., 0], expected[..., 0])
 
 
 def test_a_map_of_policies_keeps_its_quantized_entries(tmp_path):
