@@ -9,7 +9,14 @@ import tfamp
 from helpers.collectives import bytes_sent
 from helpers.replicas import halves
 from helpers.tolerances import assert_close
-from helpers.training import assert_identical, data, scaled_gradients, small_model, snapshot
+from helpers.training import (
+    assert_identical,
+    assert_same_values,
+    data,
+    scaled_gradients,
+    small_model,
+    snapshot,
+)
 
 WINDOW = 4
 
@@ -183,10 +190,7 @@ def test_checkpoint_resumes_bit_identically(tmp_path, done):
         step(x, y)
         other_step(x, y)
     assert int(resumed.iterations) == 4
-    for actual, expected in zip(
-        snapshot(other, resumed).values(), snapshot(model, optimizer).values(), strict=True
-    ):
-        np.testing.assert_array_equal(actual, expected)
+    assert_same_values(snapshot(other, resumed), snapshot(model, optimizer))
 
 
 # ---- Replicas ----------------------------------------------------------------------------------
@@ -221,8 +225,8 @@ def test_replicas_take_the_steps_of_one(two_replicas, arguments, traced):
     reference = small_model()
     one, alone = make()
     for i, (x, y) in enumerate(batches(3 * WINDOW + 1)):
-        if WINDOW <= i < 2 * WINDOW:  # The second replica's half of one batch is bad.
-            x = np.concatenate([x[:4], x[4:] * np.float32(np.inf if i == 6 else 1)])
+        if i == 6:  # The second replica's half of one batch is bad.
+            x[4:] = np.inf
         run(halves(two_replicas, x), halves(two_replicas, y))
         # The replicas' mean losses are added up: twice the loss of the whole batch.
         gradients = [2 * g for g in scaled_gradients(reference, one, x, y)]

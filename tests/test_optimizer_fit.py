@@ -118,15 +118,13 @@ def test_a_run_that_skips_every_step_is_told_in_bfloat16_and_in_an_eager_loop():
 
 
 def test_a_scale_that_finds_its_place_is_not_warned_of():
-    model = small_model()
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1e-3))
-    model.compile(optimizer, "mse", jit_compile=False)
-    x, y = data(20)
+    model, (x, y) = small_model(), data(20)
+    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.SGD(1e-3)), "mse", jit_compile=False)
     x[: 8 * 15] = np.nan
     with warnings.catch_warnings():
         warnings.simplefilter("error", tfamp.TfampWarning)
         fit(model, x, y, epochs=3)
-    assert int(optimizer.skipped_steps) == 45
+    assert int(model.optimizer.skipped_steps) == 45
 
 
 @pytest.mark.skipif(

@@ -71,8 +71,7 @@ def test_models_are_converted_and_used_as_before(source, tmp_path, name, freeze,
     assert plan.dtype == dtype
     assert plan.summary.low_nodes > 0
     assert contents(src) == before
-    function, actual = call(dst, name)
-    original, expected = call(src, name)
+    (function, actual), (original, expected) = call(dst, name), call(src, name)
     assert_has_low_precision(function)
     if name != "loop":
         assert_computes_in(dtype, function)

@@ -109,9 +109,6 @@ def test_grapplers_own_pass_is_seen(monkeypatch):
     monkeypatch.setenv("TF_ENABLE_AUTO_MIXED_PRECISION", "1")
     assert read_environment(CPU).grappler
     monkeypatch.delenv("TF_ENABLE_AUTO_MIXED_PRECISION")
-    tf.config.optimizer.set_experimental_options({"auto_mixed_precision": True})
-    try:
-        assert read_environment(CPU).grappler
-    finally:
-        tf.config.optimizer.set_experimental_options({"auto_mixed_precision": False})
-    assert not read_environment(CPU).grappler
+    for on in (True, False):
+        tf.config.optimizer.set_experimental_options({"auto_mixed_precision": on})
+        assert read_environment(CPU).grappler == on

@@ -10,6 +10,7 @@ from keras import layers, ops
 
 import tfamp
 from helpers.faults import FAULTS, LOSS, raw_softmax_log
+from helpers.training import assert_identical, snapshot
 from tfamp.diagnostics import NonFiniteReport, find_nonfinite
 
 NAMES = list(FAULTS)
@@ -17,18 +18,9 @@ NAMES = list(FAULTS)
 
 def _everything(model):
     """Values of all variables, and the policies and collected losses of all layers."""
-    optimizer = getattr(model, "optimizer", None)
-    variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
-    values = [ops.convert_to_numpy(variable) for variable in variables]
-    layers_ = model._flatten_layers()
-    return values, [layer.dtype_policy for layer in layers_], model.losses
-
-
-def _assert_same(before, after):
-    for old, new in zip(before[0], after[0], strict=True):
-        np.testing.assert_array_equal(old, new)
-    assert all(old is new for old, new in zip(before[1], after[1], strict=True))
-    assert len(before[2]) == len(after[2])
+    owners = [model, *([model.optimizer] if getattr(model, "optimizer", None) else [])]
+    policies = [id(layer.dtype_policy) for layer in model._flatten_layers()]
+    return snapshot(*owners), policies, len(model.losses)
 
 
 def _find(fault, policy, **kwargs):
@@ -36,7 +28,9 @@ def _find(fault, policy, **kwargs):
     loss = None if getattr(model, "compiled", False) else LOSS
     before = _everything(model)
     report = find_nonfinite(model, fault.x, fault.y, loss=loss, **kwargs)
-    _assert_same(before, _everything(model))
+    after = _everything(model)
+    assert_identical(after[0], before[0])
+    assert after[1:] == before[1:]
     return report
 
 
