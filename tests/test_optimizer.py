@@ -305,15 +305,11 @@ def test_variables_overwritten_with_their_gradient_are_left_alone(unscale):
 # ---- Losses ------------------------------------------------------------------------------------
 
 
-def test_float16_loss_is_scaled_in_float32():
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=2.0**20)
-    scaled_loss = optimizer.get_scaled_loss(tf.constant(3.0, "float16"))
-    assert scaled_loss.dtype == tf.float32
-    assert float(scaled_loss) == 3.0 * 2.0**20
+def test_a_float16_loss_is_scaled_in_float32_by_a_scale_that_is_not_baked_into_the_graph():
+    weight, optimizer = one_weight(initial_scale=2.0**20)
+    scaled = optimizer.get_scaled_loss(tf.constant(3.0, "float16"))
+    assert (scaled.dtype, float(scaled)) == (tf.float32, 3.0 * 2.0**20)
     assert float(optimizer.get_scaled_loss(lambda: tf.constant(2.0))()) == 2.0**21
-
-
-def test_scale_read_before_the_first_apply_is_not_baked_into_the_graph():
     weight, optimizer = one_weight()
 
     @tf.function

@@ -74,10 +74,7 @@ def test_sparse_gradients_count_with_their_values_and_missing_ones_not_at_all():
 def test_counts_beyond_what_float32_counts_are_exact():
     number = 2**24 + 1
     assert counted(tf.ones((number,)))[0].counts == {0: number}
-
-
-def test_replicas_add_up():
-    bound = tf.constant(65504.0)
+    bound = tf.constant(65504.0)  # Replicas add up.
     rows = count_values([tf.constant([x, 0.0]) for x in (1.0, 8.0)], bound, bound).numpy()
     assert histogram(rows, 1.0)[0] == ExponentHistogram({0: 1, 3: 1}, zeros=2, largest=8.0)
 

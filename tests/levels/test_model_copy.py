@@ -93,7 +93,6 @@ def _as_functional():
         (Recurrent, {"level": "O3"}, "bfloat16"),
         pytest.param(Recurrent, MASTERS, "float16", marks=pytest.mark.slow),
         pytest.param(_as_functional, {"level": "O3"}, "float16", marks=pytest.mark.slow),
-        pytest.param(_as_functional, MASTERS, "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_weights_that_exist_are_not_initialized(make, arguments, dtype, monkeypatch):
@@ -173,23 +172,17 @@ class Backbone(keras.Model):
         return {"width": self.width, "dtype": policy, "name": self.name}
 
 
-def _backbone():
-    model = Backbone(4)
-    model.enable_lora(2)
-    return model
-
-
 def _backbone_inside():
-    inputs, backbone = keras.Input((5, 8)), _backbone()
+    inputs, backbone = keras.Input((5, 8)), Backbone(4)
+    backbone.enable_lora(2)
     return keras.Model(inputs, layers.Dense(3)(backbone(inputs)))
 
 
 @pytest.mark.parametrize(
     ("make", "arguments", "dtype"),
     [
-        (_attention, {"level": "O2", "master_weights": True}, "bfloat16"),
+        (_attention, MASTERS, "bfloat16"),
         pytest.param(_attention, {"level": "O3"}, "float16", marks=pytest.mark.slow),
-        pytest.param(_backbone, {"level": "O3"}, "bfloat16", marks=pytest.mark.slow),
         (_backbone_inside, {"level": "O3"}, "float16"),
     ],
 )

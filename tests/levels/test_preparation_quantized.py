@@ -112,6 +112,20 @@ def test_o2_moves_a_layer_to_its_counterpart_says_so_and_saves_it(tmp_path):
     np.testing.assert_array_equal(loaded(X)[..., 0], quantized(mlp, "int8")(X)[..., 0])
 
 
+@pytest.mark.slow
+def test_lora_on_quantized_layers_trains_at_o2():
+    model = mlp()
+    for layer in model.layers:
+        layer.enable_lora(2)
+    model.quantize("int8")
+    model, optimizer = tfamp.prepare(model, "adam", level="O2", dtype="bfloat16")
+    model.compile(optimizer, "mse")
+    kernel = np.asarray(model.layers[0]._kernel)
+    losses = model.fit(X, X[..., :4], epochs=4, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+    np.testing.assert_array_equal(kernel, model.layers[0]._kernel)
+
+
 def test_quantized_under_a_policy_o0_leads_back_to_float32():
     with tfamp.policy_scope("mixed_bfloat16"):
         model = quantized(mlp, "int8")
