@@ -63,14 +63,12 @@ def test_a_method_keeps_its_object_and_its_function_does_not_and_both_have_a_sig
 def test_an_autocast_around_the_call_changes_nothing(around):
     weight = tf.Variable(tf.eye(4))
 
-    def product(x):
-        return tf.matmul(x, weight) + x
-
     def inside(x):
         with tfamp.autocast("float16"):
             return tf.matmul(x, weight)
 
-    fast, own = tfamp.rewrite(product, dtype="bfloat16"), tfamp.rewrite(inside, dtype="bfloat16")
+    fast = tfamp.rewrite(lambda x: tf.matmul(x, weight) + x, dtype="bfloat16")
+    own = tfamp.rewrite(inside, dtype="bfloat16")
     with tfamp.autocast(around):
         result, nested = fast(X), tf.function(lambda x: fast(x))(X)
         graph_def = fast.concrete(X).graph.as_graph_def()

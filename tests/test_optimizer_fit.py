@@ -40,16 +40,15 @@ def test_fit_equals_the_inner_optimizer_and_on_bad_data_changes_only_the_scale(w
     fit(bare, x, y, epochs=2)
     for actual, expected in zip(wrapped.get_weights(), bare.get_weights(), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7)
-    assert float(optimizer.loss_scale) == 2.0**12
-    assert int(optimizer.dynamic_counter) == 2
-    assert int(optimizer.iterations) == 8
+    counts = optimizer.loss_scale, optimizer.dynamic_counter, optimizer.iterations
+    assert [float(each) for each in counts] == [2.0**12, 2, 8]
     before = snapshot(wrapped, optimizer.inner_optimizer)
     for skipped, bad in ((4, np.inf), (8, np.nan)):
         x[::8] = bad  # One row of every batch.
         fit(wrapped, x, y)
         assert_identical(snapshot(wrapped, optimizer.inner_optimizer), before)
-        assert int(optimizer.skipped_steps) == skipped
-        assert int(optimizer.consecutive_skipped_steps) == skipped
+        counts = optimizer.skipped_steps, optimizer.consecutive_skipped_steps
+        assert [int(each) for each in counts] == [skipped] * 2
         assert float(optimizer.loss_scale) == 2.0 ** (12 - skipped)
 
 

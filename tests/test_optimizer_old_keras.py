@@ -80,15 +80,18 @@ def test_settings_that_had_no_effect_are_said_and_unknown_or_missing_ones_errors
 ADAM = {"class_name": "adam", "config": {"learning_rate": 0.5}}
 
 
-@pytest.mark.parametrize("config", [{}, {"inner_optimizer": ADAM, "initial_scale": 64.0}])
-def test_keras_optimizers_get_takes_what_describes_one(config):
-    config = {"inner_optimizer": "adam"} | config
+@pytest.mark.parametrize(
+    ("config", "scale", "rate"),
+    [
+        ({"inner_optimizer": "adam"}, 2.0**15, 0.001),
+        ({"inner_optimizer": ADAM, "initial_scale": 64.0}, 64.0, 0.5),
+    ],
+)
+def test_keras_optimizers_get_takes_what_describes_one(config, scale, rate):
     made = keras.optimizers.get({"class_name": "tfamp>LossScaleOptimizer", "config": config})
     assert type(made) is tfamp.LossScaleOptimizer
     assert type(made.inner_optimizer) is keras.optimizers.Adam
-    is_short = len(config) == 1
-    assert made.initial_scale == (2.0**15 if is_short else 64.0)
-    assert float(made.learning_rate) == pytest.approx(0.001 if is_short else 0.5)
+    assert (made.initial_scale, float(made.learning_rate)) == (scale, pytest.approx(rate))
     assert keras.optimizers.get(made) is made
 
 
@@ -99,9 +102,8 @@ def test_a_search_makes_new_ones_from_a_description_and_trains_them():
     monitor = tfamp.diagnostics.NumericsMonitor(every=1)
     copies = []
     for rate in (0.1, 0.01):
-        described = keras.optimizers.serialize(
-            tfamp.LossScaleOptimizer(keras.optimizers.SGD(rate), initial_scale=16.0)
-        )
+        optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(rate), initial_scale=16.0)
+        described = keras.optimizers.serialize(optimizer)
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         model.compile(described, "mse", jit_compile=False)
         copies.append(copy.deepcopy(monitor))

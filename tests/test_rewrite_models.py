@@ -23,17 +23,13 @@ STEPS = 20
 DEPTH = 64
 
 
-def matrix_op_dtypes(function):
-    """Dtypes of matmuls and convolutions, their gradients and those in loop bodies included."""
-    return {
+def assert_converted(function, ops, dtype):
+    """Matmuls and convolutions are low, their gradients and those in loop bodies included."""
+    found = {
         op: dtypes
         for op, dtypes in op_dtypes(function).items()
         if "Conv" in op or "MatMul" in op or op == "Einsum"
     }
-
-
-def assert_converted(function, ops, dtype):
-    found = matrix_op_dtypes(function)
     assert ops <= found.keys()
     assert set().union(*found.values()) == {dtype}, found
 

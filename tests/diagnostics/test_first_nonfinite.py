@@ -67,11 +67,8 @@ def test_inside_a_loop_the_iteration_is_that_of_the_fault():
 
 
 def test_a_late_iteration_is_known_by_what_was_before():
-    @tf.function
     def function(x):
-        for _ in tf.range(400):
-            x = x * 1.5
-        return x
+        return tf.while_loop(lambda i, _: i < 400, lambda i, x: (i + 1, x * 1.5), (0, x))[1]
 
     with np.errstate(over="ignore"):
         values = np.cumprod(np.float32([2.0**-40, *[1.5] * 400]), dtype=np.float32)

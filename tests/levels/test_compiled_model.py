@@ -14,15 +14,14 @@ class TwoOptimizers(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.hidden = keras.layers.Dense(4)
-        self.head = keras.layers.Dense(1)
+        self.inner = keras.Sequential(_layers())
 
     def compile(self, d_optimizer, g_optimizer):
         super().compile()
         self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
 
     def call(self, x):
-        return self.head(self.hidden(x))
+        return self.inner(x)
 
 
 class PassesOn(keras.Sequential):

@@ -26,9 +26,8 @@ def test_every_optimizer_of_keras_is_in_the_table():
 
 def _model():
     keras.utils.set_random_seed(0)
-    return keras.Sequential(
-        [keras.Input((64,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(10)]
-    )
+    dense = [keras.layers.Dense(32, "relu"), keras.layers.Dense(10)]
+    return keras.Sequential([keras.Input((64,)), *dense])
 
 
 def _prepared(optimizer, **arguments):

@@ -276,6 +276,14 @@ def test_a_policy_set_by_hand_since_is_kept_but_by_o0():
     assert model.layers[0].compute_dtype == "float16"
 
 
+def test_a_float64_model_is_not_converted():
+    dense = [layers.Dense(units, dtype="float64") for units in (4, 4, 2)]
+    model = keras.Sequential([keras.Input((4,), dtype="float64"), *dense])
+    with pytest.warns(tfamp.NothingConvertedWarning, match="no layer of it computes in float16"):
+        tfamp.prepare(model, level="O2", dtype="float16")
+    assert {x.compute_dtype for x in leaves(model)} == {"float64"}
+
+
 class Prepares(keras.Model):
     """Standardizes what float16 cannot hold."""
 
@@ -308,21 +316,10 @@ def test_what_prepares_data_gets_it_as_it_is_and_keeps_what_it_adapted_to(subcla
     assert back.autocast
 
 
-def test_a_float64_model_is_not_converted():
-    model = keras.Sequential([keras.Input((4,), dtype="float64")])
-    for units in (4, 4, 2):
-        model.add(layers.Dense(units, dtype="float64"))
-    with pytest.warns(tfamp.NothingConvertedWarning, match="no layer of it computes in float16"):
-        tfamp.prepare(model, level="O2", dtype="float16")
-    assert {x.compute_dtype for x in leaves(model)} == {"float64"}
-
-
 def test_keep_float32_takes_names_patterns_classes_and_layers():
-    model = keras.Sequential([keras.Input((4,))])
-    for name in ("one", "two_a", "two_b", "three", "four", "last"):
-        model.add(layers.Dense(4, name=name))
-    model.add(layers.LayerNormalization(name="norm"))
-    model.add(layers.Dense(4))
+    names = ("one", "two_a", "two_b", "three", "four", "last")
+    dense, norm = [layers.Dense(4, name=name) for name in names], layers.LayerNormalization
+    model = keras.Sequential([keras.Input((4,)), *dense, norm(name="norm"), layers.Dense(4)])
     kept = ["one", "^two_", layers.LayerNormalization, model.get_layer("four")]
     settings = tfamp.prepare(model, level="O2", dtype="bfloat16", keep_float32=kept).settings
     low = [x.name for x in model.layers if x.compute_dtype == "bfloat16"]
