@@ -145,6 +145,14 @@ def test_reset_drops_a_window_and_forgets_that_a_batch_was_not_finite():
     assert float(weight) == -2.0
 
 
+def test_clipping_is_of_the_mean():
+    weight = keras.Variable(0.0)
+    optimizer, accumulator = make(lambda: keras.optimizers.SGD(1.0), steps=2, grad_clip=3.0)
+    for gradient in (2.0, 6.0):
+        accumulator.apply_gradients([(optimizer.get_scaled_loss(gradient), weight)])
+    assert (float(optimizer.last_gradient_norm), float(weight)) == (4.0, -3.0)
+
+
 def test_sparse_and_missing_gradients():
     table, unused = keras.Variable(np.zeros((4, 2), "float32")), keras.Variable([1.0])
     optimizer, accumulator = make(lambda: keras.optimizers.SGD(1.0), steps=2)
@@ -159,15 +167,6 @@ def test_sparse_and_missing_gradients():
     step(3)
     np.testing.assert_array_equal(table.numpy()[:, 0], [0.0, -1.5, 0.0, -0.5])
     np.testing.assert_array_equal(unused.numpy(), [1.0])
-
-
-def test_clipping_is_of_the_mean():
-    weight = keras.Variable(0.0)
-    optimizer, accumulator = make(lambda: keras.optimizers.SGD(1.0), steps=2, grad_clip=3.0)
-    for gradient in (2.0, 6.0):
-        accumulator.apply_gradients([(optimizer.get_scaled_loss(gradient), weight)])
-    assert float(optimizer.last_gradient_norm) == 4.0
-    assert float(weight) == -3.0
 
 
 @pytest.mark.parametrize("done", [WINDOW, WINDOW + 2], ids=["between_windows", "within_a_window"])

@@ -78,14 +78,11 @@ def test_private_calling_layers():
     assert keras_hooks.calling_layers() == []
 
 
-def test_private_functional_of():
+def test_private_functional_of_and_sublayers():
     model = keras.Sequential([keras.layers.Dense(1)])
     assert keras_hooks.functional_of(model) is None
     model.build((None, 2))
     assert type(keras_hooks.functional_of(model)) is keras_hooks.functional_class()
-
-
-def test_private_sublayers():
     layer = keras.layers.TimeDistributed(keras.layers.Dense(1))
     assert keras_hooks.sublayers(layer) == (layer.layer,)
 

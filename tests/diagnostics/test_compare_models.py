@@ -241,15 +241,12 @@ def test_text_and_json_tell_the_same(x):
     assert [row["layer"] for row in facts["rows"]] == [row.layer for row in found.rows]
 
 
-def test_a_layer_by_itself_is_compared(x):
+def test_a_layer_by_itself_is_compared_and_one_that_is_an_output_is_float32(x):
     (row,) = compare(L.Dense(4, name="alone"), x, dtype="bfloat16").rows
     assert (row.layer, row.dtype) == ("alone", "bfloat16")
     assert 0 < row.own_error < tolerance("bfloat16", depth=16)
     (kept,) = compare(L.BatchNormalization(name="norm"), x, dtype="bfloat16").rows
     assert kept.dtype == "float32"
-
-
-def test_a_model_with_nothing_low_says_so(x):
     model = keras.Sequential([keras.Input((16,)), L.Dense(4, name="head")])
     found = compare(model, x, dtype="bfloat16", bound=0.01)
     assert (found.output_error, found.keep_float32, found.worst) == (0.0, (), None)

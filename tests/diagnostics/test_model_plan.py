@@ -53,18 +53,18 @@ def test_it_tells_what_the_plan_of_a_rewrite_converts_and_what_stays_float32():
         found.source = "other"
 
 
-def test_a_mixed_model_is_looked_at_in_float32():
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    mixed = report(dense())
-    keras.config.set_dtype_policy("float32")
-    assert mixed.plan.summary == report(dense()).plan.summary
-
-
 @pytest.mark.parametrize("kind", ["saved", "keras"])
 def test_a_file_is_looked_at(files, kind):
     found = report(str(files[kind]))
     assert found.source == str(files[kind])
     assert [node.dtype for node in found.plan.nodes if node.op == "MatMul"] == ["bfloat16"] * 2
+
+
+def test_a_mixed_model_is_looked_at_in_float32():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    mixed = report(dense())
+    keras.config.set_dtype_policy("float32")
+    assert mixed.plan.summary == report(dense()).plan.summary
 
 
 def test_functions_and_models_that_are_not_built_need_example_arguments():

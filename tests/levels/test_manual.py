@@ -49,15 +49,6 @@ def test_one_layer_of_a_float32_model_computes_low(dtype):
     assert (model.predict(x, verbose=0) != before).any()
 
 
-def test_a_pattern_means_names_first_and_paths_then():
-    model = dense_model()
-    assert len(tfamp.set_layer_dtype(model, "float16", pattern="two_")) == 2
-    assert dtypes(model) == {
-        "one": "float32", "two_a": "float16", "two_b": "float16", "last": "float32"
-    }  # fmt: skip
-    assert tfamp.set_layer_dtype(model, "float16", pattern=r"/(one|last)$")[1].endswith("last")
-
-
 @pytest.mark.parametrize("kind", first_of(KINDS))
 def test_layers_inside_containers_are_set(kind):
     model = compiled(kind)
@@ -91,6 +82,17 @@ def test_an_output_layer_set_by_hand_says_so_everywhere():
     assert outer(np.ones((2, 8), "float32")).dtype == "float16"
 
 
+def test_a_pattern_means_names_first_and_paths_then_and_a_file_keeps_it(tmp_path):
+    model = dense_model()
+    assert len(tfamp.set_layer_dtype(model, "float16", pattern="two_")) == 2
+    assert dtypes(model) == {
+        "one": "float32", "two_a": "float16", "two_b": "float16", "last": "float32"
+    }  # fmt: skip
+    model.save(tmp_path / "m.keras")
+    assert dtypes(keras.models.load_model(tmp_path / "m.keras")) == dtypes(model)
+    assert tfamp.set_layer_dtype(model, "float16", pattern=r"/(one|last)$")[1].endswith("last")
+
+
 def test_it_goes_with_a_level_and_stays_when_the_level_changes():
     model = dense_model()
     tfamp.prepare(model, level="O2", dtype="float16")
@@ -117,14 +119,6 @@ def test_batch_normalization_set_by_hand_is_keras_own_in_that_dtype():
         norm = model.layers[1]
         assert norm(tf.ones((2, 4, 4, 4), tf.float16)).dtype == dtype
         assert np.isfinite(model(X)).all()
-
-
-def test_a_saved_model_keeps_it(tmp_path):
-    model = dense_model()
-    tfamp.set_layer_dtype(model, "bfloat16", pattern="two_a")
-    model.save(tmp_path / "m.keras")
-    read = keras.models.load_model(tmp_path / "m.keras")
-    assert dtypes(read) == dtypes(model)
 
 
 @pytest.mark.parametrize(

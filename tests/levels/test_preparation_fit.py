@@ -80,16 +80,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted_in_bfloat16(level):
     assert type(bare) is type(plain.optimizer) is keras.optimizers.SGD
 
 
-def test_without_a_loss_scale_by_choice_the_optimizer_is_left_as_it_is():
-    model = compiled("sequential", "sgd")
-    own = model.optimizer
-    for level in ("O1", "O2"):
-        prepared = tfamp.prepare(model, level=level, dtype="bfloat16", loss_scale="none")
-        assert prepared.optimizer is own
-        assert "loss scale      none" in str(prepared.settings)
-
-
-def test_o1_rewrites_what_evaluate_and_predict_run():
+def test_o1_rewrites_what_evaluate_and_predict_run_and_is_for_a_later_compile_too():
     model = compiled("functional")
     expected = np.asarray(model(X))
     tfamp.prepare(model, level="O1", dtype="bfloat16")
@@ -101,6 +92,11 @@ def test_o1_rewrites_what_evaluate_and_predict_run():
     assert predicted.dtype == "float32"
     assert_computed_low(predicted, expected)
     assert_computed_low(model.predict_on_batch(X[:8]), expected[:8])
+    # It survives compiling again.
+    tfamp.prepare(model, level="O1", dtype="float16", loss_scale=64.0)
+    model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
+    assert float(model.optimizer.loss_scale) == 64.0
+    assert op_dtypes(lambda: model.train_step(batch))["Conv2D"] == {"float16"}
 
 
 @pytest.mark.parametrize(
@@ -118,15 +114,6 @@ def test_o1_in_every_way_to_fit(arguments):
     assert_computed_low(predict(model), predict(reference))
 
 
-def test_o1_survives_compiling_again():
-    model = compiled("sequential")
-    tfamp.prepare(model, level="O1", dtype="float16", loss_scale=64.0)
-    model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
-    assert float(model.optimizer.loss_scale) == 64.0
-    batch = (tf.constant(X[:8]), tf.constant(Y[:8]))
-    assert op_dtypes(lambda: model.train_step(batch))["Conv2D"] == {"float16"}
-
-
 @pytest.mark.slow
 def test_o1_on_several_replicas_casts_op_by_op_and_says_so(two_replicas):
     with two_replicas.scope():
@@ -140,8 +127,11 @@ def test_o1_on_several_replicas_casts_op_by_op_and_says_so(two_replicas):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_one_custom_loop_serves_all_levels(level):
     model = compiled("subclassed", optimizer="sgd")
+    own = model.optimizer
     prepared = tfamp.prepare(model, level=level, dtype="float16", loss_scale="none")
     model, optimizer = prepared
+    assert optimizer is own  # Without a loss scale by choice it is left as it is.
+    assert "loss scale      none" in str(prepared.settings)
     loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     @prepared.settings.rewrite
