@@ -84,6 +84,20 @@ class TestArguments:
         assert other["given"].numpy().tolist() == [1, 2]
         assert_close(other["z"], 3 * (x @ weights), "bfloat16", depth=WIDTH)
 
+    def test_unknown_shapes_are_taken_and_other_dtypes_are_not_touched(self, weights, x):
+        def fn(x, wide, whole, flag, name):
+            y = tf.reshape(x, (-1, WIDTH)) @ weights
+            return wide @ wide, whole + 1, flag, tf.strings.join([name, "!"]), y
+
+        given = (tf.ones((2, 2), tf.float64), tf.constant(1), tf.constant(True), tf.constant("a"))
+        concrete = tfamp.rewrite(fn, dtype="bfloat16").concrete(tf.TensorSpec(None), *given)
+        assert op_dtypes(concrete)["MatMul"] == {"bfloat16", "float64"}
+        results = concrete(x, *given)
+        found = " ".join(each.dtype.name for each in results)
+        assert found == "float64 int32 bool string float32"
+        assert results[0].numpy().tolist() == [[2.0, 2.0], [2.0, 2.0]]
+        assert_close(results[-1], x @ weights, "bfloat16", depth=WIDTH)
+
     def test_structures_come_back_as_they_are(self, weights):
         ragged = tf.ragged.constant([[1.0, 2.0], [3.0]])
 
@@ -97,16 +111,6 @@ class TestArguments:
         assert slices.indices.numpy().tolist() == [4]
         assert text.numpy() == b"text"
 
-    def test_other_dtypes_are_not_touched(self, weights, x):
-        def fn(wide, whole, flag, name):
-            return wide @ wide, whole + 1, flag, tf.strings.join([name, "!"]), x @ weights
-
-        given = (tf.ones((2, 2), tf.float64), tf.constant(1), tf.constant(True), tf.constant("a"))
-        results = tfamp.rewrite(fn, dtype="bfloat16")(*given)
-        found = " ".join(each.dtype.name for each in results)
-        assert found == "float64 int32 bool string float32"
-        assert results[0].numpy().tolist() == [[2.0, 2.0], [2.0, 2.0]]
-
     def test_each_kind_of_argument_has_its_trace_and_plan(self, weights):
         fast = tfamp.rewrite(lambda x, power: tf.linalg.matmul(x, weights) * power, dtype="float16")
         fast(tf.ones((1, WIDTH)), 1.0)
@@ -115,12 +119,6 @@ class TestArguments:
         assert fast.experimental_get_tracing_count() == 3
         fast.plan(tf.ones((2, WIDTH)), 3.0)
         assert fast.experimental_get_tracing_count() == 3
-
-    def test_unknown_shapes(self, weights, x):
-        fast = tfamp.rewrite(lambda x: tf.reshape(x, (-1, WIDTH)) @ weights, dtype="bfloat16")
-        concrete = fast.concrete(tf.TensorSpec(None))
-        assert_computes_in("bfloat16", concrete)
-        assert_close(concrete(x), x @ weights, "bfloat16", depth=WIDTH)
 
     def test_autograph_is_applied_as_by_tf_function(self, weights, x):
         def fn(x, flag):

@@ -195,12 +195,15 @@ def test_autocast_inside_a_function():
     assert "autocast(enabled=False)" in report.fix
 
 
-def test_rewritten_functions_name_the_node_to_keep():
+def test_float32_functions_are_asked_about_float16_and_rewritten_ones_name_the_node_to_keep():
     def step(x):
         with tf.name_scope("block"):
             return tf.reduce_sum(tf.matmul(x, x, transpose_b=True))
 
     x = tf.fill((4, 32), 100.0)
+    for dtype in (None, "float32"):
+        assert find_nonfinite(step, x, dtype=dtype) is None
+    assert find_nonfinite(step, x, dtype="float16").op == "MatMul"
     rewritten = tfamp.rewrite(step, dtype="float16", placement="lists")
     report = find_nonfinite(rewritten, x)
     assert (report.op, report.node, report.kind) == ("MatMul", "block/MatMul", "overflow")
@@ -209,16 +212,6 @@ def test_rewritten_functions_name_the_node_to_keep():
     with pytest.warns(tfamp.NothingConvertedWarning):
         assert find_nonfinite(kept, x) is None
     assert find_nonfinite(rewritten, x, dtype="bfloat16") is None
-
-
-def test_a_float32_function_is_asked_about_float16():
-    def function(x):
-        return tf.reduce_sum(tf.matmul(x, x, transpose_b=True))
-
-    x = tf.fill((4, 32), 100.0)
-    assert find_nonfinite(function, x) is None
-    assert find_nonfinite(function, x, dtype="float32") is None
-    assert find_nonfinite(function, x, dtype="float16").op == "MatMul"
 
 
 def test_an_iteration_of_a_loop():
