@@ -35,8 +35,9 @@ def test_a_policy_map_is_left_alone():
     policies = keras.dtype_policies.DTypePolicyMap(default_policy="float32")
     layer = layers.Dense(2, dtype=policies, name="mapped")
     model = keras.Sequential([keras.Input((8,)), layer, layers.Dense(1)])
-    with computing_in(model, "float16"):
+    with pytest.raises(KeyError), computing_in(model, "float16"):  # Also after an exception.
         assert layer.compute_dtype == "float16"
+        raise KeyError
     assert layer.dtype_policy is policies
     assert not list(policies)
 
