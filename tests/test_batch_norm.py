@@ -1,8 +1,5 @@
 """The fused kernel's arithmetic against a float64 reference and TensorFlow's unfused formula."""
 
-from __future__ import annotations
-
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -138,56 +135,20 @@ def test_second_derivatives(dtype):
     assert_close(actual, expected, dtype, depth=3 * 60)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_large_mean_does_not_swallow_the_variance(dtype):
-    x = sample(SHAPES[4], dtype, center=1000.0, spread=8.0)
-    _, found_mean, found_variance = fused_norm(x, None, None, EPSILON)
-    _, mean, variance, *_ = reference(x, x)
-    assert_close(found_mean, mean, "float32")
+@pytest.mark.parametrize(
+    ("dtype", "center", "spread"),
+    [("float16", 1000.0, 8.0), ("bfloat16", 1000.0, 8.0), ("float16", 0.0, 1e3)],
+)
+def test_large_means_and_variances_beyond_float16_are_exact(dtype, center, spread):
+    x = sample(SHAPES[4], dtype, center=center, spread=spread)
+    found, found_mean, found_variance = fused_norm(x, None, None, EPSILON)
+    expected, mean, variance, *_ = reference(x, x, gamma=1.0, beta=0.0)
+    assert center or variance.max() > 65504
+    assert_close(found_mean, mean, "float32", depth=1 if center else 60)
     # x - mean loses the digits that 1000 takes of float32.
-    np.testing.assert_allclose(found_variance, variance, rtol=1e-4)
-
-
-def test_activations_whose_float16_variance_overflows():
-    x = sample(SHAPES[4], "float16", center=0.0, spread=1e3)
-    expected, _, variance, *_ = reference(x, x, gamma=1.0, beta=0.0)
-    assert variance.max() > 65504
-    outputs, _, found_variance = fused_norm(x, None, None, EPSILON)
-    assert_close(found_variance, variance, "float32", depth=60)
-    assert_close(outputs, expected, "float16", depth=2)
-
-
-def test_fifty_steps_in_float32_have_the_losses_of_the_unfused_formula():
-    x, target = (
-        sample((32, 6, 6, 8), "float32"),
-        sample((32, 6, 6, 4), "float32", center=0.0, seed=1),
-    )
-
-    def unfused(x, gamma, beta, epsilon):
-        mean, variance = tf.nn.moments(x, [0, 1, 2])
-        return tf.nn.batch_normalization(x, mean, variance, beta, gamma, epsilon), mean, variance
-
-    def losses(normalize):
-        keras.utils.set_random_seed(3)
-        kernel = tf.Variable(tf.random.normal((3, 3, 8, 8)) / 8)
-        gamma, beta = tf.Variable(tf.ones(8)), tf.Variable(tf.zeros(8))
-        head = tf.Variable(tf.random.normal((8, 4)) / 3)
-        variables = [kernel, gamma, beta, head]
-
-        @tf.function
-        def step():
-            with tf.GradientTape() as tape:
-                y, *_ = normalize(tf.nn.conv2d(x, kernel, 1, "SAME"), gamma, beta, EPSILON)
-                loss = tf.reduce_mean((tf.nn.relu(y) @ head - target) ** 2)
-            for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
-                variable.assign_sub(0.05 * gradient)
-            return loss
-
-        return np.array([step() for _ in range(50)])
-
-    fused, expected = losses(fused_norm), losses(unfused)
-    assert expected[-1] < 0.95 * expected[0]
-    np.testing.assert_allclose(fused, expected, rtol=1e-4)
+    np.testing.assert_allclose(found_variance, variance, rtol=1e-4 if center else 1e-5)
+    if not center:
+        assert_close(found, expected, "float16", depth=2)
 
 
 def test_kernels(monkeypatch):

@@ -13,7 +13,6 @@ import tfamp
 from helpers import saved_models
 from helpers.graph_asserts import assert_computes_in, op_dtypes
 from tfamp.cli import main
-from tfamp.interop import tf_private
 from tfamp.rewriting.saved_model import inspect_saved_model
 
 
@@ -41,38 +40,21 @@ def one_line(text):
     return line
 
 
-def test_rewrite_writes_a_model_and_says_what_it_did(run, src, tmp_path):
+def test_rewrite_writes_a_model_and_inspect_nothing_and_both_say_what_they_do(run, src, tmp_path):
+    before, handler = sorted(src.parent.rglob("*")), signal.getsignal(signal.SIGTERM)
+    plan = inspect_saved_model(src, dtype="bfloat16")
+    assert run("inspect", src, "--dtype", "bfloat16") == (0, plan.to_text(), "")
+    code, out, err = run("inspect", src, "--dtype", "bfloat16", "--json")
+    assert (code, err, json.loads(out)) == (0, "", json.loads(plan.to_json()))
+    assert sorted(src.parent.rglob("*")) == before
     code, out, err = run("rewrite", src, tmp_path / "low", "--dtype", "bfloat16")
     assert (code, err) == (0, "")
-    plan = inspect_saved_model(src, dtype="bfloat16")
+    assert signal.getsignal(signal.SIGTERM) is handler
     assert str(tmp_path / "low") in out
     assert f"{plan.summary.low_nodes} of {plan.summary.nodes} float nodes in bfloat16" in out
     assert f"casts   {plan.summary.casts}," in out
     function = tf.saved_model.load(str(tmp_path / "low")).signatures["serving_default"]
     assert_computes_in("bfloat16", function)
-
-
-def test_a_wheel_without_gpu_kernels_is_named(run, src, tmp_path, monkeypatch):
-    every = tf_private.kernels
-    monkeypatch.setattr(
-        tf_private, "kernels", lambda op: tuple(k for k in every(op) if k.device != "gpu")
-    )
-    for arguments in (("rewrite", src, tmp_path / "low"), ("inspect", src)):
-        code, out, err = run(*arguments, "--dtype", "float16", "--device", "gpu")
-        assert (code, out) == (1, "")
-        assert "the wheel tensorflow" in one_line(err)
-        assert "--device cpu" in err
-    assert not (tmp_path / "low").exists()
-
-
-def test_changed_lists_are_those_of_the_device_that_auto_stands_for(run, src, monkeypatch):
-    asked = []
-    default = tfamp.OpLists.default
-    monkeypatch.setattr(
-        tfamp.OpLists, "default", lambda *given: (asked.append(given), default(*given))[1]
-    )
-    run("inspect", src, "--dtype", "float16", "--allow-add", "Square")
-    assert asked == [("float16", "cpu")]
 
 
 def test_options_are_those_of_the_library(run, src, tmp_path):
@@ -103,30 +85,12 @@ def test_reports_are_the_plan_as_text_and_as_a_page(run, src, tmp_path):
         assert (tmp_path / name).read_text(encoding="utf-8") == text
 
 
-def test_inspect_prints_the_plan_and_writes_nothing(run, src):
-    before, handler = sorted(src.parent.rglob("*")), signal.getsignal(signal.SIGTERM)
-    code, out, err = run("inspect", src, "--dtype", "bfloat16")
-    assert signal.getsignal(signal.SIGTERM) is handler
-    plan = inspect_saved_model(src, dtype="bfloat16")
-    assert (code, out, err) == (0, plan.to_text(), "")
-    code, out, err = run("inspect", src, "--dtype", "bfloat16", "--json")
-    assert json.loads(out) == json.loads(plan.to_json())
-    assert (code, err) == (0, "")
-    assert sorted(src.parent.rglob("*")) == before
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["rewrite", "a"], "the following arguments are required: DST"),
-        (
-            ["rewrite", "a", "b", "--dtype", "float64"],
-            "argument --dtype: invalid choice: 'float64'",
-        ),
-        (
-            ["rewrite", "a", "b", "--report", "plan.pdf"],
-            "'plan.pdf' must end in .html, .json, .txt",
-        ),
+        (["rewrite", "a", "b", "--dtype", "float64"], "--dtype: invalid choice: 'float64'"),
+        (["rewrite", "a", "b", "--report", "plan.pdf"], "must end in .html, .json, .txt"),
         (["rewrite", "a", "b", "--report", "no/plan.txt"], "there is no directory 'no'"),
         (["rewrite", "a", "b", "--report", "plan.json"], "'plan.json' is a directory"),
         (["inspect"], "the following arguments are required: SRC"),
@@ -175,24 +139,20 @@ def test_a_pattern_without_effect_is_a_warning_in_the_words_of_the_command_line(
 
 
 def test_missing_and_existing_directories_are_one_line(run, src, tmp_path):
-    for arguments in (
-        ["rewrite", tmp_path / "none", tmp_path / "low"],
-        ["rewrite", src, src],
-        ["inspect", tmp_path],
+    low, file = tmp_path / "low", tmp_path / "file"
+    file.touch()
+    assert run("rewrite", src, low, "--dtype", "bfloat16")[0] == 0
+    for arguments, message in (
+        (["inspect", tmp_path], "is no SavedModel"),
+        (["rewrite", src, low], "give another directory, or allow to overwrite it (--overwrite)"),
+        (["rewrite", src, file / "low"], f"{file} is no directory"),
     ):
-        code, out, err = run(*arguments, "--dtype", "bfloat16")
+        code, out, err = run(*arguments, "--dtype", "float16")
         assert (code, out) == (1, "")
         assert one_line(err).startswith("tfamp: error: ")
-    assert run("rewrite", src, tmp_path / "low", "--dtype", "bfloat16")[0] == 0
-    code, _, err = run("rewrite", src, tmp_path / "low", "--dtype", "float16")
-    assert code == 1
-    assert "exists; give another directory, or allow to overwrite it (--overwrite)" in one_line(err)
-    (tmp_path / "file").touch()
-    code, _, err = run("rewrite", src, tmp_path / "file" / "low", "--dtype", "float16")
-    assert code == 1
-    assert f"{tmp_path / 'file'} is no directory" in one_line(err)
-    assert run("rewrite", src, tmp_path / "low", "--dtype", "float16", "--overwrite")[0] == 0
-    function = tf.saved_model.load(str(tmp_path / "low")).signatures["serving_default"]
+        assert message in err
+    assert run("rewrite", src, low, "--dtype", "float16", "--overwrite")[0] == 0
+    function = tf.saved_model.load(str(low)).signatures["serving_default"]
     assert_computes_in("float16", function)
 
 
@@ -258,8 +218,17 @@ def test_a_full_disk_and_a_termination_are_one_line_and_leave_what_was_there(src
 
 
 @pytest.mark.parametrize("freeze", [[], ["--freeze"]])
-def test_calibration_data_is_taken_by_name(run, tmp_path, freeze):
+def test_calibration_data_is_taken_by_name_and_has_to_fit(run, tmp_path, freeze):
     src, data = saved_models.overflowing(tmp_path / "src"), tmp_path / "data.npz"
+    for name, width, message in (
+        ("z", 4, "serving_default takes ['x']"),
+        ("x", 5, "Calibration batch 0: the input"),
+    ):
+        np.savez(data, **{name: np.ones((2, width), np.float32)})
+        wrong = run("rewrite", src, tmp_path / "low", "--dtype", "float16", "--calibrate", data)
+        assert wrong[0] in (1, 2)
+        assert message in one_line(wrong[2])
+        assert not (tmp_path / "low").exists()
     np.savez(data, x=np.full((2, 4), 3.0, np.float32))
     options = ["--dtype", "float16", *freeze, "--calibrate", data]
     code, _, err = run("rewrite", src, tmp_path / "low", *options, "--report", tmp_path / "p.json")
@@ -270,20 +239,3 @@ def test_calibration_data_is_taken_by_name(run, tmp_path, freeze):
     served = tf.saved_model.load(str(tmp_path / "low")).signatures["serving_default"]
     assert "float16" in op_dtypes(served)["MatMul"]
     assert np.isfinite(served(x=tf.fill((2, 4), 3.0))["y"]).all()
-
-
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ({"z": np.ones((2, 4), np.float32)}, "serving_default takes ['x']"),
-        ({"x": np.ones((2, 5), np.float32)}, "Calibration batch 0: the input"),
-    ],
-)
-def test_calibration_data_that_does_not_fit_is_refused(run, tmp_path, arrays, message):
-    src = saved_models.overflowing(tmp_path / "src")
-    np.savez(tmp_path / "data.npz", **arrays)
-    options = ["--dtype", "float16", "--calibrate", tmp_path / "data.npz"]
-    code, _, err = run("rewrite", src, tmp_path / "low", *options)
-    assert code in (1, 2)
-    assert message in one_line(err)
-    assert not (tmp_path / "low").exists()

@@ -1,7 +1,5 @@
 """The matrix of versions, the dependencies and the page about them say the same."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

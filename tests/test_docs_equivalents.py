@@ -1,7 +1,5 @@
 """Every test that the table of equivalents names exists, and every row names one."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs every Python block of README.md and docs/, so that no page shows code that does not work."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -84,10 +82,6 @@ def test_python_blocks_of_the_page_run(path, tmp_path, monkeypatch):
         pytest.skip("no Python block")
 
 
-def test_there_are_python_blocks():
-    assert sum(len(python_blocks(page_text(path))) for path in PAGES) > 0
-
-
 def test_a_notebook_is_kept_without_what_its_cells_printed():
     # That would be of one machine, and a difference at every change.
     for path in sorted(DOCS.rglob("*.ipynb")):
@@ -96,31 +90,19 @@ def test_a_notebook_is_kept_without_what_its_cells_printed():
         assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
 
 
-def test_blocks_share_a_namespace_and_keep_their_line_numbers(tmp_path):
-    page = tmp_path / "page.md"
-    plain = "# T\n\n```python\nx = 1\n```\n\n"
-    page.write_text(f'{plain}=== "tab"\n\n    ```python title="a"\n    y = x / 0\n    ```\n')
-    with pytest.raises(ZeroDivisionError) as error:
-        run_page(page)
-    assert error.traceback[-1].lineno + 1 == 10
-
-
-def test_a_no_run_block_is_compiled_only(tmp_path):
+def test_blocks_keep_their_line_numbers_and_no_run_ones_are_compiled_for_a_reason(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("<!-- no-run: needs a GPU -->\n```python\n1 / 0\n```\n")
     assert run_page(page) == 1
+    page.write_text("```python\nx = 1\n```\n\n    ```python\n    y = x / 0\n    ```\n")
+    with pytest.raises(ZeroDivisionError) as error:
+        run_page(page)
+    assert error.traceback[-1].lineno + 1 == 6
     page.write_text("<!-- no-run: needs a GPU -->\n```python\n1 /\n```\n")
     with pytest.raises(SyntaxError):
         run_page(page)
-
-
-def test_no_run_needs_a_reason():
     with pytest.raises(AssertionError, match="no-run needs a reason"):
         python_blocks("<!-- no-run: -->\n```python\n1\n```\n")
-
-
-def test_other_blocks_are_left_alone():
-    assert python_blocks("```sh\nrm -r x\n```\n```pycon\n>>> 1\n```\n```\ntext\n```\n") == []
 
 
 def test_readme_starts_with_two_commands_that_ci_runs():
@@ -128,9 +110,3 @@ def test_readme_starts_with_two_commands_that_ci_runs():
     main_example, tests = shell_commands((ROOT / "README.md").read_text(encoding="utf-8"))
     assert "examples/" in main_example
     assert "pytest" in tests
-
-
-def test_readme_commands_are_read_without_prompts_and_comments():
-    shell_commands = runpy.run_path(str(ROOT / ".ci" / "readme_command.py"))["shell_commands"]
-    text = "```python\nx\n```\n```console\n# first\n$ a \\\n  b\n\nc\n```\n```sh\nd\n```\n"
-    assert [command.split() for command in shell_commands(text)] == [["a", "b"], ["c"]]

@@ -1,7 +1,5 @@
 """Keras on JAX and PyTorch, with TensorFlow installed beside: what works there and what says no."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -102,42 +100,22 @@ def found(backend):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_layers_compute_low_and_the_output_layer_in_float32(found):
+def test_policies_fit_stateless_apply_and_loops_work_and_what_needs_tensorflow_says_so(
+    found, backend
+):
     assert found["policies"] == ["mixed_float16", "float32"]
-    assert found["compute"] == "float16"
-    assert found["returns"] == "float32"
-
-
-def test_fit_trains_and_skips_a_step_that_is_not_finite(found):
+    assert (found["compute"], found["returns"]) == ("float16", "float32")
     assert found["steps"] == 16
     assert found["falls"]
     assert found["unchanged"]
     assert (found["skipped"], found["scale"]) == (1, 2.0**9)
-
-
-def test_stateless_apply_unscales_updates_and_skips(found):
     assert found["stateless"] == [0.5]
     assert found["stateless_overflow"] == [0.5, 2.0]
-
-
-def test_a_custom_loop_outside_a_trace_works_as_on_tensorflow(found):
     assert found["custom"] == [0.5, 2.0]
-
-
-@pytest.mark.parametrize("name", ["autocast", "rewrite", "GradScaler"])
-def test_what_needs_tensorflow_says_so(found, backend, name):
-    assert found[name].startswith(f"tfamp.{name} works on TensorFlow's ops")
-    assert f"Keras runs on the {backend} backend" in found[name]
-    assert "KERAS_BACKEND=tensorflow" in found[name]
-
-
-def test_the_error_names_the_backend_and_the_way_out(monkeypatch):
-    monkeypatch.setattr("keras.backend.backend", lambda: "jax")
-    with pytest.raises(
-        tfamp.UnsupportedBackendError,
-        match=r"a\.b works .* runs on the jax backend\. Set KERAS_BACKEND=tensorflow .* use c, ",
-    ):
-        require_tensorflow("a.b", "c")
+    for name in ("autocast", "rewrite", "GradScaler"):
+        assert found[name].startswith(f"tfamp.{name} works on TensorFlow's ops")
+        assert f"Keras runs on the {backend} backend" in found[name]
+        assert "KERAS_BACKEND=tensorflow" in found[name]
 
 
 def test_without_jax_installed_autocast_and_rewrite_still_refuse_its_backend(monkeypatch):
@@ -145,11 +123,12 @@ def test_without_jax_installed_autocast_and_rewrite_still_refuse_its_backend(mon
     for call in (lambda: tfamp.autocast("bfloat16"), lambda: tfamp.rewrite(abs, dtype="bfloat16")):
         with pytest.raises(RuntimeError, match="jax backend"):
             call()
+    message = r"a\.b works .* runs on the jax backend\. Set KERAS_BACKEND=tensorflow .* use c, "
+    with pytest.raises(tfamp.UnsupportedBackendError, match=message):
+        require_tensorflow("a.b", "c")
     with tfamp.autocast(enabled=False):
         pass
-
-
-def test_on_tensorflow_nothing_is_refused():
+    monkeypatch.undo()
     require_tensorflow("a.b")
 
 
@@ -158,6 +137,7 @@ def foreign(module, name, *bases):
     return type(name, bases, {"__module__": module})()
 
 
+TF1 = "tensorflow.python.training"
 TF_KERAS = "tf_keras.src.optimizers.adam", "Adam"
 
 
@@ -168,17 +148,11 @@ TF_KERAS = "tf_keras.src.optimizers.adam", "Adam"
         ("tf_keras.src.engine.functional", "Functional", "tf_keras", "keras.Model"),
         ("tf_keras.src.layers.core.dense", "Dense", "tf_keras", "keras.layers.Dense"),
         ("tf_keras.src.x", "Nothing", "tf_keras", "its counterpart in the package keras"),
-        (
-            "tensorflow.python.training.adam",
-            "AdamOptimizer", "TensorFlow 1", "keras.optimizers.Adam",
-        ),
-        (
-            "tensorflow.python.training.gradient_descent",
-            "GradientDescentOptimizer", "TensorFlow 1", "keras.optimizers.SGD",
-        ),
+        (TF1 + ".adam", "AdamOptimizer", "TensorFlow 1", "keras.optimizers.Adam"),
+        (TF1 + ".momentum", "GradientDescentOptimizer", "TensorFlow 1", "keras.optimizers.SGD"),
         ("torch.optim.adamw", "AdamW", "PyTorch", "keras.optimizers.AdamW"),
     ],
-)  # fmt: skip
+)
 def test_foreign_objects_are_named_with_their_module_and_what_to_do(module, name, library, instead):
     value = foreign(module, name)
     text = described(value)
@@ -188,11 +162,7 @@ def test_foreign_objects_are_named_with_their_module_and_what_to_do(module, name
     own = foreign("shop", "Own", type(value))
     assert described(own).startswith(f"an object of type shop.Own. That is of {library}")
     assert described(type(value)).startswith(f"the class {module}.{name}. That is of {library}")
-
-
-def test_other_objects_are_named_without_advice():
-    assert described(3) == "3 of type int."
-    assert described("adam") == "'adam' of type str."
+    assert described(3) == "3 of type int."  # Others are named without advice.
 
 
 def _entries():

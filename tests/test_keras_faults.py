@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from helpers.replicas import per_replica
 
 KERAS = pytest.param(
     keras.optimizers.LossScaleOptimizer,
@@ -77,10 +78,5 @@ def test_inf_on_one_replica_alone_is_not_applied(wrapper, two_replicas):
 
         two_replicas.run(replica_step, args=(x,))
 
-    values = [tf.constant([1.0]), tf.constant([np.inf])]
-    step(
-        two_replicas.experimental_distribute_values_from_function(
-            lambda context: values[context.replica_id_in_sync_group]
-        )
-    )
+    step(per_replica(two_replicas, [1.0], [np.inf]))
     np.testing.assert_array_equal(weight.numpy(), [1.0])

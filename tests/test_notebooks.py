@@ -1,7 +1,5 @@
 """What a notebook shows: HTML and pictures of results, complete and of nothing but themselves."""
 
-from __future__ import annotations
-
 import re
 
 import keras
@@ -119,10 +117,6 @@ def of_tfamp():
         return keras.Sequential(layers())
 
 
-def mixed_by_hand():
-    return keras.Sequential(layers(dtype="float16"))
-
-
 class Subclassed(keras.Model):
     def __init__(self):
         super().__init__()
@@ -139,8 +133,8 @@ class Subclassed(keras.Model):
         (of_keras, "float16", "float16 " * 3, "float32", "policy mixed_float16," * 3),
         (of_tfamp, "bfloat16", "bfloat16 float32 float32", "float32",
          "policy mixed_bfloat16,statistics,output"),
-        (mixed_by_hand, "float16", "float16 float32 float32", "float16",
-         "policy float16,float32,float32"),
+        (lambda: keras.Sequential(layers(dtype="float16")),
+         "float16", "float16 float32 float32", "float16", "policy float16,float32,float32"),
         (Subclassed, "float16", "float16 float32 float32", "float32",
          "policy mixed_float16,float32,float32"),
     ],
@@ -161,14 +155,10 @@ def test_settings_tell_what_every_model_computes_in(make, dtype, computes, store
         assert found.loss_scale == tfamp.DynamicLossScale()
 
 
-def test_a_rewrite_says_that_a_policy_came_first():
+def test_a_rewrite_and_a_level_say_that_a_policy_came_first():
     model = of_keras()
     with pytest.warns(tfamp.NothingConvertedWarning, match="compute in float16 already"):
         tfamp.rewrite(model, dtype="bfloat16", placement="lists").plan(X)
-
-
-def test_a_level_says_which_policy_it_took_the_place_of():
-    model = of_keras()
     prepared = tfamp.prepare(model, level="O2", dtype="bfloat16")
     assert any("made under mixed_float16" in each for each in prepared.settings.reasons)
     computes = [row.compute_dtype for row in prepared.settings.layers]
@@ -177,10 +167,6 @@ def test_a_level_says_which_policy_it_took_the_place_of():
     assert str(again.settings) == str(prepared.settings)
     back = tfamp.prepare(model, level="O0")
     assert {row.compute_dtype for row in back.settings.layers} == {"float32"}
-    plain = tfamp.prepare(tfamp_free(), level="O2", dtype="bfloat16")
-    assert not any("made under" in each for each in plain.settings.reasons)
-
-
-def tfamp_free():
     keras.config.set_dtype_policy("float32")
-    return keras.Sequential(layers())
+    plain = tfamp.prepare(keras.Sequential(layers()), level="O2", dtype="bfloat16")
+    assert not any("made under" in each for each in plain.settings.reasons)

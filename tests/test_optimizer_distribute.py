@@ -8,7 +8,6 @@ import tensorflow as tf
 import tfamp
 from helpers.cases import first_of, one_of_each
 from helpers.replicas import per_replica
-from helpers.tolerances import assert_close
 from helpers.training import assert_identical, data, small_model, snapshot, train_step
 
 
@@ -17,15 +16,14 @@ def replica_values(variable):
 
 
 def momentum():
-    return keras.optimizers.SGD(0.05, momentum=0.9)
+    return keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True)
 
 
-def make(strategy, inner=momentum, build=True, **arguments):
+def make(strategy):
     with strategy.scope():
         model = small_model()
-        optimizer = tfamp.LossScaleOptimizer(inner(), initial_scale=2.0**10, **arguments)
-        if build:
-            optimizer.build(model.trainable_variables)
+        optimizer = tfamp.LossScaleOptimizer(momentum(), initial_scale=2.0**10)
+        optimizer.build(model.trainable_variables)
     return model, optimizer
 
 
@@ -39,12 +37,24 @@ def distributed(strategy, step, traced=True):
 @pytest.mark.parametrize(
     ("traced", "unscale", "bad_replica"), one_of_each([True, False], [True, False], [0, 1])
 )
-def test_inf_on_any_one_replica_skips_all(two_replicas, traced, unscale, bad_replica):
+def test_finite_steps_sum_the_gradients_of_both_replicas(
+    two_replicas, traced, unscale, bad_replica
+):
+    """And an inf on one skips all."""
     model, optimizer = make(two_replicas)
+    reference, inner = small_model(), momentum()
     step = distributed(two_replicas, train_step(model, optimizer, unscale=unscale), traced)
     x, y = data(2)
     ys = per_replica(two_replicas, y[:8], y[8:])
-    step(per_replica(two_replicas, x[:8], x[8:]), ys)
+    variables = reference.trainable_variables
+    for _ in range(2):  # The replicas' gradients are added up.
+        step(per_replica(two_replicas, x[:8], x[8:]), ys)
+        with tf.GradientTape() as tape:
+            loss = 2.0 * tf.reduce_mean(tf.square(reference(x) - y))
+        grads = tape.gradient(loss, [v.value for v in variables])
+        inner.apply_gradients(zip(grads, variables, strict=True))
+    for actual, expected in zip(model.variables, reference.variables, strict=True):
+        np.testing.assert_allclose(actual.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
     before = snapshot(model, optimizer.inner_optimizer)
     halves = [x[:8].copy(), x[8:].copy()]
     halves[bad_replica][0] = np.inf
@@ -52,51 +62,6 @@ def test_inf_on_any_one_replica_skips_all(two_replicas, traced, unscale, bad_rep
     assert_identical(snapshot(model, optimizer.inner_optimizer), before)
     assert replica_values(optimizer.dynamic_scale) == [2.0**9, 2.0**9]
     assert int(optimizer.skipped_steps) == 1
-
-
-@pytest.mark.parametrize("unscale", [True, False], ids=["explicit", "fit_way"])
-def test_finite_steps_sum_the_gradients_of_both_replicas(two_replicas, unscale):
-    model, optimizer = make(two_replicas, lambda: keras.optimizers.SGD(0.05))
-    reference, inner = small_model(), keras.optimizers.SGD(0.05)
-    step = distributed(two_replicas, train_step(model, optimizer, unscale=unscale))
-    x, y = data(2)
-    for _ in range(3):
-        step(per_replica(two_replicas, x[:8], x[8:]), per_replica(two_replicas, y[:8], y[8:]))
-        with tf.GradientTape() as tape:
-            loss = sum(
-                tf.reduce_mean(tf.square(reference(x[i : i + 8]) - y[i : i + 8])) for i in (0, 8)
-            )
-        variables = reference.trainable_variables
-        grads = tape.gradient(loss, [v.value for v in variables])
-        inner.apply_gradients(zip(grads, variables, strict=True))
-    for actual, expected in zip(model.variables, reference.variables, strict=True):
-        np.testing.assert_allclose(actual.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
-
-
-def test_the_loop_of_the_guide_takes_the_steps_of_one_replica(two_replicas):
-    """Keras's losses divide by the number of replicas where the gradients are summed."""
-    loss_fn = keras.losses.MeanSquaredError()
-
-    def loop(model, optimizer):
-        def step(x, y):
-            with tf.GradientTape() as tape:
-                scaled = optimizer.get_scaled_loss(loss_fn(y, model(x, training=True)))
-            grads = tape.gradient(scaled, [v.value for v in model.trainable_variables])
-            grads = optimizer.get_unscaled_gradients(grads)
-            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-
-        return step
-
-    model, optimizer = make(two_replicas)
-    reference, alone = make(tf.distribute.get_strategy())
-    both, one = distributed(two_replicas, loop(model, optimizer)), loop(reference, alone)
-    x, y = data(2)
-    for _ in range(3):
-        both(per_replica(two_replicas, x[:8], x[8:]), per_replica(two_replicas, y[:8], y[8:]))
-        one(tf.constant(x), tf.constant(y))
-    assert int(optimizer.iterations) == int(alone.iterations) == 3
-    for actual, expected in zip(model.variables, reference.variables, strict=True):
-        assert_close(actual.numpy(), expected.numpy(), "float32", depth=64)
 
 
 def test_a_rewritten_function_may_call_strategy_run(two_replicas):
@@ -116,62 +81,14 @@ def test_a_rewritten_function_may_call_strategy_run(two_replicas):
     moved = snapshot(model, optimizer.inner_optimizer)
     assert int(optimizer.iterations) == 1
     fast(per_replica(two_replicas, x[:8], x[8:] * np.float32(np.inf)), ys)
+    pairs = [(tf.zeros(v.shape), v) for v in model.trainable_variables]
+    with two_replicas.scope(), pytest.raises(ValueError, match=r"inside strategy\.run"):
+        optimizer.apply_gradients(pairs)
     assert_identical(snapshot(model, optimizer.inner_optimizer), moved)
     assert replica_values(optimizer.dynamic_scale) == [2.0**9, 2.0**9]
     for variable in model.variables:
         first, second = variable.value.values
         np.testing.assert_array_equal(first.numpy(), second.numpy())
-
-
-def test_random_faults_keep_the_replicas_bit_identical(two_replicas):
-    model, optimizer = make(two_replicas, dynamic_growth_steps=3)
-    step = distributed(two_replicas, train_step(model, optimizer))
-    x, y = data(2)
-    random = np.random.default_rng(0)
-    ys = per_replica(two_replicas, y[:8], y[8:])
-    good = 0
-    for _ in range(40):
-        faults = random.random(2) < 0.2
-        halves = [np.where(f, np.nan, h) for f, h in zip(faults, (x[:8], x[8:]), strict=True)]
-        step(per_replica(two_replicas, *(h.astype("float32") for h in halves)), ys)
-        good += not faults.any()
-        for variable in model.variables + optimizer.inner_optimizer.variables:
-            first, second = (v.numpy() for v in variable.value.values)
-            np.testing.assert_array_equal(first, second, variable.path)
-        assert len(set(replica_values(optimizer.dynamic_scale))) == 1
-    assert optimizer.iterations.numpy() == good
-    assert int(optimizer.skipped_steps) == 40 - good
-
-
-def test_optimizer_built_by_its_first_step(two_replicas):
-    model, optimizer = make(two_replicas, build=False)
-    step = distributed(two_replicas, train_step(model, optimizer))
-    x, y = data(2)
-    step(per_replica(two_replicas, x[:8], x[8:]), per_replica(two_replicas, y[:8], y[8:]))
-    assert optimizer.iterations.numpy() == 1
-
-
-def test_unscaling_and_applying_in_two_functions(two_replicas):
-    with two_replicas.scope():
-        weight = keras.Variable([1.0], aggregation="mean")
-        optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
-        optimizer.build([weight])
-
-    @tf.function
-    def unscale(gradient):
-        return two_replicas.run(
-            lambda g: tf.clip_by_value(optimizer.get_unscaled_gradients([g])[0], -1.0, 1.0),
-            args=(gradient,),
-        )
-
-    @tf.function
-    def apply(gradient):
-        two_replicas.run(lambda g: optimizer.apply_gradients([(g, weight)]), args=(gradient,))
-
-    apply(unscale(per_replica(two_replicas, [2.0], [4.0])))
-    np.testing.assert_array_equal(weight.numpy(), [0.25])
-    apply(unscale(per_replica(two_replicas, [2.0], [np.inf])))
-    np.testing.assert_array_equal(weight.numpy(), [0.25])
 
 
 # Not here: steps_per_execution > 1 and gradient_accumulation_steps. Keras 3.15 fails with both
@@ -194,23 +111,3 @@ def test_fit(two_replicas, arguments):
     model.fit(x, y, **fit)
     assert_identical(snapshot(model, model.optimizer.inner_optimizer), before)
     assert float(model.optimizer.loss_scale) == 2.0**6
-
-
-def test_moving_average_of_the_weights(two_replicas):
-    model, optimizer = make(two_replicas, lambda: keras.optimizers.SGD(0.05, use_ema=True))
-    step = distributed(two_replicas, train_step(model, optimizer))
-    x, y = data(2)
-    step(per_replica(two_replicas, x[:8], x[8:]), per_replica(two_replicas, y[:8], y[8:]))
-    before = snapshot(optimizer.inner_optimizer)
-    bad = np.full_like(x[:8], np.nan)
-    step(per_replica(two_replicas, bad, x[8:]), per_replica(two_replicas, y[:8], y[8:]))
-    assert_identical(snapshot(optimizer.inner_optimizer), before)
-    averages = optimizer.inner_optimizer._model_variables_moving_average
-    np.testing.assert_array_equal(averages[0].numpy(), model.trainable_variables[0].numpy())
-
-
-def test_apply_outside_a_replica_is_an_error(two_replicas):
-    model, optimizer = make(two_replicas)
-    grads = [tf.zeros(v.shape) for v in model.trainable_variables]
-    with two_replicas.scope(), pytest.raises(ValueError, match=r"inside strategy\.run"):
-        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))

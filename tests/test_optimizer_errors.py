@@ -18,7 +18,11 @@ def wrapped(**arguments):
 # ---- Construction ---------------------------------------------------------------------------
 
 
-def test_wrapping_twice():
+def test_wrapping_what_scales_already():
+    inner = keras.optimizers.SGD(loss_scale_factor=64.0)
+    with pytest.raises(ValueError, match="loss_scale=64"):
+        tfamp.LossScaleOptimizer(inner)
+    assert inner.loss_scale_factor == 64.0, "the inner optimizer must not be modified"
     with pytest.raises(ValueError, match="LossScaleOptimizer already.*inner_optimizer"):
         tfamp.LossScaleOptimizer(wrapped())
     with pytest.raises(ValueError, match="already"):
@@ -31,30 +35,14 @@ def test_wrapping_what_is_no_optimizer(inner):
         tfamp.LossScaleOptimizer(inner)
 
 
-def test_inner_optimizer_that_scales_itself():
-    inner = keras.optimizers.SGD(loss_scale_factor=64.0)
-    with pytest.raises(ValueError, match="loss_scale=64"):
-        tfamp.LossScaleOptimizer(inner)
-    assert inner.loss_scale_factor == 64.0, "the inner optimizer must not be modified"
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"initial_scale": 0}, ValueError, "initial_scale"),
-        ({"initial_scale": -2.0}, ValueError, "initial_scale"),
-        ({"initial_scale": float("nan")}, ValueError, "initial_scale"),
         ({"initial_scale": "big"}, TypeError, "initial_scale must be a number; got 'big'"),
         ({"dynamic_growth_steps": 0}, ValueError, "growth_steps"),
-        ({"dynamic_growth_steps": 1.5}, TypeError, "growth_steps"),
-        ({"growth_factor": 0.9}, ValueError, "growth_factor"),
-        ({"backoff_factor": 1.1}, ValueError, "backoff_factor"),
-        ({"hysteresis": 0}, ValueError, "hysteresis"),
-        ({"min_scale": 0.0}, ValueError, "min_scale"),
         ({"max_scale": float("inf")}, ValueError, "max_scale"),
         ({"dynamic": "yes"}, TypeError, "dynamic must be True or False"),
         ({"loss_scale": "dynamic"}, TypeError, "scale must be a number; got 'dynamic'"),
-        ({"loss_scale": -1.0}, ValueError, "scale must be a number in"),
         ({"loss_scale": 8.0, "initial_scale": 4.0}, ValueError, "give either loss_scale or those"),
         ({"loss_scale": tfamp.FixedLossScale(), "dynamic": False}, ValueError, "give either"),
     ],
@@ -64,18 +52,12 @@ def test_bad_arguments(arguments, error, message):
         wrapped(**arguments)
 
 
-def test_arguments_are_keyword_only():
-    with pytest.raises(TypeError):
-        tfamp.LossScaleOptimizer(keras.optimizers.SGD(), 8.0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "dynamic", "scale"),
     [
         ({}, True, 2.0**15),
-        ({"loss_scale": 8}, False, 8.0),
+        *(({"loss_scale": given}, False, 8.0) for given in (8, tfamp.FixedLossScale(8.0))),
         ({"dynamic": False, "initial_scale": 8.0}, False, 8.0),
-        ({"loss_scale": tfamp.FixedLossScale(4.0)}, False, 4.0),
         ({"loss_scale": tfamp.DynamicLossScale(initial_scale=2.0)}, True, 2.0),
     ],
 )
@@ -109,8 +91,11 @@ def built():
     return model, optimizer
 
 
-def gradients_of(model, value=1.0):
-    return [tf.fill(v.shape, value) for v in model.trainable_variables]
+def gradients_of(model):
+    return [tf.ones(v.shape) for v in model.trainable_variables]
+
+
+INTEGERS = tf.ones((4, 8), tf.int32)
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -121,11 +106,7 @@ def gradients_of(model, value=1.0):
         (lambda g, v: ([None] * 4, v), ValueError, "No gradient was given for any of 4 variables"),
         (lambda g, v: ([g[1], *g[1:]], v), ValueError, "has shape .*; the variable has shape"),
         (lambda g, v: ([1.0, *g[1:]], v), TypeError, "must be a float tensor; got float"),
-        (
-            lambda g, v: ([tf.ones(v[0].shape, tf.int32), *g[1:]], v),
-            TypeError,
-            "must be a float tensor; got int32",
-        ),
+        (lambda g, v: ([INTEGERS, *g[1:]], v), TypeError, "must be a float tensor; got int32"),
         (lambda g, v: (v, g), TypeError, "as variable. Are the two swapped"),
         (lambda g, v: (g[:1], [keras.Variable(np.ones((4, 8)))]), ValueError, "Unknown variable"),
     ],
@@ -144,20 +125,15 @@ def test_bad_gradients(built, traced, spoil, error, message):
     assert_identical(snapshot(model, optimizer), before)
 
 
-@pytest.mark.parametrize("pairs", [None, 3, [1, 2], [(1, 2, 3)]])
-def test_what_is_no_list_of_pairs(built, pairs):
-    with pytest.raises(TypeError, match="takes .gradient, variable. pairs"):
-        built[1].apply_gradients(pairs)
-
-
-def test_apply_with_fewer_gradients_than_variables(built):
+def test_apply_takes_pairs_or_a_gradient_for_each_variable_it_was_built_with(built):
     model, optimizer = built
     with pytest.raises(ValueError, match="one gradient for each of the 4 variables; got 2"):
         optimizer.apply(gradients_of(model)[:2])
-
-
-def test_apply_without_variables_uses_those_it_was_built_with(built):
-    model, optimizer = built
+    for pairs in (None, 3, [1, 2], [(1, 2, 3)]):
+        with pytest.raises(TypeError, match="takes .gradient, variable. pairs"):
+            optimizer.apply_gradients(pairs)
+    with pytest.raises(ValueError, match="needs the tape"):
+        optimizer.minimize(tf.constant(1.0), model.trainable_variables)
     optimizer.apply(gradients_of(model), unscaled=False)
     assert int(optimizer.iterations) == 1
 
@@ -176,32 +152,24 @@ def test_unscaling_what_is_no_list(bad):
         wrapped().get_unscaled_gradients(bad)
 
 
-@pytest.mark.parametrize(
-    "loss", [None, "loss", tf.constant(3), {"a": 1.0}, [tf.ones(()), tf.ones(2)]]
-)
+@pytest.mark.parametrize("loss", [None, "loss", tf.constant(3), {"a": 1.0}, [1.0, tf.ones(2)]])
 def test_losses_that_cannot_be_scaled(loss):
     with pytest.raises(TypeError, match="The loss must be a float tensor"):
         wrapped().get_scaled_loss(loss)
 
 
-def test_minimize_a_tensor_without_its_tape():
-    weight = keras.Variable(1.0)
-    with pytest.raises(ValueError, match="needs the tape"):
-        wrapped().minimize(tf.constant(1.0), [weight])
-
-
-def test_minimize_without_variables():
-    with pytest.raises(ValueError, match="list of gradients is empty"):
-        wrapped().minimize(lambda: tf.constant(1.0), [])
-
-
-def test_a_loop_that_never_scales_is_told_once():
+def test_a_loop_that_never_scales_is_told_once_and_where():
     weight, optimizer = keras.Variable([1.0]), wrapped()
     assert float(optimizer.loss_scale) == optimizer.initial_scale  # Looking at it scales nothing.
     with pytest.warns(tfamp.TfampWarning, match="no loss has been scaled") as record:
         optimizer.apply_gradients([(tf.ones(1), weight)])
         optimizer.apply_gradients([(tf.ones(1), weight)])
     assert len([w for w in record if w.category is tfamp.TfampWarning]) == 1
+    optimizer = wrapped()
+    step = tf.function(lambda: optimizer.apply_gradients([(tf.ones(1), weight)]), autograph=True)
+    with pytest.warns(tfamp.TfampWarning, match="no loss has been scaled") as record:
+        step()
+    assert record[0].filename == __file__
 
 
 class Unscaled(keras.Sequential):
@@ -228,25 +196,13 @@ def test_a_train_step_that_never_scales_is_told_where_but_for_a_scale_of_1(eager
     assert [each.filename for each in record if each.category is tfamp.TfampWarning] == [__file__]
 
 
-def test_a_function_of_autographs_is_told_where_it_is_called():
-    weight, optimizer = keras.Variable([1.0]), wrapped()
-    step = tf.function(lambda: optimizer.apply_gradients([(tf.ones(1), weight)]), autograph=True)
-    with pytest.warns(tfamp.TfampWarning, match="no loss has been scaled") as record:
-        step()
-    assert record[0].filename == __file__
-
-
-@pytest.mark.parametrize("backend_error", [ValueError])
-def test_stateless_apply_says_that_tensorflow_has_none(built, backend_error):
+def test_stateless_apply_says_that_tensorflow_has_none(built):
     model, optimizer = built
-    with pytest.raises(backend_error, match="not supported with the TensorFlow backend"):
+    with pytest.raises(ValueError, match="not supported with the TensorFlow backend"):
         optimizer.stateless_apply(
             [v.value for v in optimizer.variables],
             gradients_of(model),
             [v.value for v in model.trainable_variables],
         )
-
-
-def test_stateless_apply_before_build():
     with pytest.raises(ValueError, match="must be built before stateless_apply"):
         wrapped().stateless_apply([], [], [])

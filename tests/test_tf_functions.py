@@ -1,6 +1,7 @@
 """Each private symbol of traced functions, so that a release that changes one says which."""
 
 import gc
+import types
 
 import pytest
 import tensorflow as tf
@@ -66,13 +67,9 @@ def test_registered_gradient_finds_a_function_and_says_when_there_is_none():
 
 def test_an_imported_call_is_differentiated():
     inner = tf.function(lambda x: x * x, experimental_attributes={"_noinline": True})
-    graph_def = (
-        tf.function(lambda x: inner(x))
-        .get_concrete_function(tf.TensorSpec(()))
-        .graph.as_graph_def()
-    )
+    outer = tf.function(lambda x: inner(x)).get_concrete_function(tf.TensorSpec(()))
+    graph_def = outer.graph.as_graph_def()
     nodes = [node for node in graph_def.node if "PartitionedCall" in node.op]
-    assert nodes
 
     @tf.function
     def fn(x):
@@ -96,14 +93,9 @@ def test_options_of_a_function(jit):
     assert options.reduce_retracing
     assert not options.autograph
     assert options.experimental_autograph_options is None
-
-
-def test_a_missing_attribute_names_itself_and_the_versions():
-    class Changed:
-        input_signature = None
-
+    changed = types.SimpleNamespace(input_signature=None)
     with pytest.raises(tfamp.UnsupportedVersionError, match="_jit_compile is not in TensorFlow"):
-        tf_functions.function_options(Changed())
+        tf_functions.function_options(changed)
 
 
 def test_noted_constants_have_the_value_that_was_given():
@@ -145,20 +137,16 @@ def test_gradients_are_noted_with_their_sources():
     assert noted is gradients
 
 
-def test_the_signature_of_a_function_has_its_defaults_also_where_it_is_restored(tmp_path):
+def test_saved_functions_have_their_signatures_with_defaults_and_saveable_ones_run(tmp_path):
     module = tf.Module()
     module.fn = tf.function(lambda x, flag=False, *, bias=None: x)
-    module.fn(tf.ones(2))
-    tf.saved_model.save(module, tmp_path)
-    for each in (module, tf.saved_model.load(tmp_path)):
-        signature = tf_functions.function_signature(each.fn)
-        assert str(signature) == "(x, flag=False, *, bias=None)"
-
-
-def test_a_saveable_function_is_one_of_tensorflows(tmp_path):
-    module = tf.Module()
-    module.fn = type("Function", (tf_functions.SaveableFunction,), {})(lambda x: x + 1.0, name="fn")
-    module.fn(tf.ones(2))
+    own = type("Function", (tf_functions.SaveableFunction,), {})
+    module.saveable = own(lambda x: x + 1.0, name="saveable")  # It is one of TensorFlow's.
+    x = tf.ones(2)
+    module.fn(x), module.saveable(x)
     tf.saved_model.save(module, tmp_path)
     loaded = tf.saved_model.load(tmp_path)
-    assert loaded.fn(tf.ones(2)).numpy().tolist() == [2.0, 2.0]
+    for each in (module, loaded):
+        signature = tf_functions.function_signature(each.fn)
+        assert str(signature) == "(x, flag=False, *, bias=None)"
+    assert loaded.saveable(x).numpy().tolist() == [2.0, 2.0]

@@ -1,68 +1,47 @@
 """Each private TensorFlow symbol, so that a release that changes one says which."""
 
-import importlib
+import contextlib
 import tempfile
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
 
 import tfamp
 from tfamp.interop import tf_private
 from tfamp.interop.patching import SYMBOLS, locate
 
 
-def test_no_strategy_needs_no_merge_call():
+def test_mirrored_strategy_on_cpus_needs_merge_call_and_no_strategy_none(two_replicas):
     assert not tf_private.strategy_needs_merge_call()
-
-
-def test_mirrored_strategy_on_cpus_needs_merge_call(two_replicas):
     answers = []
     two_replicas.run(lambda: answers.append(tf_private.strategy_needs_merge_call()))
     assert answers == [True, True]
 
 
-def test_missing_symbol_names_itself_and_the_versions(monkeypatch):
-    monkeypatch.delattr(tf.__internal__.distribute, "strategy_supports_no_merge_call", raising=True)
-    with pytest.raises(
-        tfamp.UnsupportedVersionError,
-        match=rf"strategy_supports_no_merge_call is not in TensorFlow {tf.__version__}",
-    ):
-        tf_private.strategy_needs_merge_call()
-
-
-def test_op_definition_holds_inputs_and_type_attributes():
+def test_ops_are_known_with_inputs_and_attributes_internal_ones_too():
     matmul = tf_private.op_definition("MatMul")
     assert [argument.type_attr for argument in matmul.input_arg] == ["T", "T"]
     (attr,) = [attr for attr in matmul.attr if attr.name == "T"]
     allowed = {tf.as_dtype(value).name for value in attr.allowed_values.list.type}
     assert {"float16", "bfloat16", "float32"} <= allowed
-
-
-def test_op_definition_of_an_internal_op_and_of_none():
     assert tf_private.op_definition("_FusedBatchNormEx").name == "_FusedBatchNormEx"
     assert tf_private.op_definition("MatMull") is None
-
-
-def test_known_ops_are_the_public_ones_and_more():
     public = {name for name in dir(tf.raw_ops) if not name.startswith("_")}
     assert public | {"_FusedBatchNormEx"} <= tf_private.known_ops()
+    chosen = ("BatchMatMulV3", "MatMul", "LowerBound", "MatMull")
+    assert [tf_private.chooses_its_output_dtype(op) for op in chosen] == [True, False, False, False]
+    kinds = tf_private.attr_kinds("LRN")
+    assert (kinds["alpha"], kinds["depth_radius"], kinds["T"]) == ("float", "int", "type")
+    assert tf_private.attr_kinds("MatMull") == {}
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "call"),
-    [
-        ("op_def_registry", "get", lambda: tf_private.op_definition("MatMul")),
-        ("c_api_util", "ApiDefMap", tf_private.known_ops),
-    ],
-)
-def test_a_missing_registry_names_itself_and_the_versions(monkeypatch, module, name, call):
-    monkeypatch.delattr(importlib.import_module(f"tensorflow.python.framework.{module}"), name)
-    with pytest.raises(
-        tfamp.UnsupportedVersionError,
-        match=rf"{module}\.{name}.* is not in TensorFlow {tf.__version__}",
-    ):
-        call()
+def test_a_missing_symbol_names_itself_and_the_versions(monkeypatch):
+    monkeypatch.delattr(op_def_registry, "get")
+    message = rf"get.* is not in TensorFlow {tf.__version__}"
+    with pytest.raises(tfamp.UnsupportedVersionError, match=message):
+        tf_private.op_definition("MatMul")
 
 
 # ---- What autocast replaces, and what it asks --------------------------------------------------
@@ -184,6 +163,12 @@ def test_a_patched_symbol_exists_and_is_what_the_public_api_calls(monkeypatch, s
     assert calls
 
 
+def test_place_in_trace_is_the_order_in_which_operations_were_made():
+    graph = _trace(lambda x: tf.exp(tf.tanh(x)), FLOATS).graph
+    places = {op.type: tf_private.place_in_trace(op) for op in graph.get_operations()}
+    assert places["Tanh"] < places["Exp"]
+
+
 def test_no_tape_is_active_tells_whether_one_records():
     assert tf_private.no_tape_is_active()
     with tf.GradientTape() as tape:
@@ -192,16 +177,6 @@ def test_no_tape_is_active_tells_whether_one_records():
             assert tf_private.no_tape_is_active()
     with tf.autodiff.ForwardAccumulator(tf.constant(X), tf.constant(X)):
         assert not tf_private.no_tape_is_active()
-
-
-def test_place_in_trace_is_the_order_in_which_operations_were_made():
-    def places(x):
-        first = tf.tanh(x)
-        second = tf.exp(x)
-        assert tf_private.place_in_trace(first.op) < tf_private.place_in_trace(second.op)
-        return first + second
-
-    _trace(places, FLOATS)
 
 
 def test_op_inputs_are_in_order_with_their_dtypes():
@@ -216,11 +191,14 @@ def test_op_inputs_are_in_order_with_their_dtypes():
     assert tf_private.op_inputs("MatMull") == ()
 
 
-def test_op_inputs_leave_out_dtypes_without_a_kernel():
+def test_op_inputs_leave_out_dtypes_without_a_kernel_or_a_shape_function():
     (given,) = tf_private.op_inputs("Erfinv")
     assert given.floats == {"float32", "float64"}
     (given,) = tf_private.op_inputs("Softsign")
     assert given.floats == {"float16", "bfloat16", "float32", "float64"}
+    assert {each.floats for each in tf_private.op_inputs("Range")} == {
+        frozenset({"bfloat16", "float32", "float64"})
+    }
 
 
 @pytest.mark.skipif(not tf.test.is_built_with_cuda(), reason="no kernels of GPUs are registered")
@@ -235,12 +213,10 @@ def test_op_inputs_on_a_gpu_are_those_of_its_kernels_where_it_has_any():
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("", ""),
+        *((name, "") for name in ("", "/job:cpu_worker")),
         ("CPU:0", "cpu"),
-        ("/gpu:1", "gpu"),
-        ("/job:worker/replica:0/task:0/device:GPU:3", "gpu"),
+        *((name, "gpu") for name in ("/gpu:1", "/job:worker/replica:0/task:0/device:GPU:3")),
         ("/device:TPU_REPLICATED_CORE:0", "tpu"),
-        ("/job:cpu_worker", ""),
     ],
 )
 def test_the_name_of_a_device_tells_its_kind(name, kind):
@@ -262,35 +238,17 @@ def test_the_device_in_force_is_that_of_the_innermost_block():
                 found.append(kind())
 
     assert kind() == ""
-    traced()
-    assert found == ["", "cpu", "gpu", ""]
-    found.clear()
-    tf.function(traced)()
-    assert found == ["", "cpu", "gpu", ""]
-    found.clear()
-    with tf.device("CPU:0"):
-        assert kind() == "cpu"
-        tf.function(traced)()
-    assert found == ["cpu", "cpu", "gpu", ""]
+    for around, function in (("", traced), ("", tf.function(traced)), ("cpu", tf.function(traced))):
+        found.clear()
+        with tf.device("CPU:0") if around else contextlib.nullcontext():
+            assert kind() == around
+            function()
+        assert found == [around, "cpu", "gpu", ""]
     with tf.Graph().as_default(), tf.compat.v1.device(lambda op: "/gpu:0"):
         assert kind() == ""
 
 
-@pytest.mark.parametrize(
-    ("op", "chooses"),
-    [("BatchMatMulV3", True), ("MatMul", False), ("LowerBound", False), ("MatMull", False)],
-)
-def test_chooses_its_output_dtype(op, chooses):
-    assert tf_private.chooses_its_output_dtype(op) is chooses
-
-
-def test_attr_kinds():
-    kinds = tf_private.attr_kinds("LRN")
-    assert (kinds["alpha"], kinds["depth_radius"], kinds["T"]) == ("float", "int", "type")
-    assert tf_private.attr_kinds("MatMull") == {}
-
-
-def test_a_handle_tells_the_dtype_of_its_variable():
+def test_a_handle_tells_what_it_is_of_and_the_dtype_of_its_variable():
     variable = tf.Variable(tf.ones(2, tf.bfloat16))
     assert tf_private.held_dtype(variable.handle) == "bfloat16"
     seen = []
@@ -299,14 +257,9 @@ def test_a_handle_tells_the_dtype_of_its_variable():
     assert tf_private.held_dtype(tf.raw_ops.StackV2(max_size=1, elem_type=tf.float32)) == ""
     table = tf.lookup.experimental.DenseHashTable(tf.int64, tf.int64, 0, -1, -2)
     assert tf_private.held_dtype(table.resource_handle) == ""
-
-
-def test_a_handle_tells_what_it_is_of():
-    assert tf_private.resource_kind(tf.Variable(1.0).handle) == "tensorflow::Var"
-    iterator = iter(tf.data.Dataset.range(2))
-    (handle,) = tf.nest.flatten(iterator, expand_composites=True)
+    assert tf_private.resource_kind(variable.handle) == "tensorflow::Var"
+    (handle,) = tf.nest.flatten(iter(tf.data.Dataset.range(2)), expand_composites=True)
     assert tf_private.resource_kind(handle) == "tensorflow::data::IteratorResource"
-    table = tf.lookup.experimental.DenseHashTable(tf.int64, tf.int64, 0, -1, -2)
     assert tf_private.resource_kind(table.resource_handle) == "tensorflow::lookup::LookupInterface"
 
 
@@ -320,12 +273,6 @@ def test_seeds_of_eager_ops_can_be_drawn_again():
     seeds.setstate(before)
     tf.random.uniform(())
     assert seeds.getstate() == after
-
-
-def test_op_inputs_leave_out_a_dtype_without_a_shape_function():
-    assert {each.floats for each in tf_private.op_inputs("Range")} == {
-        frozenset({"bfloat16", "float32", "float64"})
-    }
 
 
 # ---- For the graph rewrite ---------------------------------------------------------------------
@@ -356,21 +303,14 @@ def test_a_saved_model_is_read_and_its_fingerprint_written(tmp_path):
     (tmp_path / "fingerprint.pb").unlink()
     tf_private.write_fingerprint(str(tmp_path))
     assert tf.saved_model.experimental.read_fingerprint(str(tmp_path)).saved_model_checksum
-
-
-def test_what_is_no_message_raises_the_error_of_messages():
     with pytest.raises(tf_private.message_error()):
         tf_private.saved_model_message().ParseFromString(b"\x12\xff\xff")
 
 
-def test_details_are_those_of_a_device_of_this_machine():
+def test_details_are_those_of_a_device_and_the_runtime_has_started_once_an_op_has_run():
     (cpu,) = tf.config.list_physical_devices("CPU")
     assert isinstance(tf_private.device_details(cpu), dict)
-    assert (
-        tf_private.device_details(tf.config.PhysicalDevice("/physical_device:NPU:0", "NPU")) == {}
-    )
-
-
-def test_the_runtime_has_started_once_an_op_has_run():
+    npu = tf.config.PhysicalDevice("/physical_device:NPU:0", "NPU")
+    assert tf_private.device_details(npu) == {}
     tf.ones(())
     assert tf_private.runtime_has_started()

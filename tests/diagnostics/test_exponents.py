@@ -74,10 +74,7 @@ def test_sparse_gradients_count_with_their_values_and_missing_ones_not_at_all():
 def test_counts_beyond_what_float32_counts_are_exact():
     number = 2**24 + 1
     assert counted(tf.ones((number,)))[0].counts == {0: number}
-
-
-def test_replicas_add_up():
-    bound = tf.constant(65504.0)
+    bound = tf.constant(65504.0)  # Replicas add up.
     rows = count_values([tf.constant([x, 0.0]) for x in (1.0, 8.0)], bound, bound).numpy()
     assert histogram(rows, 1.0)[0] == ExponentHistogram({0: 1, 3: 1}, zeros=2, largest=8.0)
 
@@ -116,9 +113,6 @@ def test_the_suggested_scale_puts_the_most_values_in_the_normal_range(values):
     assert np.frexp(suggested)[0] == 0.5
     assert in_range(suggested) == max(in_range(2.0**k) for k in range(-60, 80))
     assert in_range(suggested) > 0
-
-
-def test_the_suggested_scale_leaves_room_on_both_sides():
     # Any of 2**6 to 2**35 would do for values of 2**-20.
     assert suggested_scale(ExponentHistogram({-20: 5}, largest=2.0**-20)) == 2.0**21
     assert suggested_scale(ExponentHistogram(zeros=5, infs=1)) is None

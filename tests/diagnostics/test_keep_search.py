@@ -1,7 +1,5 @@
 """`search_list`: what it finds is proved, minimal and cheap to find, on invented errors."""
 
-from __future__ import annotations
-
 import math
 import string
 
@@ -46,12 +44,6 @@ def test_exactly_the_culprits_are_found_and_proved_by_the_last_run(culprits):
 def test_some_errors_may_stay(culprits, allowed):
     found = search_list(NAMES, Errors(culprits), allowed)
     assert len(found.names) == max(len(culprits) - allowed, 0)
-
-
-def test_the_first_suspect_alone_takes_few_runs():
-    errors = Errors("a")
-    search_list(NAMES, errors, 0.5)
-    assert len(errors.runs) == 3
 
 
 def test_where_no_list_is_enough_there_is_none():

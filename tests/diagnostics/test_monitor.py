@@ -1,6 +1,6 @@
 """`NumericsMonitor`: what it records, wherever it is used, and when it stops training."""
 
-import copy
+import contextlib
 import json
 
 import keras
@@ -10,7 +10,15 @@ import tensorflow as tf
 
 import tfamp
 from helpers.cases import first_of
-from helpers.training import BATCH, assert_identical, data, scaled_gradients, small_model, snapshot
+from helpers.training import (
+    BATCH,
+    assert_identical,
+    assert_same_values,
+    data,
+    scaled_gradients,
+    small_model,
+    snapshot,
+)
 from tfamp.diagnostics import NumericsMonitor
 
 
@@ -42,10 +50,19 @@ def poisoned(batches, first_bad, last_bad=None):
     first_of([{"steps_per_execution": 2}, {}, {"run_eagerly": True}, {"jit_compile": True}]),
     ids=lambda options: next(iter(options), "graph"),
 )
-def test_the_gradients_of_fit_are_counted(options):
-    monitor = NumericsMonitor(every=2)
+def test_the_gradients_of_fit_are_counted_and_summed_up(options, capsys):
+    monitor = NumericsMonitor(every=2, verbose=1)
+    assert monitor.to_text() == "no record yet"
     start = small_model()
     model = fit(monitor, batches=1, epochs=4, **options)
+    # Training is the same without a monitor.
+    bare = fit(keras.callbacks.Callback(), batches=1, epochs=4, **options)
+    assert_same_values(snapshot(model), snapshot(bare))
+    text = monitor.to_text()
+    assert "loss scale 2^15, skipped 0 steps" in text
+    assert all(variable.path in text for variable in model.trainable_variables)
+    assert "suggested loss scale: 2^" in text
+    assert "suggested loss scale: 2^" in capsys.readouterr().out
     assert [record["step"] for record in monitor.history] == [2, 4]
     record = monitor.history[0]
     assert record["loss_scale"] == 2.0**15
@@ -113,48 +130,23 @@ def test_the_figures_are_in_the_logs_of_every_epoch(tmp_path):
     assert "val_loss_scale" not in head
 
 
-def test_a_metric_of_the_same_name_stays():
-    model, (x, y) = small_model(), data(1)
-    model.compile(optimizer(), "mse", metrics=[keras.metrics.MeanMetricWrapper(
-        lambda y_true, y_pred: 3.0 + 0.0 * y_pred, name="loss_scale"
-    )])  # fmt: skip
-    logged = model.fit(x, y, verbose=0, callbacks=[NumericsMonitor()])
-    assert logged.history["loss_scale"] == [3.0]
-    assert logged.history["skipped_steps"] == [0]
-
-
-def test_training_is_the_same_with_a_monitor():
-    bare, watched = small_model(), small_model()
-    fit(keras.callbacks.Callback(), bare)
-    fit(NumericsMonitor(every=1), watched)
-    for one, other in zip(bare.weights, watched.weights, strict=True):
-        np.testing.assert_array_equal(one.numpy(), other.numpy())
-
-
-def test_replicas_count_together(two_replicas):
+def test_replicas_count_together_and_one_bad_one_is_named_and_stops_training(two_replicas):
     with two_replicas.scope():
-        model = small_model()
-        made = optimizer(initial_scale=4.0)
-    monitor = NumericsMonitor(every=2)
+        model, made = small_model(), optimizer(initial_scale=4.0)
+    monitor = NumericsMonitor(every=2, max_consecutive_skips=2)
     fit(monitor, model, made)
     assert [record["step"] for record in monitor.history] == [2, 4]
     parameters = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
     assert monitor.history[0]["gradients"]["values"] == 2 * parameters
-
-
-def test_one_bad_replica_is_named_and_stops_training(two_replicas):
-    with two_replicas.scope():
-        model = small_model()
-        made = optimizer()
-    monitor = NumericsMonitor(max_consecutive_skips=2)
     x = poisoned(6, 1)
     x[::2] = 1.0  # Each replica takes half of a batch.
     with pytest.raises(tfamp.SkippedStepsError, match="dense"):
         fit(monitor, model, made, batches=6, x=x)
 
 
-def test_scales_and_skipped_steps_of_every_step_are_in_the_records():
-    monitor = NumericsMonitor(every=3)
+def test_scales_and_skipped_steps_of_every_step_are_in_the_records(tmp_path):
+    path = tmp_path / "new" / "log.jsonl"
+    monitor = NumericsMonitor(every=3, jsonl=path)
     made = optimizer(initial_scale=1024.0, dynamic_growth_steps=3)
     fit(monitor, made=made, batches=9, x=poisoned(9, 2, 2))
     first, second, third = monitor.history
@@ -164,6 +156,8 @@ def test_scales_and_skipped_steps_of_every_step_are_in_the_records():
     assert second["loss_scale"] == 1024.0
     assert (third["skipped"], third["skipped_steps"]) == ([], 1)
     assert [record["first_nonfinite"] for record in monitor.history] == [None] * 3
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert lines == json.loads(json.dumps(monitor.history))
 
 
 def test_shares_are_those_in_the_backward_pass_and_without_scale():
@@ -181,42 +175,25 @@ def test_shares_are_those_in_the_backward_pass_and_without_scale():
 
 
 def test_training_stops_after_so_many_skipped_steps_and_no_later(tmp_path):
-    model = small_model()
-    path = tmp_path / "model.weights.h5"
-    model.save_weights(path)
-    before, kept = snapshot(model), path.read_bytes()
+    model, made, seen = small_model(), optimizer(), []
+    before, variable = snapshot(model), model.trainable_variables[0].path
     monitor = NumericsMonitor(max_consecutive_skips=3, jsonl=tmp_path / "log.jsonl")
-    seen = []
-
-    class Count(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            seen.append(batch)
-
-    made = optimizer()
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(1))
     model.compile(made, "mse")
     x, y = poisoned(9, 1), data(9)[1]
     with pytest.raises(tfamp.SkippedStepsError) as error:
-        model.fit(x, y, batch_size=BATCH, verbose=0, shuffle=False, callbacks=[monitor, Count()])
+        model.fit(x, y, batch_size=BATCH, verbose=0, shuffle=False, callbacks=[monitor, count])
     assert len(seen) == 3
-    assert "3 steps in a row" in str(error.value)
-    assert model.trainable_variables[0].path in str(error.value)
-    assert "find_nonfinite" in str(error.value)
+    for words in ("3 steps in a row", variable, "find_nonfinite"):
+        assert words in str(error.value)
     assert_identical(snapshot(model), before)
-    assert path.read_bytes() == kept
     (line,) = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert json.loads(line)["first_nonfinite"] == model.trainable_variables[0].path
+    assert json.loads(line)["first_nonfinite"] == variable
     # Nothing is left behind: the model trains on without the monitor.
     assert made.gradient_observer is None
     model.fit(*data(1), batch_size=BATCH, verbose=0)
-
-
-def test_it_stops_exactly_after_a_good_start_too():
-    monitor = NumericsMonitor(every=100, max_consecutive_skips=4)
-    made = optimizer()
-    with pytest.raises(tfamp.SkippedStepsError):
-        fit(monitor, made=made, batches=20, x=poisoned(20, 4))
-    assert int(made.skipped_steps) == 4
-    assert int(made.iterations) == 3
+    with pytest.raises(ValueError, match="pass one only"):
+        model.fit(*data(1), verbose=0, callbacks=[NumericsMonitor(), NumericsMonitor()])
 
 
 def test_skips_that_end_in_time_do_not_stop_training():
@@ -260,13 +237,9 @@ def test_a_custom_loop_records(jit_compile, unscaled):
         gradients = scaled_gradients(model, made, x, y)
         if unscaled:
             gradients = made.get_unscaled_gradients(gradients)
-        monitor.record(
-            gradients,
-            model.trainable_variables,
-            optimizer=made,
-            unscaled=unscaled,
-        )
-        made.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        variables = model.trainable_variables
+        monitor.record(gradients, variables, optimizer=made, unscaled=unscaled)
+        made.apply_gradients(zip(gradients, variables, strict=True))
 
     taken = step if jit_compile is None else tf.function(step, jit_compile=jit_compile)
     for _ in range(5):
@@ -274,31 +247,11 @@ def test_a_custom_loop_records(jit_compile, unscaled):
         if jit_compile is not None:
             monitor.advance()
     expected = NumericsMonitor(every=2)
-    fit(expected, made=tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.01)), batches=1, epochs=5)
+    fit(expected, batches=1, epochs=5)
     assert [record["step"] for record in monitor.history] == [2, 4]
     found, known = monitor.history[0], expected.history[0]
     assert found["gradients"]["exponents"] == known["gradients"]["exponents"]
     assert found["loss_scale"] == 64.0
-
-
-def test_a_loop_with_several_replicas_records(two_replicas):
-    with two_replicas.scope():
-        model, made = small_model(), optimizer()
-    monitor = NumericsMonitor(every=2)
-    x, y = (tf.constant(each) for each in data(1))
-
-    def step(x, y):
-        gradients = scaled_gradients(model, made, x, y)
-        monitor.record(gradients, model.trainable_variables, optimizer=made)
-        made.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-    run = tf.function(lambda: two_replicas.run(step, args=(x, y)))
-    for _ in range(4):
-        run()
-        monitor.advance()
-    assert [record["step"] for record in monitor.history] == [2, 4]
-    parameters = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
-    assert monitor.history[1]["gradients"]["values"] == 2 * parameters
 
 
 def test_a_grad_scalers_skips_are_counted_from_what_it_returned():
@@ -306,19 +259,11 @@ def test_a_grad_scalers_skips_are_counted_from_what_it_returned():
     weight = keras.Variable(1.0, name="weight")
     monitor = NumericsMonitor(every=1, max_consecutive_skips=2)
     for value in (1.0, np.inf, 1.0, np.inf, np.inf):
-        scale = scaler.get_scale()
-        applied = scaler.step(sgd, [(tf.constant(value), weight)])
-
-        def record(value=value, scale=scale, applied=applied):
-            monitor.record(
-                [(tf.constant(value), weight)], loss_scale=scale, finite=applied, optimizer=scaler
-            )
-
-        if len(monitor.history) == 4:
-            with pytest.raises(tfamp.SkippedStepsError, match="weight"):
-                record()
-        else:
-            record()
+        scale, pairs = scaler.get_scale(), [(tf.constant(value), weight)]
+        given = {"loss_scale": scale, "finite": scaler.step(sgd, pairs), "optimizer": scaler}
+        last = pytest.raises(tfamp.SkippedStepsError, match="weight")
+        with last if len(monitor.history) == 4 else contextlib.nullcontext():
+            monitor.record(pairs, **given)
         scaler.update()
     assert [each["loss_scale"] for each in monitor.history] == [4.0, 4.0, 2.0, 2.0, 1.0]
     assert [each["skipped"] for each in monitor.history] == [[], [2], [], [4], [5]]
@@ -337,15 +282,6 @@ def test_steps_can_be_numbered_and_gradients_be_missing_or_sparse():
     assert values == [6, 0]
 
 
-def test_json_lines_are_the_history(tmp_path):
-    path = tmp_path / "new" / "log.jsonl"
-    monitor = NumericsMonitor(every=1, jsonl=path)
-    fit(monitor, batches=3, x=poisoned(3, 2, 2))
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert lines == json.loads(json.dumps(monitor.history))
-    assert [line["first_nonfinite"] is None for line in lines] == [True, False, True]
-
-
 def test_tensorboard_reads_scalars_and_histograms(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monitor = NumericsMonitor(every=2, tensorboard=tmp_path)
@@ -353,25 +289,12 @@ def test_tensorboard_reads_scalars_and_histograms(tmp_path):
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     scales = events.Tensors("numerics/loss_scale")
-    assert [(each.step, tf.make_ndarray(each.tensor_proto)) for each in scales] == [
-        (2, 32768.0),
-        (4, 32768.0),
-    ]
+    found = [(each.step, tf.make_ndarray(each.tensor_proto)) for each in scales]
+    assert found == [(2, 32768.0), (4, 32768.0)]
     name = next(iter(monitor.history[0]["variables"]))
     (first, _) = events.Tensors(f"numerics/variables/{name}")
     bins = {int(left): int(n) for left, _, n in tf.make_ndarray(first.tensor_proto) if n}
     assert bins == monitor.history[0]["variables"][name]["exponents"]
-
-
-def test_the_summary_names_the_variables(capsys):
-    monitor = NumericsMonitor(every=2, verbose=1)
-    assert monitor.to_text() == "no record yet"
-    model = fit(monitor)
-    text = monitor.to_text()
-    assert "loss scale 2^15, skipped 0 steps" in text
-    assert all(variable.path in text for variable in model.trainable_variables)
-    assert "suggested loss scale: 2^" in text
-    assert "suggested loss scale: 2^" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -381,34 +304,27 @@ def test_a_monitor_goes_on_in_a_second_fit_and_can_be_taken_off():
     model.fit(*data(4), batch_size=BATCH, verbose=0, callbacks=[monitor])
     assert [record["step"] for record in monitor.history] == [3, 6]
 
-    class Interrupt(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            raise KeyboardInterrupt
+    def interrupt(batch, logs):
+        raise KeyboardInterrupt
 
+    interrupts = keras.callbacks.LambdaCallback(on_train_batch_begin=interrupt)
     with pytest.raises(KeyboardInterrupt):
-        model.fit(*data(4), batch_size=BATCH, verbose=0, callbacks=[monitor, Interrupt()])
+        model.fit(*data(4), batch_size=BATCH, verbose=0, callbacks=[monitor, interrupts])
     assert model.optimizer.gradient_observer is not None
     monitor.detach()
     assert model.optimizer.gradient_observer is None
     # Another one takes over what an interrupted fit left.
     with pytest.raises(KeyboardInterrupt):
-        model.fit(*data(4), batch_size=BATCH, verbose=0, callbacks=[monitor, Interrupt()])
+        model.fit(*data(4), batch_size=BATCH, verbose=0, callbacks=[monitor, interrupts])
     other = NumericsMonitor(every=3)
     model.fit(*data(4), batch_size=BATCH, verbose=0, callbacks=[other])
     assert [record["step"] for record in other.history] == [9, 12]
 
 
-def test_two_monitors_in_one_fit_are_an_error():
-    model = small_model()
-    model.compile(optimizer(), "mse")
-    pair = [NumericsMonitor(), NumericsMonitor()]
-    with pytest.raises(ValueError, match="pass one only"):
-        model.fit(*data(1), verbose=0, callbacks=pair)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
+        ({"tensorboard": f"{__file__}/events"}, OSError, "No event file can be made in .*/events"),
         ({"every": 0}, ValueError, "every must be at least 1; got 0"),
         ({"jsonl": 3}, TypeError, "jsonl takes the path of a file; got 3"),
         ({"every": 1.5}, TypeError, "every must be a whole number; got 1.5"),
@@ -418,13 +334,6 @@ def test_two_monitors_in_one_fit_are_an_error():
 def test_bad_arguments_say_what_is_wrong(arguments, error, message):
     with pytest.raises(error, match=message):
         NumericsMonitor(**arguments)
-
-
-def test_a_folder_that_cannot_be_made_for_events_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    folder = tmp_path / "file" / "events"
-    with pytest.raises(OSError, match="No event file can be made in .*file/events"):
-        NumericsMonitor(tensorboard=folder)
 
 
 def test_micro_batches_have_the_scale_of_their_accumulators_optimizer():
@@ -451,11 +360,3 @@ def test_bad_records_say_what_is_wrong():
     monitor.record([tf.constant(1.0)], [weight])
     with pytest.raises(ValueError, match="one NumericsMonitor for each set"):
         monitor.record([tf.constant(1.0)], [keras.Variable(1.0)])
-
-
-def test_the_configuration_of_the_model_is_left_alone():
-    model = small_model()
-    model.compile(optimizer(), "mse")
-    before = copy.deepcopy(model.get_config()), copy.deepcopy(model.optimizer.get_config())
-    fit(NumericsMonitor(every=1), model, model.optimizer)
-    assert (model.get_config(), model.optimizer.get_config()) == before

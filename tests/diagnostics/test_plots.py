@@ -8,7 +8,6 @@ import pytest
 
 from helpers.monitor_records import made_record
 from tfamp.diagnostics import plot_exponents, plot_loss_scale
-from tfamp.diagnostics.plots import new_figure
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -29,7 +28,10 @@ def texts(figure):
 
 
 def test_the_loss_scale_is_drawn_step_by_step_with_the_skips():
+    before = dict(matplotlib.rcParams)
     figure = plot_loss_scale(HISTORY)
+    assert dict(matplotlib.rcParams) == before
+    assert figure.canvas.manager is None
     (axes,) = figure.axes
     scale, suggested, skips = axes.lines
     assert list(zip(*scale.get_data(), strict=True)) == [
@@ -40,7 +42,7 @@ def test_the_loss_scale_is_drawn_step_by_step_with_the_skips():
     assert "skipped step (3)" in texts(figure)
 
 
-def test_exponents_are_drawn_before_and_after_scaling():
+def test_exponents_of_all_or_one_variable_are_drawn_before_and_after_scaling():
     above, below = plot_exponents(HISTORY[0]).axes
     assert heights(above) == {-20: 0.3, -8: 0.6, 0: 0.1}
     assert heights(below) == {-5: 0.3, 7: 0.6, 15: 0.1}
@@ -48,6 +50,10 @@ def test_exponents_are_drawn_before_and_after_scaling():
     assert below.get_title(loc="right") == "flushed 0.0%   subnormal 0.0%   overflow 0.0%"
     edges = [bar.get_x() for bar in above.patches if bar.get_width() > 1]
     assert edges[1:] == [-24, -14, 16]
+    drawn = texts(plot_exponents(HISTORY, variable="dense/bias"))
+    assert any("dense/bias" in text for text in drawn)
+    with pytest.raises(ValueError, match="no record of 'x'; there are dense/kernel, dense/bias"):
+        plot_exponents(HISTORY, variable="x")
 
 
 def test_several_records_are_drawn_together_each_with_its_own_scale():
@@ -56,14 +62,6 @@ def test_several_records_are_drawn_together_each_with_its_own_scale():
     assert heights(below) == pytest.approx({-5: 0.15, 7: 0.3, 15: 0.05, -7: 0.15, 5: 0.3, 13: 0.05})
     assert "with loss scale $2^{13}$ to $2^{15}$" in texts(figure)
     assert any("20.0% of the values are zero" in text for text in texts(figure))
-
-
-def test_one_variable_can_be_drawn_and_an_unknown_one_not():
-    assert any(
-        "dense/bias" in text for text in texts(plot_exponents(HISTORY, variable="dense/bias"))
-    )
-    with pytest.raises(ValueError, match="no record of 'x'; there are dense/kernel, dense/bias"):
-        plot_exponents(HISTORY, variable="x")
 
 
 def test_far_away_exponents_and_no_gradient_at_all_can_be_drawn():
@@ -95,22 +93,10 @@ def test_what_is_no_history_is_an_error(plot):
         plot([{"loss": 1}])
 
 
-def test_no_window_and_no_setting_of_matplotlib_is_touched():
-    before = dict(matplotlib.rcParams)
-    figure = plot_loss_scale(HISTORY)
-    assert dict(matplotlib.rcParams) == before
-    assert figure.canvas.manager is None
-
-
 def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch):
     for name in {"matplotlib", *sys.modules}:
         if name.partition(".")[0] == "matplotlib":
             monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "tfamp\[plot\]"'):
-        new_figure(1, 1)
-    for made in (
-        lambda: plot_loss_scale(HISTORY),
-        lambda: plot_exponents(HISTORY),
-    ):
+    for plot in (plot_loss_scale, plot_exponents):
         with pytest.raises(ModuleNotFoundError, match=r'pip install "tfamp\[plot\]"'):
-            made()
+            plot(HISTORY)

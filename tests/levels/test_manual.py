@@ -1,7 +1,5 @@
 """Dtypes set by hand: one layer, a pattern, inside containers, on models built and prepared."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ from keras import layers
 import tfamp
 from helpers.cases import first_of
 from helpers.graph_asserts import op_dtypes
-from helpers.level_models import KINDS, Subclassed, compiled, computes, data, leaves
+from helpers.level_models import KINDS, Stubborn, Subclassed, compiled, computes, data, leaves
 from helpers.tolerances import tolerance
 
 X, Y = data()
@@ -44,15 +42,11 @@ def test_one_layer_of_a_float32_model_computes_low(dtype):
     assert (after.numpy() != before).any()
     tfamp.set_layer_dtype(model.layers[0], "float32")
     np.testing.assert_array_equal(model(x), before)
-
-
-def test_a_pattern_means_names_first_and_paths_then():
-    model = dense_model()
-    assert len(tfamp.set_layer_dtype(model, "float16", pattern="two_")) == 2
-    assert dtypes(model) == {
-        "one": "float32", "two_a": "float16", "two_b": "float16", "last": "float32"
-    }  # fmt: skip
-    assert tfamp.set_layer_dtype(model, "float16", pattern=r"/(one|last)$")[1].endswith("last")
+    # Compiled functions are traced anew.
+    model.compile("sgd", "mse", jit_compile=False)
+    before = model.predict(x, verbose=0)
+    tfamp.set_layer_dtype(model, name, pattern="one")
+    assert (model.predict(x, verbose=0) != before).any()
 
 
 @pytest.mark.parametrize("kind", first_of(KINDS))
@@ -67,11 +61,15 @@ def test_layers_inside_containers_are_set(kind):
     assert ("bfloat16" in found["Conv2D"], found["MatMul"]) == (True, {"float32"})
 
 
-def test_sublayers_are_set_with_their_layer():
+def test_sublayers_are_set_with_their_layer_and_layers_without_variables_for_later():
     model = keras.Sequential([keras.Input((4, 6)), layers.LSTM(4), layers.Dense(2)])
     tfamp.set_layer_dtype(model, "float16", pattern="lstm")
     assert model.layers[0].cell.compute_dtype == "float16"
     assert model(np.ones((1, 4, 6), "float32")).dtype == "float32"
+    model = Subclassed()
+    tfamp.set_layer_dtype(model.hidden, "float16")
+    model(X)
+    assert (model.hidden.compute_dtype, model.hidden.kernel.dtype) == ("float16", "float32")
 
 
 def test_an_output_layer_set_by_hand_says_so_everywhere():
@@ -84,13 +82,15 @@ def test_an_output_layer_set_by_hand_says_so_everywhere():
     assert outer(np.ones((2, 8), "float32")).dtype == "float16"
 
 
-def test_compiled_functions_are_traced_anew():
+def test_a_pattern_means_names_first_and_paths_then_and_a_file_keeps_it(tmp_path):
     model = dense_model()
-    model.compile("sgd", "mse", jit_compile=False)
-    x = np.linspace(-1, 1, 16, dtype="float32").reshape(2, 8)
-    before = model.predict(x, verbose=0)
-    tfamp.set_layer_dtype(model, "bfloat16", pattern="two_a")
-    assert (model.predict(x, verbose=0) != before).any()
+    assert len(tfamp.set_layer_dtype(model, "float16", pattern="two_")) == 2
+    assert dtypes(model) == {
+        "one": "float32", "two_a": "float16", "two_b": "float16", "last": "float32"
+    }  # fmt: skip
+    model.save(tmp_path / "m.keras")
+    assert dtypes(keras.models.load_model(tmp_path / "m.keras")) == dtypes(model)
+    assert tfamp.set_layer_dtype(model, "float16", pattern=r"/(one|last)$")[1].endswith("last")
 
 
 def test_it_goes_with_a_level_and_stays_when_the_level_changes():
@@ -121,21 +121,6 @@ def test_batch_normalization_set_by_hand_is_keras_own_in_that_dtype():
         assert np.isfinite(model(X)).all()
 
 
-def test_a_model_without_variables_yet():
-    model = Subclassed()
-    tfamp.set_layer_dtype(model.hidden, "float16")
-    model(X)
-    assert (model.hidden.compute_dtype, model.hidden.kernel.dtype) == ("float16", "float32")
-
-
-def test_a_saved_model_keeps_it(tmp_path):
-    model = dense_model()
-    tfamp.set_layer_dtype(model, "bfloat16", pattern="two_a")
-    model.save(tmp_path / "m.keras")
-    read = keras.models.load_model(tmp_path / "m.keras")
-    assert dtypes(read) == dtypes(model)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -145,32 +130,18 @@ def test_a_saved_model_keeps_it(tmp_path):
         (("model", "float16", "twwo_a"), ValueError, "nearest name is 'two_a'"),
         (("model", "float16", "("), ValueError, "no regular expression"),
         (("model", "float16", 3), TypeError, "pattern must be a string"),
+        (("model", "float16", "stubborn"), ValueError, "stubborn"),
+        (("model", "float32", "pure"), ValueError, "stores its weights in float16"),
     ],
 )
 def test_mistakes_change_nothing(arguments, error, message):
     model = dense_model()
+    model.add(Stubborn(name="stubborn"))
+    model.add(layers.Dense(8, name="pure", dtype="float16"))
+    before = dtypes(model)
     first, dtype, *pattern = arguments
     with pytest.raises(error, match=message):
         tfamp.set_layer_dtype(
             model if first == "model" else first, dtype, pattern=pattern[0] if pattern else None
         )
-    assert set(dtypes(model).values()) == {"float32"}
-
-
-def test_a_layer_that_stores_low_weights_cannot_compute_in_float32():
-    pure, _ = tfamp.prepare(compiled("sequential", "sgd"), level="O3", dtype="float16")
-    with pytest.raises(ValueError, match="stores its weights in float16"):
-        tfamp.set_layer_dtype(pure, "float32", pattern="dense")
-    assert set(computes(pure)["Dense"]) == {"float16"}
-
-
-def test_a_layer_that_fails_in_the_dtype_leaves_all_as_it_was():
-    class Stubborn(layers.Layer):
-        def call(self, x):
-            return tf.add(tf.convert_to_tensor(x), tf.ones((1, 8), tf.float32))
-
-    inputs = keras.Input((8,))
-    model = keras.Model(inputs, layers.Dense(2)(Stubborn(name="stubborn")(inputs)))
-    with pytest.raises(ValueError, match="stubborn"):
-        tfamp.set_layer_dtype(model, "float16", pattern="stubborn")
-    assert set(dtypes(model).values()) == {"float32"}
+    assert dtypes(model) == before

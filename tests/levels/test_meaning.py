@@ -1,7 +1,5 @@
 """What each level means, by machine and dtype: a table written down a second time."""
 
-from __future__ import annotations
-
 import pytest
 
 from tfamp import DynamicLossScale, FixedLossScale, PrecisionConfig

@@ -1,7 +1,6 @@
 """A configuration is read from dicts and files; mistakes name key and cure."""
 
-from __future__ import annotations
-
+import copy
 import json
 import sys
 
@@ -20,30 +19,19 @@ FULL = {
 }
 
 
-def test_one_line_is_enough_as_in_mmdetection():
-    config = PrecisionConfig.from_dict({"loss_scale": 512.0})
-    assert (config.level, config.loss_scale, config.dtype) == ("O2", 512.0, None)
-
-
-def test_a_configuration_goes_to_a_dict_and_back():
+def test_a_configuration_goes_to_a_dict_and_back_comes_from_json_and_does_not_change(tmp_path):
     config = PrecisionConfig.from_dict(FULL)
     assert config.to_dict() == FULL
     assert PrecisionConfig.from_dict(config.to_dict()) == config
     assert PrecisionConfig.from_dict({}) == PrecisionConfig()
     rounded = {"level": "O3", "weight_rounding": "stochastic", "slots": "bfloat16"}
     assert PrecisionConfig.from_dict(rounded).to_dict() == rounded
-
-
-def test_a_configuration_cannot_be_changed():
+    path = tmp_path / "precision.json"
+    path.write_text(json.dumps(FULL))
+    assert PrecisionConfig.from_file(path) == config
     with pytest.raises(AttributeError):
-        PrecisionConfig().level = "O3"
-    assert PrecisionConfig().with_changes(level="O3").level == "O3"
-
-
-def test_from_dict_leaves_the_dict_alone():
-    values = {"loss_scale": {"init_scale": 512.0, "mode": "dynamic"}}
-    PrecisionConfig.from_dict(values)
-    assert values == {"loss_scale": {"init_scale": 512.0, "mode": "dynamic"}}
+        config.level = "O3"
+    assert config.with_changes(level="O3", master_weights=False).level == "O3"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +57,10 @@ def test_from_dict_leaves_the_dict_alone():
     ],
 )
 def test_a_loss_scale_is_read_as_other_systems_write_it(given, meant):
-    assert PrecisionConfig.from_dict({"loss_scale": given}).loss_scale == meant
+    values = {"loss_scale": given}
+    before = copy.deepcopy(values)
+    assert PrecisionConfig.from_dict(values).loss_scale == meant
+    assert values == before
 
 
 @pytest.mark.parametrize("scale", [FixedLossScale(8.0), DynamicLossScale(growth_steps=3), "none"])
@@ -79,23 +70,21 @@ def test_every_loss_scale_can_be_written_down(scale):
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
-    [("fp16", "float16"), ("bf16", "bfloat16"), ("mixed_float16", "float16"), ("auto", None)],
+    ("name", "given", "meant"),
+    [
+        *(("dtype", given, "float16") for given in ("fp16", "mixed_float16")),
+        *(("dtype", given, meant) for given, meant in (("bf16", "bfloat16"), ("auto", None))),
+        *(("level", given, meant) for given, meant in (("o1", "O1"), (3, "O3"), ("AUTO", "auto"))),
+    ],
 )
-def test_a_dtype_has_short_names(given, meant):
-    assert PrecisionConfig(dtype=given).dtype == meant
-
-
-@pytest.mark.parametrize(("given", "meant"), [("o1", "O1"), (3, "O3"), ("AUTO", "auto")])
-def test_a_level_is_read_liberally(given, meant):
-    assert PrecisionConfig(level=given).level == meant
+def test_dtypes_and_levels_are_read_liberally(name, given, meant):
+    assert getattr(PrecisionConfig(**{name: given}), name) == meant
 
 
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
         ({"los_scale": 1}, ValueError, "no key 'los_scale'; did you mean 'loss_scale'"),
-        ({"lvl": "O1"}, ValueError, "did you mean 'level'"),
         ({"level": "02"}, ValueError, "letter O, not with a zero"),
         ({"level": 1.5}, TypeError, "level must be one of"),
         ({"dtype": "flaot16"}, ValueError, "did you mean 'float16'"),
@@ -106,7 +95,6 @@ def test_a_level_is_read_liberally(given, meant):
         ({"loss_scale": {"init_scal": 1}}, ValueError, "did you mean 'init_scale'"),
         ({"loss_scale": {"scale": 1, "hysteresis": 2}}, ValueError, "keys of one of them"),
         ({"loss_scale": {"init_scale": 1, "initial_scale": 2}}, ValueError, "twice"),
-        ({"grad_clip": {"max_nrm": 1}}, ValueError, "max_norm"),
         ({"grad_clip": {"norm_type": 2}}, ValueError, "max_norm"),
         ({"grad_clip": {"max_norm": 1, "norm_type": 3}}, ValueError, "norm_type"),
         ({"keep_float32": ["("]}, ValueError, "no regular expression"),
@@ -122,12 +110,6 @@ def test_a_level_is_read_liberally(given, meant):
 def test_mistakes_are_errors_that_name_key_and_cure(values, error, message):
     with pytest.raises(error, match=message):
         PrecisionConfig.from_dict(values)
-
-
-def test_a_json_file_is_read(tmp_path):
-    path = tmp_path / "precision.json"
-    path.write_text(json.dumps(FULL))
-    assert PrecisionConfig.from_file(path) == PrecisionConfig.from_dict(FULL)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML by itself")

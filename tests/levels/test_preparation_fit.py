@@ -1,9 +1,5 @@
 """Prepared models in `fit`, `predict` and custom loops: state kept, graphs rewritten."""
 
-from __future__ import annotations
-
-import warnings
-
 import keras
 import numpy as np
 import pytest
@@ -12,7 +8,7 @@ import tensorflow as tf
 import tfamp
 from helpers.cases import first_of
 from helpers.graph_asserts import op_dtypes
-from helpers.level_models import compiled, data, leaves, trained
+from helpers.level_models import compiled, data, trained
 from helpers.tolerances import tolerance
 from helpers.training import assert_identical, snapshot
 
@@ -43,14 +39,10 @@ def going_on() -> dict[str, list]:
     return {"predicted": predict(model), "losses": fit(model)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "dtype"),
-    [
-        pytest.param("masters", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("O2", "float16", marks=pytest.mark.slow),
-        pytest.param("O1", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("O3", "float16", marks=pytest.mark.slow),
-    ],
+    [("masters", "bfloat16"), ("O2", "float16"), ("O1", "bfloat16"), ("O3", "float16")],
 )
 def test_training_goes_on_where_it_was(level, dtype, going_on):
     model = trained("sequential")
@@ -71,53 +63,6 @@ def test_training_goes_on_where_it_was(level, dtype, going_on):
     assert set(names) == {"loss", "accuracy"}
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(
-    ("optimizer", "given", "masters"),
-    [("sgd", None, False), ("adam", None, True), ("adam", True, True), ("adam", False, False)],
-)
-def test_o3_gives_optimizers_the_masters_they_need(optimizer, given, masters, dtype):
-    model = compiled("sequential", optimizer)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", tfamp.TfampWarning)
-        made = tfamp.prepare(model, level="O3", dtype=dtype, master_weights=given)
-        # The same again: nothing more to do.
-        assert (
-            tfamp.prepare(made.model, level="O3", dtype=dtype, master_weights=given)[0] is made[0]
-        )
-    assert {weight.dtype for weight in made.model.trainable_weights} == {dtype}
-    assert made.settings.master_weights is masters
-    assert made.optimizer.master_weights is masters
-    reasons = [reason for reason in made.settings.reasons if "master weights" in reason]
-    assert bool(reasons) is (masters and given is None)
-    warned = [str(each.message) for each in said if "master" in str(each.message)]
-    assert bool(warned) is ((optimizer, masters) == ("adam", False))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_o3_gives_masters_to_an_optimizer_that_comes_with_compile(dtype):
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    made, _ = tfamp.prepare(model, level="O3", dtype=dtype)
-    made.compile("adam", "mse")
-    assert made.optimizer.master_weights
-    assert tfamp.precision_settings(made).master_weights
-    made.compile("sgd", "mse")
-    assert not made.optimizer.master_weights
-    assert not tfamp.precision_settings(made).master_weights
-
-
-@pytest.mark.slow
-def test_slots_are_carried_to_new_variables():
-    model = trained("sequential")
-    old = model.optimizer
-    _, optimizer = tfamp.prepare(model, level="O3", dtype="bfloat16", master_weights=False)
-    slots = optimizer.inner_optimizer.variables
-    for before, after in zip(old.variables, slots, strict=True):
-        expected = tf.cast(before.value, after.dtype)
-        np.testing.assert_array_equal(expected, after.numpy())
-    assert any(np.any(variable.numpy()) for variable in slots[2:])
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_steps_that_are_not_finite_are_skipped_and_counted_in_bfloat16(level):
     model, optimizer = tfamp.prepare(compiled("functional", "sgd"), level=level, dtype="bfloat16")
@@ -135,16 +80,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted_in_bfloat16(level):
     assert type(bare) is type(plain.optimizer) is keras.optimizers.SGD
 
 
-def test_without_a_loss_scale_by_choice_the_optimizer_is_left_as_it_is():
-    model = compiled("sequential", "sgd")
-    own = model.optimizer
-    for level in ("O1", "O2"):
-        prepared = tfamp.prepare(model, level=level, dtype="bfloat16", loss_scale="none")
-        assert prepared.optimizer is own
-        assert "loss scale      none" in str(prepared.settings)
-
-
-def test_o1_rewrites_what_evaluate_and_predict_run():
+def test_o1_rewrites_what_evaluate_and_predict_run_and_is_for_a_later_compile_too():
     model = compiled("functional")
     expected = np.asarray(model(X))
     tfamp.prepare(model, level="O1", dtype="bfloat16")
@@ -156,11 +92,16 @@ def test_o1_rewrites_what_evaluate_and_predict_run():
     assert predicted.dtype == "float32"
     assert_computed_low(predicted, expected)
     assert_computed_low(model.predict_on_batch(X[:8]), expected[:8])
+    # It survives compiling again.
+    tfamp.prepare(model, level="O1", dtype="float16", loss_scale=64.0)
+    model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
+    assert float(model.optimizer.loss_scale) == 64.0
+    assert op_dtypes(lambda: model.train_step(batch))["Conv2D"] == {"float16"}
 
 
 @pytest.mark.parametrize(
     "arguments",
-    first_of([{"steps_per_execution": 2}, {"run_eagerly": True}]),
+    first_of([{"steps_per_execution": 2}, {"run_eagerly": True}, {"jit_compile": True}]),
     ids=lambda each: next(iter(each)),
 )
 def test_o1_in_every_way_to_fit(arguments):
@@ -171,32 +112,6 @@ def test_o1_in_every_way_to_fit(arguments):
     assert losses != expected
     assert int(optimizer.iterations) == 2
     assert_computed_low(predict(model), predict(reference))
-
-
-@pytest.mark.slow
-def test_o1_under_xla():
-    model = compiled("sequential", jit_compile=True)
-    tfamp.prepare(model, level="O1", dtype="bfloat16")
-    assert np.isfinite(fit(model)).all()
-
-
-@pytest.mark.slow
-def test_o1_in_train_on_batch_and_test_on_batch():
-    model = compiled("sequential")
-    _, optimizer = tfamp.prepare(model, level="O1", dtype="bfloat16")
-    loss = model.train_on_batch(X[:8], Y[:8], return_dict=True)["loss"]
-    assert np.isfinite(loss)
-    assert np.isfinite(model.test_on_batch(X[:8], Y[:8])[0])
-    assert int(optimizer.iterations) == 1
-
-
-def test_o1_survives_compiling_again():
-    model = compiled("sequential")
-    tfamp.prepare(model, level="O1", dtype="float16", loss_scale=64.0)
-    model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
-    assert float(model.optimizer.loss_scale) == 64.0
-    batch = (tf.constant(X[:8]), tf.constant(Y[:8]))
-    assert op_dtypes(lambda: model.train_step(batch))["Conv2D"] == {"float16"}
 
 
 @pytest.mark.slow
@@ -212,8 +127,11 @@ def test_o1_on_several_replicas_casts_op_by_op_and_says_so(two_replicas):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_one_custom_loop_serves_all_levels(level):
     model = compiled("subclassed", optimizer="sgd")
+    own = model.optimizer
     prepared = tfamp.prepare(model, level=level, dtype="float16", loss_scale="none")
     model, optimizer = prepared
+    assert optimizer is own  # Without a loss scale by choice it is left as it is.
+    assert "loss scale      none" in str(prepared.settings)
     loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     @prepared.settings.rewrite
@@ -231,29 +149,6 @@ def test_one_custom_loop_serves_all_levels(level):
         assert {node.dtype for node in step.plan(*batch).nodes if node.op == "Conv2D"} == {dtype}
     else:
         assert op_dtypes(step, *batch)["Conv2D"] == {dtype}
-
-
-def test_a_loop_that_is_not_rewritten_gets_autocast_at_o1():
-    model = compiled("sequential")
-    tfamp.prepare(model, level="O1", dtype="bfloat16")
-    found = op_dtypes(tf.function(lambda x: model(x)), tf.constant(X[:8]))
-    assert found["Conv2D"] == {"bfloat16"}
-    assert model(X[:8]).dtype == "float32"
-
-
-@pytest.mark.slow
-def test_o0_after_training_at_a_level_keeps_what_was_learnt():
-    model = trained("sequential")
-    _, optimizer = tfamp.prepare(model, level="O2", dtype="float16")
-    fit(model)
-    weights = snapshot(model)
-    back, plain = tfamp.prepare(model, level="O0")
-    assert_identical(snapshot(back), weights)
-    assert plain is optimizer.inner_optimizer
-    assert int(plain.iterations) == 4
-    assert {layer.compute_dtype for layer in leaves(back)} == {"float32"}
-    assert np.isfinite(fit(back)).all()
-    assert int(plain.iterations) == 6
 
 
 def test_clipping_is_done_after_unscaling():

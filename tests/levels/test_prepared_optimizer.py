@@ -1,7 +1,5 @@
 """The optimizer of a copied model: state, exclusions and masters find the right variables."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest
@@ -84,7 +82,7 @@ def test_weights_assigned_since_the_last_step_lead_back_to_o0():
         np.testing.assert_array_equal(old, rounded)
 
 
-def test_an_optimizer_built_for_another_model_is_an_error():
+def test_an_optimizer_of_another_model_and_one_without_a_configuration_are_errors():
     model, other = _three_layers(), _three_layers()
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build(other.trainable_variables)
@@ -93,6 +91,10 @@ def test_an_optimizer_built_for_another_model_is_an_error():
         tfamp.prepare(model, optimizer, level="O3", dtype="bfloat16")
     for old, new in zip(before, model.weights, strict=True):
         np.testing.assert_array_equal(old, new)
+    optimizer = keras.optimizers.MultiOptimizer(lambda variable: keras.optimizers.SGD(0.1))
+    with pytest.raises(ValueError, match="keras.optimizers.OptimizerMap instead of a function"):
+        tfamp.prepare(model, optimizer, level="O3", dtype="bfloat16")
+    assert model.layers[0].compute_dtype == "float32"
 
 
 def test_skipped_steps_are_counted_on_in_a_copy():
@@ -105,11 +107,3 @@ def test_skipped_steps_are_counted_on_in_a_copy():
         model, optimizer = tfamp.prepare(model, dtype="float16", **level)
         counts = optimizer.skipped_steps, optimizer.consecutive_skipped_steps
         assert [int(count) for count in counts] == [1, 1]
-
-
-def test_an_optimizer_without_a_configuration_is_an_error_that_says_what_to_do():
-    sgd = keras.optimizers.SGD(0.1)
-    model, optimizer = _three_layers(), keras.optimizers.MultiOptimizer(lambda variable: sgd)
-    with pytest.raises(ValueError, match="keras.optimizers.OptimizerMap instead of a function"):
-        tfamp.prepare(model, optimizer, level="O3", dtype="bfloat16")
-    assert model.layers[0].compute_dtype == "float32"

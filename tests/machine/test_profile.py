@@ -6,16 +6,10 @@ import json
 import pytest
 import tensorflow as tf
 
-import tfamp
 from tfamp.core.profile import KINDS, MachineProfile, builtin_profile
 from tfamp.graph import rewrite_graph_def
 from tfamp.machine import hardware
 from tfamp.machine.profile_choice import profile_of
-
-
-def test_json_round_trip():
-    profile = builtin_profile("gpu")
-    assert MachineProfile.from_json(profile.to_json()) == profile
 
 
 def test_ops_may_be_missing_in_json_and_are_checked():
@@ -40,20 +34,15 @@ def test_ops_may_be_missing_in_json_and_are_checked():
         MachineProfile.from_json(json.dumps(fields))
 
 
-def test_a_cpu_without_float16_multiplies_it_no_faster_and_is_slow_in_its_gradients():
-    peaks = builtin_profile("cpu", bfloat16=True, float16=False).peaks
-    ratios = {kind: peaks[kind]["float16"] / peaks[kind]["float32"] for kind in KINDS}
-    assert max(ratios["matmul"], ratios["conv"]) < 1
-    assert max(ratios["conv_input"], ratios["conv_filter"]) < 0.2
-    assert min(peaks[kind]["bfloat16"] / peaks[kind]["float32"] for kind in KINDS[:4]) > 1.5
-
-
 @pytest.mark.parametrize("device", ["cpu", "gpu", "tpu"])
 def test_what_is_native_multiplies_faster_and_what_is_not_does_not(device):
     native = builtin_profile(device, bfloat16=True, float16=True).peaks["matmul"]
     assert min(native["bfloat16"], native["float16"]) > native["float32"]
     emulated = builtin_profile(device, bfloat16=False, float16=False).peaks["matmul"]
     assert max(emulated["bfloat16"], emulated["float16"]) <= emulated["float32"]
+    peaks = builtin_profile("cpu", bfloat16=True, float16=False).peaks
+    gradients = [peaks[kind] for kind in ("conv_input", "conv_filter")]
+    assert all(each["float16"] < 0.2 * each["float32"] for each in gradients)
 
 
 def test_wrong_profiles_are_refused_with_what_is_expected():
@@ -132,16 +121,6 @@ def test_gpus_are_known_by_name_with_and_without_tf32(name, known, ratio, ratio_
         assert (peaks["bfloat16"] > peaks["float32"]) is native
 
 
-def test_newer_gpus_are_faster():
-    names = ("T4", "V100", "A100", "H100", "B200")
-    profiles = [builtin_profile("gpu", name=name) for name in names]
-    for values in (
-        [profile.bandwidth for profile in profiles],
-        *([p.peaks["matmul"][dtype] for p in profiles] for dtype in ("float32", "float16")),
-    ):
-        assert values == sorted(values)
-
-
 def test_the_profile_of_this_machine_knows_its_gpu_and_tf32(monkeypatch):
     assert not tf.config.experimental.tensor_float_32_execution_enabled()  # in tests
     gpus = (hardware.Gpu("NVIDIA H100 PCIe", (9, 0)), hardware.Gpu("NVIDIA A100-PCIE", (8, 0)))
@@ -156,54 +135,3 @@ def test_the_profile_of_this_machine_knows_its_gpu_and_tf32(monkeypatch):
     found = dataclasses.replace(found, gpus=(hardware.Gpu("NVIDIA GeForce GTX 1650", (7, 5)),))
     peaks = profile_of("gpu").peaks["matmul"]
     assert max(peaks["float16"], peaks["bfloat16"]) < peaks["float32"]
-
-
-def test_the_cut_decides_about_a_small_graph_on_a_gpu_and_not_on_a_cpu():
-    """Matmuls between exponentials, which stay float32: the lists lower them, at any size."""
-
-    def function(x, y):
-        for _ in range(8):
-            y = tf.exp(y @ y)
-        return y, x @ x @ x
-
-    concrete = tf.function(function, autograph=False).get_concrete_function(
-        tf.TensorSpec((1024, 1024)), tf.TensorSpec((16, 16))
-    )
-    graph = concrete.graph.as_graph_def(add_shapes=True)
-    fetches = [tensor.name for tensor in concrete.outputs]
-    for device, small in (("gpu", "float32"), ("cpu", "float16")):
-        profile = builtin_profile(device, float16=True)
-        plan = rewrite_graph_def(graph, fetches, device=device, profile=profile).plan
-        found = [node.dtype for node in plan.nodes if node.op == "MatMul"]
-        assert found == [small] * 8 + ["float16"] * 2, device
-
-
-def test_a_given_profile_outweighs_the_machine():
-    slow = builtin_profile("cpu", bfloat16=False)
-    with pytest.warns(tfamp.NothingConvertedWarning):
-        assert low_matmuls("bfloat16", device="cpu", profile=slow) == 0
-    assert low_matmuls("bfloat16", device="cpu", profile=builtin_profile("cpu")) == 2
-
-
-def test_an_op_that_is_slow_in_bfloat16_stays_float32_between_matmuls():
-    def function(x):
-        return tf.raw_ops.Erfc(x=x @ x) @ x
-
-    concrete = tf.function(function, autograph=False).get_concrete_function(
-        tf.TensorSpec((2048, 2048))
-    )
-    graph = concrete.graph.as_graph_def(add_shapes=True)
-
-    def dtypes(**choices):
-        choices = {"dtype": "bfloat16", "device": "cpu", **choices}
-        plan = rewrite_graph_def(graph, ["Identity:0"], **choices).plan
-        return [node.dtype for node in plan.nodes if node.op in ("MatMul", "Erfc")]
-
-    profile = dataclasses.replace(builtin_profile("cpu"), ops={})
-    slow = {"Erfc": {"float32": 2e9, "bfloat16": 2e8, "float16": 2e8}}
-    low = ["bfloat16"] * 3
-    assert dtypes(profile=profile) == low
-    profile = dataclasses.replace(profile, ops=slow)
-    assert dtypes(profile=profile) == ["bfloat16", "float32", "bfloat16"]
-    assert dtypes(profile=profile, placement="lists") == low
-    assert dtypes(profile=profile, force_low=["Erfc"]) == low

@@ -1,11 +1,7 @@
 """The cache of machine profiles: whole files, or none."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import platformdirs
@@ -18,8 +14,10 @@ KEY = {"cpu": "My CPU", "tensorflow": "2.21.0"}
 PROFILE = dataclasses.replace(builtin_profile("cpu"), name="mine", op_overhead=1e-6)
 
 
-def test_what_is_put_is_got_for_the_same_key_only(tmp_path):
-    folder = tmp_path / "not" / "there"
+def test_what_is_put_in_the_users_cache_is_got_for_the_same_key_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "not"))
+    folder = profile_choice.cache_folder()
+    assert folder == Path(platformdirs.user_cache_dir("tfamp", False))
     assert profile_choice.get_profile(folder, KEY) is None
     path = profile_choice.put_profile(folder, KEY, PROFILE)
     assert path == profile_choice.profile_path(folder, KEY)
@@ -29,42 +27,28 @@ def test_what_is_put_is_got_for_the_same_key_only(tmp_path):
         assert profile_choice.get_profile(folder, other) is None
 
 
-def test_a_new_profile_takes_the_place_of_the_old_one(tmp_path):
-    profile_choice.put_profile(tmp_path, KEY, builtin_profile("gpu"))
-    profile_choice.put_profile(tmp_path, KEY, PROFILE)
-    assert profile_choice.get_profile(tmp_path, KEY) == PROFILE
-
-
 def changed(**changes):
     return lambda text: json.dumps(json.loads(text) | changes)
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda text: "",
-        lambda text: text[: len(text) // 2],
-        lambda text: "\0" * 100,
-        lambda text: "[]",
-        lambda text: "3",
-        changed(format=0),
-        changed(key={}),
-        changed(profile=None),
-        changed(profile={"name": "half"}),
-        changed(profile={**json.loads(PROFILE.to_json()), "peaks": 3}),
-        changed(profile={**json.loads(PROFILE.to_json()), "bandwidth": -1}),
-    ],
-)
+FIELDS = json.loads(PROFILE.to_json())
+SPOILT = [
+    *(lambda text, spoilt=spoilt: spoilt for spoilt in ("", "\0" * 100, "[]", "3")),
+    lambda text: text[: len(text) // 2],
+    *(changed(profile=each) for each in (None, {"name": "half"}, {**FIELDS, "peaks": 3})),
+    changed(profile={**FIELDS, "bandwidth": -1}),
+    changed(format=0),
+    changed(key={}),
+]
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
 def test_what_cannot_be_read_counts_as_not_there_and_is_replaced(spoil, tmp_path):
     path = profile_choice.put_profile(tmp_path, KEY, PROFILE)
     path.write_text(spoil(path.read_text("utf-8")), "utf-8")
     assert profile_choice.get_profile(tmp_path, KEY) is None
     profile_choice.put_profile(tmp_path, KEY, PROFILE)
     assert profile_choice.get_profile(tmp_path, KEY) == PROFILE
-
-
-def test_a_file_that_is_no_text_and_a_folder_in_its_place_count_as_not_there(tmp_path):
-    path = profile_choice.profile_path(tmp_path, KEY)
     path.write_bytes(b"\xff\xfe\x00")
     assert profile_choice.get_profile(tmp_path, KEY) is None
     path.unlink()
@@ -86,38 +70,3 @@ def test_what_cannot_be_written_is_an_oserror_and_leaves_nothing(tmp_path, monke
     with pytest.raises(OSError, match="no space left"):
         profile_choice.put_profile(tmp_path / "folder", KEY, PROFILE)
     assert list((tmp_path / "folder").iterdir()) == []
-
-
-def test_the_folder_is_the_users_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert profile_choice.cache_folder() == Path(platformdirs.user_cache_dir("tfamp", False))
-    assert profile_choice.cache_folder().is_absolute()
-
-
-_WRITER = """
-import sys, dataclasses
-from pathlib import Path
-from tfamp.machine import profile_choice
-from tfamp.core.profile import builtin_profile
-
-folder, name = Path(sys.argv[1]), sys.argv[2]
-profile = dataclasses.replace(builtin_profile("cpu"), name=name)
-for _ in range(300):
-    profile_choice.put_profile(folder, {"cpu": "shared"}, profile)
-    found = profile_choice.get_profile(folder, {"cpu": "shared"})
-    assert dataclasses.replace(found, name=name) == profile, found
-    assert found.name in ("x", "y" * 5000)
-"""
-
-
-def test_processes_write_and_read_at_once(tmp_path):
-    # Names of very different lengths: of two files written into one another none could be read.
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", _WRITER, str(tmp_path), name], stderr=subprocess.PIPE, text=True
-        )
-        for name in ("x", "y" * 5000)
-    ]
-    errors = [writer.communicate()[1] for writer in writers]
-    assert [writer.returncode for writer in writers] == [0, 0], errors
-    assert len(list(tmp_path.iterdir())) == 1
