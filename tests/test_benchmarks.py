@@ -7,8 +7,10 @@ import json
 import re
 import shutil
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -17,11 +19,12 @@ pytest.importorskip("sklearn")
 sys.path.append(str(Path(__file__).parents[1]))
 pytest.importorskip("benchmarks", reason="the benchmarks are no part of the package")
 
-from benchmarks import profile, report, results
+import tfamp
+from benchmarks import plot, profile, report, results, serving
 from benchmarks.__main__ import main
 from benchmarks.interleaved import Options, WorkerError, workers
 from benchmarks.results import Measured, Run, WorkloadRun
-from benchmarks.step_graph import count_casts, trace
+from benchmarks.step_graph import count_casts, plain_op, trace
 from benchmarks.systems import SYSTEMS
 
 ROOT = Path(__file__).parents[1]
@@ -102,11 +105,63 @@ def test_tables_have_the_ratios_first():
     assert ("CPU", "a CPU") in machine.rows
 
 
+def test_the_chosen_step_stands_beside_the_best_peer_and_placement():
+    run = a_run()
+    slower, faster = Measured([2.0, 4.0, 2.0]), Measured([1.0, 2.0, 1.0])
+    (mlp,) = run.workloads
+    mlp.systems |= {"float32_xla": slower, "rewrite": slower, "tune": faster}
+    lstm = dataclasses.replace(mlp, workload="lstm", systems=mlp.systems | {"tune": slower})
+    run.workloads += [lstm, dataclasses.replace(mlp, systems={"float32": slower}, control=[])]
+    found = report.all_tables(run)[1]
+    by_header = [dict(zip(found.headers[:5], row, strict=False)) for row in found.rows]
+    assert by_header[0]["best peer"] == "float32, XLA"
+    assert [row[2] for row in found.rows[:2]] == ["4.00", "2.00"]
+    assert [(row[4], row[7]) for row in found.rows] == [("2.00",) * 2, ("1.00",) * 2, ("1.41",) * 2]
+    assert found.rows[0][5] == "2.00 to 2.00"
+
+
+def test_a_page_keeps_what_is_outside_its_marks(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", encoding="utf-8")
+    report.put_section(page, report.section(a_run(), "assets/bars.png"))
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("before\n")
+    assert text.endswith(f"{report.END}\nafter\n")
+    assert "old" not in text
+    assert "| tfamp.rewrite, min_cut | 2.00 |" in text
+    assert "](assets/bars.png)" in text
+    page.write_text("no marks", encoding="utf-8")
+    with pytest.raises(ValueError, match="each once"):
+        report.put_section(page, "text")
+    assert page.read_text(encoding="utf-8") == "no marks"
+
+
 def test_the_documented_pages_have_the_marks():
     pages = "benchmarks", "peers", "peers_float16", "performance", "kerashub", "guides/saved_models"
     for page in pages:
         text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
         assert text.count(report.BEGIN) == text.count(report.END) == 1, page
+
+
+def test_runs_on_one_machine_are_shown_as_one_and_written_again(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    *paths, again, picture = (tmp_path / name for name in ("1.json", "2.json", "a.json", "a.png"))
+    runs = a_run(), a_run()
+    runs[1].workloads[0].workload = "lstm"
+    for path, run in zip(paths, runs, strict=True):
+        path.write_text(json.dumps(results.to_json(run)), encoding="utf-8")
+    read = ["--read", *map(str, paths)]
+    assert main([*read, "--json", str(again), "--plot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^times as fast as float32 +mlp +lstm$", printed, re.M)
+    assert re.search(r"^tfamp.rewrite, min_cut +2.00 +2.00$", printed, re.M)
+    written = results.from_json(json.loads(again.read_text(encoding="utf-8")))
+    assert [each.workload for each in written.workloads] == ["mlp", "lstm"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    axes = plot.figure(written).axes[0]
+    assert [bar.get_height() for bar in axes.patches] == [1, 1, 2, 2]
+    with pytest.raises(ValueError, match="these differ"):
+        results.together([written, dataclasses.replace(written, dtype="float16")])
 
 
 # Workloads and systems
@@ -140,6 +195,40 @@ def test_casts_and_kinds_of_ops_of_known_graphs():
         return x
 
     assert count_casts(traced(loop, tf.ones((4, 4))).nodes) == (10, 10 * 16 * 6)
+
+
+def test_a_traced_step_leaves_the_variables_as_they_are():
+    v = tf.Variable([1.0, 2.0])
+
+    def step(x):
+        v.assign_add(x)
+        return tf.reduce_sum(v)
+
+    found = traced(step, tf.ones(2), runs=3)
+    np.testing.assert_array_equal(v, [1, 2])
+    assert len(found.walls) == 3
+    assert {"AssignAddVariableOp", "Sum"} <= {node.op for node in found.nodes}
+    assert all(len(node.seconds) == 3 for node in found.nodes)
+
+
+def test_a_rewritten_step_shows_its_casts_as_the_plan_does():
+    w = tf.Variable(tf.ones((64, 64)))
+    step = tfamp.rewrite(lambda x: tf.nn.relu(x @ w) @ w, dtype="bfloat16", placement="lists")
+    x = tf.ones((32, 64))
+    found = count_casts(trace(step.concrete(x), (x,)).nodes)
+    summary = step.plan(x).summary
+    assert summary.casts == found.count > 0
+    assert summary.cast_bytes == found.bytes
+
+
+def test_kernels_of_onednn_count_as_what_they_stand_in_for():
+    plain = {
+        "MatMul": "MatMul",
+        "_MklNativeFusedMatMul": "_FusedMatMul",
+        "_MklNativeFusedBatchNormV3": "FusedBatchNormV3",
+        "_MklNativeConv2DBackpropFilterWithBias": "Conv2DBackpropFilter",
+    }
+    assert {op: plain_op(op) for op in plain} == plain
 
 
 # Runs
@@ -189,3 +278,33 @@ def test_a_tiny_run_from_the_command_line(tmp_path, capsys):
 
 
 # Serving
+
+
+def test_clients_share_a_load_and_every_request_counts():
+    together = threading.Barrier(2, timeout=60)  # Passed only by two threads at once.
+    latencies, rate = serving.put_under_load(together.wait, 2, 0.0)
+    assert len(latencies) == 2
+    assert 0 < rate <= 1 / min(latencies) * 2
+    assert len(serving.put_under_load(lambda: None, 1, 0.01)[0]) > 1
+    assert [serving.percentile_95(range(1, n + 1)) for n in (1, 2, 20, 100)] == [1, 2, 19, 95]
+
+
+@pytest.mark.slow
+def test_saved_models_are_served_in_all_ways(tmp_path, capsys):
+    pytest.importorskip("keras_hub")
+    page = tmp_path / "page.md"
+    page.write_text(f"{report.BEGIN}\n{report.END}\n", encoding="utf-8")
+    arguments = ["--small", "--models", "bert", "--rounds", "1", "--seconds", "0.02"]
+    serving.main([*arguments, "--page", str(page)])
+    lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    files = {row[1]: row[2:] for row in lines if len(row) == 4 and row[0] == "bert"}
+    assert list(files) == ["float32", *serving.WAYS]
+    bytes_on_disk, errors = zip(*files.values(), strict=True)
+    assert [float(error) for error in errors] == [0, 0, *[pytest.approx(0.005, abs=0.005)] * 2]
+    assert float(errors[2]) > 0
+    assert float(bytes_on_disk[3]) < float(bytes_on_disk[1]) < float(bytes_on_disk[0])
+    loads = [row for row in lines if row[0] in ("1", "2", "4")]
+    assert [(row[0], row[1]) for row in loads] == [
+        (str(clients), way) for clients in serving.CLIENTS for way in files
+    ]
+    assert page.read_text(encoding="utf-8").count("| bert | bfloat16, frozen |") == 1
