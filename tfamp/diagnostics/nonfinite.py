@@ -1,36 +1,85 @@
 """`find_nonfinite`: which op made the first NaN or infinity of a step, why, and what to change.
 
-Data, then variables and loss scale, are looked at first; then the step is traced, run in its low
-dtype and in float32, and what was seen of its tensors is analysed. Each stage ends in a finding or
-in nothing; only the report is made of words.
+Data, then variables and loss scale, are checked first; then the step is traced and run in its low
+dtype and in float32, and the values of all float tensors are analysed. A tensor is *bad* if it has
+an infinite value or a NaN. The place to name is the first bad tensor that led to a bad result, made
+by an op from inputs that were all finite. An infinite constant alone is not a fault: masks are made
+of these, and a softmax makes finite values of one. It is to blame when a NaN comes of it, or when a
+result is bad in the end.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import math
-from typing import Any
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.core.dtypes import FLOAT_DTYPES
+from tfamp.core.dtypes import FLOAT_DTYPES, float_format
 from tfamp.diagnostics.model_runs import check_compute_dtype, layer_path
-from tfamp.diagnostics.nonfinite_analysis import Twins, largest_scale, look
 from tfamp.diagnostics.nonfinite_report import (
     ALSO_IN_FLOAT32,
+    INVALID,
     OVERFLOW,
+    UNDERFLOW,
     Finding,
     NonFiniteReport,
     ValueRange,
     report_of,
 )
-from tfamp.diagnostics.nonfinite_step import Step, trace_function, trace_model
-from tfamp.graph.observe import TensorStats, stats_of
+from tfamp.diagnostics.nonfinite_step import (
+    LOSS_SCOPE,
+    Path,
+    Place,
+    Step,
+    shown_name,
+    trace_function,
+    trace_model,
+)
+from tfamp.graph.observe import (
+    Observer,
+    drop_unused_nodes,
+    low_dtypes,
+    observed_scopes,
+    retyped,
+)
+from tfamp.interop.tf_private import held_dtype
+from tfamp.planning.ranges import TensorKey
+from tfamp.planning.structures import (
+    ARGUMENT,
+    MAIN_GRAPH,
+    GraphIndex,
+    IndexedNode,
+    node_name,
+    op_types,
+    reach,
+)
 
 # Where dynamic scales start, and a scale with which many models have been trained.
 _USUAL_START, _USUAL_SCALE = 2.0**16, 2.0**7
+_CONSTANTS = op_types("Const HostConst")
+_READS = op_types("ReadVariableOp ResourceGather")
+_INPUTS = op_types("Placeholder PlaceholderV2")
+# Ops that make an infinity of finite values only if these are large.
+_GROWING = op_types("""
+    AddV2 BatchMatMulV2 Conv2D Cumsum Einsum MatMul Mean Mul Prod Square SquaredDifference Sub
+    Sum
+""")
+_PASSING_ON = op_types("""
+    Cast EnsureShape ExpandDims Identity IdentityN Reshape Squeeze StopGradient Transpose
+""")
+_BACKWARD = re.compile(r"(^|/)(gradient_tape|gradients)/")
+_LOSS = re.compile(r"loss|cross_?entropy", re.IGNORECASE)
 
 
 def find_nonfinite(
@@ -130,19 +179,210 @@ def _trace(model_or_fn: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> St
     return trace_model(model_or_fn, x, y, loss, dtype)
 
 
+# ---- Before the step is run ----------------------------------------------------------------------
+
+
+def _bad_data(x: Any, y: Any) -> Finding | None:
+    """The first input that is not finite."""
+    for name, value in (("x", x), ("y", y)):
+        for number, leaf in enumerate(tf.nest.flatten(value, expand_composites=True)):
+            whole = name if leaf is value else f"{name}, part {number}"
+            if (found := _bad_range(whole, leaf)) is not None:
+                index = np.argwhere(~np.isfinite(np.asarray(leaf).astype(np.float64)))[0]
+                note = f"{whole}: the first such value is at index {index.tolist()}."
+                return _before("input", "Placeholder", found, note=note)
+    return None
+
+
+def _bad_variable(step: Step) -> Finding | None:
+    """The first variable that is not finite."""
+    for name, variable in step.variables:
+        if (found := _bad_range(name, tf.convert_to_tensor(variable))) is not None:
+            owner = step.owner_of(variable)
+            layer = (name.rpartition("/")[0] or None) if owner is None else layer_path(owner)
+            return _before("weights", "ReadVariableOp", found, variable=name, layer=layer)
+    return None
+
+
+def _bad_scale(step: Step) -> Finding | None:
+    """A loss scale that is not a positive number."""
+    scale, name = step.scale, step.scale_name
+    if math.isfinite(scale) and scale > 0:
+        return None
+    found = ValueRange.of("loss scale", np.float32(scale))
+    return _before("loss_scale", "ReadVariableOp", found, variable=name, scale=scale)
+
+
+def _before(stage: str, op: str, found: ValueRange, **more: Any) -> Finding:
+    facts: dict[str, Any] = {"stage": stage, "op": op, "layer": None, "variable": None} | more
+    ranges = {"inputs": (), "outputs": (found,)}
+    return Finding(kind=ALSO_IN_FLOAT32, dtype=found.dtype, ranges=ranges, **facts)
+
+
+def _bad_range(name: str, value: Any) -> ValueRange | None:
+    """The range of an array that has values that are not finite; None for any other value."""
+    # A variant cannot become an array.
+    if not getattr(getattr(value, "dtype", None), "is_floating", True):
+        return None
+    array = np.asarray(value)
+    found = ValueRange.of(name, array) if array.dtype.name in FLOAT_DTYPES else None
+    return None if found is None or found.finite else found
+
+
+# ---- Two runs of a step --------------------------------------------------------------------------
+
+
+class Seen(list[ValueRange]):
+    """The ranges of a tensor, execution by execution, up to the first that was not finite."""
+
+    @staticmethod
+    def look(before: Seen | None, values: Any) -> Seen:
+        """Adds an execution, as an `Observer` needs it."""
+        seen = Seen() if before is None else before
+        if not seen.is_bad:
+            seen.append(ValueRange.of("", values))
+        return seen
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether an execution was not finite, the last one then."""
+        return bool(self) and not self[-1].finite
+
+    @property
+    def bad_at(self) -> int:
+        """The execution that was not finite; one after all others where there is none."""
+        return len(self) - 1 if self.is_bad else sys.maxsize
+
+    def at(self, execution: int) -> ValueRange | None:
+        """Returns the range in an execution; the last one that is known for a later one."""
+        return self[min(execution, len(self) - 1)] if self else None
+
+
+_Run: TypeAlias = Mapping[TensorKey, Seen]
+_Keys: TypeAlias = Sequence[TensorKey]
+_NEVER = Seen()
+
+
+class _Twins:
+    """A step to run in its low dtype, or in `dtype`, and node for node the same in float32."""
+
+    def __init__(self, step: Step, dtype: str | None) -> None:
+        self.step = step
+        results = dict.fromkeys([*step.outputs, *step.gradients])
+        self._fetches = [*results, *step.operations]
+        graph = drop_unused_nodes(step.graph_def, step.inputs, self._fetches)
+        indexes = observed_scopes(graph)
+        low = low_dtypes(indexes)
+        if low and dtype is not None and low != [dtype]:
+            graph = retyped(graph, indexes, dtype)
+            indexes = observed_scopes(graph)
+        self._graph, self._indexes = graph, indexes
+        self._low = self._observed(graph, indexes)
+        self.nodes = _Nodes(indexes)
+        self.results = list(map(_key_of, results))
+
+    def run(self, scale: float) -> _Run:
+        """Runs the step with a loss scale."""
+        return self._low.run([self._values(scale)])
+
+    def run_float32(self, scale: float) -> _Run | None:
+        """Runs the float32 twin; None where the step is that itself."""
+        return None if self._float32 is None else self._float32.run([self._values(scale)])
+
+    @functools.cached_property
+    def _float32(self) -> Observer[Seen] | None:
+        if not low_dtypes(self._indexes):
+            return None
+        graph = retyped(self._graph, self._indexes, "float32")
+        return self._observed(graph, observed_scopes(graph))
+
+    def _observed(self, graph: Any, indexes: Sequence[GraphIndex]) -> Observer[Seen]:
+        return Observer(graph, indexes, self.step.inputs, self._fetches, Seen.look)
+
+    def _values(self, scale: float) -> list[Any]:
+        values, place = list(self.step.values), self.step.scale_at
+        if place is not None:
+            is_variable = values[place].dtype == tf.resource
+            dtype = held_dtype(values[place]) if is_variable else tf.float32
+            with tf.init_scope():
+                # A handle does not keep its variable alive.
+                self._scale = tf.Variable(scale, dtype=dtype)
+                values[place] = self._scale.handle if is_variable else self._scale.value()
+        return values
+
+
+def _key_of(tensor: str) -> TensorKey:
+    """The key of a tensor of the graph itself, by its name there."""
+    return MAIN_GRAPH, node_name(tensor), int(tensor.partition(":")[2])
+
+
+class _Nodes:
+    """The nodes of all scopes by place, their inputs and outputs, and the dtypes of these tensors.
+
+    Of the outputs only those that something takes or fetches are there.
+    """
+
+    def __init__(self, indexes: Sequence[GraphIndex]) -> None:
+        self.at: dict[Place, IndexedNode] = {}
+        self.inputs: dict[Place, list[TensorKey]] = defaultdict(list)
+        self.outputs: dict[Place, set[TensorKey]] = defaultdict(set)
+        self.dtypes: dict[TensorKey, str] = {}
+        self.order: dict[str, list[Place]] = {}  # Of each scope, producers first.
+        for index in indexes:
+            places = [(index.scope, node.name) for node in index.nodes]
+            self.order[index.scope] = [places[position] for position in index.producers_first()]
+            for edge in index.edges:
+                source, target = index.slots[edge.source], index.slots[edge.target]
+                tensor = (*places[source.node], edge.port)
+                self.inputs[places[target.node]].append(tensor)
+                self.outputs[tensor[:2]].add(tensor)
+                self.dtypes[tensor] = source.dtype
+            for place, node in zip(places, index.nodes, strict=True):
+                self.at[place] = node
+                dtypes = {index.slots[slot].dtype for slot in node.slots}
+                if not self.outputs[place] and len(dtypes) == 1:  # Fetched, and taken by no node.
+                    tensor = (*place, 0)
+                    self.outputs[place].add(tensor)
+                    self.dtypes[tensor] = dtypes.pop()
+
+    def sources(self, place: Place) -> list[Place]:
+        """Returns the nodes that make the inputs of a node."""
+        return [tensor[:2] for tensor in self.inputs[place]]
+
+    def bodies(self, place: Place) -> list[str]:
+        """Returns the scopes that a node runs."""
+        return [name for _, name in self.at[place].calls if name in self.order]
+
+    def scopes_in(self, place: Place) -> Iterable[str]:
+        """Returns the scopes that a node runs, and those that these run."""
+        return reach(self.bodies(place), lambda scope: chain(*map(self.bodies, self.order[scope])))
+
+    def floats(self, tensors: Iterable[TensorKey]) -> list[TensorKey]:
+        """Selects the tensors that are floats."""
+        return [tensor for tensor in tensors if self.dtypes[tensor] in FLOAT_DTYPES]
+
+
+class _Runs(NamedTuple):
+    """The values of a step in its low dtype and in float32, which may be the same."""
+
+    step: Step
+    nodes: _Nodes
+    low: _Run
+    float32: _Run
+
+
 def _search(step: Step, dtype: str | None) -> Finding | None:
     """Runs a step; if it is not finite, runs it without a loss scale, to see if that is why."""
-    twins = Twins(step, dtype)
-    finding = look(step, twins, step.scale)
+    twins = _Twins(step, dtype)
+    finding = _look(twins, step.scale)
     if finding is None or step.scale == 1.0:
         return finding
-    unscaled = look(step, twins, 1.0)
+    unscaled = _look(twins, 1.0)
     if unscaled is not None:
         return unscaled
-    best = largest_scale(step, twins)
-    usual = step.scale <= _USUAL_START and best is not None and best >= _USUAL_SCALE
-    if step.scale_adapts and usual:
-        return None  # A dynamic scale finds its place by itself, in a few skipped steps.
+    best = _largest_scale(twins)
+    if step.scale_adapts and step.scale <= _USUAL_START and best >= _USUAL_SCALE:
+        return None  # A dynamic scale backs off by itself, in a few skipped steps.
     return dataclasses.replace(
         finding,
         stage="loss_scale",
@@ -153,59 +393,270 @@ def _search(step: Step, dtype: str | None) -> Finding | None:
     )
 
 
-# ---- What is not finite before a step is run -----------------------------------------------------
+def _largest_scale(twins: _Twins) -> float:
+    """The largest power of two as loss scale with which a step, finite with 1, is finite."""
+    exponents = range(1, max(math.ceil(math.log2(twins.step.scale)), 1))
+    bad = bisect.bisect_left(exponents, True, key=lambda n: _look(twins, 2.0**n) is not None)
+    return 2.0**bad
 
 
-def _bad_data(x: Any, y: Any) -> Finding | None:
-    """The first input that is not finite."""
-    for name, value in (("x", x), ("y", y)):
-        for number, leaf in enumerate(tf.nest.flatten(value, expand_composites=True)):
-            stats = _bad_stats(leaf)
-            if stats is not None:
-                whole = name if leaf is value else f"{name}, part {number}"
-                note = f"{whole}: {_where_bad(leaf)}."
-                return _before("input", "Placeholder", whole, stats, note=note)
+def _look(twins: _Twins, scale: float) -> Finding | None:
+    """Runs a step with a loss scale; returns the first fault in it."""
+    low = twins.run(scale)
+    if not any(seen.is_bad for seen in low.values()):
+        return None
+    runs = _Runs(twins.step, twins.nodes, low, twins.run_float32(scale) or low)
+    found = _first_bad(runs, twins.results)
+    return None if found is None else _explained(runs, *found)
+
+
+# ---- Where ---------------------------------------------------------------------------------------
+
+_OK, _EXCUSED, _BAD = 0, 1, 2
+_States: TypeAlias = dict[TensorKey, int]
+
+
+def _first_bad(runs: _Runs, results: Iterable[TensorKey]) -> tuple[Path, str] | None:
+    """Finds the first op whose result is not finite although its inputs are.
+
+    It is looked for among what led to bad results; if these are finite, among what is bad only in
+    low precision, or bad because of large numbers. Where it is an infinite constant, the name of
+    the node that made a NaN of it comes with it.
+    """
+    bad_results = [key[:2] for key in results if runs.low.get(key, _NEVER).is_bad]
+    for excuse_constants in (True, False) if bad_results else (True,):
+        walk = _Walk(runs, excuse_constants)
+        states = walk.states(MAIN_GRAPH)
+        leading = reach(bad_results, functools.partial(walk.sources_with, _BAD, states))
+        for origin in walk.origins(MAIN_GRAPH, states):
+            if origin in leading if bad_results else walk.is_fault(origin):
+                return walk.descend(origin, states, ())
     return None
 
 
-def _bad_variable(step: Step) -> Finding | None:
-    """The first variable that is not finite."""
-    for name, variable in step.variables:
-        stats = _bad_stats(tf.convert_to_tensor(variable))
-        if stats is not None:
-            owner = step.owner_of(variable)
-            layer = (name.rpartition("/")[0] or None) if owner is None else layer_path(owner)
-            return _before("weights", "ReadVariableOp", name, stats, variable=name, layer=layer)
+class _Walk:
+    """Judges tensors: fine, infinite because of a constant, or bad."""
+
+    def __init__(self, runs: _Runs, excuse: bool) -> None:
+        self._nodes, self._float32, self._excuse = runs.nodes, runs.float32, excuse
+        self._low = {key: seen for key, seen in runs.low.items() if seen.is_bad}
+        self._bad_scopes = {key[0] for key in self._low}
+
+    def states(self, scope: str, execution: int = sys.maxsize - 1) -> _States:
+        """Returns the states of a scope's tensors; of a function's up to one of its executions."""
+        nodes = self._nodes
+        states: _States = {}
+        constants: set[Place] = set()
+        for place in nodes.order[scope]:
+            worst = max((states.get(each, _OK) for each in nodes.inputs[place]), default=_OK)
+            sources = nodes.sources(place)
+            if nodes.at[place].op in _CONSTANTS or (sources and constants.issuperset(sources)):
+                constants.add(place)
+            excusable = place in constants if worst == _OK else worst == _EXCUSED
+            for tensor in nodes.outputs[place]:
+                if nodes.dtypes[tensor] == "variant":
+                    # The elements of a list are seen where they are put in or taken out.
+                    bad = worst == _BAD or self._is_bad_inside(place)
+                    states[tensor] = _BAD if bad else _OK
+                elif (seen := self._low.get(tensor, _NEVER)).bad_at <= execution:
+                    is_excused = self._excuse and excusable and not seen[-1].nans
+                    states[tensor] = _EXCUSED if is_excused else _BAD
+        return states
+
+    def _is_bad_inside(self, place: Place) -> bool:
+        return not self._bad_scopes.isdisjoint(self._nodes.scopes_in(place))
+
+    def sources_with(self, state: int, states: _States, place: Place) -> list[Place]:
+        """Returns the nodes that give a node values of some state."""
+        return [each[:2] for each in self._nodes.inputs[place] if states.get(each) == state]
+
+    def origins(self, scope: str, states: _States) -> list[Place]:
+        """Returns the nodes with a bad output and no bad input, in topological order."""
+        return [
+            place
+            for place in self._nodes.order[scope]
+            if self._nodes.at[place].op != ARGUMENT
+            and (self._is_bad_inside(place) or _BAD in map(states.get, self._nodes.outputs[place]))
+            and not self.sources_with(_BAD, states, place)
+        ]
+
+    def descend(self, place: Place, states: _States, callers: Path) -> tuple[Path, str]:
+        """Returns an origin; of a call, the first one in its functions."""
+        path = (*callers, place)
+        for body in self._nodes.bodies(place) if place not in callers else ():
+            numbers = [seen.bad_at for key, seen in self._low.items() if key[0] == body]
+            inner = self.states(body, min(numbers, default=sys.maxsize - 1))
+            if origins := self.origins(body, inner):
+                return self.descend(origins[0], inner, path)
+        blamed = self._blamed(place, states)
+        return (path, "") if blamed is None else ((*callers, blamed), place[1])
+
+    def _blamed(self, place: Place, states: _States) -> Place | None:
+        """The constant that a NaN comes of, if that is infinite in low precision only."""
+        current = None
+        while excused := self.sources_with(_EXCUSED, states, place):
+            current = place = excused[0]
+        is_its = current is not None and not self._float32.get((*current, 0), _NEVER).is_bad
+        return current if is_its else None
+
+    def is_fault(self, place: Place) -> bool:
+        """Whether a bad value is a fault though all results are finite.
+
+        It is if it, or one inside a call, is bad in low precision only; or was made of large
+        numbers, as the infinite variance that makes a normalization return zeros. Divisions by zero
+        and logarithms of zero are often masked on purpose.
+        """
+        inside = self._nodes.scopes_in(place)
+        return any(
+            self._nodes.at[key[:2]].op in _GROWING
+            or self._float32.get(key, _NEVER).bad_at > seen.bad_at
+            for key, seen in self._low.items()
+            if key[:2] == place or key[0] in inside
+        )
+
+
+# ---- Why -----------------------------------------------------------------------------------------
+
+
+def _explained(runs: _Runs, path: Path, spread: str) -> Finding:
+    step, nodes, low, float32 = runs
+    place = path[-1]
+    inputs = nodes.floats(nodes.inputs[place])
+    outputs = nodes.floats(sorted(nodes.outputs[place]))
+    cause, vanished = _cause(runs, inputs, outputs)
+    execution = cause["execution"]
+    layer = step.layer_of(path)
+    stage = _stage(step, nodes, path, cause["kind"], layer)
+    gradient_of = _bad_gradient(runs, path)
+    read = _variable_read(step, nodes, place)
+    if vanished is not None:
+        cause["vanished_op"] = nodes.at[vanished].op
+        in_layer = step.layer_of((*path[:-1], vanished))
+        cause["vanished_layer"] = _layer_or_scope(in_layer, nodes.at[vanished])
+    return Finding(
+        **cause,
+        stage=stage,
+        op=nodes.at[place].op,
+        node=shown_name(place[1]),
+        where=step.where_made(path[0][1]),
+        layer=_layer_or_scope(layer, nodes.at[place]),
+        layer_class=None if layer is None else type(layer).__name__,
+        variable=(gradient_of or read) if stage == "backward" else read,
+        gradient_of=gradient_of,
+        ranges={
+            "inputs": _ranges(low, inputs, execution, "input"),
+            "outputs": _ranges(low, outputs, execution, "output"),
+            "float32_inputs": _ranges(float32, inputs, execution, "input"),
+            "float32": _ranges(float32, outputs, execution, "output"),
+        },
+        rewritten_by=step.rewritten_by,
+        spread=shown_name(spread),
+        callers=tuple(shown_name(caller) for _, caller in path[:-1]),
+    )
+
+
+def _cause(runs: _Runs, inputs: _Keys, outputs: _Keys) -> tuple[dict[str, Any], Place | None]:
+    """Why a result is not finite, as fields of a finding, and the node that made a value zero.
+
+    The execution is that of the function that the op is in.
+    """
+    found: dict[str, Any] = {"kind": ALSO_IN_FLOAT32, "dtype": "float32", "execution": 0}
+    low = runs.low
+    bad = [key for key in outputs if low.get(key, _NEVER).is_bad]
+    if not bad:
+        return found, None
+    execution = min(low[key].bad_at for key in bad)
+    dtype = _at(low, bad[0], execution).dtype
+    found |= {"dtype": dtype, "execution": execution}
+    float32 = [_at(runs.float32, key, execution) for key in bad]
+    sizes = [each.max_abs for each in float32 if each.finite]
+    if not sizes:
+        return found, None
+    found["float32_max"] = max(sizes)
+    if max(sizes) > float_format(dtype).max:
+        return found | {"kind": OVERFLOW}, None
+    vanished = _first_vanished(runs, inputs, execution)
+    if vanished is not None:
+        size = _at(runs.float32, vanished, execution).max_abs
+        is_all = _at(low, vanished, execution).max_abs == 0.0
+        return found | {"kind": UNDERFLOW, "vanished": size if is_all else None}, vanished[:2]
+    # An infinity within the dtype's range is that of a sum inside, for example.
+    is_infinite = any(_at(low, key, execution).infs for key in bad)
+    return found | {"kind": OVERFLOW if is_infinite else INVALID}, None
+
+
+def _at(run: _Run, key: TensorKey, execution: int) -> ValueRange:
+    return run.get(key, _NEVER).at(execution) or ValueRange("", "float32", (), 0.0, 0.0)
+
+
+def _first_vanished(runs: _Runs, keys: _Keys, execution: int) -> TensorKey | None:
+    """The first tensor on the way to an op with values that are zero, but not in float32."""
+    found = None
+    while True:
+        pairs = [(_at(run, key, execution) for run in (runs.low, runs.float32)) for key in keys]
+        zero = [
+            key for key, (a, b) in zip(keys, pairs, strict=True) if a.zeros > b.zeros and b.finite
+        ]
+        if not zero:
+            return found
+        found = zero[-1]
+        keys = runs.nodes.floats(runs.nodes.inputs[found[:2]])
+
+
+def _ranges(run: _Run, keys: _Keys, execution: int, name: str) -> tuple[ValueRange, ...]:
+    found = ((i, run.get(key, _NEVER).at(execution)) for i, key in enumerate(keys))
+    named = ((f"{name} {i}", each) for i, each in found if each is not None)
+    return tuple(dataclasses.replace(each, name=name) for name, each in named)
+
+
+def _stage(step: Step, nodes: _Nodes, path: Path, kind: str, layer: Any) -> str:
+    top = path[0]
+    # By floats alone: a loop of the forward pass takes lists that its gradient needs.
+    sources = reach([top], lambda at: [each[:2] for each in nodes.floats(nodes.inputs[at])])
+    if any(_BACKWARD.search(name) for _, name in sources):
+        return "backward"
+    if len(path) == 1 and nodes.at[top].op == "Cast" and kind == OVERFLOW:
+        arguments = {node_name(name) for name in step.inputs[: step.given]}
+        if any(name in arguments for _, name in _given(nodes, top, _INPUTS)):
+            return "input"
+        if _variable_read(step, nodes, top) is not None:
+            return "weights"
+    in_loss = _LOSS.search(top[1]) if layer is None else LOSS_SCOPE in top[1]
+    return "loss" if in_loss else "forward"
+
+
+def _given(nodes: _Nodes, place: Place, ops: frozenset[str]) -> list[Place]:
+    """The first node of some op types whose value an op takes, perhaps as a cast, if there is."""
+
+    def passed_on(each: Place) -> list[Place]:
+        passes = each == place or nodes.at[each].op in _PASSING_ON
+        return nodes.sources(each) if passes else []
+
+    return [each for each in reach([place], passed_on) if nodes.at[each].op in ops][:1]
+
+
+def _variable_read(step: Step, nodes: _Nodes, place: Place) -> str | None:
+    """The name of a variable whose value an op takes, perhaps as a cast."""
+    sources = [each for read in _given(nodes, place, _READS) for each in nodes.sources(read)]
+    handles = (name for scope, name in sources if scope == MAIN_GRAPH)
+    return next((step.reads[name] for name in handles if name in step.reads), None)
+
+
+def _bad_gradient(runs: _Runs, path: Path) -> str | None:
+    """The first variable whose gradient is not finite because of the fault."""
+    for tensor, variable in runs.step.gradients.items():
+        key = _key_of(tensor)
+        is_bad = runs.low.get(key, _NEVER).is_bad
+        if is_bad and path[0] in reach([key[:2]], runs.nodes.sources):
+            return variable
     return None
 
 
-def _bad_scale(step: Step) -> Finding | None:
-    """A loss scale that is no positive number."""
-    scale, name = step.scale, step.scale_name
-    if math.isfinite(scale) and scale > 0:
-        return None
-    stats = stats_of(np.array(scale, np.float32))
-    return _before("loss_scale", "ReadVariableOp", "loss scale", stats, variable=name, scale=scale)
-
-
-def _before(stage: str, op: str, name: str, stats: TensorStats, **more: Any) -> Finding:
-    facts: dict[str, Any] = {"stage": stage, "op": op, "layer": None, "variable": None} | more
-    facts["ranges"] = {"inputs": (), "outputs": (ValueRange.of(name, stats),)}
-    return Finding(kind=ALSO_IN_FLOAT32, dtype=stats.dtype, **facts)
-
-
-def _bad_stats(value: Any) -> TensorStats | None:
-    """What an array is like that has values that are not finite; None for any other value."""
-    # Not every tensor is an array: a variant is none.
-    if not getattr(getattr(value, "dtype", None), "is_floating", True):
-        return None
-    array = np.asarray(value)
-    stats = stats_of(array) if array.dtype.name in FLOAT_DTYPES else None
-    return stats if stats is not None and stats.nonfinite else None
-
-
-def _where_bad(value: Any) -> str:
-    bad = np.argwhere(~np.isfinite(np.asarray(value).astype(np.float64)))
-    rows = len(np.unique(bad[:, 0])) if bad.shape[1] else 1
-    some = "1 row has one" if rows == 1 else f"{rows} rows have one"
-    return f"the first such value is at index {bad[0].tolist()}, {some}"
+def _layer_or_scope(layer: Any, node: IndexedNode) -> str | None:
+    if layer is not None:
+        return layer_path(layer)
+    names = shown_name(node.name).removeprefix("gradient_tape/").split("/")[:-1]
+    # `tf.cast` and others open a name scope of their own.
+    while names and re.sub(r"_\d+$", "", names[-1]).lower() == node.op.lower():
+        names.pop()
+    return "/".join(names) or None

@@ -233,8 +233,7 @@ def measure_meta_graph(
     for args, kwargs in calibration.calls():
         name, values = _matching(signatures, args, kwargs, src)
         calls.setdefault(name, []).append(values)
-    tensors: dict[TensorKey, TensorRange] = {}
-    depths: dict[tuple[str, str], int] = {}
+    ranges: dict[TensorKey, TensorRange] = {}
     for name, batches in calls.items():
         try:
             found = _run(graph, name, signatures[name], src, batches)
@@ -243,11 +242,9 @@ def measure_meta_graph(
             raise SavedModelError(
                 f"The signature {name!r} of {src} cannot be run on the calibration data: {cause}"
             ) from error
-        for key, each in found.tensors.items():
-            tensors[key] = each.joined(tensors.get(key, each))
-        for node, depth in found.depths.items():
-            depths[node] = max(depth, depths.get(node, 0))
-    return Ranges(tensors, depths)
+        for key, each in found.items():
+            ranges[key] = each.joined(ranges.get(key, each))
+    return ranges
 
 
 def _matching(
@@ -283,7 +280,7 @@ def _run(
         return _run_function(graph, call.attr["f"].func.name, name, src, batches)
     names = sorted(signature.inputs)
     feeds = [signature.inputs[each].name for each in names]
-    return measure(graph, feeds, _in_order(names, batches), outputs=results)
+    return measure(graph, feeds, _in_order(names, batches), (), results)
 
 
 def _run_function(
