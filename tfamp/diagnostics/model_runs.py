@@ -1,7 +1,7 @@
-"""Runs a Keras model as if it were in another dtype, and looks at what its layers return.
+"""Runs a Keras model as if it were in another dtype, and observes the calls of its layers.
 
-The model keeps its variables and, once the run is over, its policies: nothing is cloned, so any
-model will do, subclassed ones too.
+The model keeps its variables and, once the run is over, its policies: nothing is cloned, so that
+any model will do, subclassed ones too.
 """
 
 from __future__ import annotations
@@ -88,16 +88,14 @@ def check_compute_dtype(dtype: Any) -> None:
 
 
 def policies_in(model: Any, dtype: str | None) -> list[tuple[Any, str]]:
-    """Returns the layers that `computing_in` changes, with the names of their float policies."""
+    """Returns the layers that `computing_in` makes compute in a dtype, with float policies."""
     check_compute_dtype(dtype)
-    layers = all_layers(model)
-    low = [layer for layer in layers if layer.compute_dtype in LOW_PRECISION]
-    name = dtype if dtype == "float32" else f"mixed_{dtype}"
     if dtype is None:
-        wanted = []
-    elif dtype == "float32" or low:
-        wanted = [layer for layer in low if layer.compute_dtype != dtype]
-    else:
+        return []
+    layers = all_layers(model)
+    wanted = [layer for layer in layers if layer.compute_dtype in LOW_PRECISION]
+    name = dtype if dtype == "float32" else f"mixed_{dtype}"
+    if dtype != "float32" and not wanted:
         kept = _kept_float32(model, Policy(name))
         float32 = (layer for layer in layers if layer.compute_dtype == "float32")
         wanted = [layer for layer in float32 if id(layer) not in kept]
@@ -105,8 +103,9 @@ def policies_in(model: Any, dtype: str | None) -> list[tuple[Any, str]]:
 
 
 def _kept_float32(model: Any, policy: Policy) -> set[int]:
-    """The `id`s of the layers that a mixed policy would keep float32, with what they hold."""
-    kept = [maker for maker in _output_layers(model) if _holds_no_users_layers(maker)]
+    """The `id`s of the layers that a mixed policy would keep float32, with the layers in them."""
+    makers = _output_layers(model) if isinstance(model, keras.Model) else []
+    kept = [maker for maker in makers if _holds_no_users_layers(maker)]
     for layer in all_layers(model):
         if policy.keeps_float32(type(layer)) or isinstance(layer, keras.layers.InputLayer):
             kept.append(layer)
