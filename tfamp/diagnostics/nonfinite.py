@@ -17,7 +17,7 @@ import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -145,10 +145,8 @@ def find_nonfinite(
         ('forward', 'growing', 'Exp', 'overflow')
     """
     _check(model_or_fn, x, dtype)
-    finding = _bad_data(x, y)
-    if finding is None:
-        step = _trace(model_or_fn, x, y, loss, dtype)
-        finding = _bad_variable(step) or _bad_scale(step) or _search(step, dtype)
+    step = _trace(model_or_fn, x, y, loss, dtype)
+    finding = _bad_before(step, x, y) or _search(step, dtype)
     return None if finding is None else report_of(finding)
 
 
@@ -179,54 +177,41 @@ def _trace(model_or_fn: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> St
     return trace_model(model_or_fn, x, y, loss, dtype)
 
 
-# ---- Before the step is run ----------------------------------------------------------------------
+def _bad_before(step: Step, x: Any, y: Any) -> Finding | None:
+    """The first of data, loss scale and variables that is not finite before the step is run."""
+    for stage, op, name, value in _values_before(step, x, y):
+        # Ragged tensors and variants cannot become arrays; these have no float dtype.
+        if not getattr(getattr(value, "dtype", None), "is_floating", True):
+            continue
+        array = np.asarray(value)
+        if array.dtype.name not in FLOAT_DTYPES:
+            continue
+        found = ValueRange.of(name, array)
+        if not found.finite or (stage == "loss_scale" and found.max <= 0):
+            index = np.argwhere(~np.isfinite(array.astype(np.float64))).tolist()
+            at = f"{name}: the first such value is at index {index[0]}." if array.ndim else ""
+            is_variable = stage != "input"
+            return Finding(
+                stage=stage,
+                op=op,
+                layer=(name.rpartition("/")[0] or None) if stage == "weights" else None,
+                variable=name if is_variable else None,
+                kind=ALSO_IN_FLOAT32,
+                ranges={"inputs": (), "outputs": (found,)},
+                dtype=found.dtype,
+                note=at,
+                scale=step.scale if stage == "loss_scale" else None,
+            )
+    return None
 
 
-def _bad_data(x: Any, y: Any) -> Finding | None:
-    """The first input that is not finite."""
+def _values_before(step: Step, x: Any, y: Any) -> Iterator[tuple[str, str, str, Any]]:
     for name, value in (("x", x), ("y", y)):
         for number, leaf in enumerate(tf.nest.flatten(value, expand_composites=True)):
-            whole = name if leaf is value else f"{name}, part {number}"
-            if (found := _bad_range(whole, leaf)) is not None:
-                index = np.argwhere(~np.isfinite(np.asarray(leaf).astype(np.float64)))[0]
-                note = f"{whole}: the first such value is at index {index.tolist()}."
-                return _before("input", "Placeholder", found, note=note)
-    return None
-
-
-def _bad_variable(step: Step) -> Finding | None:
-    """The first variable that is not finite."""
+            yield "input", "Placeholder", name if leaf is value else f"{name}, part {number}", leaf
+    yield "loss_scale", "ReadVariableOp", step.scale_name, np.float32(step.scale)
     for name, variable in step.variables:
-        if (found := _bad_range(name, tf.convert_to_tensor(variable))) is not None:
-            owner = step.owner_of(variable)
-            layer = (name.rpartition("/")[0] or None) if owner is None else layer_path(owner)
-            return _before("weights", "ReadVariableOp", found, variable=name, layer=layer)
-    return None
-
-
-def _bad_scale(step: Step) -> Finding | None:
-    """A loss scale that is not a positive number."""
-    scale, name = step.scale, step.scale_name
-    if math.isfinite(scale) and scale > 0:
-        return None
-    found = ValueRange.of("loss scale", np.float32(scale))
-    return _before("loss_scale", "ReadVariableOp", found, variable=name, scale=scale)
-
-
-def _before(stage: str, op: str, found: ValueRange, **more: Any) -> Finding:
-    facts: dict[str, Any] = {"stage": stage, "op": op, "layer": None, "variable": None} | more
-    ranges = {"inputs": (), "outputs": (found,)}
-    return Finding(kind=ALSO_IN_FLOAT32, dtype=found.dtype, ranges=ranges, **facts)
-
-
-def _bad_range(name: str, value: Any) -> ValueRange | None:
-    """The range of an array that has values that are not finite; None for any other value."""
-    # A variant cannot become an array.
-    if not getattr(getattr(value, "dtype", None), "is_floating", True):
-        return None
-    array = np.asarray(value)
-    found = ValueRange.of(name, array) if array.dtype.name in FLOAT_DTYPES else None
-    return None if found is None or found.finite else found
+        yield "weights", "ReadVariableOp", name, tf.convert_to_tensor(variable)
 
 
 # ---- Two runs of a step --------------------------------------------------------------------------
@@ -616,8 +601,7 @@ def _stage(step: Step, nodes: _Nodes, path: Path, kind: str, layer: Any) -> str:
     if any(_BACKWARD.search(name) for _, name in sources):
         return "backward"
     if len(path) == 1 and nodes.at[top].op == "Cast" and kind == OVERFLOW:
-        arguments = {node_name(name) for name in step.inputs[: step.given]}
-        if any(name in arguments for _, name in _given(nodes, top, _INPUTS)):
+        if _given(nodes, top, _INPUTS):
             return "input"
         if _variable_read(step, nodes, top) is not None:
             return "weights"

@@ -12,19 +12,20 @@ from typing import Any
 import numpy as np
 
 from tfamp.core.dtypes import LOW_PRECISION, float_format
+from tfamp.planning.structures import op_types
 from tfamp.reports import notebook_html
 from tfamp.reports.text_table import table_lines
 
 OVERFLOW, UNDERFLOW, INVALID = "overflow", "underflow", "invalid"
 ALSO_IN_FLOAT32 = "also_in_float32"
-_LOGS = frozenset({"Log", "Log1p", "Xlogy"})
-_DIVISIONS = frozenset({"Div", "DivNoNan", "RealDiv", "Reciprocal", "Inv", "Rsqrt", "RsqrtGrad"})
-_ROOTS = frozenset({"Sqrt", "SqrtGrad"})
-_SQUARES = frozenset({"Square", "SquaredDifference"})
-_SUMS = frozenset({"Mean", "Sum", "Prod", "Cumsum", "BiasAddGrad"})
-_MATMULS = frozenset({"BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"})
-_EXPONENTIALS = frozenset({"Exp", "Expm1", "Pow", "Cosh", "Sinh"})
-_CONSTANTS = frozenset({"Const", "Cast", "Fill", "Neg"})
+_LOGS = op_types("Log Log1p Xlogy")
+_DIVISIONS = op_types("Div DivNoNan RealDiv Reciprocal Inv Rsqrt RsqrtGrad")
+_ROOTS = op_types("Sqrt SqrtGrad")
+_SQUARES = op_types("Square SquaredDifference")
+_SUMS = op_types("Mean Sum Prod Cumsum BiasAddGrad")
+_MATMULS = op_types("BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum MatMul")
+_EXPONENTIALS = op_types("Exp Expm1 Pow Cosh Sinh")
+_CONSTANTS = op_types("Const Cast Fill Neg")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class ValueRange:
         return f"{text}, {', '.join(found)} of {size}" if found else text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NonFiniteReport:
     """The first thing in a step that is not finite, why, and what to change.
 
@@ -231,34 +232,31 @@ def _details(finding: Finding) -> list[str]:
 
 # ---- What to change ------------------------------------------------------------------------------
 
-_LOWER_RATE = "Lower the learning rate or clip gradients if it appeared in the course of training."
 _FIXES = {
     "data": (
         "Clean the data: the input itself has values that are not finite. Look for missing values, "
-        "divisions by zero and logarithms of zero in the preprocessing; drop or replace these."
+        "divisions by zero and logarithms of zero in the preprocessing."
     ),
     "large data": (
         "Scale the input: its largest magnitude {exceeds}. Divide it by its range or standardize "
         'it (keras.layers.Rescaling or Normalization with dtype="float32").{bfloat16}'
     ),
     "weights": (
-        'The variable "{variable}" was not finite before this step: load a checkpoint from before '
-        "that. So that a bad step cannot write into the weights again, train with "
-        "tfamp.LossScaleOptimizer, which skips it, and lower the learning rate."
+        'The variable "{variable}" was not finite before this step: load an earlier checkpoint. '
+        "tfamp.LossScaleOptimizer skips bad steps; a lower learning rate makes them rarer."
     ),
     "large weights": (
         'The variable "{variable}" is finite, but its largest magnitude {exceeds}. {keep} Weights '
         "this large also suggest a smaller learning rate or weight decay.{bfloat16}"
     ),
     "bad scale": (
-        "The loss scale is {scale:g}. Use tfamp.LossScaleOptimizer, whose scale stays within "
+        "The loss scale is {power}. Use tfamp.LossScaleOptimizer, whose scale stays within "
         "min_scale and max_scale, and start again from a scale such as 2**15."
     ),
     "large scale": (
         "The loss scale {power} is too large. The largest power of two with which this step is "
-        "finite is {best}: tfamp.LossScaleOptimizer(optimizer, initial_scale={best}), and "
-        "max_scale={best} where this goes on. A dynamic scale backs off by itself; that skips a "
-        "few steps and does no harm. bfloat16 needs no loss scale."
+        "finite is {best}: tfamp.LossScaleOptimizer(optimizer, initial_scale={best}). A dynamic "
+        "scale backs off by itself, in a few skipped steps. bfloat16 needs no loss scale."
     ),
     "constant": (
         "The constant is infinite in {dtype}: its magnitude {exceeds}. For a mask use -6e+04 in "
@@ -267,8 +265,7 @@ _FIXES = {
     "overflow": "The result {exceeds}.{advice} {keep}{bfloat16}",
     "log of softmax": (
         "{vanished}. Take the logarithm and the {vanished_op} in one: tf.nn.log_softmax or "
-        "tf.math.log_sigmoid, or a loss with from_logits=True. Otherwise clip to at least "
-        "{tiny:.1e} before {op}. {keep}"
+        "tf.math.log_sigmoid, or a loss with from_logits=True. {keep}"
     ),
     "epsilon": (
         "{vanished}. It is an epsilon too small for {dtype}, whose smallest normal number is "
@@ -280,10 +277,12 @@ _FIXES = {
     ),
     "invalid": (
         "{op} made a NaN of finite values in {dtype} and does not in float32: rounding took a "
-        "value out of its domain, as when a variance is computed as a difference and becomes "
-        "negative. {keep}"
+        "value out of its domain, such as a variance, a difference, below zero. {keep}"
     ),
-    "also in float32": "Precision is not the cause: float32 has it too. {advice}. " + _LOWER_RATE,
+    "also in float32": (
+        "Precision is not the cause: float32 has it too. {advice}. If it appeared in the course of "
+        "training, lower the learning rate or clip gradients."
+    ),
 }
 # More about an overflow in ops of some types.
 _LARGE = {
@@ -292,14 +291,8 @@ _LARGE = {
         " {op} exceeds it for anything above {log:.3g}: compute it in float32, subtract the "
         "maximum first, or clip its argument."
     ),
-    _SQUARES: (
-        " A square exceeds it from {root:.3g} on, so that variances and norms of large activations "
-        "have to be computed in float32."
-    ),
-    _MATMULS: (
-        " If these are attention logits, scale the queries by 1/sqrt(depth) before the product and "
-        "normalize queries and keys."
-    ),
+    _SQUARES: " A square exceeds it from {root:.3g} on: compute variances and norms in float32.",
+    _MATMULS: " Of attention logits, scale the queries by 1/sqrt(depth) and normalize them.",
 }
 _IN_FLOAT32 = {
     _LOGS: "Clip its argument away from zero, or take log_softmax or from_logits=True",
@@ -310,34 +303,34 @@ _IN_FLOAT32 = {
 
 
 def _fix(finding: Finding) -> str:
-    dtype = finding.dtype
-    # float32 is the dtype of what underflowed before, in another dtype.
-    low = float_format(dtype if dtype in LOW_PRECISION else "float16")
-    limits = float_format(dtype)
+    limits = float_format(finding.dtype)
+    # What underflowed may have been cast to float32 since.
+    low = float_format(finding.dtype if finding.dtype in LOW_PRECISION else "float16")
     size = "" if finding.float32_max is None else f"{finding.float32_max:.4g} "
-    at_once = f" ({finding.vanished:.4g} in float32)" if finding.vanished else ""
-    layer = f' in layer "{finding.vanished_layer}"' if finding.vanished_layer else ""
     maker = finding.vanished_op or "an earlier op"
-    words = {
-        **{name: getattr(finding, name) for name in ("dtype", "op", "variable", "scale")},
-        "exceeds": f"{size}exceeds {dtype}'s {limits.max:g}",
+    maker += f' in layer "{finding.vanished_layer}"' if finding.vanished_layer else ""
+    maker += f" ({finding.vanished:.4g} in float32)" if finding.vanished else ""
+    words = vars(finding) | {
+        "exceeds": f"{size}exceeds {finding.dtype}'s {limits.max:g}",
         "keep": _keep(finding),
-        "bfloat16": "" if dtype != "float16" else " Or use bfloat16, which has float32's range.",
+        "bfloat16": "",
         "power": _power(finding.scale),
         "best": _power(finding.best_scale),
-        "vanished": f"A value that is not zero in float32 became zero in {maker}{layer}{at_once}",
-        "vanished_op": finding.vanished_op,
+        "vanished": f"A value that is not zero in float32 became zero in {maker}",
         "tiny": low.tiny,
         "larger": max(1e-4, 10.0 ** math.ceil(math.log10(low.tiny))),
         "log": math.log(limits.max),
         "root": math.sqrt(limits.max),
         "count": _count(finding),
     }
+    if finding.dtype == "float16":
+        words["bfloat16"] = " Or use bfloat16, which has float32's range."
     table, otherwise = _LARGE, ""
     if finding.kind == ALSO_IN_FLOAT32:
         table, otherwise = _IN_FLOAT32, "Look at the ranges of its inputs"
     advice = next((text for ops, text in table.items() if finding.op in ops), otherwise)
-    return _FIXES[_case(finding, low.tiny)].format(**words, advice=advice.format(**words))
+    words["advice"] = advice.format(**words)
+    return _FIXES[_case(finding, low.tiny)].format(**words)
 
 
 def _case(finding: Finding, tiny: float) -> str:

@@ -47,8 +47,7 @@ class Step:
     graph_def: Any  # Its calls are inlined.
     traced: Any  # The `FuncGraph` it is from.
     inputs: tuple[str, ...]
-    values: tuple[Any, ...]  # Of the inputs, handles of variables included.
-    given: int  # How many of these are arguments; the rest is captured.
+    values: tuple[Any, ...]  # Of the inputs: arguments, then captures with handles of variables.
     outputs: tuple[str, ...]
     gradients: Mapping[str, str]  # Names of variables by the tensors that are their gradients.
     operations: tuple[str, ...]  # What has to run as well.
@@ -57,7 +56,7 @@ class Step:
     reads: Mapping[str, str]  # Names of variables by the input that is their handle or value.
     rewritten_by: str = ""
     scale: float = 1.0  # The loss scale; 1 where there is none.
-    scale_name: str | None = None  # That of the variable that holds it.
+    scale_name: str = "loss scale"  # That of the variable that holds it, if one does.
     scale_adapts: bool = True
     scale_at: int | None = None  # Its position, or that of its handle, among the values.
 
@@ -76,9 +75,8 @@ class Step:
                     marks[scope, node.name] = int(node.attr[_LAYER].s)
                     by_name_scope[node.name.rpartition("/")[0]].add(marks[scope, node.name])
         for place in reversed(path):
-            found = (
-                {marks[place]} if place in marks else set(map(int, _MARKER.findall(place[1])[-1:]))
-            )
+            marked = [marks[place]] if place in marks else _MARKER.findall(place[1])[-1:]
+            found = set(map(int, marked))
             scope = place[1].rpartition("gradient_tape/")[2]
             while len(found) != 1 and "/" in scope:
                 scope = scope.rpartition("/")[0]
@@ -86,13 +84,6 @@ class Step:
             if len(found) == 1:
                 return self.layers[next(iter(found))]
         return None
-
-    def owner_of(self, variable: Any) -> Any:
-        """Returns the innermost layer that holds a `tf.Variable`; None if no layer does."""
-        holders = [
-            layer for layer in self.layers if any(v is variable for _, v in _named(layer.variables))
-        ]
-        return min(holders, key=lambda layer: len(all_layers(layer)), default=None)
 
     def where_made(self, node: str) -> str | None:
         """Returns the line of the user's code that made an op, if it is known."""
@@ -126,15 +117,11 @@ def trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Ste
         # As a policy of tfamp's would have it.
         return outputs if dtype is None else keras.tree.map_structure(in_float32, outputs)
 
-    function, sources, args = forward, [], (x,)
+    function, args, trained = forward, (x,), []
     if compute_loss is not None:
-        trained = [variable.value for variable in model.trainable_variables]
         scaled = getattr(optimizer, "scale_loss", tf.identity)
-        function, sources, args = (
-            _with_loss(forward, compute_loss, scaled, trained),
-            trained,
-            (x, y),
-        )
+        trained = [variable.value for variable in model.trainable_variables]
+        function, args = _with_loss(forward, compute_loss, scaled, trained), (x, y)
     # As in `fit`, AutoGraph leaves the code of layers as it is.
     function = tf.autograph.experimental.do_not_convert(function)
     is_alone = model.distribute_strategy.num_replicas_in_sync == 1 and not model.run_eagerly
@@ -143,7 +130,7 @@ def trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Ste
     if rewrite is not None:
         function = rewrite(tf.function(function, autograph=False))
     with computing_in(model, dtype), _losses_kept(model):
-        step = _trace(function, keras.tree.map_structure(_as_input, args), sources)
+        step = _trace(function, keras.tree.map_structure(_as_input, args), trained)
     variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
     return dataclasses.replace(
         step,
@@ -262,14 +249,8 @@ def _arguments(function: Callable[..., Any], x: Any, y: Any) -> tuple[Any, ...]:
     """`x` and `y` as arguments; a tuple `x` is all of them where the function takes as many."""
     if y is not None or not isinstance(x, tuple):
         return (x,) if y is None else (x, y)
-    signature = inspect.signature(getattr(function, "python_function", function))
-    required = [
-        each
-        for each in signature.parameters.values()
-        if each.default is each.empty
-        and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-    ]
-    return x if len(x) == len(required) > 1 else (x,)
+    parameters = inspect.signature(getattr(function, "python_function", function)).parameters
+    return x if len(x) == len(parameters) > 1 else (x,)
 
 
 # ---- Tracing -------------------------------------------------------------------------------------
@@ -312,10 +293,10 @@ def _trace(function: Any, args: Any, sources: Sequence[Any] = ()) -> Step:
     paths = {id(v): path for layer in layers for path, v in _named(layer.variables)}
     variables = [(paths.get(id(v), _bare(v)), v) for v in graph.variables]
     handles = {id(variable.handle): name for name, variable in variables}
-    scale = next((v for v in graph.variables if _SCALE.search(_bare(v))), None)
     inputs = [tensor.name for tensor in traced.inputs]
     values = (*call.tensors, *captured)
-    places = (i for i, value in enumerate(values) if scale is not None and value is scale.handle)
+    scale = next((v for v in graph.variables if _SCALE.search(_bare(v))), None)
+    scale_at = [i for i, value in enumerate(values) if scale is not None and value is scale.handle]
     outputs = tuple(dict.fromkeys(tensor.name for tensor in traced.outputs))
     if sources:
         notes.take_gradient(sources, traced.structured_outputs[1])
@@ -329,7 +310,6 @@ def _trace(function: Any, args: Any, sources: Sequence[Any] = ()) -> Step:
         traced=graph,
         inputs=tuple(inputs),
         values=values,
-        given=len(call.tensors),
         outputs=outputs,
         gradients=gradients,
         operations=operations,
@@ -340,9 +320,9 @@ def _trace(function: Any, args: Any, sources: Sequence[Any] = ()) -> Step:
             for tensor, value in zip(inputs, values, strict=True)
             if id(value) in handles
         },
-        scale=1.0 if scale is None else float(scale.numpy()),
-        scale_name=None if scale is None else _bare(scale),
-        scale_at=next(places, None),
+        scale=float(scale.numpy()) if scale_at else 1.0,
+        scale_name=_bare(scale) if scale_at else "loss scale",
+        scale_at=scale_at[0] if scale_at else None,
     )
 
 
