@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, float_format
-from tfamp.diagnostics.model_runs import check_compute_dtype, layer_path
+from tfamp.diagnostics.model_runs import check_compute_dtype, layer_path, unchanged
 from tfamp.diagnostics.nonfinite_report import (
     ALSO_IN_FLOAT32,
     INVALID,
@@ -42,6 +42,7 @@ from tfamp.diagnostics.nonfinite_step import (
     Path,
     Place,
     Step,
+    bare_name,
     shown_name,
     trace_function,
     trace_model,
@@ -53,7 +54,6 @@ from tfamp.graph.observe import (
     observed_scopes,
     retyped,
 )
-from tfamp.interop.tf_private import held_dtype
 from tfamp.planning.ranges import TensorKey
 from tfamp.planning.structures import (
     ARGUMENT,
@@ -200,7 +200,7 @@ def _bad_before(step: Step, x: Any, y: Any) -> Finding | None:
                 ranges={"inputs": (), "outputs": (found,)},
                 dtype=found.dtype,
                 note=at,
-                scale=step.scale if stage == "loss_scale" else None,
+                scale=float(array) if stage == "loss_scale" else None,
             )
     return None
 
@@ -209,7 +209,8 @@ def _values_before(step: Step, x: Any, y: Any) -> Iterator[tuple[str, str, str, 
     for name, value in (("x", x), ("y", y)):
         for number, leaf in enumerate(tf.nest.flatten(value, expand_composites=True)):
             yield "input", "Placeholder", name if leaf is value else f"{name}, part {number}", leaf
-    yield "loss_scale", "ReadVariableOp", step.scale_name, np.float32(step.scale)
+    if step.scale is not None:
+        yield "loss_scale", "ReadVariableOp", bare_name(step.scale), step.scale.value()
     for name, variable in step.variables:
         yield "weights", "ReadVariableOp", name, tf.convert_to_tensor(variable)
 
@@ -268,11 +269,11 @@ class _Twins:
 
     def run(self, scale: float) -> _Run:
         """Runs the step with a loss scale."""
-        return self._low.run([self._values(scale)])
+        return self._run(self._low, scale)
 
     def run_float32(self, scale: float) -> _Run | None:
         """Runs the float32 twin; None where the step is that itself."""
-        return None if self._float32 is None else self._float32.run([self._values(scale)])
+        return None if self._float32 is None else self._run(self._float32, scale)
 
     @functools.cached_property
     def _float32(self) -> Observer[Seen] | None:
@@ -284,16 +285,12 @@ class _Twins:
     def _observed(self, graph: Any, indexes: Sequence[GraphIndex]) -> Observer[Seen]:
         return Observer(graph, indexes, self.step.inputs, self._fetches, Seen.look)
 
-    def _values(self, scale: float) -> list[Any]:
-        values, place = list(self.step.values), self.step.scale_at
-        if place is not None:
-            is_variable = values[place].dtype == tf.resource
-            dtype = held_dtype(values[place]) if is_variable else tf.float32
-            with tf.init_scope():
-                # A handle does not keep its variable alive.
-                self._scale = tf.Variable(scale, dtype=dtype)
-                values[place] = self._scale.handle if is_variable else self._scale.value()
-        return values
+    def _run(self, observer: Observer[Seen], scale: float) -> _Run:
+        if self.step.scale is None:
+            return observer.run([self.step.values])
+        with unchanged([self.step.scale]):
+            self.step.scale.assign(scale)
+            return observer.run([self.step.values])
 
 
 def _key_of(tensor: str) -> TensorKey:
@@ -359,30 +356,22 @@ class _Runs(NamedTuple):
 def _search(step: Step, dtype: str | None) -> Finding | None:
     """Runs a step; if it is not finite, runs it without a loss scale, to see if that is why."""
     twins = _Twins(step, dtype)
-    finding = _look(twins, step.scale)
-    if finding is None or step.scale == 1.0:
+    scale = 1.0 if step.scale is None else float(step.scale.numpy())
+    finding = _look(twins, scale)
+    if finding is None or scale == 1.0:
         return finding
     unscaled = _look(twins, 1.0)
     if unscaled is not None:
         return unscaled
-    best = _largest_scale(twins)
-    if step.scale_adapts and step.scale <= _USUAL_START and best >= _USUAL_SCALE:
-        return None  # A dynamic scale backs off by itself, in a few skipped steps.
-    return dataclasses.replace(
-        finding,
-        stage="loss_scale",
-        kind=OVERFLOW,
-        variable=finding.gradient_of or finding.variable,
-        scale=step.scale,
-        best_scale=best,
-    )
-
-
-def _largest_scale(twins: _Twins) -> float:
-    """The largest power of two as loss scale with which a step, finite with 1, is finite."""
-    exponents = range(1, max(math.ceil(math.log2(twins.step.scale)), 1))
+    # The largest power of two with which the step is finite, as it is with 1.
+    exponents = range(1, max(math.ceil(math.log2(scale)), 1))
     bad = bisect.bisect_left(exponents, True, key=lambda n: _look(twins, 2.0**n) is not None)
-    return 2.0**bad
+    best = 2.0**bad
+    if step.scale_adapts and scale <= _USUAL_START and best >= _USUAL_SCALE:
+        return None  # A dynamic scale backs off by itself, in a few skipped steps.
+    variable = finding.gradient_of or finding.variable
+    facts = {"stage": "loss_scale", "kind": OVERFLOW, "variable": variable}
+    return dataclasses.replace(finding, scale=scale, best_scale=best, **facts)
 
 
 def _look(twins: _Twins, scale: float) -> Finding | None:
@@ -504,20 +493,17 @@ class _Walk:
 
 
 def _explained(runs: _Runs, path: Path, spread: str) -> Finding:
-    step, nodes, low, float32 = runs
+    step, nodes = runs.step, runs.nodes
     place = path[-1]
     inputs = nodes.floats(nodes.inputs[place])
     outputs = nodes.floats(sorted(nodes.outputs[place]))
-    cause, vanished = _cause(runs, inputs, outputs)
-    execution = cause["execution"]
+    bad = [key for key in outputs if runs.low.get(key, _NEVER).is_bad]
+    execution = min((runs.low[key].bad_at for key in bad), default=0)
+    cause = _cause(runs, path, bad, execution)
     layer = step.layer_of(path)
     stage = _stage(step, nodes, path, cause["kind"], layer)
     gradient_of = _bad_gradient(runs, path)
     read = _variable_read(step, nodes, place)
-    if vanished is not None:
-        cause["vanished_op"] = nodes.at[vanished].op
-        in_layer = step.layer_of((*path[:-1], vanished))
-        cause["vanished_layer"] = _layer_or_scope(in_layer, nodes.at[vanished])
     return Finding(
         **cause,
         stage=stage,
@@ -529,63 +515,65 @@ def _explained(runs: _Runs, path: Path, spread: str) -> Finding:
         variable=(gradient_of or read) if stage == "backward" else read,
         gradient_of=gradient_of,
         ranges={
-            "inputs": _ranges(low, inputs, execution, "input"),
-            "outputs": _ranges(low, outputs, execution, "output"),
-            "float32_inputs": _ranges(float32, inputs, execution, "input"),
-            "float32": _ranges(float32, outputs, execution, "output"),
+            "inputs": _ranges(runs.low, inputs, execution, "input"),
+            "outputs": _ranges(runs.low, outputs, execution, "output"),
+            "float32_inputs": _ranges(runs.float32, inputs, execution, "input"),
+            "float32": _ranges(runs.float32, outputs, execution, "output"),
         },
         rewritten_by=step.rewritten_by,
         spread=shown_name(spread),
         callers=tuple(shown_name(caller) for _, caller in path[:-1]),
+        execution=execution,
     )
 
 
-def _cause(runs: _Runs, inputs: _Keys, outputs: _Keys) -> tuple[dict[str, Any], Place | None]:
-    """Why a result is not finite, as fields of a finding, and the node that made a value zero.
+def _cause(runs: _Runs, path: Path, bad: _Keys, execution: int) -> dict[str, Any]:
+    """Why outputs of an op are not finite, as fields of a finding.
 
     The execution is that of the function that the op is in.
     """
-    found: dict[str, Any] = {"kind": ALSO_IN_FLOAT32, "dtype": "float32", "execution": 0}
-    low = runs.low
-    bad = [key for key in outputs if low.get(key, _NEVER).is_bad]
     if not bad:
-        return found, None
-    execution = min(low[key].bad_at for key in bad)
-    dtype = _at(low, bad[0], execution).dtype
-    found |= {"dtype": dtype, "execution": execution}
+        return {"kind": ALSO_IN_FLOAT32, "dtype": "float32"}
+    dtype = _at(runs.low, bad[0], execution).dtype
     float32 = [_at(runs.float32, key, execution) for key in bad]
-    sizes = [each.max_abs for each in float32 if each.finite]
-    if not sizes:
-        return found, None
-    found["float32_max"] = max(sizes)
-    if max(sizes) > float_format(dtype).max:
-        return found | {"kind": OVERFLOW}, None
-    vanished = _first_vanished(runs, inputs, execution)
-    if vanished is not None:
-        size = _at(runs.float32, vanished, execution).max_abs
-        is_all = _at(low, vanished, execution).max_abs == 0.0
-        return found | {"kind": UNDERFLOW, "vanished": size if is_all else None}, vanished[:2]
-    # An infinity within the dtype's range is that of a sum inside, for example.
-    is_infinite = any(_at(low, key, execution).infs for key in bad)
-    return found | {"kind": OVERFLOW if is_infinite else INVALID}, None
+    largest = max((each.max_abs for each in float32 if each.finite), default=None)
+    found: dict[str, Any] = {"dtype": dtype, "float32_max": largest}
+    if largest is None:
+        return found | {"kind": ALSO_IN_FLOAT32}
+    vanished = _first_vanished(runs, path[-1], execution)
+    if vanished is None or largest > float_format(dtype).max:
+        # An infinity within the dtype's range is that of a sum inside, for example.
+        is_infinite = any(_at(runs.low, key, execution).infs for key in bad)
+        is_large = largest > float_format(dtype).max or is_infinite
+        return found | {"kind": OVERFLOW if is_large else INVALID}
+    node = runs.nodes.at[vanished[:2]]
+    is_all = _at(runs.low, vanished, execution).max_abs == 0.0
+    return found | {
+        "kind": UNDERFLOW,
+        "vanished": _at(runs.float32, vanished, execution).max_abs if is_all else None,
+        "vanished_op": node.op,
+        "vanished_layer": _layer_or_scope(runs.step.layer_of((*path[:-1], vanished[:2])), node),
+    }
 
 
 def _at(run: _Run, key: TensorKey, execution: int) -> ValueRange:
     return run.get(key, _NEVER).at(execution) or ValueRange("", "float32", (), 0.0, 0.0)
 
 
-def _first_vanished(runs: _Runs, keys: _Keys, execution: int) -> TensorKey | None:
+def _first_vanished(runs: _Runs, place: Place, execution: int) -> TensorKey | None:
     """The first tensor on the way to an op with values that are zero, but not in float32."""
     found = None
     while True:
-        pairs = [(_at(run, key, execution) for run in (runs.low, runs.float32)) for key in keys]
         zero = [
-            key for key, (a, b) in zip(keys, pairs, strict=True) if a.zeros > b.zeros and b.finite
+            key
+            for key in runs.nodes.floats(runs.nodes.inputs[place])
+            if _at(runs.low, key, execution).zeros > _at(runs.float32, key, execution).zeros
+            and _at(runs.float32, key, execution).finite
         ]
         if not zero:
             return found
         found = zero[-1]
-        keys = runs.nodes.floats(runs.nodes.inputs[found[:2]])
+        place = found[:2]
 
 
 def _ranges(run: _Run, keys: _Keys, execution: int, name: str) -> tuple[ValueRange, ...]:
@@ -640,7 +628,4 @@ def _layer_or_scope(layer: Any, node: IndexedNode) -> str | None:
     if layer is not None:
         return layer_path(layer)
     names = shown_name(node.name).removeprefix("gradient_tape/").split("/")[:-1]
-    # `tf.cast` and others open a name scope of their own.
-    while names and re.sub(r"_\d+$", "", names[-1]).lower() == node.op.lower():
-        names.pop()
     return "/".join(names) or None

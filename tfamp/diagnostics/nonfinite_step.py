@@ -55,10 +55,8 @@ class Step:
     variables: tuple[tuple[str, Any], ...]  # Name and `tf.Variable` of what has to be finite.
     reads: Mapping[str, str]  # Names of variables by the input that is their handle or value.
     rewritten_by: str = ""
-    scale: float = 1.0  # The loss scale; 1 where there is none.
-    scale_name: str = "loss scale"  # That of the variable that holds it, if one does.
+    scale: Any = None  # The variable that holds the loss scale, if one does.
     scale_adapts: bool = True
-    scale_at: int | None = None  # Its position, or that of its handle, among the values.
 
     def layer_of(self, path: Path) -> Any:
         """Returns the layer of an op; None if it is in none.
@@ -291,12 +289,10 @@ def _trace(function: Any, args: Any, sources: Sequence[Any] = ()) -> Step:
     graph, captured = traced.graph, traced.captured_inputs
     layers = tuple(notes.layers.values())
     paths = {id(v): path for layer in layers for path, v in _named(layer.variables)}
-    variables = [(paths.get(id(v), _bare(v)), v) for v in graph.variables]
+    variables = [(paths.get(id(v), bare_name(v)), v) for v in graph.variables]
     handles = {id(variable.handle): name for name, variable in variables}
     inputs = [tensor.name for tensor in traced.inputs]
     values = (*call.tensors, *captured)
-    scale = next((v for v in graph.variables if _SCALE.search(_bare(v))), None)
-    scale_at = [i for i, value in enumerate(values) if scale is not None and value is scale.handle]
     outputs = tuple(dict.fromkeys(tensor.name for tensor in traced.outputs))
     if sources:
         notes.take_gradient(sources, traced.structured_outputs[1])
@@ -320,9 +316,7 @@ def _trace(function: Any, args: Any, sources: Sequence[Any] = ()) -> Step:
             for tensor, value in zip(inputs, values, strict=True)
             if id(value) in handles
         },
-        scale=float(scale.numpy()) if scale_at else 1.0,
-        scale_name=_bare(scale) if scale_at else "loss scale",
-        scale_at=scale_at[0] if scale_at else None,
+        scale=next((v for v in graph.variables if _SCALE.search(bare_name(v))), None),
     )
 
 
@@ -365,15 +359,16 @@ def _gradients(
         is_here = tf.is_tensor(values) and getattr(values, "graph", None) is graph
         if is_here and isinstance(variable, tf.Variable) and values.dtype.name in FLOAT_DTYPES:
             with graph.as_default():  # What is fetched is made by an Identity.
-                yield tf.identity(values).name, paths.get(id(variable), _bare(variable))
+                yield tf.identity(values).name, paths.get(id(variable), bare_name(variable))
 
 
 def _named(variables: Iterable[Any]) -> list[tuple[str, Any]]:
     """The paths of Keras variables, and names of others, with the `tf.Variable`s behind them."""
-    return [(getattr(v, "path", None) or _bare(v), keras_hooks.native(v)) for v in variables]
+    return [(getattr(v, "path", None) or bare_name(v), keras_hooks.native(v)) for v in variables]
 
 
-def _bare(variable: Any) -> str:
+def bare_name(variable: Any) -> str:
+    """Returns the name of a `tf.Variable` without its output."""
     return str(variable.name).partition(":")[0]
 
 
