@@ -22,11 +22,10 @@ from tfamp.core.profile import builtin_profile
 from tfamp.machine import profile_choice, profile_measure
 
 TESTS = Path(__file__).resolve().parents[1]
-# Every kill is a process that starts TensorFlow.
-ONCE_OR_OFTEN = [
-    pytest.param(1, marks=pytest.mark.slow),
-    pytest.param(20, marks=pytest.mark.nightly),
-]
+# Every kill is a process that starts TensorFlow. Checkpoints and `.keras` files are written by
+# TensorFlow and Keras: how training goes on from these is nightly.
+OFTEN = pytest.param(20, marks=pytest.mark.nightly)
+ONCE_OR_OFTEN = [pytest.param(1, marks=pytest.mark.slow), OFTEN]
 
 
 def start(program, *arguments):
@@ -133,7 +132,7 @@ def assert_goes_on_as_if_never_killed(killed, how):
             np.testing.assert_array_equal(actual[name], expected[name])
 
 
-@pytest.mark.parametrize("kills", ONCE_OR_OFTEN)
+@pytest.mark.parametrize("kills", [OFTEN])
 def test_killed_at_random_moments_and_resumed_from_a_checkpoint(tmp_path, kills):
     moments, hits = random.Random(kills), 0
     folder = tmp_path / "checkpoints"
@@ -144,16 +143,9 @@ def test_killed_at_random_moments_and_resumed_from_a_checkpoint(tmp_path, kills)
     assert_goes_on_as_if_never_killed(folder, "checkpoint")
 
 
-@pytest.mark.parametrize(
-    "batches",
-    [
-        pytest.param((27,), marks=pytest.mark.nightly),
-        pytest.param(sorted(random.Random(1).sample(range(50), 20)), marks=pytest.mark.nightly),
-    ],
-    ids=["once", "often"],
-)
-def test_killed_at_batches_and_resumed_by_keras_callback(tmp_path, batches):
-    for at in batches:
+@pytest.mark.nightly
+def test_killed_at_batches_and_resumed_by_keras_callback(tmp_path):
+    for at in sorted(random.Random(1).sample(range(50), 20)):
         killed = start(_TRAINING, "backup", at, tmp_path / "backup")
         killed.communicate(timeout=600)
         assert killed.returncode == -signal.SIGKILL
@@ -209,7 +201,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("kills", ONCE_OR_OFTEN)
+@pytest.mark.parametrize("kills", [OFTEN])
 def test_killed_while_a_model_is_saved_beside_and_renamed(tmp_path, kills):
     """The guide's recipe: Keras writes into the file that is there, and half of it stays."""
     path, moments = tmp_path / "model.keras", random.Random(kills)
@@ -235,7 +227,7 @@ for number in range(10**9):
 """
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.nightly)])
 def test_killed_while_the_cache_is_written(tmp_path, kills):
     moments = random.Random(kills)
     profile_choice.put_profile(tmp_path, {"cpu": "shared"}, builtin_profile("cpu"))

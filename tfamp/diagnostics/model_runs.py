@@ -105,24 +105,21 @@ def policies_in(model: Any, dtype: str | None) -> list[tuple[Any, str]]:
 def _kept_float32(model: Any, policy: Policy) -> set[int]:
     """The `id`s of the layers that a mixed policy would keep float32, with the layers in them."""
     makers = _output_layers(model) if isinstance(model, keras.Model) else []
-    kept = [maker for maker in makers if _holds_no_users_layers(maker)]
+    kept = list(filter(_holds_no_users_layers, makers))
     for layer in all_layers(model):
         if policy.keeps_float32(type(layer)) or isinstance(layer, keras.layers.InputLayer):
             kept.append(layer)
     return {id(below) for layer in kept for below in all_layers(layer)}
 
 
-def _output_layers(model: Any) -> list[Any]:
-    """The layers that make a model's outputs, those of the models in it that do so as well."""
-    is_sequential = isinstance(model, keras.Sequential)
-    functional: Any = keras_hooks.functional_of(model) if is_sequential else model
+def _output_layers(layer: Any) -> list[Any]:
+    """The layers that make a model's outputs, in models inside too; of a layer itself."""
+    is_sequential = isinstance(layer, keras.Sequential)
+    functional: Any = keras_hooks.functional_of(layer) if is_sequential else layer
     if isinstance(functional, keras_hooks.functional_class()):
         makers = output_dtypes.output_makers(list(functional.outputs))  # type: ignore[attr-defined]
-    elif is_sequential:
-        makers = model.layers[-1:]
-    else:
-        return [] if isinstance(model, keras.Model) else [model]
-    return [found for maker in makers for found in _output_layers(maker)]
+        return [found for maker in makers for found in _output_layers(maker)]
+    return [] if isinstance(layer, keras.Model) else [layer]
 
 
 def _holds_no_users_layers(layer: Any) -> bool:
