@@ -91,5 +91,5 @@ def test_random_numbers_are_the_same_in_a_twin_and_in_every_run():
 def test_the_graph_is_not_modified():
     _, graph_def = _graph(lambda x: x + 1, tf.TensorSpec([2], tf.float16))
     before = graph_def.SerializeToString(deterministic=True)
-    retyped(seeded(graph_def), observed_scopes(graph_def), "bfloat16")
+    retyped(graph_def, observed_scopes(graph_def), "bfloat16")
     assert graph_def.SerializeToString(deterministic=True) == before

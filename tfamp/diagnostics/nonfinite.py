@@ -264,8 +264,8 @@ class _Twins:
             indexes = observed_scopes(graph)
         self._graph, self._indexes = graph, indexes
         self._low = self._observed(graph, indexes)
-        self.nodes = _Nodes(indexes)
         self.results = list(map(_key_of, results))
+        self.nodes = _Nodes(indexes, self.results)
 
     def run(self, scale: float) -> _Run:
         """Runs the step with a loss scale."""
@@ -299,33 +299,27 @@ def _key_of(tensor: str) -> TensorKey:
 
 
 class _Nodes:
-    """The nodes of all scopes by place, their inputs and outputs, and the dtypes of these tensors.
+    """The nodes of all scopes by place, with their inputs, and outputs that are used."""
 
-    Of the outputs only those that something takes or fetches are there.
-    """
-
-    def __init__(self, indexes: Sequence[GraphIndex]) -> None:
+    def __init__(self, indexes: Sequence[GraphIndex], results: Iterable[TensorKey]) -> None:
         self.at: dict[Place, IndexedNode] = {}
         self.inputs: dict[Place, list[TensorKey]] = defaultdict(list)
         self.outputs: dict[Place, set[TensorKey]] = defaultdict(set)
-        self.dtypes: dict[TensorKey, str] = {}
+        self.variants: set[TensorKey] = set()
         self.order: dict[str, list[Place]] = {}  # Of each scope, producers first.
         for index in indexes:
             places = [(index.scope, node.name) for node in index.nodes]
+            self.at.update(zip(places, index.nodes, strict=True))
             self.order[index.scope] = [places[position] for position in index.producers_first()]
             for edge in index.edges:
                 source, target = index.slots[edge.source], index.slots[edge.target]
                 tensor = (*places[source.node], edge.port)
                 self.inputs[places[target.node]].append(tensor)
                 self.outputs[tensor[:2]].add(tensor)
-                self.dtypes[tensor] = source.dtype
-            for place, node in zip(places, index.nodes, strict=True):
-                self.at[place] = node
-                dtypes = {index.slots[slot].dtype for slot in node.slots}
-                if not self.outputs[place] and len(dtypes) == 1:  # Fetched, and taken by no node.
-                    tensor = (*place, 0)
-                    self.outputs[place].add(tensor)
-                    self.dtypes[tensor] = dtypes.pop()
+                if source.dtype == "variant":
+                    self.variants.add(tensor)
+        for tensor in results:
+            self.outputs[tensor[:2]].add(tensor)
 
     def sources(self, place: Place) -> list[Place]:
         """Returns the nodes that make the inputs of a node."""
@@ -339,10 +333,6 @@ class _Nodes:
         """Returns the scopes that a node runs, and those that these run."""
         return reach(self.bodies(place), lambda scope: chain(*map(self.bodies, self.order[scope])))
 
-    def floats(self, tensors: Iterable[TensorKey]) -> list[TensorKey]:
-        """Selects the tensors that are floats."""
-        return [tensor for tensor in tensors if self.dtypes[tensor] in FLOAT_DTYPES]
-
 
 class _Runs(NamedTuple):
     """The values of a step in its low dtype and in float32, which may be the same."""
@@ -351,6 +341,10 @@ class _Runs(NamedTuple):
     nodes: _Nodes
     low: _Run
     float32: _Run
+
+    def observed(self, tensors: Iterable[TensorKey]) -> list[TensorKey]:
+        """Selects the tensors that are floats and were computed."""
+        return [tensor for tensor in tensors if tensor in self.low]
 
 
 def _search(step: Step, dtype: str | None) -> Finding | None:
@@ -369,9 +363,14 @@ def _search(step: Step, dtype: str | None) -> Finding | None:
     best = 2.0**bad
     if step.scale_adapts and scale <= _USUAL_START and best >= _USUAL_SCALE:
         return None  # A dynamic scale backs off by itself, in a few skipped steps.
-    variable = finding.gradient_of or finding.variable
-    facts = {"stage": "loss_scale", "kind": OVERFLOW, "variable": variable}
-    return dataclasses.replace(finding, scale=scale, best_scale=best, **facts)
+    return dataclasses.replace(
+        finding,
+        stage="loss_scale",
+        kind=OVERFLOW,
+        variable=finding.gradient_of or finding.variable,
+        scale=scale,
+        best_scale=best,
+    )
 
 
 def _look(twins: _Twins, scale: float) -> Finding | None:
@@ -428,7 +427,7 @@ class _Walk:
                 constants.add(place)
             excusable = place in constants if worst == _OK else worst == _EXCUSED
             for tensor in nodes.outputs[place]:
-                if nodes.dtypes[tensor] == "variant":
+                if tensor in nodes.variants:
                     # The elements of a list are seen where they are put in or taken out.
                     bad = worst == _BAD or self._is_bad_inside(place)
                     states[tensor] = _BAD if bad else _OK
@@ -495,15 +494,15 @@ class _Walk:
 def _explained(runs: _Runs, path: Path, spread: str) -> Finding:
     step, nodes = runs.step, runs.nodes
     place = path[-1]
-    inputs = nodes.floats(nodes.inputs[place])
-    outputs = nodes.floats(sorted(nodes.outputs[place]))
-    bad = [key for key in outputs if runs.low.get(key, _NEVER).is_bad]
+    inputs = runs.observed(nodes.inputs[place])
+    outputs = runs.observed(sorted(nodes.outputs[place]))
+    bad = [key for key in outputs if runs.low[key].is_bad]
     execution = min((runs.low[key].bad_at for key in bad), default=0)
     cause = _cause(runs, path, bad, execution)
     layer = step.layer_of(path)
-    stage = _stage(step, nodes, path, cause["kind"], layer)
+    stage = _stage(runs, path, cause["kind"], layer)
     gradient_of = _bad_gradient(runs, path)
-    read = _variable_read(step, nodes, place)
+    read = _variable_read(runs, place)
     return Finding(
         **cause,
         stage=stage,
@@ -566,7 +565,7 @@ def _first_vanished(runs: _Runs, place: Place, execution: int) -> TensorKey | No
     while True:
         zero = [
             key
-            for key in runs.nodes.floats(runs.nodes.inputs[place])
+            for key in runs.observed(runs.nodes.inputs[place])
             if _at(runs.low, key, execution).zeros > _at(runs.float32, key, execution).zeros
             and _at(runs.float32, key, execution).finite
         ]
@@ -582,36 +581,36 @@ def _ranges(run: _Run, keys: _Keys, execution: int, name: str) -> tuple[ValueRan
     return tuple(dataclasses.replace(each, name=name) for name, each in named)
 
 
-def _stage(step: Step, nodes: _Nodes, path: Path, kind: str, layer: Any) -> str:
-    top = path[0]
+def _stage(runs: _Runs, path: Path, kind: str, layer: Any) -> str:
+    nodes, top = runs.nodes, path[0]
     # By floats alone: a loop of the forward pass takes lists that its gradient needs.
-    sources = reach([top], lambda at: [each[:2] for each in nodes.floats(nodes.inputs[at])])
+    sources = reach([top], lambda at: [each[:2] for each in runs.observed(nodes.inputs[at])])
     if any(_BACKWARD.search(name) for _, name in sources):
         return "backward"
     if len(path) == 1 and nodes.at[top].op == "Cast" and kind == OVERFLOW:
         if _given(nodes, top, _INPUTS):
             return "input"
-        if _variable_read(step, nodes, top) is not None:
+        if _variable_read(runs, top) is not None:
             return "weights"
     in_loss = _LOSS.search(top[1]) if layer is None else LOSS_SCOPE in top[1]
     return "loss" if in_loss else "forward"
 
 
 def _given(nodes: _Nodes, place: Place, ops: frozenset[str]) -> list[Place]:
-    """The first node of some op types whose value an op takes, perhaps as a cast, if there is."""
+    """The nodes of some op types whose values an op takes, perhaps as a cast, nearest first."""
 
     def passed_on(each: Place) -> list[Place]:
         passes = each == place or nodes.at[each].op in _PASSING_ON
         return nodes.sources(each) if passes else []
 
-    return [each for each in reach([place], passed_on) if nodes.at[each].op in ops][:1]
+    return [each for each in reach([place], passed_on) if nodes.at[each].op in ops]
 
 
-def _variable_read(step: Step, nodes: _Nodes, place: Place) -> str | None:
+def _variable_read(runs: _Runs, place: Place) -> str | None:
     """The name of a variable whose value an op takes, perhaps as a cast."""
-    sources = [each for read in _given(nodes, place, _READS) for each in nodes.sources(read)]
-    handles = (name for scope, name in sources if scope == MAIN_GRAPH)
-    return next((step.reads[name] for name in handles if name in step.reads), None)
+    nodes, names = runs.nodes, runs.step.reads
+    handles = (name for read in _given(nodes, place, _READS)[:1] for _, name in nodes.sources(read))
+    return next((names[handle] for handle in handles if handle in names), None)
 
 
 def _bad_gradient(runs: _Runs, path: Path) -> str | None:

@@ -71,20 +71,12 @@ class ValueRange:
         dtype = array.dtype.name
         wide = array if dtype == "float64" else array.astype(np.float32)
         finite = wide[np.isfinite(wide)]
-        nans = int(np.isnan(wide).sum())
-        zeros = int(finite.size - np.count_nonzero(finite))
-        small = int(np.count_nonzero(np.abs(finite) < float_format(dtype).tiny))
-        return cls(
-            name=name,
-            dtype=dtype,
-            shape=array.shape,
-            min=float(finite.min()) if finite.size else 0.0,
-            max=float(finite.max()) if finite.size else 0.0,
-            infs=wide.size - finite.size - nans,
-            nans=nans,
-            zeros=zeros,
-            subnormals=small - zeros,
-        )
+        low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+        zeros = finite.size - np.count_nonzero(finite)
+        small = np.count_nonzero(np.abs(finite) < float_format(dtype).tiny) - zeros
+        nans = np.count_nonzero(np.isnan(wide))
+        counts = map(int, (wide.size - finite.size - nans, nans, zeros, small))
+        return cls(name, dtype, array.shape, low, high, *counts)
 
     @property
     def max_abs(self) -> float:
@@ -372,11 +364,9 @@ def _power(value: float | None) -> str:
 def _keep(finding: Finding) -> str:
     """How the op is kept in float32."""
     layer, of_layer = finding.layer, f'Keep layer "{finding.layer}" float32: '
-    if finding.rewritten_by == "prepare" and finding.layer_class is None:
-        return 'Level "O2" computes in float32 what is in no layer.'
-    if finding.rewritten_by == "prepare":
+    if finding.rewritten_by == "prepare" and finding.layer_class is not None:
         return f'{of_layer}tfamp.prepare(..., keep_float32=["{layer}"]).'
-    if finding.rewritten_by:
+    if finding.rewritten_by == "rewrite":
         return f'Keep it float32: tfamp.rewrite(..., keep_float32=["{finding.node}"]).'
     if layer is not None and finding.layer_class is not None:
         return (

@@ -115,11 +115,11 @@ def trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Ste
         # As a policy of tfamp's would have it.
         return outputs if dtype is None else keras.tree.map_structure(in_float32, outputs)
 
-    function, args, trained = forward, (x,), []
+    function, trained, args = forward, [], [x]
     if compute_loss is not None:
         scaled = getattr(optimizer, "scale_loss", tf.identity)
         trained = [variable.value for variable in model.trainable_variables]
-        function, args = _with_loss(forward, compute_loss, scaled, trained), (x, y)
+        function, args = _with_loss(forward, compute_loss, scaled, trained), [x, y]
     # As in `fit`, AutoGraph leaves the code of layers as it is.
     function = tf.autograph.experimental.do_not_convert(function)
     is_alone = model.distribute_strategy.num_replicas_in_sync == 1 and not model.run_eagerly
@@ -128,7 +128,8 @@ def trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Ste
     if rewrite is not None:
         function = rewrite(tf.function(function, autograph=False))
     with computing_in(model, dtype), _losses_kept(model):
-        step = _trace(function, keras.tree.map_structure(_as_input, args), trained)
+        inputs = tuple(keras.tree.map_structure(_as_input, args))
+        step = _trace(function, inputs, trained)
     variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
     return dataclasses.replace(
         step,
@@ -276,7 +277,7 @@ class _Notes:
         self.gradients += zip(tf.nest.flatten(sources), flat, strict=False)
 
 
-def _trace(function: Any, args: Any, sources: Sequence[Any] = ()) -> Step:
+def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) -> Step:
     """Traces a function for a call; with sources, it returns results and their gradients."""
     notes = _Notes(mark_names=not isinstance(function, RewrittenFunction))
     call = FlatCall(tf.nest.map_structure(_as_tensor, args), {})

@@ -307,14 +307,13 @@ def low_dtypes(indexes: Sequence[GraphIndex]) -> list[str]:
 
 
 def seeded(graph_def: Any) -> Any:
-    """Returns a copy of a graph whose random ops give the same numbers in every run."""
-    result = copied(graph_def)
-    nodes = itertools.chain.from_iterable(body for _, body, _ in bodies(result))
+    """Gives random ops seeds, so that every run has the same numbers; in place."""
+    nodes = itertools.chain.from_iterable(body for _, body, _ in bodies(graph_def))
     for number, node in enumerate(nodes):
         if all(seed in node.attr for seed in _SEEDS) and not any(node.attr[s].i for s in _SEEDS):
             node.attr["seed"].i = 1
             node.attr["seed2"].i = number + 1
-    return result
+    return graph_def
 
 
 def retyped(graph_def: Any, indexes: Sequence[GraphIndex], dtype: str) -> Any:
