@@ -237,10 +237,9 @@ def test_a_layer_by_itself_is_compared_and_one_that_is_an_output_is_float32(x):
 
 def test_where_float32_gives_nothing_no_error_is_claimed(x):
     model = keras.Sequential([keras.Input((16,)), L.Dense(4), L.Dense(2)])
-    with pytest.raises(ValueError, match="outputs have no elements"):
-        compare(model, x[:0], dtype="float16", bound=0.01)
-    with pytest.raises(ValueError, match="no output is finite in float32"):
-        compare(model, x * np.nan, dtype="float16", bound=0.01)
+    for values in (x[:0], x * np.nan):
+        with pytest.raises(ValueError, match="no output is finite in float32"):
+            compare(model, values, dtype="float16", bound=0.01)
 
 
 # ---- Errors --------------------------------------------------------------------------------------

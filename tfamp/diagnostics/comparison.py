@@ -20,12 +20,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.core.dtypes import float_format
+from tfamp.core.dtypes import FLOAT_DTYPES, float_format
 from tfamp.diagnostics.model_runs import (
     Around,
     all_layers,
     computing_in,
-    float_tensors,
     layer_path,
     low_dtype_of,
     observing_layers,
@@ -233,23 +232,16 @@ def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None
     if bound is not None and not (isinstance(bound, int | float) and bound >= 0):
         raise ValueError(f"bound must be a relative error, such as 0.01; got {bound!r}.")
     subject = _Subject(model, x, low)
-    _check_outputs(subject.outputs)
+    if subject.outputs and not any(np.isfinite(_float64(x)).any() for x in subject.outputs):
+        raise ValueError(
+            "There is nothing to compare with: no output is finite in float32. Give x with at "
+            "least one example, or start with tfamp.diagnostics.find_nonfinite."
+        )
     rows, error = subject.rows()
     found = Found((), None, 0)
     if bound is not None:
         found = search_list(subject.suspects(), subject.output_error, bound)
     return Comparison(model.name, low, rows, error, bound, *found)
-
-
-def _check_outputs(outputs: Sequence[Any]) -> None:
-    """Raises a ValueError where float32's outputs have no number to compare with."""
-    why = ""
-    if not any(output.size for output in outputs):
-        why = "the outputs have no elements. Give x with at least one example."
-    elif not any(np.isfinite(_float64(output)).any() for output in outputs):
-        why = "no output is finite in float32 either. Start with tfamp.diagnostics.find_nonfinite."
-    if outputs and why:
-        raise ValueError(f"There is nothing to compare: {why}")
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -376,8 +368,9 @@ def _has_row(layer: Any) -> bool:
 
 def _arrays(value: Any) -> _Tensors:
     """The float tensors in a structure that have values: none while a function is traced."""
-    tensors = (each for each in float_tensors(value) if hasattr(each, "numpy"))
-    return [np.asarray(keras.ops.convert_to_numpy(each)) for each in tensors]
+    leaves = (leaf for leaf in keras.tree.flatten(value) if hasattr(leaf, "numpy"))
+    arrays = map(np.asarray, map(keras.ops.convert_to_numpy, leaves))
+    return [array for array in arrays if array.dtype.name in FLOAT_DTYPES]
 
 
 # ---- Errors --------------------------------------------------------------------------------------
@@ -397,9 +390,9 @@ def relative_error(value: Any, reference: Any) -> float:
         return math.inf
     difference = float(np.max(np.abs(value - reference), initial=0.0))
     magnitude = float(np.max(np.abs(reference), initial=0.0))
-    if not difference:
-        return 0.0
-    return difference / magnitude if magnitude else math.inf
+    if not magnitude:
+        return math.inf if difference else 0.0
+    return difference / magnitude
 
 
 def largest_error(values: Sequence[Any], references: Sequence[Any]) -> float:

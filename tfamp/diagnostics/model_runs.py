@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import keras
 
-from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import patched_here
 from tfamp.layers import output_dtypes
@@ -146,12 +146,3 @@ def unchanged(variables: list[Any]) -> Iterator[None]:
     finally:
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
-
-
-def float_tensors(value: Any) -> list[Any]:
-    """Returns the float tensors in a structure."""
-    return [
-        leaf
-        for leaf in keras.tree.flatten(value)
-        if keras.ops.is_tensor(leaf) and keras.backend.standardize_dtype(leaf.dtype) in FLOAT_DTYPES
-    ]

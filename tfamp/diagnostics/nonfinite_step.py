@@ -328,23 +328,20 @@ def _note_rounding(value: Any, tensor: Any) -> None:
     with np.errstate(all="ignore"):
         given = np.asarray(value, np.float64)
         rounded = given.astype(tensor.dtype.as_numpy_dtype).astype(np.float64)
-    if given.size and not np.array_equal(given, rounded, equal_nan=True):
-        shaped = np.broadcast_to(given, tensor.shape) if given.size == 1 else given
-        proto = tf.make_tensor_proto(shaped.reshape(tensor.shape).astype(np.float32))
+    if not np.array_equal(given, rounded, equal_nan=True):
+        # One value stands for all elements of a filled constant.
+        proto = tf.make_tensor_proto(given.astype(np.float32), shape=tensor.shape)
         tf_functions.set_attribute(tensor.op, UNROUNDED, proto)
 
 
 def _traced(function: Any, call: FlatCall) -> Any:
-    """The concrete function of a call; its inputs are the call's tensors, then what it captures."""
+    """The concrete function of a call; its inputs are the call's tensors, then its captures."""
     if isinstance(function, RewrittenFunction):
         function = function.copy().concrete(*call.args)  # Traced now, with notes.
-    elif not isinstance(function, tf.types.experimental.ConcreteFunction):
-        return TracedFunction.of(function).trace(call)
-    given = len(function.inputs) - len(function.captured_inputs)
-    if given == len(call.tensors):
-        return function
-    # It has arguments that are no tensors: what was made of them is known inside a call only.
-    return TracedFunction.of(lambda *args: function(*args)).trace(call)
+        if len(function.inputs) - len(function.captured_inputs) == len(call.tensors):
+            return function
+        # Arrays among its arguments are tensors of it, but constants inside a call.
+    return TracedFunction.of(function).trace(call)
 
 
 def _as_tensor(value: Any) -> Any:
