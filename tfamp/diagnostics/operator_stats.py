@@ -28,12 +28,18 @@ _STEP_ARGUMENTS = (2, 3)
 class OpCounts(dict[str, dict[str, int]]):
     """Op type -> dtype -> number of ops; a dict with a table.
 
+    Args:
+        counts: The numbers.
+
     Example:
         >>> counts = OpCounts({"MatMul": {"float16": 2, "float32": 1}})
         >>> print(counts.to_text())
         op      float16  bfloat16  float32  other
         MatMul        2         0        1      0
     """
+
+    def __init__(self, counts: Mapping[str, dict[str, int]] | None = None) -> None:
+        super().__init__(counts or {})
 
     def total(self, dtype: str) -> int:
         """Returns the number of ops of all types in a dtype.

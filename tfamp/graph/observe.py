@@ -372,20 +372,12 @@ def _retype_node(node: Any, dtype: int) -> None:
     for name, value in node.attr.items():
         if name.startswith("_"):
             continue
-        kind = value.WhichOneof("value")
-        if kind == "type" and value.type in _LOW:
+        if value.type in _LOW:
             value.type = dtype
-        elif kind == "list":
-            types = value.list.type
-            types[:] = [dtype if each in _LOW else each for each in types]
-        elif kind == "tensor" and value.tensor.dtype in _LOW:
-            _retype_value(node, value.tensor, dtype)
-
-
-def _retype_value(node: Any, tensor: Any, dtype: int) -> None:
-    rounded = tf.make_ndarray(tensor)
-    if UNROUNDED in node.attr:
-        rounded = tf.make_ndarray(node.attr[UNROUNDED].tensor)
-    with np.errstate(over="ignore"):
-        values = rounded.astype(tf.as_dtype(dtype).as_numpy_dtype)
-    tensor.CopyFrom(tf.make_tensor_proto(values))
+        if value.list.type:
+            value.list.type[:] = [dtype if each in _LOW else each for each in value.list.type]
+        if value.tensor.dtype in _LOW:
+            given = node.attr[UNROUNDED].tensor if UNROUNDED in node.attr else value.tensor
+            with np.errstate(over="ignore"):
+                values = tf.make_ndarray(given).astype(tf.as_dtype(dtype).as_numpy_dtype)
+            value.tensor.CopyFrom(tf.make_tensor_proto(values))
