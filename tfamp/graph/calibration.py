@@ -218,11 +218,10 @@ def _tensors(number: int, batch: Any, given: Sequence[tuple[str, Any]]) -> Itera
         except (TypeError, ValueError):
             fits = False
         if not fits or (spec.dtype.is_integer and np.asarray(value).dtype.kind == "f"):
-            shape = "any shape" if spec.shape.rank is None else f"shape {spec.shape}"
             dtype = getattr(value, "dtype", type(value).__name__)
             raise ValueError(
-                f"Calibration batch {number}: the input {name} takes {spec.dtype.name} of {shape}; "
-                f"got {getattr(dtype, 'name', dtype)} of shape {np.shape(value)}."
+                f"Calibration batch {number}: the input {name} takes {spec.dtype.name} of shape "
+                f"{spec.shape}; got {getattr(dtype, 'name', dtype)} of shape {np.shape(value)}."
             )
         yield tensor
 

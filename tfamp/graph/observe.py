@@ -14,7 +14,7 @@ import functools
 import itertools
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -332,7 +332,7 @@ def retyped(graph_def: Any, indexes: Sequence[GraphIndex], dtype: str) -> Any:
 def _change(index: GraphIndex, nodes: Any, function: Any, dtype: int) -> None:
     """Changes one scope."""
     by_name = {node.name: node for node in nodes}
-    keeping = set(_keeping(index))
+    keeping = _keeping(index)
     for name, node in by_name.items():
         if name not in keeping:
             _retype_node(node, dtype)
@@ -354,18 +354,18 @@ def _change(index: GraphIndex, nodes: Any, function: Any, dtype: int) -> None:
         connect(function, by_name, casts[edge.tensor, wanted], [(target.name, edge.input)])
 
 
-def _keeping(index: GraphIndex) -> Iterator[str]:
+def _keeping(index: GraphIndex) -> set[str]:
     """Names of the nodes that keep their dtypes."""
-    takes_resource = {
-        index.slots[edge.target].node
-        for edge in index.edges
-        if index.slots[edge.target].dtype == "resource"
+    slots = index.slots
+    at_resources = {
+        slots[e.target].node for e in index.edges if slots[e.target].dtype == "resource"
     }
-    for position, node in enumerate(index.nodes):
-        variable = position in takes_resource and not node.calls
-        bits = node.op in PYTHON or node.op in ("Bitcast", "VarHandleOp")
-        if variable or bits or (_RANDOM.search(node.op) and not node.calls):
-            yield node.name
+    return {
+        node.name
+        for position, node in enumerate(index.nodes)
+        if node.op in (*PYTHON, "Bitcast", "VarHandleOp")
+        or (not node.calls and (position in at_resources or _RANDOM.search(node.op)))
+    }
 
 
 def _retype_node(node: Any, dtype: int) -> None:

@@ -132,9 +132,7 @@ def too_large(index: GraphIndex, ranges: Ranges, limits: Limits) -> dict[int, Re
         if found is None or position in left_out:
             continue
         name = index.nodes[producer].name
-        rule, where = "data_max", f"its input {name}"
-        if position == producer:
-            where = "its output"
+        rule, where = "data_max", "its output" if position == producer else f"its input {name}"
         if producer in stored:
             rule, where = "constant_max", f"the constant {name}"
         verdict = _judge(found, rule, getattr(limits, rule), where)
