@@ -142,6 +142,9 @@ def test_raw_ops_of_a_function():
     assert "faults.py" in report.where
     assert "Softmax" in report.fix
     assert find_nonfinite(raw_softmax_log, tf.constant([[3.0, 0.0]])) is None
+    concrete = tf.function(raw_softmax_log).get_concrete_function(tf.TensorSpec((1, 2)))
+    report = find_nonfinite(concrete, tf.constant([[30.0, 0.0]]))
+    assert (report.op, report.node) == ("Log", "Log")
 
 
 def test_a_custom_loop_whose_loss_scale_explodes():

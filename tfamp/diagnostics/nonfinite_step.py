@@ -117,7 +117,10 @@ def trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Ste
 
     function, trained, args = forward, [], [x]
     if compute_loss is not None:
-        scaled = getattr(optimizer, "scale_loss", tf.identity)
+        # Keras's optimizer with a loss scale has none before it is built.
+        names = ("dynamic_scale", "loss_scale_factor")
+        has_scale = any(getattr(optimizer, name, None) is not None for name in names)
+        scaled = optimizer.scale_loss if has_scale else tf.identity
         trained = [variable.value for variable in model.trainable_variables]
         function, args = _with_loss(forward, compute_loss, scaled, trained), [x, y]
     # As in `fit`, AutoGraph leaves the code of layers as it is.
@@ -338,9 +341,10 @@ def _traced(function: Any, call: FlatCall) -> Any:
     """The concrete function of a call; its inputs are the call's tensors, then its captures."""
     if isinstance(function, RewrittenFunction):
         function = function.copy().concrete(*call.args)  # Traced now, with notes.
-        if len(function.inputs) - len(function.captured_inputs) == len(call.tensors):
-            return function
-        # Arrays among its arguments are tensors of it, but constants inside a call.
+    # Arguments that are not tensors here may be constants or tensors of a concrete function.
+    is_concrete = isinstance(function, tf.types.experimental.ConcreteFunction)
+    if is_concrete and len(function.inputs) - len(function.captured_inputs) == len(call.tensors):
+        return function
     return TracedFunction.of(function).trace(call)
 
 
