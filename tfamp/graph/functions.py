@@ -10,8 +10,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.errors import RewriteError
-from tfamp.graph.op_signatures import OpSignature, first_ports, registered_signature, signature
-from tfamp.graph.spelling import control_inputs_of, is_control, tensor_inputs
+from tfamp.graph.editor import (
+    OpSignature,
+    control_inputs_of,
+    first_ports,
+    is_control,
+    registered_signature,
+    signature,
+    tensor_inputs,
+)
 from tfamp.interop import tf_private
 from tfamp.planning.structures import BRANCHING, MAIN_GRAPH, free_name, node_name, reach
 

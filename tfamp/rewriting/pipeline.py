@@ -24,6 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
+from tfamp.graph.editor import SHAPES
 from tfamp.graph.functions import (
     CALLS,
     GRADIENT,
@@ -40,7 +41,6 @@ from tfamp.graph.functions import (
     unshare_branches,
 )
 from tfamp.graph.rewrite import convert_prepared, prepare, resolved
-from tfamp.graph.spelling import SHAPES
 from tfamp.interop import tf_functions
 from tfamp.interop.tf_functions import as_written
 from tfamp.planning.options import GraphUse, RewriteOptions

@@ -14,10 +14,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.errors import SavedModelError
+from tfamp.graph.editor import SHAPES, control_inputs_of, is_control, tensor_inputs
 from tfamp.graph.functions import CALLS, copied, inline_calls, rename_functions
 from tfamp.graph.index import build_indexes
 from tfamp.graph.passes.frozen_casts import cast_before_loops, fold_casts
-from tfamp.graph.spelling import SHAPES, control_inputs_of, is_control, tensor_inputs
 from tfamp.planning.decision import make_plan
 from tfamp.planning.structures import BRANCHING, RewritePlan, ScopePlan, node_name
 from tfamp.rewriting.pipeline import all_nodes

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfamp.core.errors import SavedModelError
 from tfamp.graph.calibration import Calibration, measure
+from tfamp.graph.editor import SHAPES
 from tfamp.graph.functions import (
     CALLS,
     GRADIENT,
@@ -28,7 +29,6 @@ from tfamp.graph.functions import (
     replace_nodes,
 )
 from tfamp.graph.rewrite import convert, resolved
-from tfamp.graph.spelling import SHAPES
 from tfamp.interop import tf_private
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.ranges import Ranges, TensorKey, TensorRange

@@ -14,17 +14,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.edits import (
+from tfamp.graph.editor import (
     FLOAT_TYPES,
     add_constant,
     attributes_of,
     become,
     become_identity,
+    control_inputs_of,
     dims_of,
+    first_output,
     set_shape,
+    tensor_inputs,
 )
 from tfamp.graph.functions import bodies
-from tfamp.graph.spelling import control_inputs_of, first_output, tensor_inputs
 from tfamp.planning.options import GraphUse, RewriteOptions
 from tfamp.planning.structures import MAIN_GRAPH, free_name, node_name
 

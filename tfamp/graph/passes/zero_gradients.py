@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfamp.graph.edits import FLOAT32_TYPE, become
+from tfamp.graph.editor import FLOAT32_TYPE, become, renamed_output
 from tfamp.graph.functions import bodies, respell
-from tfamp.graph.spelling import renamed_output
 from tfamp.planning.options import GraphUse, RewriteOptions
 from tfamp.planning.structures import MAIN_GRAPH, op_types
 
