@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tfamp.core.errors import UnsupportedVersionError
-from tfamp.interop import keras_optimizers as private
+from tfamp.interop import keras_hooks as private
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.interop import tf_functions, tf_private
+from tfamp.interop import tf_private
 
 
 def test_capture_gives_the_tensor_of_the_function_being_traced():
@@ -16,7 +16,7 @@ def test_capture_gives_the_tensor_of_the_function_being_traced():
 
     @tf.function
     def fn():
-        captured.append(tf_functions.capture_into_graph(outside))
+        captured.append(tf_private.capture_into_graph(outside))
         return captured[0] * 2.0
 
     assert fn().numpy().tolist() == [2.0, 4.0]
@@ -29,7 +29,7 @@ def test_noted_variables_are_watched_by_tapes_outside():
 
     @tf.function
     def fn():
-        tf_functions.note_variables([variable])
+        tf_private.note_variables([variable])
         return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=tf.float32)
 
     with tf.GradientTape() as tape:
@@ -47,7 +47,7 @@ def test_registered_functions_can_be_called_until_their_owner_is_gone():
     definition.CopyFrom(traced.function_def)
     definition.signature.name = "registered_by_a_test"
     owner = Owner()
-    tf_functions.register_functions([definition], owner)
+    tf_private.register_functions([definition], owner)
     context = tf_private.private("eager.context:context")()
     assert context.has_function(definition.signature.name)
     del owner
@@ -60,9 +60,9 @@ def test_registered_gradient_finds_a_function_and_says_when_there_is_none():
     def gradient(op, upstream):
         return upstream
 
-    assert tf_functions.registered_gradient("TfampTestGradient") is gradient
+    assert tf_private.registered_gradient("TfampTestGradient") is gradient
     with pytest.raises(LookupError):
-        tf_functions.registered_gradient("TfampNoSuchGradient")
+        tf_private.registered_gradient("TfampNoSuchGradient")
 
 
 def test_an_imported_call_is_differentiated():
@@ -76,7 +76,7 @@ def test_an_imported_call_is_differentiated():
         (result,) = tf.graph_util.import_graph_def(
             graph_def, {"x:0": x}, [f"{nodes[0].name}:0"], name="imported"
         )
-        return tf_functions.differentiate_call(result.op, [tf.constant(1.0)])
+        return tf_private.differentiate_call(result.op, [tf.constant(1.0)])
 
     assert [float(each) for each in fn(tf.constant(3.0))] == [6.0]
 
@@ -87,7 +87,7 @@ def test_options_of_a_function(jit):
     function = tf.function(
         lambda x: x, signature, autograph=False, jit_compile=jit, reduce_retracing=True
     )
-    options = tf_functions.function_options(function)
+    options = tf_private.function_options(function)
     assert list(options.input_signature) == signature
     assert options.jit_compile is jit
     assert options.reduce_retracing
@@ -95,12 +95,12 @@ def test_options_of_a_function(jit):
     assert options.experimental_autograph_options is None
     changed = types.SimpleNamespace(input_signature=None)
     with pytest.raises(tfamp.UnsupportedVersionError, match="_jit_compile is not in TensorFlow"):
-        tf_functions.function_options(changed)
+        tf_private.function_options(changed)
 
 
 def test_noted_constants_have_the_value_that_was_given():
     found = []
-    with tf_functions.constants_noted(lambda value, tensor: found.append((value, tensor.dtype))):
+    with tf_private.constants_noted(lambda value, tensor: found.append((value, tensor.dtype))):
         tf.function(lambda x: x + 1e-8).get_concrete_function(tf.TensorSpec((), tf.float16))
     assert (1e-8, tf.float16) in found
     count = len(found)
@@ -110,10 +110,10 @@ def test_noted_constants_have_the_value_that_was_given():
 
 def test_marked_ops_and_set_attributes_are_in_the_graph():
     def function(x):
-        with tf_functions.ops_marked("_tfamp_test", "here"):
+        with tf_private.ops_marked("_tfamp_test", "here"):
             y = tf.exp(x)
         z = tf.sqrt(y)
-        tf_functions.set_attribute(z.op, "_tfamp_value", tf.make_tensor_proto(3.0))
+        tf_private.set_attribute(z.op, "_tfamp_value", tf.make_tensor_proto(3.0))
         return z
 
     graph = tf.function(function).get_concrete_function(tf.TensorSpec(())).graph.as_graph_def()
@@ -127,7 +127,7 @@ def test_gradients_are_noted_with_their_sources():
     found = []
     original = tf.GradientTape.gradient
     x = tf.Variable(2.0)
-    with tf_functions.gradients_noted(lambda *each: found.append(each)):
+    with tf_private.gradients_noted(lambda *each: found.append(each)):
         with tf.GradientTape() as tape:
             y = x * x
         gradients = tape.gradient(y, [x])
@@ -140,13 +140,13 @@ def test_gradients_are_noted_with_their_sources():
 def test_saved_functions_have_their_signatures_with_defaults_and_saveable_ones_run(tmp_path):
     module = tf.Module()
     module.fn = tf.function(lambda x, flag=False, *, bias=None: x)
-    own = type("Function", (tf_functions.SaveableFunction,), {})
+    own = type("Function", (tf_private.SaveableFunction,), {})
     module.saveable = own(lambda x: x + 1.0, name="saveable")  # It is one of TensorFlow's.
     x = tf.ones(2)
     module.fn(x), module.saveable(x)
     tf.saved_model.save(module, tmp_path)
     loaded = tf.saved_model.load(tmp_path)
     for each in (module, loaded):
-        signature = tf_functions.function_signature(each.fn)
+        signature = tf_private.function_signature(each.fn)
         assert str(signature) == "(x, flag=False, *, bias=None)"
     assert loaded.saveable(x).numpy().tolist() == [2.0, 2.0]

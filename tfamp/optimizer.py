@@ -18,7 +18,7 @@ from tfamp.core.loss_scale import LossScaleState
 from tfamp.core.options import DynamicLossScale, FixedLossScale, GradClip, LossScale
 from tfamp.interop.keras_hooks import as_tensor, native, runs_tensorflow
 from tfamp.interop.patching import level_of_user
-from tfamp.interop.tf_functions import as_written
+from tfamp.interop.tf_private import as_written
 from tfamp.training import gradients as gradient_lib
 from tfamp.training import scaling, skip_warning
 from tfamp.training.apply import apply_if_finite

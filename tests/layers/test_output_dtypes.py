@@ -17,8 +17,7 @@ import tfamp
 from helpers.cases import one_in
 from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
 from helpers.tolerances import assert_close
-from tfamp.layers.float_policies import managed_layers
-from tfamp.layers.output_dtypes import graphs
+from tfamp.layers.layer_dtypes import graphs, managed_layers
 
 pytestmark = pytest.mark.usefixtures("low")
 KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])

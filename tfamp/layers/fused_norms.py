@@ -25,7 +25,7 @@ from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.interop import tf_private
 from tfamp.interop.keras_hooks import runs_tensorflow
 from tfamp.interop.patching import wrap_method
-from tfamp.layers.float_policies import managed_layers
+from tfamp.layers.layer_dtypes import managed_layers
 
 _Method = Callable[..., Any]
 # A subclass that overrides anything else of Keras's may compute something else.
