@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -14,34 +13,20 @@ import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarning
 from tfamp.core.profile import MachineProfile
-from tfamp.graph.calibration import Calibration, measure
+from tfamp.graph.calibration import Calibration
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop.keras_hooks import require_tensorflow
 from tfamp.interop.patching import level_of_user
 from tfamp.interop.tf_private import SaveableFunction
 from tfamp.planning.options import RewriteOptions
-from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import FLOAT32, RewritePlan
 from tfamp.policy import low_dtype
-from tfamp.rewriting.pipeline import FlatGraph, into_current_graph
-from tfamp.rewriting.traced_function import (
-    FlatCall,
-    TracedFunction,
-    fused_batch_normalization,
-    made_of,
-)
-from tfamp.torch_style.state import current_modes
+from tfamp.rewriting.pipeline import FlatCall, TracedFunction, call_converted
 
 _EAGER = (
     "{} runs as written, in float32: after tf.config.run_functions_eagerly(True) no function is "
     "traced, so there is no graph to rewrite. In eager mode `tfamp.autocast` casts op by op."
 )
-
-_NO_RESULT = {
-    "an async generator": inspect.isasyncgenfunction,
-    "a coroutine function (async def)": inspect.iscoroutinefunction,
-    "a generator function": inspect.isgeneratorfunction,
-}
 
 
 def rewrite(
@@ -119,7 +104,11 @@ def rewrite(
         profile=profile,
         on_error=on_error,
     )
-    _check_example_args(example_args)
+    if example_args is not None and not isinstance(example_args, list | tuple):
+        raise TypeError(
+            "example_args must be a list or tuple of the arguments of a call, e.g. (x,); got "
+            f"{type(example_args).__name__}."
+        )
     make = functools.partial(_make, options=options, example_args=example_args)
     return make if fn is None else make(fn)
 
@@ -137,21 +126,23 @@ def _low_dtype(dtype: str | None) -> str:
     return name or FLOAT32
 
 
-def _check_example_args(example_args: Any) -> None:
-    if example_args is not None and not isinstance(example_args, list | tuple):
-        raise TypeError(
-            "example_args must be a list or tuple of the arguments of a call, e.g. (x,); got "
-            f"{type(example_args).__name__}."
-        )
-
-
 def _make(
-    fn: Any, options: RewriteOptions, example_args: Sequence[Any] | None
+    fn: Any, options: RewriteOptions, example_args: Sequence[Any] | None = None
 ) -> RewrittenFunction:
     rewritten = RewrittenFunction(fn, options)
     if example_args is not None:
         rewritten.concrete(*example_args)
     return rewritten
+
+
+def check_function(fn: Any) -> None:
+    """Raises a TypeError for what is not a function or model."""
+    if isinstance(fn, type) or not callable(fn):
+        got = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
+        raise TypeError(
+            "rewrite takes a tf.function, a concrete function, a Keras model or a Python function; "
+            f"got {got}."
+        )
 
 
 class RewrittenFunction(SaveableFunction):
@@ -163,44 +154,33 @@ class RewrittenFunction(SaveableFunction):
         traced: What to trace in its place; None for the function itself.
     """
 
-    # Methods of one object share all the rest.
-    __slots__ = ("_instance",)
-
     def __init__(
         self, fn: Any, options: RewriteOptions, traced: TracedFunction | None = None
     ) -> None:
         check_function(fn)
         self._fn = fn
         self._options = options
-        self._instance: Any = None
         self._traced = TracedFunction.of(fn) if traced is None else traced
         self._plans: weakref.WeakKeyDictionary[Any, RewritePlan] = weakref.WeakKeyDictionary()
         super().__init__(**self._traced.wrapper(self._trace))
         self._bound: weakref.WeakKeyDictionary[Any, RewrittenFunction] = weakref.WeakKeyDictionary()
-        self._handles: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         functools.update_wrapper(self, self._traced.python_function, updated=())
         # Without it, `inspect` takes an object with `__get__` for a builtin of unknown arguments.
         self.__signature__ = self._traced.signature
 
     def __get__(self, instance: Any, owner: Any = None) -> RewrittenFunction:
-        """A method: the function of each object is traced for itself."""
+        """Returns the function as a method of an object; each object has traces of its own."""
         if instance is None:
             return self
         if instance not in self._bound:
             traced = self._traced.bound_to(instance)
             method = traced.python_function
             self._bound[instance] = RewrittenFunction(method, self._options, traced)
-        handle = self._handles.get(instance, lambda: None)()
-        if handle is None:
-            handle = object.__new__(type(self))
-            handle.__dict__ = self._bound[instance].__dict__
-            handle._instance = instance  # As a method does, keep it: what is cached does not.
-            self._handles[instance] = weakref.ref(handle)
-        return handle
+        return self._bound[instance]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles as what it was made from: graphs belong to a process."""
-        return _make, (self._fn, self._options, None)
+        return _make, (self._fn, self._options)
 
     def copy(self, dtype: str | None = None) -> RewrittenFunction:
         """Returns the same function, not traced yet; for another low dtype if one is given."""
@@ -257,15 +237,8 @@ class RewrittenFunction(SaveableFunction):
                 _EAGER.format(self._traced.name), TfampWarning, stacklevel=level_of_user()
             )
             return self._traced.python_function(*args, **kwargs)
-        call = FlatCall(args, kwargs)
-        # An autocast around the call would decide before the rewrite, about the outputs too.
-        with fused_batch_normalization(), current_modes.set_to(None):
-            traced = self._traced.trace(call)
-        values = [*call.tensors, *traced.captured_inputs]
         try:
-            graph = FlatGraph.of(traced)
-            ranges = self._ranges(graph)
-            tensors, plan = into_current_graph(graph, values, self._options, ranges)
+            result, plan = call_converted(self._traced, FlatCall(args, kwargs), self._options)
         except RewriteError as error:
             if self._options.on_error == "raise":
                 raise
@@ -274,39 +247,4 @@ class RewrittenFunction(SaveableFunction):
             return self._fn(*args, **kwargs)
         if plan is not None:
             self._plans[tf.compat.v1.get_default_graph()] = plan
-        return self._traced.packed(traced, tensors)
-
-    def _ranges(self, graph: FlatGraph) -> Ranges | None:
-        """Runs the calls of the calibration on the float32 graph of a trace."""
-        calibration, call = self._options.calibration, self._traced.call
-        if calibration is None or self.dtype is None:
-            return None
-        made = made_of(graph.traced)
-        if "ranges" not in made:
-            batches = (call(*args, **kwargs).values() for args, kwargs in calibration.calls())
-            captured = graph.traced.captured_inputs
-            made["ranges"] = measure(
-                graph.graph_def, graph.inputs, batches, captured, graph.outputs
-            )
-        ranges: Ranges = made["ranges"]
-        return ranges
-
-
-def check_function(fn: Any) -> None:
-    """Raises a TypeError for what cannot be called, or gives no result when it is."""
-    expected = (
-        "rewrite takes a tf.function, a concrete function, a Keras model or a Python function"
-    )
-    if isinstance(fn, type):
-        raise TypeError(f"{expected}; got the class {fn.__name__}.")
-    if not callable(fn):
-        raise TypeError(f"{expected}; got {type(fn).__name__}.")
-    python_function = getattr(fn, "python_function", fn)
-    for each in (python_function, type(python_function).__call__):
-        kind = next((kind for kind, is_one in _NO_RESULT.items() if is_one(each)), None)
-        if kind is not None:
-            name = getattr(python_function, "__name__", type(python_function).__name__)
-            raise TypeError(
-                f"{expected} that returns tensors; {name} is {kind}, whose body does not run when "
-                "it is called. Rewrite a plain function, and call that from it."
-            )
+        return result

@@ -1,29 +1,36 @@
-"""A trace, converted to low precision, as part of the function that is being traced now.
+"""A function, traced and converted to low precision, as part of the function being traced.
 
-trace -> flat graph -> measured ranges -> converted graph -> nodes of the current graph
+call -> trace -> flat graph -> measured ranges -> passes -> decision -> new graph -> current graph
 
-The nodes become nodes of the current graph, so TensorFlow differentiates them like any others. What
-names alone do not carry over is put right here: functions get names of their own, and custom
-gradients use the copies of what they refer to.
+The nodes become nodes of the current graph, so TensorFlow differentiates them like any others. Two
+things that names alone do not carry over are repaired here: functions get names of their own, and
+custom gradients use the copies of the tensors they refer to.
 
 The function of a `tf.custom_gradient` is a closure over tensors of the graph it was traced in. In a
-graph that holds copies of the nodes, the closure is traced once more when its gradient is asked
-for, with the copies in the place of the tensors it refers to; that trace is converted as well.
+graph that holds copies of the nodes, the closure is traced again when its gradient is needed, with
+the copies instead of the tensors it refers to; that trace is converted as well.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import copy
+import dataclasses
 import functools
+import inspect
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
+from tfamp.graph.calibration import measure
 from tfamp.graph.editor import SHAPES
 from tfamp.graph.functions import (
     CALLS,
@@ -40,103 +47,322 @@ from tfamp.graph.functions import (
     rename_functions,
     unshare_branches,
 )
-from tfamp.graph.rewrite import convert_prepared, prepare, resolved
+from tfamp.graph.rewrite import PreparedGraph, convert_prepared, prepare, resolved
 from tfamp.interop import tf_private
+from tfamp.interop.patching import patched_here
 from tfamp.interop.tf_private import as_written
+from tfamp.layers.fused_norms import can_fuse, fits, normalize
 from tfamp.planning.options import GraphUse, RewriteOptions
 from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import FLOAT32, LOOPS, RewritePlan, node_name, producers_first
-from tfamp.rewriting.traced_function import FlatCall, TracedFunction, made_of
+from tfamp.torch_style.state import current_modes
 
 _NUMBERS = itertools.count(1)
 _CUSTOM = "CustomGradient-"
 # Of a node with a custom gradient: the dtypes of its outputs as it was traced.
 _DTYPES = "_tfamp_gradient_dtypes"
-# What is left out when nodes are added to a graph. Shapes are inferred again; what a node is
-# colocated with may have been an input.
+# Attributes left out on import. Shapes are inferred again; a colocated node may have been an input.
 _LEFT_OUT = (SHAPES, "_class", INLINED_INTO, _DTYPES)
+
+# ---- Functions and calls -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class FlatGraph:
-    """The graph of a trace with its calls inlined; its owner may change it.
+class TracedFunction:
+    """A function to trace, and how.
 
     Attributes:
-        traced: The `tf.types.experimental.ConcreteFunction`.
-        graph_def: The graph.
-        inputs: Names of its inputs, captured ones included.
-        outputs: Names of its outputs.
+        python_function: What is run while tracing.
+        options: How the `tf.function` was made; None for a Python function.
+        signature: The arguments it takes, with their defaults.
     """
 
-    traced: Any
-    graph_def: Any
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    python_function: Callable[..., Any]
+    options: tf_private.FunctionOptions | None
+    signature: inspect.Signature
 
     @classmethod
-    def of(cls, traced: Any) -> FlatGraph:
-        """Returns the graph of a trace."""
-        made = made_of(traced)
-        if "flat" not in made:
-            inputs = tuple(tensor.name for tensor in traced.inputs)
-            outputs = tuple(tensor.name for tensor in traced.outputs)
-            graph_def = traced.graph.as_graph_def(add_shapes=True)  # A new message each time.
-            inline_calls(graph_def, (*outputs, *inputs))
-            for node in _custom_nodes(graph_def):
-                node.attr[_DTYPES].CopyFrom(node.attr["T"])
-            made["flat"] = cls(traced, unshare_branches(graph_def), inputs, outputs)
-        flat: FlatGraph = made["flat"]
-        return flat
+    def of(cls, fn: Any) -> TracedFunction:
+        """Returns what is known of a `tf.function`, or of anything else that can be called."""
+        if isinstance(fn, tf.types.experimental.PolymorphicFunction):
+            options = tf_private.function_options(fn)
+            return cls(fn.python_function, options, tf_private.function_signature(fn))
+        return cls(fn, None, inspect.signature(fn))
 
-    def converted(self, options: RewriteOptions, ranges: Ranges | None) -> tuple[Any, RewritePlan]:
-        """Returns the graph in low precision, and the plan; its passes run on it in place.
+    def bound_to(self, instance: Any) -> TracedFunction:
+        """Returns the same as a method of an object, which it does not keep alive."""
+        reference, function = weakref.ref(instance), self.python_function
 
-        Rewrites that share the trace share the graph behind its passes, and its index.
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return function(reference(), *args, **kwargs)
+
+        functools.update_wrapper(method, function)
+        parameters = list(self.signature.parameters.values())[1:]
+        signature = inspect.Signature(parameters)
+        method.__signature__ = signature  # type: ignore[attr-defined]
+        return dataclasses.replace(self, python_function=method, signature=signature)
+
+    @property
+    def name(self) -> str:
+        """The function's name, for people."""
+        return getattr(self.python_function, "__name__", type(self.python_function).__name__)
+
+    def wrapper(self, body: Callable[..., Any]) -> dict[str, Any]:
+        """Returns the arguments for a `tf.function` like the given one, with another body.
+
+        Those of `tf.function` and of its class: `python_function` and options.
         """
-        options, use = resolved(options), graph_use(self.outputs, self.inputs, options, ranges)
-        made = made_of(self.traced)
-        is_shared = "flat" in made
-        if "prepared" not in made:
-            made["prepared"] = prepare(self.graph_def, options, use)
-        prepared = made["prepared"].copy() if is_shared else made["prepared"]
-        return prepared.graph_def, convert_prepared(prepared, options, use).plan
+
+        def rewritten(*args: Any, **kwargs: Any) -> Any:
+            return body(*args, **kwargs)
+
+        rewritten.__name__ = self.name
+        # TensorFlow counts the traces of each code object, and warns of too many.
+        code = rewritten.__code__.replace(co_name=f"rewritten_{self.name}_{next(_NUMBERS)}")
+        rewritten.__code__ = code
+        # By it TensorFlow binds the arguments of a call and fills in defaults.
+        rewritten.__signature__ = self.signature  # type: ignore[attr-defined]
+        arguments = {"python_function": rewritten, "name": self.name, "autograph": False}
+        if self.options is not None:
+            for name in ("input_signature", "jit_compile", "reduce_retracing"):
+                arguments[name] = getattr(self.options, name)
+        return arguments
+
+    def unchanged(self) -> Any:
+        """Returns a `tf.function` that runs it as it is, with traces of its own."""
+        own = self.options
+        return tf.function(self.python_function, **({} if own is None else own._asdict()))
+
+    def call(self, *args: Any, **kwargs: Any) -> FlatCall:
+        """Returns a call with its arguments, defaults included, in the places they are taken in."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return FlatCall(bound.args, bound.kwargs)
+
+    def trace(self, call: FlatCall) -> Any:
+        """Traces the function for a call with tensors of the current graph.
+
+        Returns the concrete function, from the call's tensors to the result. BatchNormalization is
+        traced as the fused op only in `fused_batch_normalization`.
+        """
+        own = self.options
+
+        def flat(*tensors: Any) -> Any:
+            args, kwargs = call.with_tensors(tensors)
+            return _returned(self.python_function(*args, **kwargs))
+
+        traced = tf.function(
+            flat,
+            autograph=own is None or own.autograph,
+            experimental_autograph_options=own and own.experimental_autograph_options,
+        )
+        return traced.get_concrete_function(*map(_spec, call.tensors))
+
+
+@dataclass(frozen=True)
+class FlatCall:
+    """The arguments of one call, with the tensors in them.
+
+    Composite tensors count as their components. Variables are not tensors here: the function
+    refers to them, as to Python values.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Any, ...]:
+        """The tensors in the arguments."""
+        return tuple(
+            each for leaf in self._leaves() if _is_tensor(leaf) for each in _components(leaf)
+        )
+
+    def values(self) -> tuple[Any, ...]:
+        """Returns what `tf.function` makes tensors of: the tensors, and NumPy's arrays."""
+        return tuple(
+            each
+            for leaf in self._leaves()
+            if _is_tensor(leaf) or isinstance(leaf, np.ndarray | np.generic)
+            for each in _components(leaf)
+        )
+
+    @as_written
+    def with_tensors(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments with other tensors, in the order of `tensors`."""
+        remaining = iter(tensors)
+
+        def filled(leaf: Any) -> Any:
+            if not _is_tensor(leaf):
+                return leaf
+            parts = [next(remaining) for _ in _components(leaf)]
+            return tf.nest.pack_sequence_as(leaf, parts, expand_composites=True)
+
+        leaves = [filled(leaf) for leaf in self._leaves()]
+        args, kwargs = tf.nest.pack_sequence_as((self.args, dict(self.kwargs)), leaves)
+        return args, kwargs
+
+    def _leaves(self) -> list[Any]:
+        return tf.nest.flatten((self.args, dict(self.kwargs)))
+
+
+def _spec(tensor: Any) -> tf.TensorSpec:
+    name = None if tf.executing_eagerly() else tensor.op.name
+    return tf.TensorSpec(tensor.shape, tensor.dtype, name=name)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    if isinstance(leaf, tf.experimental.ExtensionType):
+        return True
+    return tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable)
+
+
+def _components(value: Any) -> list[Any]:
+    return tf.nest.flatten(value, expand_composites=True)
+
+
+@as_written
+def _returned(result: Any) -> Any:
+    """A result as a traced function may return it; operations stand for nothing."""
+
+    def value(leaf: Any) -> Any:
+        if isinstance(leaf, tf.TensorArray):
+            raise TypeError(
+                "A function to rewrite returned a tf.TensorArray, which belongs to the graph it "
+                "was made in. Return its stack() or concat()."
+            )
+        return None if isinstance(leaf, tf.Operation) else leaf
+
+    return tf.nest.map_structure(value, result)
+
+
+# ---- The stages ----------------------------------------------------------------------------------
+
+
+def call_converted(
+    function: TracedFunction,
+    call: FlatCall,
+    options: RewriteOptions,
+    counterpart: Callable[[Any], Any] = lambda tensor: tensor,
+) -> tuple[Any, RewritePlan | None]:
+    """Calls a function, converted to low precision, in the function that is being traced.
+
+    `counterpart` gives the tensor to use for one that the function captures. Returns the result,
+    and the plan; None where the options leave the function in float32.
+    """
+    # An autocast around the call would decide before the rewrite, about the outputs too.
+    with fused_batch_normalization(), current_modes.set_to(None):
+        traced = _trace(function, call)
+    plan = None
+    if options.dtype == FLOAT32:
+        graph_def = _flat(traced)
+    else:
+        graph_def, plan = converted(function, traced, options)
+    values = [*call.tensors, *map(counterpart, traced.captured_inputs)]
+    results = iter(_into_current_graph(graph_def, traced, values, options))
+    result = tf.nest.map_structure(
+        lambda leaf: None if leaf is None else next(results),
+        traced.structured_outputs,
+        expand_composites=True,
+    )
+    return result, plan
+
+
+def converted(
+    function: TracedFunction, traced: Any, options: RewriteOptions
+) -> tuple[Any, RewritePlan]:
+    """Returns the graph of a trace in low precision, and the plan."""
+    options, shared = resolved(options), _shared.get()
+    if shared is None or shared.trace is not traced:
+        prepared, use = _prepared(function, traced, options)
+    else:
+        shared.prepared = shared.prepared or _prepared(function, traced, options)
+        prepared, use = shared.prepared[0].copy(), shared.prepared[1]
+    return prepared.graph_def, convert_prepared(prepared, options, use).plan
+
+
+def _prepared(
+    function: TracedFunction, traced: Any, options: RewriteOptions
+) -> tuple[PreparedGraph, GraphUse]:
+    """Inlines the calls of a trace, measures ranges on calibration data, and runs the passes."""
+    graph_def, ranges = _flat(traced), None
+    inputs, outputs = ([tensor.name for tensor in x] for x in (traced.inputs, traced.outputs))
+    if options.calibration is not None:
+        calls = options.calibration.calls()
+        batches = (function.call(*args, **kwargs).values() for args, kwargs in calls)
+        ranges = measure(graph_def, inputs, batches, traced.captured_inputs, outputs)
+    use = graph_use(outputs, inputs, options, ranges)
+    return prepare(graph_def, options, use), use
 
 
 def graph_use(
-    fetches: Iterable[str],
-    feeds: Iterable[str],
-    options: RewriteOptions,
-    ranges: Ranges | None = None,
+    fetches: Iterable[str], feeds: Iterable[str], options: RewriteOptions, ranges: Ranges | None
 ) -> GraphUse:
     """Returns the use of one graph; the ranges are those on the calibration data."""
     limits = None if options.calibration is None else options.calibration.limits(options.dtype)
     return GraphUse(fetches, feeds, ranges, limits)
 
 
-def into_current_graph(
-    graph: FlatGraph,
-    values: Sequence[Any],
-    options: RewriteOptions,
-    ranges: Ranges | None = None,
-) -> tuple[list[Any], RewritePlan | None]:
-    """Converts a graph and adds it to the function that is being traced.
+def _flat(traced: Any) -> Any:
+    """Returns a new copy of the graph of a trace, with its calls inlined."""
+    graph_def = traced.graph.as_graph_def(add_shapes=True)
+    inline_calls(graph_def, [tensor.name for tensor in (*traced.outputs, *traced.inputs)])
+    for node in _custom_nodes(graph_def):
+        node.attr[_DTYPES].CopyFrom(node.attr["T"])
+    return unshare_branches(graph_def)
 
-    The graph is changed. There is a tensor for each of its inputs, of the dtype it has there; the
-    ranges are those on the calibration data. Returns what stands for the outputs, and the plan.
+
+def _into_current_graph(
+    graph_def: Any, traced: Any, values: Sequence[Any], options: RewriteOptions
+) -> list[Any]:
+    """Adds a graph, which it changes, to the current one; returns what stands for its outputs.
+
+    There is a value for each input, of the dtype it has there.
     """
-    graph_def, plan = graph.graph_def, None
-    if options.dtype != FLOAT32:
-        graph_def, plan = graph.converted(options, ranges)
-    graph_def = rename_functions(graph_def, new_suffix())
-    captured = [tf_private.capture_into_graph(value) for value in values]
-    inputs = dict(zip(graph.inputs, captured, strict=True))
+    rename_functions(graph_def, new_suffix())
+    names = [tensor.name for tensor in traced.inputs]
+    inputs = dict(zip(names, map(tf_private.capture_into_graph, values), strict=True))
     current = tf.compat.v1.get_default_graph()
-    scope = _free_scope(graph_def, current, graph.inputs)
-    host = _Host(current, scope, inputs, graph.traced.graph, options.for_gradients())
+    scope = _free_scope(graph_def, current, names)
+    host = _Host(current, scope, inputs, traced.graph, options.for_gradients())
     _adopt_gradients(graph_def, host)
-    results = _import_graph_def(graph_def, inputs, graph.outputs, scope)
-    tf_private.note_variables(graph.traced.graph.variables)
-    return results, plan
+    outputs = [tensor.name for tensor in traced.outputs]
+    results = _import_graph_def(graph_def, inputs, outputs, scope)
+    tf_private.note_variables(traced.graph.variables)
+    return results
+
+
+@dataclass
+class _Shared:
+    """What rewrites of one function share: its trace, and the graph behind the passes."""
+
+    python_function: Callable[..., Any]
+    trace: Any = None
+    prepared: tuple[PreparedGraph, GraphUse] | None = None
+
+
+_shared: contextvars.ContextVar[_Shared | None] = contextvars.ContextVar("shared", default=None)
+
+
+@contextlib.contextmanager
+def traced_once(function: TracedFunction) -> Iterator[None]:
+    """A context in which rewrites of a function, all of the same call, share one trace."""
+    token = _shared.set(_Shared(function.python_function))
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def _trace(function: TracedFunction, call: FlatCall) -> Any:
+    shared = _shared.get()
+    if shared is None or shared.python_function is not function.python_function:
+        return function.trace(call)
+    if shared.trace is None:
+        found = function.trace(call)
+        if any(map(tf.is_symbolic_tensor, found.captured_inputs)):
+            return found  # It holds tensors of the caller's graph.
+        shared.trace = found
+    return shared.trace
 
 
 # ---- Custom gradients ----------------------------------------------------------------------------
@@ -190,13 +416,10 @@ class _CustomGradient:
         given = zip(gradients, self.node.attr[_DTYPES].list.type, strict=True)
         call = FlatCall(tuple(None if x is None else _dense(x, dtype) for x, dtype in given), {})
         function = TracedFunction.of(as_written(functools.partial(closure, op)))
-        traced = function.trace(call)
-        captures = [self._counterpart(op, each) for each in traced.captured_inputs]
+        counterpart = functools.partial(self._counterpart, op)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NothingConvertedWarning)  # There is often nothing.
-            graph, values = FlatGraph.of(traced), [*call.tensors, *captures]
-            made, _ = into_current_graph(graph, values, self.host.options)
-        results = function.packed(traced, made)
+            results, _ = call_converted(function, call, self.host.options, counterpart)
         return [_like(result, taken) for result, taken in zip(results, op.inputs, strict=True)]
 
     def _counterpart(self, op: Any, tensor: Any) -> Any:
@@ -362,3 +585,40 @@ def _free_scope(graph_def: Any, host: Any, inputs: Sequence[str]) -> str:
     if not any(node.name in taken and node.name not in fed for node in graph_def.node):
         return ""
     return f"rewritten_{next(_NUMBERS)}"
+
+
+# ---- BatchNormalization --------------------------------------------------------------------------
+
+# Keras computes a float32 BatchNormalization in a dozen ops, most of which need float32. One op
+# with float32 statistics takes and gives low-precision tensors once the graph is rewritten.
+_traces: contextvars.ContextVar[bool] = contextvars.ContextVar("traces", default=False)
+
+
+def traces_for_a_rewrite() -> bool:
+    """Whether a function whose graph will be rewritten is being traced here."""
+    return _traces.get()
+
+
+@contextlib.contextmanager
+def fused_batch_normalization() -> Iterator[None]:
+    """A context in which this thread traces BatchNormalization layers as the fused op.
+
+    Layers that Keras computes differently, by mask, axis or synchronization, stay as they are.
+    """
+    token = _traces.set(True)
+    try:
+        with patched_here(batch_normalization=_call):
+            yield
+    finally:
+        _traces.reset(token)
+
+
+def _call(original: Any, layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+    if (
+        mask is None
+        and getattr(inputs, "dtype", None) == layer.compute_dtype == "float32"
+        and can_fuse(type(layer))
+        and fits(layer, inputs, "float32", training)
+    ):
+        return normalize(layer, inputs, training)
+    return original(layer, inputs, training=training, mask=mask)

@@ -37,7 +37,7 @@ from tfamp.rewriting.function_state import (
     random_ops,
     to_the_end,
 )
-from tfamp.rewriting.traced_function import TracedFunction, traced_once
+from tfamp.rewriting.pipeline import TracedFunction, traced_once
 from tfamp.rewriting.tune_report import FLOAT32, TuneReport, TuneRow
 from tfamp.torch_style.state import current_modes
 
