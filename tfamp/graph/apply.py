@@ -123,7 +123,7 @@ def _verify_nodes(scope: PaintedScope, index: GraphIndex, casts: set[str]) -> No
         raise _violation(old.scope or "the graph", "nodes were lost or added")
     for node in old.nodes:
         now = found.get(node.name)
-        if now is None or now.op not in (node.op.get(node.op)):
+        if now is None or now.op not in (node.op, SUCCESSORS.get(node.op)):
             raise _violation(f"node {node.name!r} ({node.op})", "it was lost")
         # A dtype the op fixes has a slot of its own for each dtype: those are compared as a set.
         kept = {(slot.attr, slot.index): slot.dtype for slot in (index.slots[i] for i in now.slots)}
