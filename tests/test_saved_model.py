@@ -14,7 +14,6 @@ from helpers import saved_models
 from helpers.cases import one_of_each
 from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
 from helpers.tolerances import assert_close
-from tfamp.interop import tf_private
 from tfamp.machine import hardware
 from tfamp.rewriting.saved_model import inspect_saved_model
 
@@ -262,7 +261,7 @@ def test_it_never_writes_onto_its_input(model, overwrite):
         refused(model, dst, "is the input", overwrite=overwrite)
     for dst in (model / "low", model.parent):
         refused(model, dst, "inside one another", overwrite=overwrite)
-    refused(model / "saved_model.pb", model.parent / "low", "is no directory", overwrite=overwrite)
+    refused(model / "saved_model.pb", model.parent / "low", "not a SavedModel", overwrite=overwrite)
 
 
 def test_what_exists_is_refused_unless_it_may_be_overwritten(model):
@@ -291,28 +290,6 @@ def break_graph(model):
     (model / "saved_model.pb").write_bytes((model / "saved_model.pb").read_bytes()[:-100])
 
 
-def changed_graph(change):
-    """Changes the nodes of the graph; TensorFlow, which writes fingerprints, does not check."""
-
-    def write(model):
-        message = tf_private.saved_model_message()
-        message.ParseFromString((model / "saved_model.pb").read_bytes())
-        change(message.meta_graphs[0].graph_def.node)
-        (model / "saved_model.pb").write_bytes(message.SerializeToString())
-
-    return write
-
-
-@changed_graph
-def break_gradient(nodes):
-    nodes[0].attr["_gradient_op_type"].s = b"\xff"
-
-
-@changed_graph
-def lose_value(nodes):
-    next(node for node in nodes if node.op == "Const").attr.pop("value")
-
-
 def break_name(model):
     data = (model / "saved_model.pb").read_bytes()
     assert b"matmul" in data
@@ -335,12 +312,9 @@ def break_index(model):
     [
         (break_graph, "saved_model.pb is broken"),
         (break_name, "saved_model.pb is broken and cannot be read: .* Save the model again"),
-        (break_gradient, r"Node '.*' \(.*\): the attribute _gradient_op_type .* no UTF-8 text"),
         (write_graph(b""), "saved_model.pb is broken: it holds no graph"),
-        (rename_graph("x"), "is no SavedModel: it has no saved_model.pb"),
-        (rename_graph("saved_model.pbtxt"), "has a saved_model.pbtxt, a format tfamp does not"),
+        (rename_graph("x"), "is not a SavedModel: it has no saved_model.pb"),
         (lose_variables, "The variables of the SavedModel .* cannot be read"),
-        (lose_value, "is broken: its node '.*', a Const, has no attribute 'value'"),
         (break_index, "The variables of the SavedModel .* cannot be read"),
         (shutil.rmtree, "There is no directory"),
     ],
