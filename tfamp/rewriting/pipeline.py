@@ -61,6 +61,7 @@ _NUMBERS = itertools.count(1)
 _CUSTOM = "CustomGradient-"
 # Of a node with a custom gradient: the dtypes of its outputs as it was traced.
 _DTYPES = "_tfamp_gradient_dtypes"
+_DEFAULTS = tf_private.FunctionOptions(None, None, False, True, None)
 # Attributes left out on import. Shapes are inferred again; a colocated node may have been an input.
 _LEFT_OUT = (SHAPES, "_class", INLINED_INTO, _DTYPES)
 
@@ -73,12 +74,12 @@ class TracedFunction:
 
     Attributes:
         python_function: What is run while tracing.
-        options: How the `tf.function` was made; None for a Python function.
+        options: How the `tf.function` was made, or would be by default.
         signature: The arguments it takes, with their defaults.
     """
 
     python_function: Callable[..., Any]
-    options: tf_private.FunctionOptions | None
+    options: tf_private.FunctionOptions
     signature: inspect.Signature
 
     @classmethod
@@ -87,7 +88,7 @@ class TracedFunction:
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
             options = tf_private.function_options(fn)
             return cls(fn.python_function, options, tf_private.function_signature(fn))
-        return cls(fn, None, inspect.signature(fn))
+        return cls(fn, _DEFAULTS, inspect.signature(fn))
 
     def bound_to(self, instance: Any) -> TracedFunction:
         """Returns the same as a method of an object, which it does not keep alive."""
@@ -123,15 +124,13 @@ class TracedFunction:
         # By it TensorFlow binds the arguments of a call and fills in defaults.
         rewritten.__signature__ = self.signature  # type: ignore[attr-defined]
         arguments = {"python_function": rewritten, "name": self.name, "autograph": False}
-        if self.options is not None:
-            for name in ("input_signature", "jit_compile", "reduce_retracing"):
-                arguments[name] = getattr(self.options, name)
+        for name in ("input_signature", "jit_compile", "reduce_retracing"):
+            arguments[name] = getattr(self.options, name)
         return arguments
 
     def unchanged(self) -> Any:
         """Returns a `tf.function` that runs it as it is, with traces of its own."""
-        own = self.options
-        return tf.function(self.python_function, **({} if own is None else own._asdict()))
+        return tf.function(self.python_function, **self.options._asdict())
 
     def call(self, *args: Any, **kwargs: Any) -> FlatCall:
         """Returns a call with its arguments, defaults included, in the places they are taken in."""
@@ -145,7 +144,6 @@ class TracedFunction:
         Returns the concrete function, from the call's tensors to the result. BatchNormalization is
         traced as the fused op only in `fused_batch_normalization`.
         """
-        own = self.options
 
         def flat(*tensors: Any) -> Any:
             args, kwargs = call.with_tensors(tensors)
@@ -153,8 +151,8 @@ class TracedFunction:
 
         traced = tf.function(
             flat,
-            autograph=own is None or own.autograph,
-            experimental_autograph_options=own and own.experimental_autograph_options,
+            autograph=self.options.autograph,
+            experimental_autograph_options=self.options.experimental_autograph_options,
         )
         return traced.get_concrete_function(*map(_spec, call.tensors))
 
@@ -173,18 +171,12 @@ class FlatCall:
     @functools.cached_property
     def tensors(self) -> tuple[Any, ...]:
         """The tensors in the arguments."""
-        return tuple(
-            each for leaf in self._leaves() if _is_tensor(leaf) for each in _components(leaf)
-        )
+        return self._components(_is_tensor)
 
     def values(self) -> tuple[Any, ...]:
         """Returns what `tf.function` makes tensors of: the tensors, and NumPy's arrays."""
-        return tuple(
-            each
-            for leaf in self._leaves()
-            if _is_tensor(leaf) or isinstance(leaf, np.ndarray | np.generic)
-            for each in _components(leaf)
-        )
+        arrays = (np.ndarray, np.generic)
+        return self._components(lambda leaf: _is_tensor(leaf) or isinstance(leaf, arrays))
 
     @as_written
     def with_tensors(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -197,12 +189,12 @@ class FlatCall:
             parts = [next(remaining) for _ in _components(leaf)]
             return tf.nest.pack_sequence_as(leaf, parts, expand_composites=True)
 
-        leaves = [filled(leaf) for leaf in self._leaves()]
-        args, kwargs = tf.nest.pack_sequence_as((self.args, dict(self.kwargs)), leaves)
+        args, kwargs = tf.nest.map_structure(filled, (self.args, dict(self.kwargs)))
         return args, kwargs
 
-    def _leaves(self) -> list[Any]:
-        return tf.nest.flatten((self.args, dict(self.kwargs)))
+    def _components(self, is_wanted: Callable[[Any], bool]) -> tuple[Any, ...]:
+        leaves = filter(is_wanted, tf.nest.flatten((self.args, dict(self.kwargs))))
+        return tuple(itertools.chain.from_iterable(map(_components, leaves)))
 
 
 def _spec(tensor: Any) -> tf.TensorSpec:
@@ -529,8 +521,7 @@ def _import_graph_def(
     bare.node.extend(in_topological_order(nodes))
     for node in all_nodes(bare):
         for attr in _LEFT_OUT:
-            if attr in node.attr:
-                del node.attr[attr]
+            node.attr.pop(attr, None)
     tf_private.register_functions(bare.library.function, tf.compat.v1.get_default_graph())
     used = {name for node in bare.node for name in node.input}
     mapped = {

@@ -60,8 +60,6 @@ _ROOT = "tfamp_functions_of_the_object_graph"
 # Allowed uses of a variable that becomes a constant; control flow passes it on.
 _READING = BRANCHING | CALLS | {"Identity", "ResourceGather", "ResourceGatherNd"}
 _READ = "/Read/ReadVariableOp"
-# Attributes that name the function to run.
-_FUNCTIONS = ("f", "body", "cond")
 # Kept in a frozen graph.
 _KEPT_COLLECTIONS = frozenset({"saved_model_main_op", "legacy_init_op", "saved_model_assets"})
 
@@ -75,14 +73,14 @@ class Roles:
         fetches: Tensors that signatures give.
         init: Nodes that initialise, or hold the names of assets.
         bystanders: Nodes of the graph itself that no signature uses.
-        helpers: Functions that save, restore or initialise.
+        entries: Functions of the model that the object graph refers to.
     """
 
     feeds: tuple[str, ...]
     fetches: tuple[str, ...]
     init: tuple[str, ...]
     bystanders: tuple[str, ...]
-    helpers: frozenset[str]
+    entries: tuple[str, ...]
 
 
 def signatures_of(meta_graph: Any) -> dict[str, Any]:
@@ -96,20 +94,14 @@ def find_roles(meta_graph: Any) -> Roles:
     signatures = signatures_of(meta_graph).values()
     feeds = _distinct(each for s in signatures for each in tensors_of(s.inputs))
     fetches = _distinct(each for s in signatures for each in tensors_of(s.outputs))
-    init = _init_nodes(meta_graph)
     nodes = {node.name: node for node in meta_graph.graph_def.node}
     used = ancestors(nodes, (*feeds, *fetches))
-    saver = meta_graph.saver_def
-    saving = (saver.filename_tensor_name, saver.save_tensor_name, saver.restore_op_name)
-    helping = ancestors(nodes, (*filter(None, saving), *init)) - used
-    called = calls_in(nodes[each] for each in helping)
-    library = library_of(meta_graph.graph_def)
     return Roles(
         feeds=feeds,
         fetches=fetches,
-        init=tuple(name for name in init if name in nodes),
+        init=tuple(name for name in _init_nodes(meta_graph) if name in nodes),
         bystanders=tuple(name for name in nodes if name not in used),
-        helpers=frozenset(reached_functions(library, (*called, *_resource_functions(meta_graph)))),
+        entries=_distinct(_functions_of_objects(meta_graph.object_graph_def.nodes)),
     )
 
 
@@ -124,10 +116,8 @@ def rewrite_meta_graph(
     functions = library_of(meta_graph.graph_def)
     graph = _model_graph(meta_graph, roles)
     root = graph.node.add(name=_ROOT, op="NoOp")
-    entries = set(meta_graph.object_graph_def.concrete_functions)
-    for name in library_of(graph):
-        if name in entries:
-            root.attr["functions"].list.func.add(name=name)
+    for name in roles.entries:
+        root.attr["functions"].list.func.add(name=name)
     fetches = _distinct((*roles.fetches, *roles.bystanders))
     options = options.keeping(_custom_gradients(graph))
     use = graph_use(fetches, roles.feeds, options, ranges)
@@ -149,14 +139,15 @@ def ancestors(nodes: Mapping[str, Any], names: Iterable[str]) -> set[str]:
 
 
 def _model_graph(meta_graph: Any, roles: Roles) -> Any:
-    """A copy of the graph without its helpers, calls inlined inside its functions.
+    """Returns a copy of the graph with the functions of the model only, calls inlined inside them.
 
-    So no Casts are needed between layers. Calls stay in functions that only call another:
-    signatures then still share the function that they have in common. What only those called that
-    it is now a part of stays in the library as it is.
+    So no Casts are needed between layers. Calls stay in functions that only call another, so that
+    signatures still share the function that they have in common.
     """
     graph = copied(meta_graph.graph_def)
-    model = (f for name, f in library_of(graph).items() if name not in roles.helpers)
+    used = [node for node in graph.node if node.name not in roles.bystanders]
+    reached = reached_functions(library_of(graph), (*roles.entries, *calls_in(used)))
+    model = [each for each in graph.library.function if each.signature.name in reached]
     replace_nodes(graph.library.function, model)
     inlined = library_of(inline_calls(copied(graph)))
     for name, function in library_of(graph).items():
@@ -169,16 +160,10 @@ def _model_graph(meta_graph: Any, roles: Roles) -> Any:
 def tensors_of(infos: Mapping[str, Any]) -> Iterator[str]:
     """The names of the tensors that a signature takes or gives."""
     for _, info in sorted(infos.items()):
-        kind = info.WhichOneof("encoding")
-        if kind == "coo_sparse":
-            sparse = info.coo_sparse
-            yield sparse.values_tensor_name
-            yield sparse.indices_tensor_name
-            yield sparse.dense_shape_tensor_name
-        elif kind == "composite_tensor":
-            yield from (each.name for each in info.composite_tensor.components)
-        elif info.name:
-            yield info.name
+        sparse = info.coo_sparse
+        yield from filter(None, (info.name, sparse.values_tensor_name))
+        yield from filter(None, (sparse.indices_tensor_name, sparse.dense_shape_tensor_name))
+        yield from (each.name for each in info.composite_tensor.components)
 
 
 def _init_nodes(meta_graph: Any) -> tuple[str, ...]:
@@ -193,17 +178,17 @@ def _init_nodes(meta_graph: Any) -> tuple[str, ...]:
     return _distinct(map(node_name, names))
 
 
-def _resource_functions(meta_graph: Any) -> Iterator[str]:
-    """The functions of the object graph that make, fill, remove, save or restore something."""
-    objects = meta_graph.object_graph_def.nodes
+def _functions_of_objects(objects: Sequence[Any]) -> Iterator[str]:
+    """The functions of the object graph but those that make, fill, remove, save or restore."""
+    helping: set[int] = set()
     for each in objects:
-        numbers = [c.node_id for c in each.children if c.local_name in _RESOURCE_FUNCTIONS]
+        helping |= {c.node_id for c in each.children if c.local_name in _RESOURCE_FUNCTIONS}
         for saveable in each.saveable_objects.values():
-            numbers += [saveable.save_function, saveable.restore_function]
-        for number in numbers:
-            yield from objects[number].function.concrete_functions
-            if name := objects[number].bare_concrete_function.concrete_function_name:
-                yield name
+            helping |= {saveable.save_function, saveable.restore_function}
+    for number, each in enumerate(objects):
+        if number not in helping:
+            yield from each.function.concrete_functions
+            yield from filter(None, [each.bare_concrete_function.concrete_function_name])
 
 
 def _custom_gradients(graph: Any) -> list[str]:
@@ -328,16 +313,10 @@ def freeze_meta_graph(meta_graph: Any, roles: Roles, src: Path) -> None:
     graph = inline_calls(copied(meta_graph.graph_def), keep)
     nodes = {node.name: node for node in graph.node}
     # A variable that is set when the model is loaded, such as the path of an asset, stays one.
-    set_at_start = {
-        name for name in ancestors(nodes, roles.init) if nodes[name].op == "VarHandleOp"
-    }
     used = ancestors(nodes, (*roles.feeds, *roles.fetches))
-    _check_reads_only(nodes, used, set_at_start)
-    names = [
-        name
-        for name, node in nodes.items()
-        if name in used - set_at_start and node.op in _VARIABLES
-    ]
+    constant = used - ancestors(nodes, roles.init)
+    names = [name for name in nodes if name in constant and nodes[name].op in _VARIABLES]
+    _check_reads_only([nodes[name] for name in nodes if name in used], names)
     if not roles.fetches:
         raise SavedModelError(
             f"{src} has no signatures, and a frozen model has nothing else. Convert without "
@@ -371,18 +350,15 @@ def store_low_constants(meta_graph: Any, roles: Roles, plan: RewritePlan) -> Rew
     return make_plan(plan.dtype, plan.nodes, scopes, plan.summary.estimated_speed_up)
 
 
-def _check_reads_only(nodes: Mapping[str, Any], used: set[str], set_at_start: set[str]) -> None:
-    for name, node in nodes.items():
-        if name not in used or node.op in _READING or node.op.startswith("ReadVariable"):
-            continue
-        for each in node.input:
-            source = node_name(each)
-            written = source in nodes and nodes[source].op == "VarHandleOp"
-            if written and source not in set_at_start and not is_control(each):
-                raise SavedModelError(
-                    f"The variable {source!r} cannot be frozen: node {name!r} ({node.op}) does "
-                    "more with it than read it. Convert without freezing."
-                )
+def _check_reads_only(nodes: Iterable[Any], variables: Sequence[str]) -> None:
+    for node in nodes:
+        taken = {node_name(name) for name in tensor_inputs(node)}
+        reads = node.op in _READING or node.op.startswith("ReadVariable")
+        for name in () if reads else taken.intersection(variables):
+            raise SavedModelError(
+                f"The variable {name!r} cannot be frozen: node {node.name!r} ({node.op}) does "
+                "more with it than read it. Convert without freezing."
+            )
 
 
 def _with_constants(graph: Any, values: Mapping[str, Any], keep: Iterable[str]) -> Any:
@@ -405,8 +381,8 @@ def _with_constants(graph: Any, values: Mapping[str, Any], keep: Iterable[str]) 
     finally:
         logger.setLevel(level)
     for node in all_nodes(frozen):
-        if SHAPES in node.attr and any(each in node.attr for each in _FUNCTIONS):
-            del node.attr[SHAPES]  # For variables these are the shapes of handles.
+        if node.op in BRANCHING | CALLS:
+            node.attr.pop(SHAPES, None)  # For variables these are the shapes of handles.
     return frozen
 
 
