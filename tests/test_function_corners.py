@@ -128,12 +128,6 @@ def test_many_rewritten_functions_are_not_taken_for_one_that_is_traced_again(cap
     assert "retracing" not in caplog.text
 
 
-def test_a_tensor_array_is_refused_as_a_result():
-    fast = tfamp.rewrite(lambda x: tf.TensorArray(tf.float32, 1).write(0, x @ x), dtype="bfloat16")
-    with pytest.raises(TypeError, match=r"Return its stack\(\)"):
-        fast(X[:, :3])
-
-
 # ---- Arguments: as TensorFlow binds them ---------------------------------------------------------
 
 

@@ -109,7 +109,13 @@ def rewrite(
             "example_args must be a list or tuple of the arguments of a call, e.g. (x,); got "
             f"{type(example_args).__name__}."
         )
-    make = functools.partial(_make, options=options, example_args=example_args)
+
+    def make(fn: Any) -> RewrittenFunction:
+        rewritten = RewrittenFunction(fn, options)
+        if example_args is not None:
+            rewritten.concrete(*example_args)
+        return rewritten
+
     return make if fn is None else make(fn)
 
 
@@ -124,15 +130,6 @@ def _low_dtype(dtype: str | None) -> str:
             stacklevel=level_of_user(),
         )
     return name or FLOAT32
-
-
-def _make(
-    fn: Any, options: RewriteOptions, example_args: Sequence[Any] | None = None
-) -> RewrittenFunction:
-    rewritten = RewrittenFunction(fn, options)
-    if example_args is not None:
-        rewritten.concrete(*example_args)
-    return rewritten
 
 
 def check_function(fn: Any) -> None:
@@ -152,14 +149,18 @@ class RewrittenFunction(SaveableFunction):
         fn: The function.
         options: How to rewrite it.
         traced: What to trace in its place; None for the function itself.
+
+    Attributes:
+        written: The float32 function that it was made from.
+        settings: The options it is rewritten by.
     """
 
     def __init__(
         self, fn: Any, options: RewriteOptions, traced: TracedFunction | None = None
     ) -> None:
         check_function(fn)
-        self._fn = fn
-        self._options = options
+        self.written = fn
+        self.settings = options
         self._traced = TracedFunction.of(fn) if traced is None else traced
         self._plans: weakref.WeakKeyDictionary[Any, RewritePlan] = weakref.WeakKeyDictionary()
         super().__init__(**self._traced.wrapper(self._trace))
@@ -175,17 +176,17 @@ class RewrittenFunction(SaveableFunction):
         if instance not in self._bound:
             traced = self._traced.bound_to(instance)
             method = traced.python_function
-            self._bound[instance] = RewrittenFunction(method, self._options, traced)
+            self._bound[instance] = RewrittenFunction(method, self.settings, traced)
         return self._bound[instance]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles as what it was made from: graphs belong to a process."""
-        return _make, (self._fn, self._options)
+        return RewrittenFunction, (self.written, self.settings)
 
     def copy(self, dtype: str | None = None) -> RewrittenFunction:
         """Returns the same function, not traced yet; for another low dtype if one is given."""
-        low = self._options.dtype if dtype is None else _low_dtype(dtype)
-        return RewrittenFunction(self._fn, dataclasses.replace(self._options, dtype=low))
+        low = self.settings.dtype if dtype is None else _low_dtype(dtype)
+        return RewrittenFunction(self.written, dataclasses.replace(self.settings, dtype=low))
 
     def __repr__(self) -> str:
         return f"<tfamp.rewrite of {self._traced.name} to {self.dtype}>"
@@ -216,19 +217,9 @@ class RewrittenFunction(SaveableFunction):
         return plan
 
     @property
-    def written(self) -> Any:
-        """The function in float32 that it was made from."""
-        return self._fn
-
-    @property
-    def settings(self) -> RewriteOptions:
-        """The options it is rewritten by."""
-        return self._options
-
-    @property
     def dtype(self) -> str | None:
         """The low dtype; None where float32 is the fastest this machine has."""
-        dtype = self._options.dtype
+        dtype = self.settings.dtype
         return None if dtype == FLOAT32 else dtype
 
     def _trace(self, *args: Any, **kwargs: Any) -> Any:
@@ -238,13 +229,13 @@ class RewrittenFunction(SaveableFunction):
             )
             return self._traced.python_function(*args, **kwargs)
         try:
-            result, plan = call_converted(self._traced, FlatCall(args, kwargs), self._options)
+            result, plan = call_converted(self._traced, FlatCall(args, kwargs), self.settings)
         except RewriteError as error:
-            if self._options.on_error == "raise":
+            if self.settings.on_error == "raise":
                 raise
             text = f"{self._traced.name} cannot be rewritten and stays in float32: {error}"
             warnings.warn(text, TfampWarning, stacklevel=level_of_user())
-            return self._fn(*args, **kwargs)
+            return self.written(*args, **kwargs)
         if plan is not None:
             self._plans[tf.compat.v1.get_default_graph()] = plan
         return result

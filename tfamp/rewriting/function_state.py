@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,43 +19,30 @@ _TABLE = "tensorflow::lookup::LookupInterface"
 _TABLE_WRITES = ("LookupTableImportV2", "LookupTableInsertV2", "LookupTableRemoveV2")
 
 
-@dataclass(frozen=True)
-class RandomStates:
-    """The states of the random generators that Python code draws from, also while it is traced."""
-
-    python: Any
-    numpy: Any
-    operations: Any
-    keras_generator: Any
-    keras_state: Sequence[tuple[Any, Any]]
-
-    @classmethod
-    def now(cls) -> RandomStates:
-        """Returns the states of Python, NumPy, TensorFlow's eager ops and Keras."""
-        seeds, generator = tf_private.operation_seeds(), keras_hooks.global_seed_generator()
-        handles = [] if generator is None else [keras_hooks.native(generator.state).handle]
-        operations = None if seeds is None else seeds.getstate()
-        held = held_variables(handles)
-        return cls(random.getstate(), np.random.get_state(), operations, generator, held)
-
-    def put_back(self) -> None:
-        """Gives the generators these states."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        if self.operations is not None:
-            tf_private.operation_seeds().setstate(self.operations)
-        keras_hooks.set_global_seed_generator(self.keras_generator)
-        put_back(self.keras_state)
-
-
 @contextlib.contextmanager
-def kept_random_states() -> Iterator[RandomStates]:
-    """A context that restores the random states at its end."""
-    randoms = RandomStates.now()
+def kept_random_states() -> Iterator[Callable[[], None]]:
+    """A context that keeps the states of the generators that Python code draws from while traced.
+
+    These are Python's, NumPy's, and those of TensorFlow's eager ops and of Keras. Gives a function
+    that restores them, as the end of the context does.
+    """
+    seeds, generator = tf_private.operation_seeds(), keras_hooks.global_seed_generator()
+    handles = [] if generator is None else [keras_hooks.native(generator.state).handle]
+    python, numpy, keras = random.getstate(), np.random.get_state(), held_variables(handles)
+    operations = None if seeds is None else seeds.getstate()
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if operations is not None:
+            tf_private.operation_seeds().setstate(operations)
+        keras_hooks.set_global_seed_generator(generator)
+        put_back(keras)
+
     try:
-        yield randoms
+        yield restore
     finally:
-        randoms.put_back()
+        restore()
 
 
 def variables_of(traces: Sequence[Any], args: Any) -> list[Any]:
@@ -68,7 +54,7 @@ def variables_of(traces: Sequence[Any], args: Any) -> list[Any]:
         ValueError: The functions may change the state of something else; it says what to do.
     """
     leaves = [leaf for leaf in tf.nest.flatten(args, expand_composites=True) if tf.is_tensor(leaf)]
-    given = [each for leaf in leaves for each in _tensors(leaf)]
+    given = [leaf.handle if isinstance(leaf, tf.Variable) else leaf for leaf in leaves]
     captured = [each for trace in traces for each in trace.captured_inputs]
     found = []
     for each in {id(each): each for each in (*given, *captured)}.values():
@@ -81,13 +67,6 @@ def variables_of(traces: Sequence[Any], args: Any) -> list[Any]:
             what = f"a resource of type {kind or 'unknown'!r}"
             raise _cannot_restore("a dataset" if each.dtype == tf.variant else what)
     return found
-
-
-def _tensors(leaf: Any) -> list[Any]:
-    """A tensor, or the handles of a variable: one for each replica that has its own."""
-    if isinstance(leaf, tf.distribute.DistributedValues):
-        return [each.handle for each in leaf.values]
-    return [leaf.handle if isinstance(leaf, tf.Variable) else leaf]
 
 
 def _check_tables_are_read(traces: Iterable[Any]) -> None:

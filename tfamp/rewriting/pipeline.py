@@ -39,11 +39,9 @@ from tfamp.graph.functions import (
     argument_name,
     attribute_text,
     bodies,
-    called_functions,
     inline_calls,
     library_of,
     new_suffix,
-    reached_functions,
     rename_functions,
     unshare_branches,
 )
@@ -119,8 +117,8 @@ class TracedFunction:
 
         rewritten.__name__ = self.name
         # TensorFlow counts the traces of each code object, and warns of too many.
-        code = rewritten.__code__.replace(co_name=f"rewritten_{self.name}_{next(_NUMBERS)}")
-        rewritten.__code__ = code
+        own_name = f"rewritten_{self.name}_{next(_NUMBERS)}"
+        rewritten.__code__ = rewritten.__code__.replace(co_name=own_name)
         # By it TensorFlow binds the arguments of a call and fills in defaults.
         rewritten.__signature__ = self.signature  # type: ignore[attr-defined]
         arguments = {"python_function": rewritten, "name": self.name, "autograph": False}
@@ -203,9 +201,8 @@ def _spec(tensor: Any) -> tf.TensorSpec:
 
 
 def _is_tensor(leaf: Any) -> bool:
-    if isinstance(leaf, tf.experimental.ExtensionType):
-        return True
-    return tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable)
+    is_extension = isinstance(leaf, tf.experimental.ExtensionType)
+    return is_extension or (tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable))
 
 
 def _components(value: Any) -> list[Any]:
@@ -215,16 +212,9 @@ def _components(value: Any) -> list[Any]:
 @as_written
 def _returned(result: Any) -> Any:
     """A result as a traced function may return it; operations stand for nothing."""
-
-    def value(leaf: Any) -> Any:
-        if isinstance(leaf, tf.TensorArray):
-            raise TypeError(
-                "A function to rewrite returned a tf.TensorArray, which belongs to the graph it "
-                "was made in. Return its stack() or concat()."
-            )
-        return None if isinstance(leaf, tf.Operation) else leaf
-
-    return tf.nest.map_structure(value, result)
+    return tf.nest.map_structure(
+        lambda leaf: None if isinstance(leaf, tf.Operation) else leaf, result
+    )
 
 
 # ---- The stages ----------------------------------------------------------------------------------
@@ -244,11 +234,7 @@ def call_converted(
     # An autocast around the call would decide before the rewrite, about the outputs too.
     with fused_batch_normalization(), current_modes.set_to(None):
         traced = _trace(function, call)
-    plan = None
-    if options.dtype == FLOAT32:
-        graph_def = _flat(traced)
-    else:
-        graph_def, plan = converted(function, traced, options)
+    graph_def, plan = converted(function, traced, options)
     values = [*call.tensors, *map(counterpart, traced.captured_inputs)]
     results = iter(_into_current_graph(graph_def, traced, values, options))
     result = tf.nest.map_structure(
@@ -261,8 +247,10 @@ def call_converted(
 
 def converted(
     function: TracedFunction, traced: Any, options: RewriteOptions
-) -> tuple[Any, RewritePlan]:
+) -> tuple[Any, RewritePlan | None]:
     """Returns the graph of a trace in low precision, and the plan."""
+    if options.dtype == FLOAT32:
+        return _flat(traced), None
     options, shared = resolved(options), _shared.get()
     if shared is None or shared.trace is not traced:
         prepared, use = _prepared(function, traced, options)
@@ -349,12 +337,10 @@ def _trace(function: TracedFunction, call: FlatCall) -> Any:
     shared = _shared.get()
     if shared is None or shared.python_function is not function.python_function:
         return function.trace(call)
-    if shared.trace is None:
-        found = function.trace(call)
-        if any(map(tf.is_symbolic_tensor, found.captured_inputs)):
-            return found  # It holds tensors of the caller's graph.
-        shared.trace = found
-    return shared.trace
+    found = shared.trace or function.trace(call)
+    if not any(map(tf.is_symbolic_tensor, found.captured_inputs)):
+        shared.trace = found  # Others hold tensors of one caller's graph.
+    return found
 
 
 # ---- Custom gradients ----------------------------------------------------------------------------
@@ -406,7 +392,8 @@ class _CustomGradient:
         op = self.host.counterpart(self.node.name) if op is None else op
         closure = tf_private.registered_gradient(attribute_text(self.node, GRADIENT))
         given = zip(gradients, self.node.attr[_DTYPES].list.type, strict=True)
-        call = FlatCall(tuple(None if x is None else _dense(x, dtype) for x, dtype in given), {})
+        dense = (None if x is None else tf.cast(tf.convert_to_tensor(x), to) for x, to in given)
+        call = FlatCall(tuple(dense), {})
         function = TracedFunction.of(as_written(functools.partial(closure, op)))
         counterpart = functools.partial(self._counterpart, op)
         with warnings.catch_warnings():
@@ -497,10 +484,6 @@ def _is_around(outer: Any, graph: Any) -> bool:
     return graph is not None
 
 
-def _dense(gradient: Any, dtype: Any) -> Any:
-    return tf.cast(tf.convert_to_tensor(gradient), dtype)
-
-
 def _like(gradient: Any, given: Any) -> Any:
     """A gradient in the dtype of the tensor it belongs to; a resource's is its variable's."""
     if gradient is None or not given.dtype.is_floating or gradient.dtype == given.dtype:
@@ -531,7 +514,7 @@ def _import_graph_def(
     }
     mapped |= {f"^{name}": values[f"{name}:0"] for name in fed if f"^{name}" in used}
     made = [name for name in dict.fromkeys(outputs) if name not in values]
-    loops = _single_loops(bare)
+    loops = _loops_without_loops(bare)
     imported = tf.graph_util.import_graph_def(
         bare, input_map=mapped, return_elements=[*made, *loops], name=scope
     )
@@ -541,21 +524,17 @@ def _import_graph_def(
     return [found[name] if name in found else tf.identity(values[name]) for name in outputs]
 
 
-def _single_loops(graph_def: Any) -> list[str]:
-    """Names of the loops with no loop inside.
+def _loops_without_loops(graph_def: Any) -> list[str]:
+    """Names of the loops, if there are none in functions.
 
     Only these learn what their handles know of variables, which a gradient of a gradient asks for.
     An imported loop in a loop has lost it for good, and TensorFlow would take the inner gradient to
     be zero; without the outer loop's it raises an error.
     """
-    library = library_of(graph_def)
-    looping = {scope for scope, nodes, _ in bodies(graph_def) if any(n.op in LOOPS for n in nodes)}
-    return [
-        node.name
-        for node in graph_def.node
-        if node.op in LOOPS
-        and looping.isdisjoint(reached_functions(library, called_functions(node)))
-    ]
+    inside = (node for function in graph_def.library.function for node in function.node_def)
+    if any(node.op in LOOPS for node in inside):
+        return []
+    return [node.name for node in graph_def.node if node.op in LOOPS]
 
 
 def in_topological_order(nodes: Sequence[Any]) -> list[Any]:

@@ -10,6 +10,7 @@ TensorFlow 1 does, without objects: so signatures share their constants.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 import types
@@ -41,7 +42,7 @@ from tfamp.graph.rewrite import convert, resolved
 from tfamp.planning.decision import make_plan
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.ranges import Ranges, TensorKey, TensorRange
-from tfamp.planning.structures import BRANCHING, RewritePlan, ScopePlan, node_name, reach
+from tfamp.planning.structures import BRANCHING, RewritePlan, node_name, reach
 from tfamp.rewriting.pipeline import all_nodes, graph_use
 
 VARIABLES_PREFIX = "variables/variables"
@@ -238,7 +239,8 @@ def measure_meta_graph(
     Raises:
         SavedModelError: No signature takes such inputs, or the model cannot be run here.
     """
-    graph, captured = _model_graph(meta_graph, roles), {}
+    graph = _model_graph(meta_graph, roles)
+    captured: dict[str, Any] = {}
     if meta_graph.object_graph_def.nodes:
         loaded, captured = _captured(src, meta_graph)
     for node in graph.node:
@@ -254,12 +256,10 @@ def measure_meta_graph(
     tensors: dict[TensorKey, TensorRange] = {}
     depths: dict[tuple[str, str], int] = {}
     for name, batches in calls.items():
-        inputs, outputs = (
-            sorted(x.items()) for x in (signatures[name].inputs, signatures[name].outputs)
-        )
+        inputs = sorted(signatures[name].inputs.items())
         feeds = [*(info.name for _, info in inputs), *captured]
         data = [[batch[key] for key, _ in inputs] for batch in batches]
-        fetches = [info.name for _, info in outputs]
+        fetches = [info.name for _, info in sorted(signatures[name].outputs.items())]
         try:
             found = measure(graph, feeds, data, list(captured.values()), fetches)
         except tf.errors.OpError as error:
@@ -339,15 +339,11 @@ def store_low_constants(meta_graph: Any, roles: Roles, plan: RewritePlan) -> Rew
     folded |= hoisted
     build_indexes(graph, dtype=plan.dtype, device="cpu")  # It raises where dtypes do not agree.
     meta_graph.graph_def.CopyFrom(graph)
-    scopes = tuple(
-        ScopePlan(
-            each.scope,
-            each.retypes,
-            tuple(cast for cast in each.casts if (cast.scope, cast.name) not in folded),
-        )
-        for each in plan.scopes
-    )
-    return make_plan(plan.dtype, plan.nodes, scopes, plan.summary.estimated_speed_up)
+    scopes = []
+    for each in plan.scopes:
+        casts = (cast for cast in each.casts if (cast.scope, cast.name) not in folded)
+        scopes.append(dataclasses.replace(each, casts=tuple(casts)))
+    return make_plan(plan.dtype, plan.nodes, tuple(scopes), plan.summary.estimated_speed_up)
 
 
 def _check_reads_only(nodes: Iterable[Any], variables: Sequence[str]) -> None:

@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import json
 import math
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,12 +35,7 @@ from tfamp.policy import low_dtype
 from tfamp.reports import notebook_html
 from tfamp.reports.text_table import table_lines
 from tfamp.rewriting.function import RewrittenFunction, check_function
-from tfamp.rewriting.function_state import (
-    RandomStates,
-    kept_random_states,
-    random_ops,
-    variables_of,
-)
+from tfamp.rewriting.function_state import kept_random_states, random_ops, variables_of
 from tfamp.rewriting.pipeline import TracedFunction, traced_once
 from tfamp.torch_style.state import current_modes
 
@@ -178,14 +172,9 @@ class TuneReport:
         faster = min(self.rows, key=lambda row: row.seconds)
         if faster.candidate == FLOAT32:
             return f"no candidate in {self.dtype} is faster than float32"
-        if math.isinf(faster.error):
-            why = "it gives inf or NaN where float32 does not"
-        elif _is_within(faster.error, self.max_error):
+        why = f"its error is {faster.error:.2g}"
+        if _is_within(faster.error, self.max_error):
             why = "the quartiles of both overlap: that may be noise"
-        elif math.isnan(faster.error):
-            why = "its error is unknown"
-        else:
-            why = f"its error of {faster.error:.2g} is over the bound"
         gain = self.rows[0].seconds / faster.seconds
         return f"{faster.candidate} is {gain:.2f} times as fast, but {why}"
 
@@ -283,8 +272,9 @@ def tune(
     check_function(fn)
     ways = candidates_of(fn, options, candidates)
     name = TracedFunction.of(fn).name
-    limits = {"max_error": max_error, "rounds": rounds, "seconds": seconds}
-    return compare_candidates(ways, args, name=name, dtype=low, **limits)
+    return compare_candidates(
+        ways, args, name=name, dtype=low, max_error=max_error, rounds=rounds, seconds=seconds
+    )
 
 
 def candidates_of(fn: Any, options: RewriteOptions, names: Iterable[str]) -> list[Candidate]:
@@ -333,13 +323,12 @@ class _Run:
     @property
     def seconds(self) -> float:
         """The median of the times."""
-        return statistics.median(self.times)
+        return float(np.median(self.times))
 
     @property
     def quartiles(self) -> tuple[float, float]:
         """The first and the third quartile of the times."""
-        low, high = np.percentile(self.times, (25, 75))
-        return float(low), float(high)
+        return float(np.percentile(self.times, 25)), float(np.percentile(self.times, 75))
 
     def is_faster_than(self, other: _Run) -> bool:
         """Whether the middle half of the times is below the other's."""
@@ -373,10 +362,11 @@ def compare_candidates(
                 f"data, got {leaf!r}."
             )
     once = traced_once(TracedFunction.of(candidates[0].function))
+    generator = keras_hooks.global_seed_generator()
     # No autocast casts here, and the report says what the warning would.
     with current_modes.set_to(None), warnings.catch_warnings(), once:
         warnings.simplefilter("ignore", NothingConvertedWarning)
-        with kept_random_states() as randoms:
+        with kept_random_states() as restore_randoms:
             runs = [
                 _Run(
                     each, each.function.get_concrete_function(*args), partial(each.function, *args)
@@ -385,11 +375,14 @@ def compare_candidates(
             ]
             # One in which there is nothing to compile is "min_cut" once more.
             runs = [r for r in runs if r.candidate.name != FUSED or has_fused(r.trace.graph)]
-            new_generator = keras_hooks.global_seed_generator() is not randoms.keras_generator
+            new_generator = keras_hooks.global_seed_generator() is not generator
             with tf.init_scope():  # A tape around it must not record the runs.
-                _measure(runs, args, randoms, _rounds(runs, max_error, rounds, seconds))
+                _measure(runs, args, restore_randoms, _rounds(runs, max_error, rounds, seconds))
             low_nodes = [_low_nodes(each.candidate.function, args) for each in runs]
-    chosen = _fastest(runs, max_error)
+    better = [
+        each for each in runs if each.is_faster_than(runs[0]) and _is_within(each.error, max_error)
+    ]
+    chosen = min([runs[0], *better], key=lambda each: each.seconds)
     draws = [random_ops(each.trace) for each in runs]
     anew = chosen.candidate.is_copy or any(draws) or new_generator
     return TuneReport(
@@ -409,14 +402,17 @@ def compare_candidates(
 
 
 def _measure(
-    runs: Sequence[_Run], args: Any, randoms: RandomStates, rounds: Iterable[Sequence[_Run]]
+    runs: Sequence[_Run],
+    args: Any,
+    restore_randoms: Callable[[], None],
+    rounds: Iterable[Sequence[_Run]],
 ) -> None:
     """Fills in the errors and times of candidates, and restores the state."""
     held = held_variables(variables_of([each.trace for each in runs], args))
 
     def restore() -> None:
         put_back(held)
-        randoms.put_back()
+        restore_randoms()
 
     references: list[Any] | None = None
     try:
@@ -450,16 +446,6 @@ def _rounds(
             if len(open_ones) == 1 or time.monotonic() > end:
                 return
         yield open_ones
-
-
-def _fastest(runs: Sequence[_Run], max_error: float | None) -> _Run:
-    float32, *others = runs
-    allowed = (
-        each
-        for each in others
-        if _is_within(each.error, max_error) and each.is_faster_than(float32)
-    )
-    return min((float32, *allowed), key=lambda each: each.seconds)
 
 
 def _is_within(error: float, bound: float | None) -> bool:
