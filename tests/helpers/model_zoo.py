@@ -34,17 +34,6 @@ class Kind:
     learning_rate: float
 
 
-class FusedBatchNorm(keras.layers.Layer):
-    """Batch normalization as TensorFlow's fused op."""
-
-    def build(self, shape):
-        self.scale = self.add_weight(shape=shape[-1:], initializer="ones")
-        self.offset = self.add_weight(shape=shape[-1:], initializer="zeros")
-
-    def call(self, x):
-        return tf.compat.v1.nn.fused_batch_norm(x, self.scale.value, self.offset.value)[0]
-
-
 class Resize(keras.layers.Layer):
     """`tf.image.resize`, which Keras's layer also calls, with its gradient."""
 
@@ -70,37 +59,30 @@ def _layers() -> dict[str, Kind]:
     image, rows, volume = (8, 8, 1), (8, 8), (4, 4, 4, 1)
     conv, dense = frozenset({"Conv2D", "MatMul"}), frozenset({"MatMul"})
 
-    def cnn(normalization):
-        return [
-            k.Conv2D(6, 3, padding="same", use_bias=False),
-            normalization(),
-            k.ReLU(),
-            k.MaxPooling2D(),
-            k.Conv2D(8, 3, padding="same", activation="relu"),
-            k.Flatten(),
-        ]
-
     return {
         "mlp": Kind(lambda: [k.Dense(32, "relu"), k.Dense(32, "tanh")], (64,), dense, 0.1),
-        "cnn": Kind(lambda: cnn(k.BatchNormalization), image, conv, 0.01),
-        "cnn_fused": Kind(lambda: cnn(FusedBatchNorm), image, conv, 0.01),
+        "cnn": Kind(
+            lambda: [
+                k.Conv2D(6, 3, padding="same", use_bias=False),
+                k.BatchNormalization(),
+                k.ReLU(),
+                k.MaxPooling2D(),
+                k.Conv2D(8, 3, padding="same", activation="relu"),
+                k.Flatten(),
+            ],
+            image,
+            conv,
+            0.01,
+        ),
         "depthwise": Kind(
             lambda: [k.Conv2D(6, 3, activation="relu"), k.DepthwiseConv2D(3), k.Flatten()],
             image,
             conv | {"DepthwiseConv2dNative"},
             0.04,
         ),
-        "separable": Kind(
-            lambda: [k.Conv2D(4, 3, activation="relu"), k.SeparableConv2D(8, 3), k.Flatten()],
-            image,
-            conv | {"DepthwiseConv2dNative"},
-            0.04,
-        ),
         "lstm": Kind(lambda: [k.LSTM(12)], rows, dense, 0.5),
-        "lstm_unrolled": Kind(lambda: [k.LSTM(12, unroll=True)], rows, dense, 0.5),
         "gru": Kind(lambda: [k.GRU(12)], rows, dense, 0.5),
         "gru_unrolled": Kind(lambda: [k.GRU(12, unroll=True)], rows, dense, 0.5),
-        "bidirectional": Kind(lambda: [k.Bidirectional(k.LSTM(8))], rows, dense, 0.5),
         "attention": Kind(
             lambda: [SelfAttention(), k.GlobalAveragePooling1D()],
             rows,

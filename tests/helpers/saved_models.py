@@ -61,10 +61,6 @@ def keras_export(path: Path) -> None:
     _cnn().export(str(path), verbose=False)
 
 
-def keras_saved(path: Path) -> None:
-    tf.saved_model.save(_cnn(), str(path))
-
-
 def _cnn() -> keras.Model:
     layers = keras.layers
     keras.utils.set_random_seed(1)
@@ -105,23 +101,6 @@ def table(path: Path) -> None:
     made = Table(vocabulary)
     tf.saved_model.save(made, str(path), signatures=made.__call__)
     vocabulary.unlink()
-
-
-def text(path: Path) -> None:
-    layers = keras.layers
-    vectorize = layers.TextVectorization(max_tokens=8, output_sequence_length=4)
-    vectorize.adapt(["a b c", "b c a"])
-    keras.utils.set_random_seed(1)
-    keras.Sequential(
-        [
-            keras.Input((), dtype="string", name="words"),
-            vectorize,
-            layers.Embedding(8, 64),
-            layers.Flatten(),
-            layers.Dense(32, activation="relu"),
-            layers.Dense(3),
-        ]
-    ).export(str(path), verbose=False)
 
 
 class Loop(tf.Module):
@@ -183,9 +162,7 @@ def tensorflow_1(path: Path) -> None:
 MODELS = {
     "module": (module, {"x": FLOATS, "count": np.int32(2)}),
     "keras_export": (keras_export, {"image": IMAGES}),
-    "keras_saved": (keras_saved, {"inputs": IMAGES}),
     "table": (table, {"words": WORDS}),
-    "text": (text, {"words": WORDS}),
     "loop": (loop, {"x": FLOATS}),
     "recurrent": (recurrent, {"x": np.tile(FLOATS, (1, 2))}),
     "tensorflow_1": (tensorflow_1, {"x": FLOATS}),

@@ -13,9 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.cases import first_of
 from helpers.graph_asserts import assert_computes_in
-from helpers.optimizers import plain_optimizers
 from helpers.seeds import set_random_seed
 from helpers.tolerances import assert_close
 from tfamp.interop import keras_hooks
@@ -77,11 +75,6 @@ def next_draws():
     )
 
 
-def seed_everything():
-    """Makes `next_draws` the same each time."""
-    set_random_seed(5)
-
-
 @pytest.fixture
 def timed(monkeypatch):
     """Makes candidates take given times: they run, and the clock is made up."""
@@ -100,38 +93,22 @@ def timed(monkeypatch):
 # ---- Nothing is left changed ---------------------------------------------------------------------
 
 
-# At night those that keep what is not of a weight's shape; test_tuning_state has more.
-@pytest.mark.parametrize(
-    "name", first_of(["Adam", "Adafactor", "Muon", "ScheduleFreeAdamW"], pytest.mark.nightly)
-)
-def test_a_train_step_is_tuned_and_nothing_has_changed(name, timed):
-    model, optimizer = make_model(), plain_optimizers()[name](learning_rate=0.1)
-    step = make_step(model, optimizer)
-    step(*batch())  # So that slots and counters are not just zeros.
-    before = bits(model, optimizer)
-    seed_everything()
+def test_a_train_step_is_tuned_and_what_its_first_call_makes_is_as_it_is_made(timed):
+    """What is restored, and after which errors, is in test_tuning_state."""
+    tuned, untouched = [(make_model(), keras.optimizers.Adam(0.1)) for _ in range(2)]
+    step = make_step(*tuned)
     report = tfamp.tune(step, *batch(), **QUICK)
-    drawn = next_draws()
-    assert bits(model, optimizer) == before
-    seed_everything()
-    assert next_draws() == drawn
+    assert step.experimental_get_tracing_count() == 0
+    assert not any(np.any(np.asarray(slot)) for slot in tuned[1].variables[2:])
     assert [row.low_nodes > 0 for row in report.rows] == [False, True, True]
     # Dropout drops the same values in each of them.
     assert [0 < row.error < 0.05 for row in report.rows] == [False, True, True]
-    assert report.chosen.candidate == "min_cut"
-    report.best(*batch())
-    assert bits(model, optimizer) != before
-
-
-def test_what_the_first_call_makes_is_as_it_is_made():
-    tuned, untouched = [(make_model(), keras.optimizers.Adam(0.1)) for _ in range(2)]
-    step = make_step(*tuned)
-    tfamp.tune(step, *batch(), **QUICK)
-    assert step.experimental_get_tracing_count() == 0
-    assert not any(np.any(np.asarray(slot)) for slot in tuned[1].variables[2:])
     step(*batch())
     make_step(*untouched)(*batch())
     assert bits(*tuned) == bits(*untouched)
+    assert report.chosen.candidate == "min_cut"
+    report.best(*batch())
+    assert bits(*tuned) != bits(*untouched)
 
 
 def test_ops_that_hold_a_random_state_go_on_where_they_were(timed):
@@ -178,9 +155,9 @@ def test_variables_that_are_arguments_are_as_they_were():
 
 def test_a_generator_of_keras_is_made_by_the_program_and_not_by_tuning(timed):
     x = tf.ones((WIDTH, WIDTH))
-    seed_everything()
+    set_random_seed(5)
     expected = next_draws()
-    seed_everything()
+    set_random_seed(5)
     report = tfamp.tune(lambda x: x @ x + keras.random.normal(()), x, **QUICK)
     assert next_draws() == expected
     assert report.chosen.candidate == "min_cut"
@@ -237,8 +214,8 @@ def x():
     return tf.constant(np.random.default_rng(2).standard_normal((8, 64)).astype("float32"))
 
 
-def test_the_fastest_is_chosen_and_the_report_tells_why(layer, x, timed):
-    report = tfamp.tune(layer, x, **QUICK | {"rounds": 3})
+def test_the_fastest_within_the_bound_is_chosen_and_the_report_tells_why(layer, x, timed):
+    report = tfamp.tune(layer, x, max_error=0.1, **QUICK | {"rounds": 3})
     assert [row.candidate for row in report.rows] == [*CANDIDATES]
     assert [row.chosen for row in report.rows] == [False, False, True]
     assert [row.seconds for row in report.rows] == [2.0, 1.0, 0.5]
@@ -248,19 +225,12 @@ def test_the_fastest_is_chosen_and_the_report_tells_why(layer, x, timed):
     assert (report.speed_up, report.rounds, report.dtype) == (4.0, 3, "bfloat16")
     assert_computes_in("bfloat16", report.best.concrete(x))
     assert_close(report.best(x)[0], layer(x)[0], "bfloat16", depth=64)
-    text = report.to_text()
-    assert "chosen: min_cut, 4.00 times as fast as float32" in text
+    assert "chosen: min_cut, 4.00 times as fast as float32" in report.to_text()
     facts = json.loads(report.to_json())
     assert [row["chosen"] for row in facts["rows"]] == [False, False, True]
-
-
-def test_what_is_less_exact_than_the_bound_is_not_chosen(layer, x, timed):
-    report = tfamp.tune(layer, x, max_error=0, **QUICK)
-    assert report.chosen.candidate == "float32"
-    assert report.best is layer
-    assert "low precision does not pay here: min_cut is 4.00 times as fast, but" in report.to_text()
-    loose = tfamp.tune(layer, x, max_error=0.1, **QUICK)
-    assert loose.chosen.candidate == "min_cut"
+    exact = tfamp.tune(layer, x, max_error=0, **QUICK)
+    assert exact.best is layer
+    assert "low precision does not pay here: min_cut is 4.00 times as fast, but" in exact.to_text()
 
 
 def test_float32_is_always_a_candidate_and_never_made_slower(layer, x, timed):
@@ -270,7 +240,6 @@ def test_float32_is_always_a_candidate_and_never_made_slower(layer, x, timed):
     assert report.best is layer
     assert "low precision does not pay here: no candidate" in report.to_text()
     plain = tfamp.tune(lambda x: layer(x), x, dtype="bfloat16", candidates=(), rounds=1)
-    assert plain.chosen.candidate == "float32"
     assert_computes_in("float32", plain.best, x)
 
 
@@ -318,29 +287,21 @@ def test_only_those_that_may_be_the_fastest_go_on(choices, expected, layer, x, m
     assert report.rounds == expected
 
 
-def test_results_that_overflow_are_not_chosen(timed):
-    def large(x):
-        return (x * 1e5) @ tf.ones((4, 4)) * 1e-5
-
-    given = {**QUICK, "dtype": "float16"}
-    report = tfamp.tune(large, tf.ones((2, 4)), **given)
+def test_results_that_overflow_are_not_chosen_and_without_any_no_error_is_told(timed):
+    ones, given = tf.ones((4, 4)), {**QUICK, "dtype": "float16"}
+    report = tfamp.tune(lambda x: (x * 1e5) @ ones * 1e-5, ones, **given)
     assert report.rows[1].error == math.inf
     assert report.chosen.error == 0
     # Where float32 is not finite either, the others' values say nothing.
-    same = tfamp.tune(
-        lambda x: (x @ tf.ones((4, 4))) / [1.0, 0.0, 1.0, 1.0], tf.ones((2, 4)), **given
-    )
-    assert [row.error for row in same.rows] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("result", [lambda y: None, lambda y: y / 0.0])
-def test_without_results_to_compare_no_error_is_told(result, timed):
-    report = tfamp.tune(lambda x: result(x @ tf.ones((4, 4))), tf.ones((2, 4)), **QUICK)
-    assert all(math.isnan(row.error) for row in report.rows)
-    assert report.chosen.candidate == "min_cut"
-    assert "the errors are unknown" in report.to_text()
-    assert "nan" in report.to_json()
-    bound = tfamp.tune(lambda x: result(x @ tf.ones((4, 4))), tf.ones((2, 4)), max_error=1, **QUICK)
+    some = tfamp.tune(lambda x: (x @ ones) / [1.0, 0.0, 1.0, 1.0], ones, **given)
+    assert [row.error for row in some.rows] == [0, 0, 0]
+    for result in (lambda y: None, lambda y: y / 0.0):
+        report = tfamp.tune(lambda x, result=result: result(x @ ones), ones, **QUICK)
+        assert all(math.isnan(row.error) for row in report.rows)
+        assert report.chosen.candidate == "min_cut"
+        assert "the errors are unknown" in report.to_text()
+        assert "nan" in report.to_json()
+    bound = tfamp.tune(lambda x: (x @ ones) / 0.0, ones, max_error=1, **QUICK)
     assert bound.chosen.candidate == "float32"
     assert "but its error is nan" in bound.to_text()
 
@@ -352,12 +313,11 @@ def test_the_arguments_of_a_rewritten_function_hold_for_all_candidates(layer, x,
     assert "it computes in float32" in report.to_text()
 
 
-def test_models_concrete_functions_and_arrays(x, timed):
+def test_models_and_concrete_functions_take_arrays(x, timed):
     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64), keras.layers.Dense(4)])
     concrete = tf.function(lambda x: model(x)).get_concrete_function(x)
     for fn, given in ((model, x.numpy()), (concrete, x)):
         report = tfamp.tune(fn, given, **QUICK)
-        assert report.rows[1].low_nodes > 0
         assert 0 < report.rows[1].error < 0.03
         assert report.best(given).dtype == "float32"
 
@@ -426,7 +386,7 @@ def report_of(*seconds, **facts):
     return TuneReport("step", "bfloat16", rows, max_error=None, rounds=5, **facts)
 
 
-def test_the_text_is_a_table_with_a_verdict():
+def test_text_and_html_are_a_table_with_a_verdict():
     lines = report_of(3e-3, 2.5, 9e-6, notes=("a note",)).to_text().splitlines()
     assert [line.split()[:3] for line in lines[1:4]] == [
         ["float32", "3", "ms"],
@@ -440,13 +400,7 @@ def test_the_text_is_a_table_with_a_verdict():
     text = dataclasses.replace(overlapping, rows=tuple(rows)).to_text()
     assert "lists is 1.03 times as fast, but the quartiles of both overlap" in text
 
-
-def test_the_html_is_self_contained_and_escapes_names():
-    report = report_of(3e-3, 2e-3, 1e-3)
-    page = report._repr_html_()
+    page = dataclasses.replace(overlapping, function="<lambda>")._repr_html_()
     assert page.startswith("<div")
-    assert page.endswith("</div>")
-    assert all(each not in page for each in ("http", "<script", "<link", "src="))
-    assert page.count("<tr>") == 4
-    risky = TuneReport("<lambda>", "bfloat16", report.rows, max_error=None, rounds=1)
-    assert "&lt;lambda&gt;" in risky._repr_html_()
+    assert all(each not in page for each in ("http", "<script", "<link", "src=", "<lambda>"))
+    assert page.count("<tr>") == 3

@@ -22,11 +22,9 @@ OPTIMIZERS = {
     "scaled": lambda: scaled(keras.optimizers.Adam(0.1)),
     "averaged": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
     "accumulated": lambda: tfamp.GradientAccumulator(scaled(keras.optimizers.SGD(0.1)), steps=3),
-    "sgd": lambda: keras.optimizers.SGD(0.1),
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: keras.optimizers.Adam(0.1, amsgrad=True),
     "adamw": lambda: keras.optimizers.AdamW(0.1, gradient_accumulation_steps=2),
-    "lion": lambda: keras.optimizers.Lion(0.1),
     "adafactor": lambda: keras.optimizers.Adafactor(0.1),
 }
 
