@@ -1,4 +1,4 @@
-"""Models that are not Keras 3's: tf.Module and tf_keras."""
+"""Models that are not Keras 3's (tf.Module, tf_keras), and a package next to Keras."""
 
 import keras
 import ml_dtypes
@@ -83,3 +83,25 @@ def test_a_step_with_a_grad_scaler_trains_it_and_prepare_says_what_to_use(kind):
         assert bool(scaler.step(optimizer, list(pairs)))
         scaler.update()
     assert float(loss_of(model, x, y)) < start
+
+
+def test_sparse_gradients_of_keras_rs_stay_sparse():
+    keras_rs = pytest.importorskip("keras_rs")
+    with tfamp.policy_scope("mixed_float16"):
+        table = keras_rs.layers.EmbedReduce(50, 8, combiner="mean")
+        cross = keras_rs.layers.FeatureCross(projection_dim=4)
+        outputs = keras.layers.Dense(1)(cross(table(ids := keras.Input((3,), dtype="int32"))))
+        model = keras.Model(ids, outputs)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    x = tf.constant([[1, 2, 3], [4, 5, 6]])
+    before = table.embeddings.numpy()
+    with tf.GradientTape() as tape:
+        scaled = optimizer.get_scaled_loss(tf.reduce_mean(tf.square(model(x) - 1.0)))
+    gradients = tape.gradient(scaled, model.trainable_variables)
+    gradients = optimizer.get_unscaled_gradients(gradients)
+    sparse = [g for g in gradients if isinstance(g, tf.IndexedSlices)]
+    assert len(sparse) == 1
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    moved = np.flatnonzero((table.embeddings.numpy() != before).any(axis=1))
+    assert moved.tolist() == [1, 2, 3, 4, 5, 6]
+    assert (model.outputs[0].dtype, cross.compute_dtype) == ("float32", "float16")

@@ -124,12 +124,9 @@ def rewrite_saved_model(
         device=device,
     )
 
-    def left_out(folder: str, names: list[str]) -> list[str]:
-        if Path(folder) != source:
-            return []
-        return [
-            each for each in names if each in _WRITTEN or freeze and each not in _KEPT_IN_FROZEN
-        ]
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        dropped = set(names).difference(_KEPT_IN_FROZEN) if freeze else set(_WRITTEN)
+        return dropped if Path(folder) == source else set()
 
     try:
         with new_directory(final) as work:

@@ -43,7 +43,7 @@ FUSED = "fused"
 # The candidates of `tune` unless others are given.
 CANDIDATES = (FLOAT32, "lists", "min_cut", FUSED)
 ROUNDS, SECONDS = 10, 10.0
-# Rounds of all candidates; then only those run again whose times overlap the fastest's.
+# Rounds of all candidates; then only those run again that may still be the fastest.
 _FIRST_ROUNDS = 3
 # Short calls are repeated for this long in each round.
 _LEAST_SECONDS = 3e-3
@@ -174,7 +174,7 @@ class TuneReport:
             return f"no candidate in {self.dtype} is faster than float32"
         why = f"its error is {faster.error:.2g}"
         if _is_within(faster.error, self.max_error):
-            why = "the quartiles of both overlap: that may be noise"
+            why = "not in three quarters of the rounds: that may be noise"
         gain = self.rows[0].seconds / faster.seconds
         return f"{faster.candidate} is {gain:.2f} times as fast, but {why}"
 
@@ -226,8 +226,8 @@ def tune(
     written, and effects of `tf.py_function`.
 
     float32 is the function as it is, always a candidate: the result is never slower than that.
-    Another one is chosen only if the middle half of its times is below that of float32's. All
-    candidates run three rounds; then only those whose middle half overlaps that of the fastest.
+    Another one is chosen only if it was faster in three quarters of the rounds, which noise is not.
+    All candidates run three rounds; then only those that the fastest does not beat so.
 
     Args:
         fn: What `tfamp.rewrite` takes: a `tf.function`, a concrete function, a Keras model or a
@@ -331,8 +331,12 @@ class _Run:
         return float(np.percentile(self.times, 25)), float(np.percentile(self.times, 75))
 
     def is_faster_than(self, other: _Run) -> bool:
-        """Whether the middle half of the times is below the other's."""
-        return self.quartiles[1] < other.quartiles[0]
+        """Whether it took less time in three quarters of the rounds of both: in noise, in half.
+
+        Times of one round are compared, as a slow phase of the machine slows both.
+        """
+        ratios = [mine / theirs for mine, theirs in zip(self.times, other.times, strict=False)]
+        return bool(np.percentile(ratios, 75) < 1.0)
 
 
 def compare_candidates(
