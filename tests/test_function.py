@@ -55,7 +55,9 @@ class TestKindsOfFunctions:
         self._check(fast, x @ weights, dtype, x)
         fast(x[:1])
         assert fast.experimental_get_tracing_count() == 1
-        concrete = tfamp.rewrite(layer.get_concrete_function(), dtype=dtype)
+        function = layer.get_concrete_function()
+        concrete = tfamp.rewrite(function, dtype=dtype, example_args=(x,))
+        assert concrete.experimental_get_tracing_count() == 1
         self._check(concrete, x @ weights, dtype, x)
 
     def test_called_from_a_function_and_from_another_rewritten_one(self, dtype, weights, x):
@@ -199,11 +201,17 @@ class TestChoices:
         with pytest.warns(tfamp.NothingConvertedWarning, match="no op that can be converted"):
             tfamp.rewrite(lambda x: x @ weights, dtype="bfloat16", op_lists=lists)(x)
 
-    def test_without_a_dtype_that_the_machine_multiplies_nothing_is_converted(self, monkeypatch):
+    def test_without_a_dtype_that_the_machine_multiplies_nothing_is_converted(
+        self, weights, x, monkeypatch
+    ):
         machine = hardware.Hardware("", cpu_bfloat16=False, cpu_float16=False, gpus=(), tpu=False)
         monkeypatch.setattr(hardware, "detect", lambda: machine)
         with pytest.warns(tfamp.NothingConvertedWarning, match="neither float16 nor bfloat16"):
-            assert tfamp.rewrite(lambda x: x, dtype="auto").dtype is None
+            fast = tfamp.rewrite(lambda x: x @ weights, dtype="auto")
+        assert fast.dtype is None
+        assert_close(fast(x), x @ weights, "float32", depth=WIDTH)
+        with pytest.raises(tfamp.RewriteError, match="it runs in float32"):
+            fast.plan(x)
         for dtype in (tf.bfloat16, np.float16):
             assert tfamp.rewrite(lambda x: x, dtype=dtype).dtype == tf.as_dtype(dtype).name
 

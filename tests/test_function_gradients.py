@@ -135,6 +135,10 @@ def recomputed(x, weights):
     return block(block(x))
 
 
+def activation_with_a_custom_gradient(x, weights):
+    return tf.nn.silu(x @ weights)
+
+
 # How many values are added up on the way, in widths.
 FUNCTIONS = {
     loop_with_tensor_array: 4,
@@ -146,6 +150,7 @@ FUNCTIONS = {
     custom_gradient_of_variables: 1,
     custom_gradient_over_tensors_of_the_caller: 1,
     recomputed: 2,
+    activation_with_a_custom_gradient: 1,
 }
 
 

@@ -103,6 +103,23 @@ def table(path: Path) -> None:
     vocabulary.unlink()
 
 
+def text(path: Path) -> None:
+    layers = keras.layers
+    vectorize = layers.TextVectorization(max_tokens=8, output_sequence_length=4)
+    vectorize.adapt(["a b c", "b c a"])
+    keras.utils.set_random_seed(1)
+    keras.Sequential(
+        [
+            keras.Input((), dtype="string", name="words"),
+            vectorize,
+            layers.Embedding(8, 64),
+            layers.Flatten(),
+            layers.Dense(32, activation="relu"),
+            layers.Dense(3),
+        ]
+    ).export(str(path), verbose=False)
+
+
 class Loop(tf.Module):
     """A weight that a loop and a conditional read."""
 
@@ -163,6 +180,7 @@ MODELS = {
     "module": (module, {"x": FLOATS, "count": np.int32(2)}),
     "keras_export": (keras_export, {"image": IMAGES}),
     "table": (table, {"words": WORDS}),
+    "text": (text, {"words": WORDS}),
     "loop": (loop, {"x": FLOATS}),
     "recurrent": (recurrent, {"x": np.tile(FLOATS, (1, 2))}),
     "tensorflow_1": (tensorflow_1, {"x": FLOATS}),

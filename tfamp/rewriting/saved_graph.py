@@ -419,24 +419,15 @@ def _variable_values(src: Path, meta_graph: Any, names: Sequence[str]) -> dict[s
     """Reads the values of variables, by their nodes in the graph.
 
     Raises:
-        SavedModelError: A value cannot be read.
+        SavedModelError: A value cannot be found.
     """
-    values: dict[str, Any] = {}
-    try:
-        if meta_graph.object_graph_def.nodes:
-            loaded, captured = _captured(src, meta_graph)
-            held = {id(handle): value for handle, value in held_variables(captured.values())}
-            values = {
-                name: held[id(each)].numpy() for name, each in captured.items() if id(each) in held
-            }
-        else:  # TensorFlow 1 saves variables by name.
-            reader = tf.train.load_checkpoint(str(src / VARIABLES_PREFIX))
-            values = {name: reader.get_tensor(name) for name in names if reader.has_tensor(name)}
-    except Exception as error:  # TensorFlow raises errors of any kind for broken objects.
-        raise SavedModelError(
-            f"The variables of the SavedModel {src} cannot be read, which freezing needs: "
-            f"{type(error).__name__}: {first_line(error)}"
-        ) from error
+    if meta_graph.object_graph_def.nodes:
+        loaded, captured = _captured(src, meta_graph)
+        held = {id(handle): value for handle, value in held_variables(captured.values())}
+        values = {n: held[id(each)].numpy() for n, each in captured.items() if id(each) in held}
+    else:  # TensorFlow 1 saves variables by name.
+        reader = tf.train.load_checkpoint(str(src / VARIABLES_PREFIX))
+        values = {name: reader.get_tensor(name) for name in names if reader.has_tensor(name)}
     if missing := sorted(set(names) - values.keys()):
         raise SavedModelError(
             f"The variable {missing[0]!r} of {src} cannot be frozen: its value was not found. "
