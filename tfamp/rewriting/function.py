@@ -68,8 +68,9 @@ def rewrite(
             this machine, by estimated times. "fused": as "min_cut", and XLA compiles the
             elementwise arithmetic between products and convolutions. "lists": the lists decide
             alone. Which is the fastest, `tfamp.tune` measures.
-        profile: What min_cut goes by: a `tfamp.graph.MachineProfile`, "builtin" for fixed figures,
-            or None for this machine's, measured in 3 s once and cached; see `TFAMP_PROFILE`.
+        profile: The times that min_cut uses: a `tfamp.graph.MachineProfile`, "builtin" for fixed
+            figures, or None for this machine's, measured in 3 s once and cached; see
+            `TFAMP_PROFILE`.
         on_error: "raise", or "keep": warn and run the float32 function where a graph cannot be
             rewritten.
         example_args: Arguments of a call, to rewrite at once instead of at the first call.
@@ -143,12 +144,12 @@ def check_function(fn: Any) -> None:
 
 
 class RewrittenFunction(SaveableFunction):
-    """What `tfamp.rewrite` returns: a `tf.function`, tracked and saved like any other.
+    """The result of `tfamp.rewrite`: a `tf.function`, tracked and saved like any other.
 
     Args:
         fn: The function.
         options: How to rewrite it.
-        traced: What to trace in its place; None for the function itself.
+        traced: The function to trace instead; None for the function itself.
 
     Attributes:
         written: The float32 function that it was made from.
@@ -195,7 +196,7 @@ class RewrittenFunction(SaveableFunction):
         """Returns the concrete function that a call with these arguments runs.
 
         Args:
-            *args: Arguments as in a call, or `tf.TensorSpec`s in the place of tensors.
+            *args: Arguments as in a call, or `tf.TensorSpec`s instead of tensors.
             **kwargs: The same by name.
         """
         return self.get_concrete_function(*args, **kwargs)
@@ -204,7 +205,7 @@ class RewrittenFunction(SaveableFunction):
         """Returns every decision about the graph that a call with these arguments runs.
 
         Args:
-            *args: Arguments as in a call, or `tf.TensorSpec`s in the place of tensors.
+            *args: Arguments as in a call, or `tf.TensorSpec`s instead of tensors.
             **kwargs: The same by name.
 
         Raises:

@@ -71,7 +71,7 @@ class TracedFunction:
     """A function to trace, and how.
 
     Attributes:
-        python_function: What is run while tracing.
+        python_function: The function to run while tracing.
         options: How the `tf.function` was made, or would be by default.
         signature: The arguments it takes, with their defaults.
     """
@@ -82,7 +82,7 @@ class TracedFunction:
 
     @classmethod
     def of(cls, fn: Any) -> TracedFunction:
-        """Returns what is known of a `tf.function`, or of anything else that can be called."""
+        """Describes a `tf.function`, or any other callable."""
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
             options = tf_private.function_options(fn)
             return cls(fn.python_function, options, tf_private.function_signature(fn))
@@ -172,7 +172,7 @@ class FlatCall:
         return self._components(_is_tensor)
 
     def values(self) -> tuple[Any, ...]:
-        """Returns what `tf.function` makes tensors of: the tensors, and NumPy's arrays."""
+        """Returns the values that `tf.function` converts to tensors: tensors and NumPy arrays."""
         arrays = (np.ndarray, np.generic)
         return self._components(lambda leaf: _is_tensor(leaf) or isinstance(leaf, arrays))
 
@@ -294,9 +294,9 @@ def _flat(traced: Any) -> Any:
 def _into_current_graph(
     graph_def: Any, traced: Any, values: Sequence[Any], options: RewriteOptions
 ) -> list[Any]:
-    """Adds a graph, which it changes, to the current one; returns what stands for its outputs.
+    """Adds a graph, which it changes, to the current one; returns the tensors of its outputs.
 
-    There is a value for each input, of the dtype it has there.
+    There is a value for each input, of the input's dtype.
     """
     rename_functions(graph_def, new_suffix())
     names = [tensor.name for tensor in traced.inputs]
@@ -313,7 +313,7 @@ def _into_current_graph(
 
 @dataclass
 class _Shared:
-    """What rewrites of one function share: its trace, and the graph behind the passes."""
+    """Values that rewrites of one function share: its trace, and the graph behind the passes."""
 
     python_function: Callable[..., Any]
     trace: Any = None
@@ -353,7 +353,7 @@ class _Host:
     Attributes:
         graph: The graph.
         scope: The name scope of the copies.
-        inputs: What stands for the inputs of the trace, by name.
+        inputs: The tensors that replace the inputs of the trace, by name.
         traced: The `FuncGraph` that was traced.
         options: How gradients are converted.
     """
@@ -365,7 +365,7 @@ class _Host:
     options: RewriteOptions
 
     def counterpart(self, name: str) -> Any:
-        """Returns what stands for a tensor or operation of the trace; KeyError if nothing does."""
+        """Returns the copy of a tensor or operation of the trace; KeyError if there is none."""
         if name in self.inputs:
             return self.inputs[name]
         return self.graph.as_graph_element(f"{self.scope}/{name}" if self.scope else name)
@@ -419,7 +419,7 @@ class _CustomGradient:
         return found if found.dtype == tensor.dtype else tf.cast(found, tensor.dtype)
 
     def _again(self, op: Any, tensor: Any) -> Any:
-        """Computes what a compiled function computes and does not return."""
+        """Computes a tensor again that a compiled function computes and does not return."""
         node = tensor.op
         attrs = {name: value for name, value in node.node_def.attr.items() if name[0] != "_"}
         inputs = [self._counterpart(op, each) for each in node.inputs]
@@ -431,7 +431,7 @@ class _CustomGradient:
     def _find(self, op: Any, tensor: Any, graph: Any) -> Any:
         if graph is self.host.traced:
             return self.host.counterpart(tensor.name)
-        # What the names of its function's nodes start with where it was inlined.
+        # The prefix of its function's nodes where it was inlined.
         prefix = attribute_text(self.node, INLINED_INTO)
         position = next((i for i, each in enumerate(graph.inputs) if each is tensor), None)
         if position is None:
@@ -462,7 +462,7 @@ def _call_gradient() -> str:
 
 
 def _differentiate_call(op: Any, *gradients: Any) -> Sequence[Any]:
-    # Without an op a model is being saved. Calls get their gradients anew when it is loaded.
+    # Without an op a model is being saved. Calls get new gradients when it is loaded.
     return [] if op is None else tf_private.differentiate_call(op, gradients)
 
 
@@ -497,7 +497,7 @@ def _like(gradient: Any, given: Any) -> Any:
 def _import_graph_def(
     graph_def: Any, values: Mapping[str, Any], outputs: Sequence[str], scope: str
 ) -> list[Any]:
-    """Adds a graph to the current one, with tensors in the place of some of its own, by name."""
+    """Adds a graph to the current one, with tensors instead of some of its own, by name."""
     fed = {node_name(name) for name in values}
     nodes = [node for node in graph_def.node if node.name not in fed]
     bare = tf.compat.v1.GraphDef(versions=graph_def.versions, library=graph_def.library)
@@ -525,11 +525,11 @@ def _import_graph_def(
 
 
 def _loops_without_loops(graph_def: Any) -> list[str]:
-    """Names of the loops, if there are none in functions.
+    """Names of the loops of a graph whose functions have none.
 
-    Only these learn what their handles know of variables, which a gradient of a gradient asks for.
-    An imported loop in a loop has lost it for good, and TensorFlow would take the inner gradient to
-    be zero; without the outer loop's it raises an error.
+    Their handles get the shapes of variables again, which a gradient of a gradient needs. An
+    imported loop in a loop has lost these, and TensorFlow would take the inner gradient to be zero;
+    without those of the outer loop it raises an error.
     """
     inside = (node for function in graph_def.library.function for node in function.node_def)
     if any(node.op in LOOPS for node in inside):

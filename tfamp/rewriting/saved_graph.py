@@ -67,7 +67,7 @@ _KEPT_COLLECTIONS = frozenset({"saved_model_main_op", "legacy_init_op", "saved_m
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What the parts of a graph are for.
+    """The parts of a graph by their use.
 
     Attributes:
         feeds: Tensors that signatures take.
