@@ -80,7 +80,7 @@ def check(result, steps, replicas):
 # Strategies of one process, after the one with the most devices; ways of training; steps.
 CASES = [
     pytest.param("xla2", ("clipped", *WAYS, "fit"), 12, marks=pytest.mark.slow),
-    pytest.param("mirrored2", ("policy", "fit"), 12, marks=pytest.mark.slow),
+    pytest.param("mirrored2", ("policy", "rewrite", "fit"), 12, marks=pytest.mark.slow),
     pytest.param("central1+one", ("policy", "scaler", "fit"), 12, marks=pytest.mark.nightly),
     pytest.param("mirrored4", ("policy", "scaler", "fit"), 12, marks=pytest.mark.nightly),
     pytest.param("one", (*WAYS, "fit"), 500, marks=pytest.mark.nightly),
