@@ -151,12 +151,3 @@ def test_mixed_precision_names_are_the_top_level_ones(name):
 
 def test_the_package_ships_its_types():
     assert (importlib.resources.files("tfamp") / "py.typed").is_file()
-
-
-def test_a_renamed_name_works_and_warns():
-    with pytest.warns(
-        tfamp.TfampDeprecationWarning, match=r"is tfamp\.NothingConvertedWarning now"
-    ):
-        old = tfamp.NothingToLowerWarning
-    assert old is tfamp.NothingConvertedWarning
-    assert "NothingToLowerWarning" not in dir(tfamp)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import threading
 import warnings
 
 import keras
@@ -16,7 +14,7 @@ import tfamp
 from helpers.cases import first_of
 from helpers.graph_asserts import assert_computes_in, op_dtypes
 from helpers.tolerances import assert_all_equal, assert_close
-from tfamp.machine import hardware, profile_measure
+from tfamp.machine import hardware
 from tfamp.torch_style.state import current_modes
 
 DTYPES = ("float16", "bfloat16")
@@ -48,14 +46,14 @@ def test_dtype_is_a_name_or_a_dtype(a, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "half", tf.float32, 16, "mixed_float16"])
 def test_another_dtype_is_an_error_that_says_what_to_do(dtype):
-    with pytest.raises(ValueError, match=r"float16 or bfloat16; got dtype=.*enabled=False"):
+    with pytest.raises(ValueError, match="dtype must be one of float16, bfloat16, auto; got"):
         tfamp.autocast(dtype)
 
 
 def test_a_disabled_autocast_takes_any_float_dtype(a):
     with tfamp.autocast("float32", enabled=False):
         assert matmul_dtype(a) == "float32"
-    with pytest.raises(ValueError, match="autocast casts to float16 or bfloat16"):
+    with pytest.raises(ValueError, match="dtype must be one of"):
         tfamp.autocast("int32", enabled=False)
 
 
@@ -147,48 +145,18 @@ def test_decorated_function_keeps_its_name_and_returns(a):
     assert matmul_dtype(a) == "float32"
 
 
-def test_only_functions_can_be_decorated_and_no_asynchronous_generators():
+def test_only_functions_that_do_not_yield_can_be_decorated():
     async def work():
         yield
 
-    with pytest.raises(TypeError, match="work is an asynchronous generator.*does not yield"):
-        tfamp.autocast("bfloat16")(work)
+    def generate():
+        yield
+
+    for function in (work, generate):
+        with pytest.raises(TypeError, match=f"{function.__name__} is a generator.*does not yield"):
+            tfamp.autocast("bfloat16")(function)
     with pytest.raises(TypeError, match="autocast decorates functions; got 3"):
         tfamp.autocast("bfloat16")(3)
-
-
-def test_generators_cast_only_while_they_run_receive_throw_return_and_close(a):
-    seen = []
-
-    def make(dtype):
-        @tfamp.autocast(dtype)
-        def generate():
-            sent = None
-            try:
-                while sent != "stop":
-                    try:
-                        sent = yield matmul_dtype(a)
-                    except KeyError:
-                        seen.append(("caught", matmul_dtype(a)))
-                return "done"
-            finally:
-                seen.append(("closed", matmul_dtype(a)))
-
-        return generate()
-
-    one, two, three = make("bfloat16"), make("float16"), make("bfloat16")
-    assert [next(one), next(two), next(one), next(two)] == ["bfloat16", "float16"] * 2
-    assert matmul_dtype(a) == "float32"
-    assert one.throw(KeyError()) == "bfloat16"
-    one.close()
-    del two
-    gc.collect()
-    assert seen == [("caught", "bfloat16"), ("closed", "bfloat16"), ("closed", "float16")]
-    assert next(three) == "bfloat16"
-    with pytest.raises(StopIteration) as stop:
-        three.send("stop")
-    assert stop.value.value == "done"
-    assert matmul_dtype(a) == "float32"
 
 
 def test_an_undecorated_generator_left_inside_the_context_does_not_leak(a):
@@ -703,49 +671,6 @@ def test_attributes_the_fast_path_does_not_take_do_not_lose_the_inputs(dilations
 
 
 # ---- float16 on a CPU that has none --------------------------------------------------------------
-
-
-@pytest.fixture
-def slow_float16(monkeypatch):
-    """A CPU without float16, on which nothing has been said yet."""
-
-    def configure(*, bfloat16=True, slowdown=7.04):
-        found = hardware.Hardware("", cpu_bfloat16=bfloat16, cpu_float16=False, gpus=(), tpu=False)
-        monkeypatch.setattr(hardware, "detect", lambda: found)
-        monkeypatch.setattr(profile_measure, "float16_slowdown", lambda: slowdown)
-        checked = threading.Event()
-        monkeypatch.setattr("tfamp.torch_style.context._slow_float16_checked", checked)
-
-    return configure
-
-
-@pytest.mark.parametrize(
-    ("bfloat16", "advice"), [(True, 'Use "bfloat16"'), (False, "Use float32 here")]
-)
-@pytest.mark.parametrize("decorated", [True, False])
-def test_float16_on_a_cpu_without_it_warns_once_and_says_how_slow(
-    slow_float16, bfloat16, advice, decorated
-):
-    slow_float16(bfloat16=bfloat16)
-    with pytest.warns(tfamp.TfampWarning, match=f"took 7.0 times as long.*{advice}") as caught:
-        for _ in range(2):
-            if decorated:
-                tfamp.autocast("float16")(lambda: None)()
-            else:
-                with tfamp.autocast("float16"):
-                    pass
-    assert [each.filename for each in caught] == [__file__]
-
-
-def test_no_warning_where_float16_is_not_slower_or_not_used(slow_float16):
-    slow_float16(slowdown=1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with tfamp.autocast("float16"):
-            pass
-        slow_float16()
-        with tfamp.autocast("bfloat16"), tfamp.autocast("float16", enabled=False):
-            pass
 
 
 @pytest.mark.parametrize("library", [tf, keras.ops], ids=["tensorflow", "keras"])

@@ -486,10 +486,6 @@ def how_to_change() -> str:
     return "Set KERAS_BACKEND=tensorflow before Python starts."
 
 
-# Where they have another name in Keras than the class of TensorFlow 1 has.
-_COUNTERPARTS = {"GradientDescent": "SGD", "Momentum": "SGD", "Functional": "Model"}
-
-
 def described(value: object) -> str:
     """Says what was given where an object of Keras 3 is expected; ends an error's message.
 
@@ -524,12 +520,10 @@ def advice(value: object) -> str:
 
 
 def _instead(owner: type) -> str:
-    own = [base.__name__.removesuffix("Optimizer") for base in owner.__mro__]
-    for name in (_COUNTERPARTS.get(each, each) for each in own):
-        for where in ("keras", "keras.optimizers", "keras.layers"):
-            namespace = getattr(keras, where.removeprefix("keras."), keras)
-            if isinstance(getattr(namespace, name, None), type):
-                return f"{where}.{name}"
+    for name in (base.__name__.removesuffix("Optimizer") for base in owner.__mro__):
+        for where in ("optimizers", "layers"):
+            if isinstance(getattr(getattr(keras, where), name, None), type):
+                return f"keras.{where}.{name}"
     return "its counterpart in the package keras"
 
 

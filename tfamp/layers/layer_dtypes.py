@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import keras
 import numpy as np
@@ -43,45 +44,34 @@ from tfamp.policy import Policy
 # The attribute of a low tensor with the float32 tensor that it was made of.
 _EXACT = "_tfamp_float32"
 _Value = TypeVar("_Value")
+_numbers = itertools.count()
 
 
 class WeakMap(Generic[_Value]):
-    """A dict from objects to values that keeps no object alive and compares by identity.
+    """Values of objects, each kept on its object and so no longer than that.
 
-    Layers of a user's own may define `__eq__`, so weakref's dictionaries will not do.
+    Apart from what Keras tracks and saves, and by identity: users' layers may define `__eq__`.
     """
 
     def __init__(self) -> None:
-        self._items: dict[int, tuple[weakref.ref[Any], _Value]] = {}
+        self._name = f"_tfamp_{next(_numbers)}"
 
     def get(self, key: Any) -> _Value | None:
         """Returns the value of an object, None if it has none."""
-        item = self._items.get(id(key))
-        return item[1] if item is not None and item[0]() is key else None
+        value: _Value | None = getattr(key, "__dict__", {}).get(self._name)
+        return value
 
     def set(self, key: Any, value: _Value | None) -> None:
         """Gives an object a value, in place of the one it has; None takes it out."""
-        if value is None:
-            self.discard(key)
-            return
-        items, number = self._items, id(key)
-
-        def drop(dead: weakref.ref[Any]) -> None:
-            # The number may have been given to a new object since.
-            if number in items and items[number][0] is dead:
-                del items[number]
-
-        items[number] = (weakref.ref(key, drop), value)
+        vars(key)[self._name] = value
 
     def discard(self, key: Any) -> None:
         """Takes an object out, if it is there."""
-        if self.get(key) is not None:
-            del self._items[id(key)]
+        vars(key).pop(self._name, None)
 
-    def alive(self) -> list[Any]:
-        """Returns the objects that still exist, in the order they came."""
-        alive = [reference() for reference, _ in list(self._items.values())]
-        return [key for key in alive if key is not None]
+
+# Models, in the order they came; they may end before the layers that they are noted on.
+Models: TypeAlias = weakref.WeakKeyDictionary[Any, None]
 
 
 @dataclass(eq=False)
@@ -93,16 +83,14 @@ class ManagedLayer:
         output_of: Functionals it is an output layer of.
         interior_of: Functionals it is an interior layer of.
         raised: The layer and those of its sublayers that had its policy, while they are raised.
-        low_outputs: Which of its outputs were low before it was raised.
         follows_input: Whether its own policy is float32, and only its outputs are low: where its
             input is, and while it is not raised.
     """
 
     policy: Policy
-    output_of: WeakMap[bool] = field(default_factory=WeakMap)
-    interior_of: WeakMap[bool] = field(default_factory=WeakMap)
-    raised: list[weakref.ref[Any]] = field(default_factory=list)
-    low_outputs: tuple[int, ...] = ()
+    output_of: Models = field(default_factory=weakref.WeakKeyDictionary)
+    interior_of: Models = field(default_factory=weakref.WeakKeyDictionary)
+    raised: list[Any] = field(default_factory=list)
     follows_input: bool = False
 
     @property
@@ -295,13 +283,15 @@ class ModelGraph:
     """
 
     owner: Callable[[], Any] = lambda: None
-    output_of: WeakMap[bool] = field(default_factory=WeakMap)
+    output_of: Models = field(default_factory=weakref.WeakKeyDictionary)
     nested: bool = False
     casts: set[int] = field(default_factory=set)
     inner: set[int] = field(default_factory=set)
 
 
 graphs: WeakMap[ModelGraph] = WeakMap()
+# The Functional that a Sequential has built last.
+_insides: WeakMap[weakref.ref[Any]] = WeakMap()
 
 
 def graph_of(layer: Any) -> tuple[Any, ModelGraph] | None:
@@ -331,32 +321,28 @@ def settle(functional: Any) -> bool:
 
 
 def forget_dropped(sequential: Any) -> None:
-    """Takes the Functionals that a Sequential has built and dropped since out of the registry."""
-    now = keras_hooks.functional_of(sequential)
+    """Ends the roles in the Functional that a Sequential has built before, if it has dropped it."""
+    last = _insides.get(sequential)
+    functional = None if last is None else last()
+    if functional is None or functional is keras_hooks.functional_of(sequential):
+        return
+    _insides.discard(sequential)
     with _lock:
-        for functional in graphs.alive():
-            graph = graphs.get(functional)
-            if graph is not None and graph.owner() is sequential and functional is not now:
-                _forget(functional)
-
-
-def _forget(functional: Any) -> None:
-    graphs.discard(functional)
-    for layer in functional.operations:
-        found = graph_of(layer)
-        if found is not None:
-            found[1].output_of.discard(functional)
-        record = managed_layers.get(layer)
-        if record is not None:
-            record.interior_of.discard(functional)
-            record.output_of.discard(functional)
+        graphs.discard(functional)
+        for layer in functional.operations:
+            found, record = graph_of(layer), managed_layers.get(layer)
+            if found is not None:
+                found[1].output_of.pop(functional, None)
+            if record is not None:
+                record.interior_of.pop(functional, None)
+                record.output_of.pop(functional, None)
 
 
 def unraise_if_no_output(layer: Any) -> None:
     """Gives a raised layer that is no longer an output layer of any model its policy back."""
     with _lock:
         record = managed_layers.get(layer)
-        if record is not None and not record.output_of.alive():
+        if record is not None and not record.output_of:
             _unraise(layer, record)
 
 
@@ -445,21 +431,21 @@ def _becomes_interior(layer: Any, functional: Any) -> None:
         return
     record = managed_layers.get(layer)
     if record is not None:
-        record.interior_of.set(functional, True)
+        record.interior_of[functional] = None
         _unraise(layer, record)
 
 
 def _becomes_output(layer: Any, functional: Any) -> None:
     found = graph_of(layer)
     if found is not None:
-        found[1].output_of.set(functional, True)
+        found[1].output_of[functional] = None
         return
     record = managed_layers.get(layer)
     if record is None or not wants_float32(layer):
         return
-    record.output_of.set(functional, True)
+    record.output_of[functional] = None
     # Raising an interior layer would slow the other model down: this one gets a cast.
-    if not record.raised and not record.interior_of.alive() and _can_be_raised(layer):
+    if not record.raised and not record.interior_of and _can_be_raised(layer):
         _raise(layer, record)
 
 
@@ -476,23 +462,14 @@ def _can_be_raised(layer: Any) -> bool:
 
 def _raise(layer: Any, record: ManagedLayer) -> None:
     """Sets float32 on a layer and its sublayers. Safe once built: variables are float32 in both."""
-    nodes = keras_hooks.inbound_nodes(layer)
-    outputs = [pair for node in nodes for pair in enumerate(node.outputs)]
-    low = {i for i, tensor in outputs if tensor.dtype in LOW_PRECISION}
-    changed = list(_carrying(layer, record.policy_name))
-    record.raised = [weakref.ref(part) for part in changed]
-    for part in changed:
+    record.raised = list(_carrying(layer, record.policy_name))
+    for part in record.raised:
         give_policy(part, "float32")
-    if not is_built_in(layer):
-        # The user's code may hold on to the low dtype: ask it.
-        try:
-            dtypes = [tensor.dtype for tensor in _spec_now(nodes[-1])]
-        except (TypeError, ValueError, tf.errors.OpError):
-            _restore_policies(record)
-            return
-        low = {i for i in low if i < len(dtypes) and dtypes[i] == "float32"}
-    record.low_outputs = tuple(sorted(low))
-    _retype(layer, record, "float32")
+    try:
+        _retype(layer)
+    except (TypeError, ValueError, tf.errors.OpError):
+        # The user's code holds on to the low dtype.
+        _restore_policies(record)
 
 
 def _unraise(layer: Any, record: ManagedLayer) -> None:
@@ -500,18 +477,15 @@ def _unraise(layer: Any, record: ManagedLayer) -> None:
 
     One that was quantized to int8 since stays float32 where that policy is float16.
     """
-    if not record.raised:
-        return
-    _restore_policies(record)
-    _retype(layer, record, layer.compute_dtype)
-    _cast_and_tell(record)
+    if record.raised:
+        _restore_policies(record)
+        _retype(layer)
+        _cast_and_tell(record)
 
 
 def _restore_policies(record: ManagedLayer) -> None:
-    for reference in record.raised:
-        part = reference()
-        if part is not None:
-            give_policy(part, record.policy_name)
+    for part in record.raised:
+        give_policy(part, record.policy_name)
     record.raised = []
 
 
@@ -598,16 +572,12 @@ def _cast(tensor: Any) -> Any:
     return layer(tensor)
 
 
-def _retype(layer: Any, record: ManagedLayer, dtype: str) -> None:
+def _retype(layer: Any) -> None:
     """Corrects what the symbolic outputs of a layer say, in every model it is part of."""
-    for node in keras_hooks.inbound_nodes(layer):
-        if record.follows_input:
-            respecify(node)
-            continue
-        for i in record.low_outputs:
-            # MultiHeadAttention, for one, returns one output or two.
-            if i < len(node.outputs):
-                keras_hooks.set_symbolic_dtype(node.outputs[i], dtype)
+    nodes = keras_hooks.inbound_nodes(layer)
+    # All of them before any is changed: a user's code may fail in the new dtype.
+    for spec, node in [(_spec_now(node), node) for node in nodes]:
+        _copy_dtypes(spec, node.outputs)
     retype_followers(layer)
 
 
@@ -632,7 +602,7 @@ def retype_followers(operation: Any) -> None:
 
 def _cast_and_tell(record: ManagedLayer | ModelGraph) -> None:
     """Appends casts to the models that a layer or model has made low outputs of."""
-    for functional in record.output_of.alive():
+    for functional in list(record.output_of):
         _cast_low_outputs(functional)
         _tell_outer(functional)
 
@@ -658,6 +628,7 @@ def own(functional: Any, sequential: Any) -> None:
     graph = graphs.get(functional)
     if graph is not None:
         graph.owner = weakref.ref(sequential)
+        _insides.set(sequential, weakref.ref(functional))
 
 
 def appended_casts(functional: Any) -> list[Any]:

@@ -307,7 +307,7 @@ def _as_part(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
     """Calls a Functional or Sequential as a part of the layer or model that calls it, if any."""
     caller, found = _caller_of(model), graph_of(model)
     # As the last step of a Functional it makes that one's outputs, and stays float32.
-    ends = found is not None and bool(found[1].output_of.alive())
+    ends = found is not None and bool(found[1].output_of)
     if caller is not None and not layer_dtypes.is_subclassed_model(caller) and not ends:
         layer_dtypes.become_part(model)
     return _for_caller(caller, model, original(*args, **kwargs))

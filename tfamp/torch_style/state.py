@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import threading
 import weakref
@@ -136,28 +135,15 @@ _READ = "ReadVariableOp"
 _ONLY_READ = {_READ, "VariableShape", "VarIsInitializedOp", "ResourceGather", "ResourceGatherNd"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Cast:
-    """A cast that may be used again."""
-
-    result: weakref.ref[Any]  # Weak, as a tensor keeps its graph alive.
-    read: int  # Place in the trace of the read that was cast.
-    made: int  # Place of the cast.
-    recorded: bool  # Whether a tape saw the cast.
-
-
 @dataclass(slots=True)
 class _Trace:
     """What is known of one graph."""
 
-    # The last cast of each variable, by its handle and the dtype.
-    casts: dict[tuple[str, str], _Cast] = field(default_factory=dict)
-    # After which places a tape began to record or to watch.
-    recordings: list[int] = field(default_factory=list)
-
-    def recording(self, place: int) -> int:
-        """How often something had begun to record at a place."""
-        return bisect.bisect_left(self.recordings, place)
+    # By a variable's handle and the dtype: its last cast, weak as a tensor keeps its graph alive,
+    # and the place in the trace of the read that was cast.
+    casts: dict[tuple[str, str], tuple[weakref.ref[Any], int]] = field(default_factory=dict)
+    # The last place at which a tape began to record or to watch.
+    recording: int = -1
 
 
 class Casts:
@@ -195,8 +181,7 @@ class Casts:
             return
         graph = tf.compat.v1.get_default_graph()
         if made := graph.get_operations():
-            trace = self._traces.setdefault(graph, _Trace())
-            trace.recordings.append(place_in_trace(made[-1]))
+            self._traces[graph] = _Trace(recording=place_in_trace(made[-1]))
 
     def of_traced(self, value: Any, dtype: str, cast: Callable[[], Any]) -> Any:
         """Casts a tensor of a graph, or takes what the same variable was cast to before."""
@@ -204,28 +189,20 @@ class Casts:
             return cast()
         handle, read = value.op.inputs[0], place_in_trace(value.op)
         trace = self._traces.setdefault(value.graph, _Trace())
-        known = trace.casts.get((handle.name, dtype))
-        found = None if known is None else known.result()
-        if known is not None and found is not None and _holds(known, trace, handle, read):
-            return found
-        made = cast()
-        place, recorded = place_in_trace(made.op), not no_tape_is_active()
-        trace.casts[handle.name, dtype] = _Cast(weakref.ref(made), read, place, recorded)
-        return made
+        if read <= trace.recording:
+            return cast()  # The tape has not seen this read, and no other one may lend it a cast.
+        last, last_read = trace.casts.get((handle.name, dtype), (None, read))
+        found = None if last is None else last()
+        if found is None or _may_be_assigned(handle, *sorted((last_read, read))):
+            found = cast()
+            trace.casts[handle.name, dtype] = weakref.ref(found), read
+        return found
 
 
-def _holds(known: _Cast, trace: _Trace, handle: Any, read: int) -> bool:
-    """Whether a cast is what casting a read would give now, for values and for gradients."""
-    seen = (
-        known.recorded
-        and trace.recording(known.read) == trace.recording(read)
-        and trace.recording(known.made) == len(trace.recordings)
-    )
-    if not seen and not no_tape_is_active():
-        return False
-    first, last = sorted((known.read, read))
-    return all(
-        op.type in _ONLY_READ or not first < place_in_trace(op) < last for op in handle.consumers()
+def _may_be_assigned(handle: Any, first: int, last: int) -> bool:
+    """Whether anything between two places of a trace may assign the variable of a handle."""
+    return any(
+        op.type not in _ONLY_READ and first < place_in_trace(op) < last for op in handle.consumers()
     )
 
 
