@@ -32,12 +32,11 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION, float_format
+from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.interop import keras_hooks
-from tfamp.interop.keras_hooks import copy_annotations, reading_variables_in
+from tfamp.interop.keras_hooks import copy_annotations
 from tfamp.interop.patching import wrap_method
 from tfamp.policy import Policy
 
@@ -145,9 +144,11 @@ def float_policy(layer: Any) -> str | None:
 
 
 def policy_with(layer: Any, float_name: str) -> Any:
-    """A new policy for a layer that computes in another dtype, of a quantized one its counterpart.
+    """A new policy for a layer that computes in another dtype; None where it cannot get one.
 
-    None where it has none with which it computes what it computes now, but for rounding.
+    A quantized layer gets the counterpart that predicts the same but for rounding: in float32, and
+    in bfloat16 one of int8. Other low dtypes need not hold its scales, the numbers of its groups or
+    its sums of integers; float8 inputs that are rounded before may end a whole step away.
 
     Example:
         >>> layer = keras.layers.Dense(4, dtype="int8_from_mixed_bfloat16")
@@ -161,7 +162,8 @@ def policy_with(layer: Any, float_name: str) -> Any:
         return wanted
     if _float_name(own) == float_name:
         return copy.copy(own)
-    if not _holds_quantized(layer, own.quantization_mode, wanted.compute_dtype):
+    exact = wanted.compute_dtype not in LOW_PRECISION and own.quantization_mode != "float8"
+    if not exact and (own.quantization_mode, wanted.compute_dtype) != ("int8", "bfloat16"):
         return None
     return type(own).from_config({**own.get_config(), "source_name": float_name})
 
@@ -238,32 +240,6 @@ def _float_name(policy: Any) -> str:
     return compute if compute == policy.variable_dtype else f"mixed_{compute}"
 
 
-def _holds_quantized(layer: Any, mode: str, dtype: str) -> bool:
-    """Whether a dtype holds what a quantized layer computes with, so that only rounding differs."""
-    if mode == "float8":
-        # Its inputs have three bits behind the leading one: a value that is rounded before may end
-        # a whole step, an eighth, away.
-        return False
-    if dtype not in LOW_PRECISION:
-        return True
-    if dtype == "float16" and (mode == "int8" or getattr(layer, "inputs_quantizer", None)):
-        return False  # sums of products of integers, beyond its range
-    return all(_holds(weight, dtype) for weight in layer.weights)
-
-
-def _holds(weight: Any, dtype: str) -> bool:
-    """Whether a dtype holds a weight that Keras casts to it: a scale, or the groups' numbers."""
-    if weight.name != "g_idx" and "_scale" not in weight.name:
-        return True
-    # A layer may be moved while a graph is traced in which it runs.
-    with tf.init_scope(), reading_variables_in(None):
-        sizes = np.abs(keras.ops.convert_to_numpy(weight).astype(np.float32))
-    known = float_format(dtype)
-    if weight.name == "g_idx":  # the number of each weight's group, as a float
-        return bool(np.all(sizes <= 2 / known.eps))
-    return bool(np.all((sizes <= known.max) & ((sizes >= known.tiny) | (sizes == 0))))
-
-
 # ---- Roles in models -----------------------------------------------------------------------------
 
 # Models are built by many threads, and a layer may be part of models of several.
@@ -301,23 +277,35 @@ def graph_of(layer: Any) -> tuple[Any, ModelGraph] | None:
     return None if graph is None else (functional, graph)
 
 
-def settle(functional: Any) -> bool:
-    """Gives every layer of a new Functional the dtype of its role; False if it manages none."""
+def settle(functional: Any, owner: Any = None) -> bool:
+    """Gives every layer of a new Functional the dtype of its role; False if it manages none.
+
+    Its owner is the Sequential it is the inside of, where that is known.
+    """
     layers = [op for op in functional.operations if isinstance(op, keras.Layer)]
     with _lock:
-        if not any(managed_layers.get(op) or graph_of(op) for op in layers):
-            return False
-        graphs.set(functional, ModelGraph())
-        for layer in layers:
-            models_below_become_parts(layer)
-        makers = _output_makers(functional)
-        for layer in layers:
-            if not any(layer is maker for maker in makers):
-                _becomes_interior(layer, functional)
-        for layer in makers:
-            _becomes_output(layer, functional)
-        _cast_low_outputs(functional)
-    return True
+        graph = graphs.get(functional)
+        is_new = graph is None and any(managed_layers.get(op) or graph_of(op) for op in layers)
+        if is_new:
+            graph = ModelGraph()
+            graphs.set(functional, graph)
+            _give_roles(functional, layers)
+        if graph is not None and owner is not None:
+            graph.owner = weakref.ref(owner)
+            _insides.set(owner, weakref.ref(functional))
+    return is_new
+
+
+def _give_roles(functional: Any, layers: list[Any]) -> None:
+    for layer in layers:
+        models_below_become_parts(layer)
+    makers = _output_makers(functional)
+    for layer in layers:
+        if not any(layer is maker for maker in makers):
+            _becomes_interior(layer, functional)
+    for layer in makers:
+        _becomes_output(layer, functional)
+    _cast_low_outputs(functional)
 
 
 def forget_dropped(sequential: Any) -> None:
@@ -621,14 +609,6 @@ def _tell_outer(functional: Any) -> None:
     if any(changed):
         retype_followers(model)
         _cast_and_tell(graph)
-
-
-def own(functional: Any, sequential: Any) -> None:
-    """Notes which Sequential a Functional is the inside of."""
-    graph = graphs.get(functional)
-    if graph is not None:
-        graph.owner = weakref.ref(sequential)
-        _insides.set(sequential, weakref.ref(functional))
 
 
 def appended_casts(functional: Any) -> list[Any]:

@@ -248,10 +248,8 @@ def manage_functional(functional: Any, owner: Any = None) -> None:
 
     Its owner is the Sequential it is the inside of, where that is known.
     """
-    if layer_dtypes.settle(functional):
+    if layer_dtypes.settle(functional, owner):
         _watch_functional(functional)
-    if owner is not None:
-        layer_dtypes.own(functional, owner)
 
 
 def _watch_functional(functional: Any) -> None:
@@ -343,10 +341,8 @@ def _watch_sequential(model: Any) -> None:
         layer_dtypes.forget_dropped(model)
         functional = keras_hooks.functional_of(model)
         if functional is not None:
-            if graph_of(model) is None:
-                # The constructors are no longer wrapped: the policy has changed since.
-                layer_dtypes.settle(functional)
-            layer_dtypes.own(functional, model)
+            # It has no roles yet where the policy has changed since: no constructor was wrapped.
+            layer_dtypes.settle(functional, model)
         return result
 
     def pop(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
