@@ -169,16 +169,6 @@ def test_place_in_trace_is_the_order_in_which_operations_were_made():
     assert places["Tanh"] < places["Exp"]
 
 
-def test_no_tape_is_active_tells_whether_one_records():
-    assert tf_private.no_tape_is_active()
-    with tf.GradientTape() as tape:
-        assert not tf_private.no_tape_is_active()
-        with tape.stop_recording():
-            assert tf_private.no_tape_is_active()
-    with tf.autodiff.ForwardAccumulator(tf.constant(X), tf.constant(X)):
-        assert not tf_private.no_tape_is_active()
-
-
 def test_op_inputs_are_in_order_with_their_dtypes():
     condition, then, otherwise = tf_private.op_inputs("SelectV2")
     assert (condition.name, condition.type_attr, condition.dtype) == ("condition", None, tf.bool)

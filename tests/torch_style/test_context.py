@@ -13,9 +13,8 @@ import tensorflow as tf
 import tfamp
 from helpers.cases import first_of
 from helpers.graph_asserts import assert_computes_in, op_dtypes
-from helpers.tolerances import assert_all_equal, assert_close
+from helpers.tolerances import assert_close
 from tfamp.machine import hardware
-from tfamp.torch_style.state import current_modes
 
 DTYPES = ("float16", "bfloat16")
 both_dtypes = pytest.mark.parametrize("dtype", first_of(("bfloat16", "float16")))
@@ -300,19 +299,6 @@ def test_custom_gradient_runs_in_the_mode_of_its_forward_pass(a, dtype, run):
 # ---- No stale casts ------------------------------------------------------------------------------
 
 
-def test_cache_casts_changes_no_result(a):
-    def work(cache_casts):
-        with tfamp.autocast("bfloat16", cache_casts=cache_casts):
-            x = tf.matmul(a, a)
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                y = tf.reduce_sum(tf.matmul(tf.tanh(tf.matmul(x, a)), a))
-            assert bool(len(current_modes.casts.eager)) is cache_casts
-        return y, tape.gradient(y, x)
-
-    assert_all_equal(work(True), work(False))
-
-
 def test_an_assignment_inside_is_seen_by_the_next_op():
     v = tf.Variable(tf.ones((2, 2)))
     k = keras.Variable(np.ones((2, 2), "float32"))
@@ -340,22 +326,6 @@ def test_a_second_tape_function_and_graph_get_casts_of_their_own(a):
             assert tape.gradient(loss, a) is not None
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
-
-
-def test_cached_casts_die_with_their_tensors_and_with_the_context(a):
-    with tfamp.autocast("bfloat16"):
-        casts = current_modes.casts
-        for _ in range(5):
-            x = a + 1.0
-            tf.matmul(x, x)
-        assert len(casts.eager) == 1
-        del x
-        assert len(casts.eager) == 0
-        for dtype in ("bfloat16", "float16"):
-            with tfamp.autocast(dtype):
-                assert matmul_dtype(a) == dtype
-        assert len(casts.eager) == 2
-    assert len(casts.eager) == 0
 
 
 # ---- Traces --------------------------------------------------------------------------------------

@@ -99,14 +99,6 @@ def runtime_has_started() -> bool:
 # ---- For autocast --------------------------------------------------------------------------------
 
 
-def no_tape_is_active() -> bool:
-    """Whether no gradient tape of this thread is recording.
-
-    Symbol: `tensorflow.python.pywrap_tfe.TFE_Py_TapeSetIsEmpty`.
-    """
-    return bool(private("pywrap_tfe:TFE_Py_TapeSetIsEmpty")())
-
-
 def place_in_trace(op: Any) -> int:
     """The number of an operation in the order in which those of its graph were made.
 

@@ -629,9 +629,8 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
             multiplies neither, nothing is cast.
         enabled: False makes a float32 island inside another autocast: ops run as given.
         op_lists: A `tfamp.OpLists`; None for tfamp's own for the dtype.
-        cache_casts: Whether what several ops use is cast once: in a trace a variable that is not
-            assigned in between, for each tape; in eager mode a tensor, while no tape records. Its
-            gradients are then added up in the low dtype.
+        cache_casts: Whether a variable that several ops of a trace use is cast once, for each tape
+            and while it is not assigned. Its gradients are then added up in the low dtype.
 
     Warns:
         TfampWarning: Once for each function called inside whose graph was finished before and has

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION, float_format
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop import tf_private
-from tfamp.interop.tf_private import no_tape_is_active, place_in_trace
+from tfamp.interop.tf_private import place_in_trace
 
 # ---- Modes ---------------------------------------------------------------------------------------
 
@@ -71,16 +71,12 @@ class _Modes:
             block.casts.recording_changed()
         else:
             block = Block(mode, outer, outer.casts, outer.device)
-        block.casts.blocks.append(block)
         self._stack.set(block)
         return block
 
     def leave(self, block: Block) -> None:
         """Ends a block, in whatever order, context and thread."""
         block.left = True
-        block.casts.blocks.remove(block)
-        if not block.casts.blocks:
-            block.casts.forget()
         if self._stack.get() is block:
             self._stack.set(self._innermost())
 
@@ -147,33 +143,10 @@ class _Trace:
 
 
 class Casts:
-    """What the blocks in force of one stack may reuse, until the last of them is left."""
+    """The casts of variables that the blocks of one stack may reuse, in the graphs traced there."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
-        self.forget()
-
-    def forget(self) -> None:
-        """Forgets all casts."""
-        # By identity and dtype, each kept no longer than the tensor it was made from.
-        self.eager: dict[tuple[int, str], tuple[weakref.ref[Any], Any]] = {}
-        # Of variables, in the graphs that are traced.
         self._traces: weakref.WeakKeyDictionary[Any, _Trace] = weakref.WeakKeyDictionary()
-
-    def of_eager(self, value: Any, dtype: str) -> Any:
-        """Casts an eager tensor, or takes what it was cast to before."""
-        casts, key = self.eager, (id(value), dtype)
-        if key in casts and casts[key][0]() is value:
-            return casts[key][1]
-
-        def drop(dead: weakref.ref[Any]) -> None:
-            # The number may have been given to a new tensor since.
-            if key in casts and casts[key][0] is dead:
-                del casts[key]
-
-        cast = tf.cast(value, dtype)
-        casts[key] = (weakref.ref(value, drop), cast)
-        return cast
 
     def recording_changed(self) -> None:
         """Notes that a tape begins to record or to watch: it did not see what was made before."""
@@ -263,15 +236,7 @@ def recast(value: Any, dtype: str) -> Any:
     mode = current_modes.current
     casts = current_modes.casts if mode is not None and mode.cache_casts else None
     with current_modes.set_to(None):
-        return tf.cast(value, dtype) if casts is None else _cast_once(value, dtype, casts)
-
-
-def _cast_once(value: Any, dtype: str, casts: Casts) -> Any:
-    if not tf.executing_eagerly():
+        if casts is None or tf.executing_eagerly():
+            return tf.cast(value, dtype)
         tensor = tf.convert_to_tensor(value) if isinstance(value, tf.Variable) else value
         return casts.of_traced(tensor, dtype, lambda: tf.cast(tensor, dtype))
-    # Immutable tensors only, so no assignment can be missed; off the tape only, because a tape
-    # that did not see the cast would lose the gradient.
-    if not isinstance(value, tf.Tensor) or not no_tape_is_active():
-        return tf.cast(value, dtype)
-    return casts.of_eager(value, dtype)
