@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfamp
+from helpers.cases import first_of, one_of_each
 from helpers.tolerances import tolerance
 
 KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
@@ -98,17 +99,8 @@ def at_level(level):
 WAYS = {"policy": under_policy, "O1": at_level("O1"), "O2": at_level("O2"), "O3": at_level("O3")}
 
 
-def _cases():
-    for name in MODELS:
-        for way in WAYS:
-            for dtype in ("float16", "bfloat16"):
-                fast = dtype == "float16" and (way == "policy") == (name != "nested")
-                wide = pytest.mark.slow if dtype == "float16" else pytest.mark.nightly
-                marks = () if fast else wide
-                yield pytest.param(name, way, dtype, marks=marks)
-
-
-@pytest.mark.parametrize(("name", "way", "dtype"), _cases())
+@pytest.mark.parametrize("dtype", first_of(["float16", "bfloat16"], pytest.mark.nightly))
+@pytest.mark.parametrize(("name", "way"), one_of_each(MODELS, WAYS))
 def test_losses_are_float32_and_those_of_float32(name, way, dtype):
     make = MODELS[name]
     reference = (lambda: make("float32")) if name == "chosen_by_the_user" else make

@@ -95,24 +95,6 @@ def test_an_assignment_between_two_uses_is_seen(w, dtype):
         np.testing.assert_array_equal(tf.cast(result, tf.float32), expected)
 
 
-def test_an_assignment_in_a_called_function_or_in_a_branch_is_seen(w):
-    @tf.function
-    def reset():
-        w.assign(tf.zeros((4, 4)))
-
-    def calling(x):
-        first = tf.matmul(x, w)
-        reset()
-        second = tf.matmul(x, w)
-        tf.cond(tf.reduce_sum(x) < 1e9, lambda: w.assign(tf.eye(4)).value(), lambda: w.value())
-        return first, second, tf.matmul(x, w)
-
-    _, (first, second, third) = traced(calling, "bfloat16")
-    assert np.any(first)
-    assert not np.any(second)
-    np.testing.assert_array_equal(third, tf.cast(X, tf.bfloat16))
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_tape_gets_its_gradient(w, dtype, persistent):

@@ -207,18 +207,15 @@ def set_outputs(functional: Any, outputs: Sequence[Any]) -> None:
     structure = keras_symbol(functional, "_outputs_struct")
     values["_outputs_struct"] = keras.tree.pack_sequence_as(structure, list(outputs))
     values["_outputs"] = list(outputs)
-    before = list(functional.layers)
+    before = set(map(id, functional.layers))
     for name, value in values.items():
         keras_symbol(functional, name)
         # Around Layer.__setattr__, which would wrap lists and dicts into trackable ones.
         object.__setattr__(functional, name, value)
     tracked, after = keras_symbol(functional, "_layers"), functional.layers
-    kept = [layer for layer in tracked if not _holds(before, layer) or _holds(after, layer)]
-    tracked[:] = kept + [layer for layer in after if not _holds(tracked, layer)]
-
-
-def _holds(layers: Sequence[Any], layer: Any) -> bool:
-    return any(layer is other for other in layers)
+    gone, known = before - set(map(id, after)), set(map(id, tracked))
+    kept = [layer for layer in tracked if id(layer) not in gone]
+    tracked[:] = kept + [layer for layer in after if id(layer) not in known]
 
 
 def wrap_operations(functional: Any, around: Callable[[Any, Any], Any]) -> None:

@@ -157,14 +157,13 @@ def _activity_loss(regularizer: Callable[[Any], Any], output: Any) -> Any:
 def _build_sequential(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Has the InputLayer that Keras makes for a Sequential without one take features as they are.
 
-    Keras gives it the dtype in which the first layer computes.
+    Keras gives it the dtype in which the first layer computes; one given by the user has float32.
     """
-    _take_inputs_as_they_are(model)
     before = keras_hooks.sublayers(model)[:1]
     result = original(*args, **kwargs)
     for layer in keras_hooks.sublayers(model)[:1]:
         made = isinstance(layer, keras.layers.InputLayer) and before != (layer,)
-        if made and uncast_inputs.get(model) and layer.dtype in LOW_PRECISION:
+        if made and layer.dtype in LOW_PRECISION:
             keras_hooks.set_fed_dtype(layer, "float32")
     return result
 

@@ -15,7 +15,6 @@ import operator
 import sys
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
@@ -378,14 +377,12 @@ def finished_graph(mode: Mode, original: Any, function: Any, *args: Any, **kwarg
     """Warns, once for each graph, if ops stay float32 that autocast would run in low precision."""
     if function.graph not in _seen:
         _seen.add(function.graph)
-        float32 = _float32_ops(function.graph, mode)
-        ops = ", ".join(f"{count} {op}" for op, count in sorted(float32.items()))
         name = function.name.decode() if isinstance(function.name, bytes) else function.name
-        if ops:
+        if ops := ", ".join(_float32_ops(function.graph, mode)):
             warnings.warn(
                 f"{name} is a finished graph, a ConcreteFunction or one from a SavedModel: "
                 f"autocast leaves it as it is, with {ops} in float32. Call the tf.function it "
-                "comes from, which is traced anew for autocast, or tfamp.rewrite(function, "
+                "comes from, which is traced again for autocast, or tfamp.rewrite(function, "
                 f"dtype={mode.dtype!r}).",
                 TfampWarning,
                 stacklevel=patching.level_of_user(),
@@ -393,18 +390,15 @@ def finished_graph(mode: Mode, original: Any, function: Any, *args: Any, **kwarg
     return original(function, *args, **kwargs)
 
 
-def _float32_ops(graph: Any, mode: Mode) -> Counter[str]:
-    """Counts float32 ops on the low list; none where any op has the low dtype: that was chosen."""
+def _float32_ops(graph: Any, mode: Mode) -> list[str]:
+    """The ops on the low list that run in float32; none where any has the low dtype: a choice."""
     graph_def = graph.as_graph_def()
-    low, found = tf.as_dtype(mode.dtype).as_datatype_enum, Counter[str]()
     bodies = [graph_def.node, *(function.node_def for function in graph_def.library.function)]
-    for node in (node for body in bodies for node in body):
-        if mode.targets.get(node.op) != mode.dtype or "T" not in node.attr:
-            continue
-        if node.attr["T"].type == low:
-            return Counter()
-        found[node.op] += node.attr["T"].type == tf.float32.as_datatype_enum
-    return +found
+    listed = [node for body in bodies for node in body if mode.targets.get(node.op) == mode.dtype]
+    found = {(node.op, node.attr["T"].type) for node in listed if "T" in node.attr}
+    if tf.as_dtype(mode.dtype).as_datatype_enum in {dtype for _, dtype in found}:
+        return []
+    return sorted(op for op, dtype in found if dtype == tf.float32.as_datatype_enum)
 
 
 # ---- Control flow --------------------------------------------------------------------------------

@@ -164,17 +164,6 @@ def test_a_model_from_an_inner_tensor(low):
     assert compute_dtypes(full) == [low, low, "float32"]
 
 
-def test_a_functional_subclass(low):
-    class Classifier(keras.Model):
-        def __init__(self, units, **kwargs):
-            x = keras.Input((8,))
-            super().__init__(inputs=x, outputs=layers.Dense(units)(layers.Dense(4)(x)), **kwargs)
-
-    model = Classifier(3)
-    assert_float32(model, X)
-    assert compute_dtypes(model) == [low, "float32"]
-
-
 # Layers shared between models
 
 
