@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from keras.config import dtype_policy as imported_long_ago
 
 import tfamp
+from tfamp.layers import policy_state
 from tfamp.layers.policy_state import constructors
 
 MIXED = ["mixed_float16", "mixed_bfloat16"]
@@ -56,6 +57,22 @@ def test_global_policy_reaches_new_and_running_threads():
             assert run(lambda: keras.layers.Dense(1).dtype_policy.name) == "mixed_float16"
         tfamp.set_global_policy("float32")
         assert worker(keras_name) == "float32"
+
+
+def test_float32_after_another_policy_leaves_nothing_in_place_and_still_reaches_every_thread(
+    monkeypatch,
+):
+    monkeypatch.setattr(policy_state, "_keras_set_somewhere", threading.Event())
+    tfamp.set_global_policy("mixed_bfloat16")
+    tfamp.set_global_policy("float32")
+    with worker_thread() as worker:
+        worker(keras.config.set_dtype_policy, "bfloat16")
+        tfamp.set_global_policy("mixed_float16")
+        assert worker(keras_name) == "mixed_float16"
+        tfamp.set_global_policy("float32")
+        assert not policy_state.policy_source.users
+        assert worker(keras_name) == keras_name() == "float32"
+        assert tfamp.global_policy() == tfamp.Policy("float32")
 
 
 def test_one_scope_object_can_be_entered_again_inside_itself_decorates_and_ends_by_an_error():

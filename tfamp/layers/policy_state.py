@@ -56,6 +56,8 @@ class _Thread(threading.local):
 _lock = threading.RLock()
 _thread = _Thread()
 _process: _Level | None = None
+# Once a thread has called Keras's own setter under a policy of tfamp's.
+_keras_set_somewhere = threading.Event()
 # Scopes of all threads. Weak: a thread that dies inside a scope must not keep the hooks alive.
 _open_scopes: weakref.WeakSet[_Scope] = weakref.WeakSet()
 
@@ -86,6 +88,9 @@ def set_global_policy(policy: Policy | keras.DTypePolicy | str) -> None:
     with _lock:
         if _thread.scopes:
             _thread.scopes[-1].level = level
+        elif _process is not None and _is_keras_default(level.policy):
+            _process = None
+            keras_hooks.set_thread_policy(None)
         else:
             _process = level
         _follow()
@@ -207,12 +212,21 @@ def _level_in_force() -> _Level | None:
     return level
 
 
+def _is_keras_default(policy: Policy) -> bool:
+    """Whether every thread is under a policy once nothing of tfamp's is in force."""
+    plain = policy == Policy("float32") and keras.config.floatx() == "float32"
+    return plain and not _keras_set_somewhere.is_set()
+
+
 def _keras_policy_in_force() -> Any:
     level = _level_in_force()
+    if level is not None and not _thread.scopes:
+        keras_hooks.set_thread_policy(None)  # An older one must not come back.
     return None if level is None else _plain(level.policy.name)
 
 
 def _keras_was_set() -> None:
+    _keras_set_somewhere.set()
     _thread.keras_set_over = _thread.scopes[-1].level if _thread.scopes else _process
 
 
@@ -221,7 +235,7 @@ def _follow() -> None:
     levels = [scope.level for scope in list(_open_scopes)]
     if _process is not None:
         levels.append(_process)
-    _policy_source.keep(bool(levels))
+    policy_source.keep(bool(levels))
     constructors.keep(any(level.policy.is_mixed for level in levels))
 
 
@@ -247,5 +261,5 @@ def _functional_init(original: Any, model: Any, *args: Any, **kwargs: Any) -> No
     model_calls.manage_functional(model)
 
 
-_policy_source = keras_hooks.policy_source(_keras_policy_in_force, _keras_was_set)
+policy_source = keras_hooks.policy_source(_keras_policy_in_force, _keras_was_set)
 constructors = Patch(layer_init=_layer_init, functional_init=_functional_init)
