@@ -251,6 +251,7 @@ class ModelGraph:
     """A Functional with managed layers, and its roles.
 
     Attributes:
+        functional: The Functional.
         owner: The Sequential it is the inside of, if any.
         output_of: Functionals in which this model makes an output.
         nested: Whether it is a part of another model, so that its outputs are low.
@@ -258,6 +259,7 @@ class ModelGraph:
         inner: `id`s of the layers and ops whose low outputs such a cast and others take.
     """
 
+    functional: Any
     owner: Callable[[], Any] = lambda: None
     output_of: Models = field(default_factory=weakref.WeakKeyDictionary)
     nested: bool = False
@@ -270,11 +272,10 @@ graphs: WeakMap[ModelGraph] = WeakMap()
 _insides: WeakMap[weakref.ref[Any]] = WeakMap()
 
 
-def graph_of(layer: Any) -> tuple[Any, ModelGraph] | None:
-    """The Functional that a Functional or a built Sequential runs, with its record."""
-    functional = keras_hooks.functional_of(layer) if isinstance(layer, keras.Sequential) else layer
-    graph = graphs.get(functional)
-    return None if graph is None else (functional, graph)
+def graph_of(layer: Any) -> ModelGraph | None:
+    """The record of a Functional, or of the one that a built Sequential runs."""
+    is_sequential = isinstance(layer, keras.Sequential)
+    return graphs.get(keras_hooks.functional_of(layer) if is_sequential else layer)
 
 
 def settle(functional: Any, owner: Any = None) -> bool:
@@ -287,29 +288,32 @@ def settle(functional: Any, owner: Any = None) -> bool:
         graph = graphs.get(functional)
         is_new = graph is None and any(managed_layers.get(op) or graph_of(op) for op in layers)
         if is_new:
-            graph = ModelGraph()
+            graph = ModelGraph(functional)
             graphs.set(functional, graph)
-            _give_roles(functional, layers)
+            _give_roles(graph, layers)
         if graph is not None and owner is not None:
             graph.owner = weakref.ref(owner)
             _insides.set(owner, weakref.ref(functional))
     return is_new
 
 
-def _give_roles(functional: Any, layers: list[Any]) -> None:
+def _give_roles(graph: ModelGraph, layers: list[Any]) -> None:
     for layer in layers:
         models_below_become_parts(layer)
-    makers = _output_makers(functional)
+    makers = _output_makers(graph)
     for layer in layers:
         if not any(layer is maker for maker in makers):
-            _becomes_interior(layer, functional)
+            _becomes_interior(layer, graph.functional)
     for layer in makers:
-        _becomes_output(layer, functional)
-    _cast_low_outputs(functional)
+        _becomes_output(layer, graph.functional)
+    _cast_low_outputs(graph)
 
 
 def forget_dropped(sequential: Any) -> None:
-    """Ends the roles in the Functional that a Sequential has built before, if it has dropped it."""
+    """Ends the roles in the Functional that a Sequential has built before, if it has dropped it.
+
+    A layer that is no output layer any more gets its policy back.
+    """
     last = _insides.get(sequential)
     functional = None if last is None else last()
     if functional is None or functional is keras_hooks.functional_of(sequential):
@@ -318,37 +322,30 @@ def forget_dropped(sequential: Any) -> None:
     with _lock:
         graphs.discard(functional)
         for layer in functional.operations:
-            found, record = graph_of(layer), managed_layers.get(layer)
-            if found is not None:
-                found[1].output_of.pop(functional, None)
+            graph, record = graph_of(layer), managed_layers.get(layer)
+            if graph is not None:
+                graph.output_of.pop(functional, None)
             if record is not None:
                 record.interior_of.pop(functional, None)
                 record.output_of.pop(functional, None)
-
-
-def unraise_if_no_output(layer: Any) -> None:
-    """Gives a raised layer that is no longer an output layer of any model its policy back."""
-    with _lock:
-        record = managed_layers.get(layer)
-        if record is not None and not record.output_of:
-            _unraise(layer, record)
+                if not record.output_of:
+                    _unraise(layer, record)
 
 
 def become_part(model: Any) -> None:
     """Makes a Functional or Sequential a part of another model: its outputs are low from now on."""
     with _lock:
-        found = graph_of(model)
-        if found is None or found[1].nested:
+        graph = graph_of(model)
+        if graph is None or graph.nested:
             return
-        functional, graph = found
         graph.nested = True
-        makers = _output_makers(functional)
-        _take_casts_away(functional, graph)
+        makers = _output_makers(graph)
+        _take_casts_away(graph)
         graph.casts.clear()
         graph.inner.clear()
         for layer in makers:
-            _becomes_interior(layer, functional)
-        _tell_outer(functional)
+            _becomes_interior(layer, graph.functional)
+        _tell_outer(graph)
 
 
 def wants_float32(layer: Any) -> bool:
@@ -357,9 +354,9 @@ def wants_float32(layer: Any) -> bool:
     True for managed layers, and for models any of whose outputs is made by one. False where the
     user gave the dtype, also by setting `layer.dtype_policy` later.
     """
-    found = graph_of(layer)
-    if found is not None:
-        return any(wants_float32(maker) for maker in _output_makers(found[0]))
+    graph = graph_of(layer)
+    if graph is not None:
+        return any(map(wants_float32, _output_makers(graph)))
     record = managed_layers.get(layer)
     if record is None or not record.policy.float32_outputs:
         return False
@@ -374,13 +371,13 @@ def dissolve(functional: Any) -> None:
     with _lock:
         graph = graphs.get(functional)
         if graph is not None:
-            _take_casts_away(functional, graph)
+            _take_casts_away(graph)
             graphs.discard(functional)
 
 
-def _take_casts_away(functional: Any, graph: ModelGraph) -> None:
+def _take_casts_away(graph: ModelGraph) -> None:
     if graph.casts:
-        keras_hooks.set_outputs(functional, _uncast_outputs(functional))
+        keras_hooks.set_outputs(graph.functional, _uncast_outputs(graph))
 
 
 def models_below_become_parts(layer: Any) -> None:
@@ -403,10 +400,10 @@ def is_subclassed_model(layer: Any) -> bool:
 
 def float32_made_of_low(model: Any) -> list[bool]:
     """Which outputs a Functional or Sequential returns in float32 because of its policy."""
-    found = graph_of(model)
-    if found is None or found[1].nested:
+    graph = graph_of(model)
+    if graph is None or graph.nested:
         return []
-    outputs = zip(keras_hooks.outputs_of(found[0]), _uncast_outputs(found[0]), strict=True)
+    outputs = zip(keras_hooks.outputs_of(graph.functional), _uncast_outputs(graph), strict=True)
     return [
         output.dtype == "float32" and any(map(wants_float32, output_makers([before])))
         for output, before in outputs
@@ -424,9 +421,9 @@ def _becomes_interior(layer: Any, functional: Any) -> None:
 
 
 def _becomes_output(layer: Any, functional: Any) -> None:
-    found = graph_of(layer)
-    if found is not None:
-        found[1].output_of[functional] = None
+    graph = graph_of(layer)
+    if graph is not None:
+        graph.output_of[functional] = None
         return
     record = managed_layers.get(layer)
     if record is None or not wants_float32(layer):
@@ -505,25 +502,23 @@ def output_makers(tensors: list[Any]) -> list[Any]:
     return list(found.values())
 
 
-def _output_makers(functional: Any) -> list[Any]:
-    return output_makers(_uncast_outputs(functional))
+def _output_makers(graph: ModelGraph) -> list[Any]:
+    return output_makers(_uncast_outputs(graph))
 
 
-def _uncast_outputs(functional: Any) -> list[Any]:
+def _uncast_outputs(graph: ModelGraph) -> list[Any]:
     """A model's outputs as they were before casts were appended."""
-    graph = graphs.get(functional)
-    outputs = keras_hooks.outputs_of(functional)
-    for i in graph.casts if graph is not None else ():
+    outputs = keras_hooks.outputs_of(graph.functional)
+    for i in graph.casts:
         outputs[i] = keras_hooks.producer(outputs[i])[1].input_tensors[0]
     return outputs
 
 
-def _cast_low_outputs(functional: Any) -> None:
+def _cast_low_outputs(graph: ModelGraph) -> None:
     """Appends a cast to every low output of a model that is to be float32."""
-    graph = graphs.get(functional)
-    if graph is None or graph.nested:
+    if graph.nested:
         return
-    outputs, casts = keras_hooks.outputs_of(functional), dict[int, Any]()
+    outputs, casts = keras_hooks.outputs_of(graph.functional), dict[int, Any]()
     for i, tensor in enumerate(outputs):
         if tensor.dtype in LOW_PRECISION and any(map(wants_float32, output_makers([tensor]))):
             if id(tensor) not in casts:
@@ -531,14 +526,14 @@ def _cast_low_outputs(functional: Any) -> None:
             outputs[i] = casts[id(tensor)]
             graph.casts.add(i)
     if casts:
-        keras_hooks.set_outputs(functional, outputs)
-        graph.inner = _inner_operations(functional, graph)
-        _tell_outer(functional)
+        keras_hooks.set_outputs(graph.functional, outputs)
+        graph.inner = _inner_operations(graph)
+        _tell_outer(graph)
 
 
-def _inner_operations(functional: Any, graph: ModelGraph) -> set[int]:
+def _inner_operations(graph: ModelGraph) -> set[int]:
     """The `id`s of what makes outputs that are cast and that other outputs are computed from."""
-    pending = outputs = _uncast_outputs(functional)
+    pending = outputs = _uncast_outputs(graph)
     taken: set[int] = set()
     while pending:
         nodes = [node for _, node in map(keras_hooks.producer, pending) if node is not None]
@@ -590,33 +585,29 @@ def retype_followers(operation: Any) -> None:
 
 def _cast_and_tell(record: ManagedLayer | ModelGraph) -> None:
     """Appends casts to the models that a layer or model has made low outputs of."""
-    for functional in list(record.output_of):
-        _cast_low_outputs(functional)
-        _tell_outer(functional)
+    for graph in map(graphs.get, list(record.output_of)):
+        if graph is not None:
+            _cast_low_outputs(graph)
+            _tell_outer(graph)
 
 
-def _tell_outer(functional: Any) -> None:
+def _tell_outer(graph: ModelGraph) -> None:
     """Carries changed output dtypes of a model to the models it is called in."""
-    graph = graphs.get(functional)
-    if graph is None:
-        return
-    owner = graph.owner()
-    model = functional if owner is None else owner
+    owner, outputs = graph.owner(), keras_hooks.outputs_of(graph.functional)
+    model = graph.functional if owner is None else owner
     # A list, not any(...) of a generator: every call is to be corrected.
-    nodes = keras_hooks.inbound_nodes(model)
-    outputs = keras_hooks.outputs_of(functional)
-    changed = [_copy_dtypes(outputs, node.outputs) for node in nodes]
+    changed = [_copy_dtypes(outputs, node.outputs) for node in keras_hooks.inbound_nodes(model)]
     if any(changed):
         retype_followers(model)
         _cast_and_tell(graph)
 
 
-def appended_casts(functional: Any) -> list[Any]:
-    """The layers appended to a model as casts; `functional` may be None or unknown."""
-    graph = graphs.get(functional)
+def appended_casts(model: Any) -> list[Any]:
+    """The layers appended to a Functional or Sequential as casts."""
+    graph = graph_of(model)
     if graph is None:
         return []
-    outputs = keras_hooks.outputs_of(functional)
+    outputs = keras_hooks.outputs_of(graph.functional)
     # One cast may make several outputs.
     return list(dict.fromkeys(keras_hooks.producer(outputs[i])[0] for i in sorted(graph.casts)))
 

@@ -253,16 +253,16 @@ def manage_functional(functional: Any, owner: Any = None) -> None:
 
 def _watch_functional(functional: Any) -> None:
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = graph_of(functional)
+        graph = graph_of(functional)
         args, kwargs = keras.tree.map_structure(layer_dtypes.as_given, (args, kwargs))
         # A Sequential calls its Functional's call(); who called the Sequential is its business.
-        if found is not None and found[1].owner() is None:
+        if graph is not None and graph.owner() is None:
             return _as_part(functional, original, *args, **kwargs)
         return original(*args, **kwargs)
 
     def around(operation: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        found = graph_of(functional)
-        if found is None or id(operation) not in found[1].inner:
+        graph = graph_of(functional)
+        if graph is None or id(operation) not in graph.inner:
             return function
         return functools.partial(_through_float32, function)
 
@@ -302,9 +302,9 @@ def _caller_of(model: Any) -> Any:
 
 def _as_part(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a Functional or Sequential as a part of the layer or model that calls it, if any."""
-    caller, found = _caller_of(model), graph_of(model)
+    caller, graph = _caller_of(model), graph_of(model)
     # As the last step of a Functional it makes that one's outputs, and stays float32.
-    ends = found is not None and bool(found[1].output_of)
+    ends = graph is not None and bool(graph.output_of)
     if caller is not None and not layer_dtypes.is_subclassed_model(caller) and not ends:
         layer_dtypes.become_part(model)
     return _for_caller(caller, model, original(*args, **kwargs))
@@ -347,13 +347,12 @@ def _watch_sequential(model: Any) -> None:
     def pop(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         layer = original(*args, **kwargs)
         layer_dtypes.forget_dropped(model)
-        layer_dtypes.unraise_if_no_output(layer)
         return layer
 
     def get_config(original: Callable[[], Any]) -> Any:
         # The appended layers are in the Functional only, and this lists the Sequential's own.
         config = original()
-        appended = layer_dtypes.appended_casts(keras_hooks.functional_of(model))
+        appended = layer_dtypes.appended_casts(model)
         config["layers"] += [keras.saving.serialize_keras_object(layer) for layer in appended]
         return config
 
