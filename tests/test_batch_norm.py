@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from helpers.cases import one_of_each
 from helpers.graph_asserts import op_dtypes
 from helpers.tolerances import assert_close
 from tfamp.interop import tf_private
@@ -57,8 +58,7 @@ def test_one_step_is_that_of_a_float64_reference(rank, dtype):
         assert_close(each, wanted, computed_in, depth=x.shape.num_elements() // 8)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "jit_compile"), one_of_each(DTYPES, [False, True]))
 def test_shapes_known_only_at_run_time(dtype, jit_compile):
     fn = tf.function(gradients, jit_compile=jit_compile)
     spec = tf.TensorSpec((None, None, 8), dtype)

@@ -229,16 +229,6 @@ def test_jacobians(a, name):
         assert_close(found, jacobian(False, False), "bfloat16", depth=16)
 
 
-def test_tf_gradients_in_a_graph(a):
-    with tf.Graph().as_default(), tfamp.autocast("bfloat16"):
-        x = tf.compat.v1.placeholder(tf.float32, (4, 4))
-        product = tf.matmul(x, x)
-        (gradient,) = tf.gradients(tf.reduce_sum(product), x)
-        assert (product.dtype, gradient.dtype) == (tf.bfloat16, tf.float32)
-        with tf.compat.v1.Session() as session:
-            assert session.run(gradient, {x: a.numpy()}).dtype == np.float32
-
-
 @both_dtypes
 @eager_and_traced
 def test_custom_gradient_runs_in_the_mode_of_its_forward_pass(a, dtype, run):
@@ -468,29 +458,6 @@ def test_python_control_flow_in_a_decorated_function(a, dtype):
     found = work(a, tf.constant(3))
     assert found.dtype == tf.float32
     assert_close(found, expected, dtype, depth=64)
-
-
-@both_dtypes
-def test_gradients_through_loops_and_branches(a, dtype):
-    v = tf.Variable(a)
-
-    @tf.function
-    def gradient(p):
-        with tfamp.autocast(dtype), tf.GradientTape() as tape:
-            x = tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, tf.matmul(x, v)), (0, a))[1]
-            x = tf.cond(p, lambda: tf.matmul(x, v), lambda: x)
-            x = tf.map_fn(lambda row: tf.linalg.matvec(v, row), x)
-            loss = tf.reduce_sum(x)
-        return tape.gradient(loss, v)
-
-    with tf.GradientTape() as tape:
-        x = a
-        for _ in range(3):
-            x = tf.matmul(x, v)
-        loss = tf.reduce_sum(tf.map_fn(lambda row: tf.linalg.matvec(v, row), x))
-    found = gradient(tf.constant(True))
-    assert found.dtype == tf.float32
-    assert_close(found, tape.gradient(loss, v), dtype, depth=64)
 
 
 @pytest.mark.parametrize("name", first_of(["LSTM", "GRU", "Bidirectional"]))

@@ -22,8 +22,8 @@ while a model runs (subclassed models, models called by other layers) is in `mod
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import functools
 import itertools
 import threading
 import weakref
@@ -614,15 +614,14 @@ def appended_casts(model: Any) -> list[Any]:
 
 def _spec_now(node: Any) -> list[Any]:
     """Symbolic tensors as the call of a layer or op would return them now, its inputs cast."""
-    arguments = node.arguments.args, node.arguments.kwargs
-    operation = node.operation
-    reading: Any = contextlib.nullcontext()
+    args, kwargs = node.arguments.args, node.arguments.kwargs
+    operation, reads = node.operation, None
     if isinstance(operation, keras.Layer) and not isinstance(operation, keras.Model):
-        arguments = keras.tree.map_structure(lambda x: _as_called(operation, x), arguments)
+        as_called = functools.partial(_as_called, operation)
+        args, kwargs = keras.tree.map_structure(as_called, (args, kwargs))
         if operation.autocast and operation.compute_dtype in LOW_PRECISION:
-            reading = keras_hooks.reading_variables_in(operation.compute_dtype)
-    args, kwargs = arguments
-    with reading:
+            reads = operation.compute_dtype
+    with keras_hooks.reading_variables_in(reads):
         return keras.tree.flatten(operation.compute_output_spec(*args, **kwargs))
 
 
