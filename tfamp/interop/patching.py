@@ -153,7 +153,7 @@ LIBRARIES = ("tensorflow.", "keras.", "tf_keras.")
 
 
 def level_of_user() -> int:
-    """The stack level, seen from the caller, of the first frame that is no library's."""
+    """Stack level, seen from the caller, of the first frame outside of libraries."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_of_library(frame):
         level, frame = level + 1, frame.f_back
@@ -216,7 +216,7 @@ def locate(symbol: str) -> tuple[Any, str]:
 
 
 class Patch:
-    """Puts functions in the place of symbols for as long as anyone holds it.
+    """Replaces symbols with functions for as long as anyone holds it.
 
     What another library has put on top stays; whatever it keeps of ours then only calls the
     original.
@@ -269,7 +269,7 @@ class Patch:
 def patched_here(
     **replacements: Callable[..., Any],
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which functions stand in the place of symbols, for this thread only."""
+    """Returns a context in which functions replace symbols, for this thread only."""
     thread = threading.get_ident()
 
     def here(around: Callable[..., Any], original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -324,7 +324,7 @@ def _replaced_by(value: Any) -> _Replaced | None:
 
 
 def _in_use(value: Any) -> Any:
-    """What is below replacements that were given up while something else was on top of them."""
+    """Returns the value below replacements that ended while something else was on top of them."""
     while (found := _replaced_by(value)) is not None and not found.active:
         value = found.before
     return value

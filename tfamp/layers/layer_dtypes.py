@@ -1,6 +1,6 @@
 """The dtypes of layers: what each computes in, which a policy decided, and outputs in float32.
 
-Keras tells by a layer's policy whether its weights are quantized: `int8_from_mixed_bfloat16` is
+A layer's policy shows whether Keras has quantized its weights: `int8_from_mixed_bfloat16` is
 quantized to int8 and computes in bfloat16. A plain policy on such a layer would make numbers of its
 integers. So whoever wants another dtype names the float part alone, its *float policy*, and a
 quantized layer gets its *counterpart*: the same quantization from that float policy. This is the
@@ -207,9 +207,8 @@ def lowered(values: Any, dtype: str) -> Any:
     """Returns a structure with its float tensors, also symbolic ones, in a dtype, as `in_low`."""
 
     def lower(x: Any) -> Any:
-        if not (keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor)):
-            return x
-        given = keras.backend.standardize_dtype(x.dtype)
+        is_tensor = keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor)
+        given = keras.backend.standardize_dtype(x.dtype) if is_tensor else dtype
         if given not in FLOAT_DTYPES or given == dtype:
             return x
         exact = in_float32(x)
@@ -312,7 +311,7 @@ def _give_roles(graph: ModelGraph, layers: list[Any]) -> None:
 def forget_dropped(sequential: Any) -> None:
     """Ends the roles in the Functional that a Sequential has built before, if it has dropped it.
 
-    A layer that is no output layer any more gets its policy back.
+    A layer that stops being an output layer gets its policy back.
     """
     last = _insides.get(sequential)
     functional = None if last is None else last()
@@ -383,7 +382,8 @@ def _take_casts_away(graph: ModelGraph) -> None:
 def models_below_become_parts(layer: Any) -> None:
     """Makes models that a layer holds (TimeDistributed(model)) parts, before it is ever called.
 
-    Those that a model holds are no parts before it is built from them: its own code may train them.
+    A model's code may train the models that it holds, so these are not parts of it before it is
+    built from them.
     """
     if graph_of(layer) is None:
         for sub in keras_hooks.sublayers(layer):

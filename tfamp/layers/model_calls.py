@@ -146,7 +146,7 @@ def add_losses_in_float32(layer: Any) -> None:
 
 
 def _activity_loss(regularizer: Callable[[Any], Any], output: Any) -> Any:
-    """What Keras adds for one output of a layer: from Keras 3.14 on a mean over the batch."""
+    """Keras's loss for one output of a layer: from Keras 3.14 on a mean over the batch."""
     loss = regularizer(layer_dtypes.in_float32(output))
     if keras.ops.ndim(output) == 0 or not keras_hooks.averages_activity_losses():
         return loss

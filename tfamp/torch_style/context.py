@@ -1,8 +1,8 @@
 """`autocast`: op-by-op mixed precision, as in PyTorch and Paddle, for eager and traced code.
 
-While any code is inside one, the functions here that get an `original` stand in the place of the
-symbols that `tfamp.interop.patching` lists under their names: each op is cast by its list, and the
-code around ops is kept from undoing it. The class itself is at the end.
+While any code is inside one, the functions here that get an `original` replace the symbols that
+`tfamp.interop.patching` lists under their names: each op is cast by its list, and the code around
+ops is kept from undoing it. The class itself is at the end.
 """
 
 # ruff: noqa: N803 - arguments have the names that TensorFlow gives them
@@ -199,7 +199,7 @@ def _written(op: str, inputs: Sequence[Any]) -> str:
 
 
 def _plain_attrs(op: str, attrs: tuple[Any, ...]) -> list[Any]:
-    """An op's attributes, name and value by turns, of the types TensorFlow's fast path takes.
+    """An op's attributes, names and values alternately, of the types TensorFlow's fast path takes.
 
     Given others, TensorFlow falls back to code that forgets the inputs put in place of its own.
     """
@@ -310,7 +310,7 @@ def custom_gradient(mode: Mode, original: Any, f: Any, args: Any, kwargs: Any) -
 
 
 def _recast_gradients(gradients: Any, dtypes: Sequence[str], variables: Any = None) -> Any:
-    """What a custom gradient returned, in the dtypes of its inputs and variables."""
+    """Casts the results of a custom gradient to the dtypes of its inputs and variables."""
     if not variables:
         return _in_dtypes(gradients, dtypes)
     of_inputs, of_variables = gradients
@@ -610,7 +610,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
     widest one.
 
     It counts in its own thread and its own coroutine, and one object can be entered again while it
-    is in force. A `tf.function` called inside is traced anew for it, whenever it was traced before;
+    is in force. A `tf.function` called inside is traced again for it, even if it was traced before;
     a `ConcreteFunction` stays what it is, and warns. Put the context inside the function that
     `tf.distribute.Strategy.run` is given: replicas run in threads of their own.
 
@@ -631,8 +631,8 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
             float32 ops that would be cast down.
 
     Raises:
-        ValueError: `dtype` is no low-precision dtype.
-        TypeError: `op_lists` is no `OpLists`, or a flag is no bool.
+        ValueError: `dtype` is not a low-precision dtype.
+        TypeError: `op_lists` is not an `OpLists`, or a flag is not a bool.
         UnsupportedBackendError: Keras runs on JAX or PyTorch, whose ops it cannot cast.
 
     Example:

@@ -28,7 +28,7 @@ class Mode:
     dtype: str  # The low one.
     targets: dict[str, str]  # By op type the dtype its float inputs get; "" for their widest.
     cache_casts: bool
-    key: Hashable  # What tells this mode's traces from others'.
+    key: Hashable  # Part of the key of a trace.
 
     @classmethod
     def of(cls, dtype: str, lists: OpLists, cache_casts: bool) -> Mode:
@@ -94,7 +94,7 @@ class _Modes:
 
     @property
     def casts(self) -> Casts | None:
-        """What may be reused here; None outside of every autocast."""
+        """Casts that may be reused here; None outside of every autocast."""
         return getattr(self._innermost(), "casts", None)
 
     @property
@@ -133,7 +133,7 @@ _ONLY_READ = {_READ, "VariableShape", "VarIsInitializedOp", "ResourceGather", "R
 
 @dataclass(slots=True)
 class _Trace:
-    """What is known of one graph."""
+    """The casts in one graph, and where recording began."""
 
     # By a variable's handle and the dtype: its last cast, weak as a tensor keeps its graph alive,
     # and the place in the trace of the read that was cast.
