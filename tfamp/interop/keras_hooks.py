@@ -25,7 +25,7 @@ _VARIABLES = "keras.src.backend.common.variables"
 
 
 def policy_source(read: Callable[[], Any], wrote: Callable[[], None]) -> Patch:
-    """Returns a patch that makes Keras ask `read` for the global policy, and tell `wrote` of a new.
+    """Returns a patch with which Keras reads its policy by `read` and calls `wrote` at a new one.
 
     Keras keeps its policy in a thread-local, and there is no public way to set it for another
     thread. `read` returns None for Keras's own; `wrote` is called in the thread that set it.
@@ -74,7 +74,7 @@ def set_thread_policy(policy: Any) -> None:
 
 
 def global_seed_generator() -> Any:
-    """What Keras draws random numbers from without a seed in this thread; None before any.
+    """Keras's source of random numbers without a seed in this thread; None before its first use.
 
     Symbol: "global_seed_generator" in `keras.src.backend.common.global_state`.
     """
@@ -184,7 +184,7 @@ def set_fed_dtype(input_layer: Any, dtype: str) -> None:
 
 
 def outputs_of(functional: Any) -> list[Any]:
-    """What a Functional returns, flat. Symbol: `Function._outputs_struct`.
+    """Outputs of a Functional, flat. Symbol: `Function._outputs_struct`.
 
     `functional.outputs` may hold more: it is the model's own list, and callers extend it.
     """
@@ -207,18 +207,15 @@ def set_outputs(functional: Any, outputs: Sequence[Any]) -> None:
     structure = keras_symbol(functional, "_outputs_struct")
     values["_outputs_struct"] = keras.tree.pack_sequence_as(structure, list(outputs))
     values["_outputs"] = list(outputs)
-    before = list(functional.layers)
+    before = set(map(id, functional.layers))
     for name, value in values.items():
         keras_symbol(functional, name)
         # Around Layer.__setattr__, which would wrap lists and dicts into trackable ones.
         object.__setattr__(functional, name, value)
     tracked, after = keras_symbol(functional, "_layers"), functional.layers
-    kept = [layer for layer in tracked if not _holds(before, layer) or _holds(after, layer)]
-    tracked[:] = kept + [layer for layer in after if not _holds(tracked, layer)]
-
-
-def _holds(layers: Sequence[Any], layer: Any) -> bool:
-    return any(layer is other for other in layers)
+    gone, known = before - set(map(id, after)), set(map(id, tracked))
+    kept = [layer for layer in tracked if id(layer) not in gone]
+    tracked[:] = kept + [layer for layer in after if id(layer) not in known]
 
 
 def wrap_operations(functional: Any, around: Callable[[Any, Any], Any]) -> None:
@@ -260,7 +257,7 @@ def replace_policy(layer: Any, policy: Any) -> Callable[[], None]:
 
 
 def replace_losses(layer: Any) -> Callable[[], None]:
-    """Lets a layer collect losses anew, for a call whose tensors must not stay behind.
+    """Lets a layer collect losses again, for a call whose tensors must not stay behind.
 
     Symbols: `Layer._losses`, the list that `add_loss` appends to, and `Layer._loss_ids`.
 
@@ -294,7 +291,7 @@ def set_compiled_optimizer(model: Any, optimizer: Any) -> None:
     Symbol: `Trainer._compile_config`. To compile again would forget the metrics' values.
     """
     keras_symbol(keras_symbol(model, "_compile_config"), "config")["optimizer"] = optimizer
-    # Around Layer.__setattr__, as in `compile`: an optimizer is no part of the model's state.
+    # Around Layer.__setattr__, as in `compile`: an optimizer is not part of the model's state.
     object.__setattr__(model, "optimizer", optimizer)
 
 
@@ -470,7 +467,7 @@ def runs_tensorflow() -> bool:
 
 
 def native(variable: Any) -> Any:
-    """What a `keras.Variable` holds, a `tf.Variable` on TensorFlow; any other variable itself."""
+    """Value of a `keras.Variable`, a `tf.Variable` on TensorFlow; any other variable itself."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
@@ -482,12 +479,8 @@ def as_tensor(variable: Any) -> Any:
 
 
 def how_to_change() -> str:
-    """What to do where Keras runs on another backend than TensorFlow, as a sentence."""
+    """Advice, as a sentence, where Keras runs on another backend than TensorFlow."""
     return "Set KERAS_BACKEND=tensorflow before Python starts."
-
-
-# Where they have another name in Keras than the class of TensorFlow 1 has.
-_COUNTERPARTS = {"GradientDescent": "SGD", "Momentum": "SGD", "Functional": "Model"}
 
 
 def described(value: object) -> str:
@@ -510,7 +503,7 @@ def described(value: object) -> str:
 
 
 def advice(value: object) -> str:
-    """What to do where an object or class of tf_keras, TensorFlow 1 or PyTorch was given; or ""."""
+    """Advice for an object or class of tf_keras, TensorFlow 1 or PyTorch; "" for others."""
     owner = value if isinstance(value, type) else type(value)
     names = [f"{base.__module__}.{base.__name__}" for base in owner.__mro__]
     for pattern, library in (
@@ -524,12 +517,10 @@ def advice(value: object) -> str:
 
 
 def _instead(owner: type) -> str:
-    own = [base.__name__.removesuffix("Optimizer") for base in owner.__mro__]
-    for name in (_COUNTERPARTS.get(each, each) for each in own):
-        for where in ("keras", "keras.optimizers", "keras.layers"):
-            namespace = getattr(keras, where.removeprefix("keras."), keras)
-            if isinstance(getattr(namespace, name, None), type):
-                return f"{where}.{name}"
+    for name in (base.__name__.removesuffix("Optimizer") for base in owner.__mro__):
+        for where in ("optimizers", "layers"):
+            if isinstance(getattr(getattr(keras, where), name, None), type):
+                return f"keras.{where}.{name}"
     return "its counterpart in the package keras"
 
 

@@ -33,7 +33,7 @@ def strategy_needs_merge_call() -> bool:
     replica context: the condition has to be taken in cross-replica context.
 
     Symbol: `tf.__internal__.distribute.strategy_supports_no_merge_call`; Keras calls it for the
-    same purpose. No public function tells.
+    same purpose. No public function does this.
 
     True inside such a strategy, False without a strategy.
     """
@@ -77,9 +77,9 @@ def device_details(device: Any) -> dict[str, Any]:
     """Returns what TensorFlow knows of a physical device, with its compute capability as text.
 
     Symbol: `tensorflow.python.pywrap_tfe.TF_GetDeviceDetails`. The public function raises an error
-    for a capability with a letter, such as "9.0a", and then tells not even the device's name.
+    for a capability with a letter, such as "9.0a", and then not even the device's name is known.
 
-    Nothing of a device that is none of this machine's.
+    Empty for a device of another machine.
     """
     devices = tf.config.list_physical_devices()
     if device not in devices:
@@ -90,21 +90,13 @@ def device_details(device: Any) -> dict[str, Any]:
 def runtime_has_started() -> bool:
     """Whether TensorFlow has started its devices: from then on they cannot be configured.
 
-    Symbol: `tensorflow.python.eager.context.Context._context_handle`. No public function tells
-    without starting them.
+    Symbol: `tensorflow.python.eager.context.Context._context_handle`. No public function
+    finds out without starting them.
     """
     return private_symbol(private("eager.context:context")(), "_context_handle") is not None
 
 
 # ---- For autocast --------------------------------------------------------------------------------
-
-
-def no_tape_is_active() -> bool:
-    """Whether no gradient tape of this thread is recording.
-
-    Symbol: `tensorflow.python.pywrap_tfe.TFE_Py_TapeSetIsEmpty`.
-    """
-    return bool(private("pywrap_tfe:TFE_Py_TapeSetIsEmpty")())
 
 
 def place_in_trace(op: Any) -> int:
@@ -152,7 +144,7 @@ def operation_seeds() -> Any:
     """Returns the `random.Random` that eager random ops without a seed take theirs from, or None.
 
     Symbol: `tensorflow.python.eager.context.Context._rng`, there once `tf.random.set_seed` was
-    called. No public function tells its state.
+    called. No public function returns its state.
     """
     return getattr(_context()(), "_rng", None)
 
@@ -248,7 +240,7 @@ _DEVICE_KIND = re.compile(r"(?:^|/|device:)(cpu|gpu|tpu)(?=[:_]|$)", re.IGNORECA
 
 @functools.cache
 def device_kind_of(name: str) -> str:
-    """The kind of device that a device's name tells: "cpu", "gpu" or "tpu"; "" if it tells none."""
+    """Kind of device in a device's name: "cpu", "gpu" or "tpu"; "" where there is none."""
     found = _DEVICE_KIND.search(name)
     return found[1].lower() if found else ""
 
@@ -257,7 +249,7 @@ def device_kind_in_force() -> str:
     """The kind of device that the `tf.device` blocks around this code name; "" if they name none.
 
     Symbols: `tf.Graph._device_function_stack` and `tensorflow.python.eager.context.context`. Only
-    tensors and ops that exist tell their device in public.
+    tensors and ops that exist have a public device.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while graph is not None:
@@ -561,7 +553,7 @@ class SaveableFunction(private("eager.polymorphic_function.polymorphic_function:
 def constants_noted(
     note: Callable[[Any, Any], None],
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that tells of every constant that this thread adds to a graph.
+    """Returns a context that reports every constant that this thread adds to a graph.
 
     A Python number becomes a constant of the dtype of what it is added to, and the graph has the
     rounded value only. `note` gets the value as it was given and the constant's tensor.
@@ -578,7 +570,7 @@ def constants_noted(
 def gradients_noted(
     note: Callable[[Any, Any], None],
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that tells of every gradient this thread takes from a `tf.GradientTape`.
+    """Returns a context that reports every gradient this thread takes from a `tf.GradientTape`.
 
     A graph does not say of which variable a tensor in it is the gradient. `note` gets the sources
     and the gradients, in the same structure.

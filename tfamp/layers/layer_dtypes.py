@@ -1,6 +1,6 @@
 """The dtypes of layers: what each computes in, which a policy decided, and outputs in float32.
 
-Keras tells by a layer's policy whether its weights are quantized: `int8_from_mixed_bfloat16` is
+A layer's policy shows whether Keras has quantized its weights: `int8_from_mixed_bfloat16` is
 quantized to int8 and computes in bfloat16. A plain policy on such a layer would make numbers of its
 integers. So whoever wants another dtype names the float part alone, its *float policy*, and a
 quantized layer gets its *counterpart*: the same quantization from that float policy. This is the
@@ -22,66 +22,55 @@ while a model runs (subclassed models, models called by other layers) is in `mod
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION, float_format
+from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.interop import keras_hooks
-from tfamp.interop.keras_hooks import copy_annotations, reading_variables_in
+from tfamp.interop.keras_hooks import copy_annotations
 from tfamp.interop.patching import wrap_method
 from tfamp.policy import Policy
 
 # The attribute of a low tensor with the float32 tensor that it was made of.
 _EXACT = "_tfamp_float32"
 _Value = TypeVar("_Value")
+_numbers = itertools.count()
 
 
 class WeakMap(Generic[_Value]):
-    """A dict from objects to values that keeps no object alive and compares by identity.
+    """Values of objects, each kept on its object and so no longer than that.
 
-    Layers of a user's own may define `__eq__`, so weakref's dictionaries will not do.
+    Apart from what Keras tracks and saves, and by identity: users' layers may define `__eq__`.
     """
 
     def __init__(self) -> None:
-        self._items: dict[int, tuple[weakref.ref[Any], _Value]] = {}
+        self._name = f"_tfamp_{next(_numbers)}"
 
     def get(self, key: Any) -> _Value | None:
         """Returns the value of an object, None if it has none."""
-        item = self._items.get(id(key))
-        return item[1] if item is not None and item[0]() is key else None
+        value: _Value | None = getattr(key, "__dict__", {}).get(self._name)
+        return value
 
     def set(self, key: Any, value: _Value | None) -> None:
         """Gives an object a value, in place of the one it has; None takes it out."""
-        if value is None:
-            self.discard(key)
-            return
-        items, number = self._items, id(key)
-
-        def drop(dead: weakref.ref[Any]) -> None:
-            # The number may have been given to a new object since.
-            if number in items and items[number][0] is dead:
-                del items[number]
-
-        items[number] = (weakref.ref(key, drop), value)
+        vars(key)[self._name] = value
 
     def discard(self, key: Any) -> None:
         """Takes an object out, if it is there."""
-        if self.get(key) is not None:
-            del self._items[id(key)]
+        vars(key).pop(self._name, None)
 
-    def alive(self) -> list[Any]:
-        """Returns the objects that still exist, in the order they came."""
-        alive = [reference() for reference, _ in list(self._items.values())]
-        return [key for key in alive if key is not None]
+
+# Models, in the order they came; they may end before the layers that they are noted on.
+Models: TypeAlias = weakref.WeakKeyDictionary[Any, None]
 
 
 @dataclass(eq=False)
@@ -93,16 +82,14 @@ class ManagedLayer:
         output_of: Functionals it is an output layer of.
         interior_of: Functionals it is an interior layer of.
         raised: The layer and those of its sublayers that had its policy, while they are raised.
-        low_outputs: Which of its outputs were low before it was raised.
         follows_input: Whether its own policy is float32, and only its outputs are low: where its
             input is, and while it is not raised.
     """
 
     policy: Policy
-    output_of: WeakMap[bool] = field(default_factory=WeakMap)
-    interior_of: WeakMap[bool] = field(default_factory=WeakMap)
-    raised: list[weakref.ref[Any]] = field(default_factory=list)
-    low_outputs: tuple[int, ...] = ()
+    output_of: Models = field(default_factory=weakref.WeakKeyDictionary)
+    interior_of: Models = field(default_factory=weakref.WeakKeyDictionary)
+    raised: list[Any] = field(default_factory=list)
     follows_input: bool = False
 
     @property
@@ -157,9 +144,11 @@ def float_policy(layer: Any) -> str | None:
 
 
 def policy_with(layer: Any, float_name: str) -> Any:
-    """A new policy for a layer that computes in another dtype, of a quantized one its counterpart.
+    """A new policy for a layer that computes in another dtype; None where it cannot get one.
 
-    None where it has none with which it computes what it computes now, but for rounding.
+    A quantized layer gets the counterpart that predicts the same but for rounding: in float32, and
+    in bfloat16 one of int8. Other low dtypes need not hold its scales, the numbers of its groups or
+    its sums of integers; float8 inputs that are rounded before may end a whole step away.
 
     Example:
         >>> layer = keras.layers.Dense(4, dtype="int8_from_mixed_bfloat16")
@@ -173,7 +162,8 @@ def policy_with(layer: Any, float_name: str) -> Any:
         return wanted
     if _float_name(own) == float_name:
         return copy.copy(own)
-    if not _holds_quantized(layer, own.quantization_mode, wanted.compute_dtype):
+    exact = wanted.compute_dtype not in LOW_PRECISION and own.quantization_mode != "float8"
+    if not exact and (own.quantization_mode, wanted.compute_dtype) != ("int8", "bfloat16"):
         return None
     return type(own).from_config({**own.get_config(), "source_name": float_name})
 
@@ -217,9 +207,8 @@ def lowered(values: Any, dtype: str) -> Any:
     """Returns a structure with its float tensors, also symbolic ones, in a dtype, as `in_low`."""
 
     def lower(x: Any) -> Any:
-        if not (keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor)):
-            return x
-        given = keras.backend.standardize_dtype(x.dtype)
+        is_tensor = keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor)
+        given = keras.backend.standardize_dtype(x.dtype) if is_tensor else dtype
         if given not in FLOAT_DTYPES or given == dtype:
             return x
         exact = in_float32(x)
@@ -250,32 +239,6 @@ def _float_name(policy: Any) -> str:
     return compute if compute == policy.variable_dtype else f"mixed_{compute}"
 
 
-def _holds_quantized(layer: Any, mode: str, dtype: str) -> bool:
-    """Whether a dtype holds what a quantized layer computes with, so that only rounding differs."""
-    if mode == "float8":
-        # Its inputs have three bits behind the leading one: a value that is rounded before may end
-        # a whole step, an eighth, away.
-        return False
-    if dtype not in LOW_PRECISION:
-        return True
-    if dtype == "float16" and (mode == "int8" or getattr(layer, "inputs_quantizer", None)):
-        return False  # sums of products of integers, beyond its range
-    return all(_holds(weight, dtype) for weight in layer.weights)
-
-
-def _holds(weight: Any, dtype: str) -> bool:
-    """Whether a dtype holds a weight that Keras casts to it: a scale, or the groups' numbers."""
-    if weight.name != "g_idx" and "_scale" not in weight.name:
-        return True
-    # A layer may be moved while a graph is traced in which it runs.
-    with tf.init_scope(), reading_variables_in(None):
-        sizes = np.abs(keras.ops.convert_to_numpy(weight).astype(np.float32))
-    known = float_format(dtype)
-    if weight.name == "g_idx":  # the number of each weight's group, as a float
-        return bool(np.all(sizes <= 2 / known.eps))
-    return bool(np.all((sizes <= known.max) & ((sizes >= known.tiny) | (sizes == 0))))
-
-
 # ---- Roles in models -----------------------------------------------------------------------------
 
 # Models are built by many threads, and a layer may be part of models of several.
@@ -287,6 +250,7 @@ class ModelGraph:
     """A Functional with managed layers, and its roles.
 
     Attributes:
+        functional: The Functional.
         owner: The Sequential it is the inside of, if any.
         output_of: Functionals in which this model makes an output.
         nested: Whether it is a part of another model, so that its outputs are low.
@@ -294,87 +258,93 @@ class ModelGraph:
         inner: `id`s of the layers and ops whose low outputs such a cast and others take.
     """
 
+    functional: Any
     owner: Callable[[], Any] = lambda: None
-    output_of: WeakMap[bool] = field(default_factory=WeakMap)
+    output_of: Models = field(default_factory=weakref.WeakKeyDictionary)
     nested: bool = False
     casts: set[int] = field(default_factory=set)
     inner: set[int] = field(default_factory=set)
 
 
 graphs: WeakMap[ModelGraph] = WeakMap()
+# The Functional that a Sequential has built last.
+_insides: WeakMap[weakref.ref[Any]] = WeakMap()
 
 
-def graph_of(layer: Any) -> tuple[Any, ModelGraph] | None:
-    """The Functional that a Functional or a built Sequential runs, with its record."""
-    functional = keras_hooks.functional_of(layer) if isinstance(layer, keras.Sequential) else layer
-    graph = graphs.get(functional)
-    return None if graph is None else (functional, graph)
+def graph_of(layer: Any) -> ModelGraph | None:
+    """The record of a Functional, or of the one that a built Sequential runs."""
+    is_sequential = isinstance(layer, keras.Sequential)
+    return graphs.get(keras_hooks.functional_of(layer) if is_sequential else layer)
 
 
-def settle(functional: Any) -> bool:
-    """Gives every layer of a new Functional the dtype of its role; False if it manages none."""
+def settle(functional: Any, owner: Any = None) -> bool:
+    """Gives every layer of a new Functional the dtype of its role; False if it manages none.
+
+    Its owner is the Sequential it is the inside of, where that is known.
+    """
     layers = [op for op in functional.operations if isinstance(op, keras.Layer)]
     with _lock:
-        if not any(managed_layers.get(op) or graph_of(op) for op in layers):
-            return False
-        graphs.set(functional, ModelGraph())
-        for layer in layers:
-            models_below_become_parts(layer)
-        makers = _output_makers(functional)
-        for layer in layers:
-            if not any(layer is maker for maker in makers):
-                _becomes_interior(layer, functional)
-        for layer in makers:
-            _becomes_output(layer, functional)
-        _cast_low_outputs(functional)
-    return True
+        graph = graphs.get(functional)
+        is_new = graph is None and any(managed_layers.get(op) or graph_of(op) for op in layers)
+        if is_new:
+            graph = ModelGraph(functional)
+            graphs.set(functional, graph)
+            _give_roles(graph, layers)
+        if graph is not None and owner is not None:
+            graph.owner = weakref.ref(owner)
+            _insides.set(owner, weakref.ref(functional))
+    return is_new
+
+
+def _give_roles(graph: ModelGraph, layers: list[Any]) -> None:
+    for layer in layers:
+        models_below_become_parts(layer)
+    makers = _output_makers(graph)
+    for layer in layers:
+        if not any(layer is maker for maker in makers):
+            _becomes_interior(layer, graph.functional)
+    for layer in makers:
+        _becomes_output(layer, graph.functional)
+    _cast_low_outputs(graph)
 
 
 def forget_dropped(sequential: Any) -> None:
-    """Takes the Functionals that a Sequential has built and dropped since out of the registry."""
-    now = keras_hooks.functional_of(sequential)
+    """Ends the roles in the Functional that a Sequential has built before, if it has dropped it.
+
+    A layer that stops being an output layer gets its policy back.
+    """
+    last = _insides.get(sequential)
+    functional = None if last is None else last()
+    if functional is None or functional is keras_hooks.functional_of(sequential):
+        return
+    _insides.discard(sequential)
     with _lock:
-        for functional in graphs.alive():
-            graph = graphs.get(functional)
-            if graph is not None and graph.owner() is sequential and functional is not now:
-                _forget(functional)
-
-
-def _forget(functional: Any) -> None:
-    graphs.discard(functional)
-    for layer in functional.operations:
-        found = graph_of(layer)
-        if found is not None:
-            found[1].output_of.discard(functional)
-        record = managed_layers.get(layer)
-        if record is not None:
-            record.interior_of.discard(functional)
-            record.output_of.discard(functional)
-
-
-def unraise_if_no_output(layer: Any) -> None:
-    """Gives a raised layer that is no longer an output layer of any model its policy back."""
-    with _lock:
-        record = managed_layers.get(layer)
-        if record is not None and not record.output_of.alive():
-            _unraise(layer, record)
+        graphs.discard(functional)
+        for layer in functional.operations:
+            graph, record = graph_of(layer), managed_layers.get(layer)
+            if graph is not None:
+                graph.output_of.pop(functional, None)
+            if record is not None:
+                record.interior_of.pop(functional, None)
+                record.output_of.pop(functional, None)
+                if not record.output_of:
+                    _unraise(layer, record)
 
 
 def become_part(model: Any) -> None:
     """Makes a Functional or Sequential a part of another model: its outputs are low from now on."""
     with _lock:
-        found = graph_of(model)
-        if found is None or found[1].nested:
+        graph = graph_of(model)
+        if graph is None or graph.nested:
             return
-        functional, graph = found
         graph.nested = True
-        makers = _output_makers(functional)
-        _take_casts_away(functional, graph)
+        makers = _output_makers(graph)
+        _take_casts_away(graph)
         graph.casts.clear()
         graph.inner.clear()
         for layer in makers:
-            _becomes_interior(layer, functional)
-        _tell_outer(functional)
+            _becomes_interior(layer, graph.functional)
+        _tell_outer(graph)
 
 
 def wants_float32(layer: Any) -> bool:
@@ -383,9 +353,9 @@ def wants_float32(layer: Any) -> bool:
     True for managed layers, and for models any of whose outputs is made by one. False where the
     user gave the dtype, also by setting `layer.dtype_policy` later.
     """
-    found = graph_of(layer)
-    if found is not None:
-        return any(wants_float32(maker) for maker in _output_makers(found[0]))
+    graph = graph_of(layer)
+    if graph is not None:
+        return any(map(wants_float32, _output_makers(graph)))
     record = managed_layers.get(layer)
     if record is None or not record.policy.float32_outputs:
         return False
@@ -400,19 +370,20 @@ def dissolve(functional: Any) -> None:
     with _lock:
         graph = graphs.get(functional)
         if graph is not None:
-            _take_casts_away(functional, graph)
+            _take_casts_away(graph)
             graphs.discard(functional)
 
 
-def _take_casts_away(functional: Any, graph: ModelGraph) -> None:
+def _take_casts_away(graph: ModelGraph) -> None:
     if graph.casts:
-        keras_hooks.set_outputs(functional, _uncast_outputs(functional))
+        keras_hooks.set_outputs(graph.functional, _uncast_outputs(graph))
 
 
 def models_below_become_parts(layer: Any) -> None:
     """Makes models that a layer holds (TimeDistributed(model)) parts, before it is ever called.
 
-    Those that a model holds are no parts before it is built from them: its own code may train them.
+    A model's code may train the models that it holds, so these are not parts of it before it is
+    built from them.
     """
     if graph_of(layer) is None:
         for sub in keras_hooks.sublayers(layer):
@@ -429,10 +400,10 @@ def is_subclassed_model(layer: Any) -> bool:
 
 def float32_made_of_low(model: Any) -> list[bool]:
     """Which outputs a Functional or Sequential returns in float32 because of its policy."""
-    found = graph_of(model)
-    if found is None or found[1].nested:
+    graph = graph_of(model)
+    if graph is None or graph.nested:
         return []
-    outputs = zip(keras_hooks.outputs_of(found[0]), _uncast_outputs(found[0]), strict=True)
+    outputs = zip(keras_hooks.outputs_of(graph.functional), _uncast_outputs(graph), strict=True)
     return [
         output.dtype == "float32" and any(map(wants_float32, output_makers([before])))
         for output, before in outputs
@@ -445,21 +416,21 @@ def _becomes_interior(layer: Any, functional: Any) -> None:
         return
     record = managed_layers.get(layer)
     if record is not None:
-        record.interior_of.set(functional, True)
+        record.interior_of[functional] = None
         _unraise(layer, record)
 
 
 def _becomes_output(layer: Any, functional: Any) -> None:
-    found = graph_of(layer)
-    if found is not None:
-        found[1].output_of.set(functional, True)
+    graph = graph_of(layer)
+    if graph is not None:
+        graph.output_of[functional] = None
         return
     record = managed_layers.get(layer)
     if record is None or not wants_float32(layer):
         return
-    record.output_of.set(functional, True)
+    record.output_of[functional] = None
     # Raising an interior layer would slow the other model down: this one gets a cast.
-    if not record.raised and not record.interior_of.alive() and _can_be_raised(layer):
+    if not record.raised and not record.interior_of and _can_be_raised(layer):
         _raise(layer, record)
 
 
@@ -476,23 +447,14 @@ def _can_be_raised(layer: Any) -> bool:
 
 def _raise(layer: Any, record: ManagedLayer) -> None:
     """Sets float32 on a layer and its sublayers. Safe once built: variables are float32 in both."""
-    nodes = keras_hooks.inbound_nodes(layer)
-    outputs = [pair for node in nodes for pair in enumerate(node.outputs)]
-    low = {i for i, tensor in outputs if tensor.dtype in LOW_PRECISION}
-    changed = list(_carrying(layer, record.policy_name))
-    record.raised = [weakref.ref(part) for part in changed]
-    for part in changed:
+    record.raised = list(_carrying(layer, record.policy_name))
+    for part in record.raised:
         give_policy(part, "float32")
-    if not is_built_in(layer):
-        # The user's code may hold on to the low dtype: ask it.
-        try:
-            dtypes = [tensor.dtype for tensor in _spec_now(nodes[-1])]
-        except (TypeError, ValueError, tf.errors.OpError):
-            _restore_policies(record)
-            return
-        low = {i for i in low if i < len(dtypes) and dtypes[i] == "float32"}
-    record.low_outputs = tuple(sorted(low))
-    _retype(layer, record, "float32")
+    try:
+        _retype(layer)
+    except (TypeError, ValueError, tf.errors.OpError):
+        # The user's code holds on to the low dtype.
+        _restore_policies(record)
 
 
 def _unraise(layer: Any, record: ManagedLayer) -> None:
@@ -500,18 +462,15 @@ def _unraise(layer: Any, record: ManagedLayer) -> None:
 
     One that was quantized to int8 since stays float32 where that policy is float16.
     """
-    if not record.raised:
-        return
-    _restore_policies(record)
-    _retype(layer, record, layer.compute_dtype)
-    _cast_and_tell(record)
+    if record.raised:
+        _restore_policies(record)
+        _retype(layer)
+        _cast_and_tell(record)
 
 
 def _restore_policies(record: ManagedLayer) -> None:
-    for reference in record.raised:
-        part = reference()
-        if part is not None:
-            give_policy(part, record.policy_name)
+    for part in record.raised:
+        give_policy(part, record.policy_name)
     record.raised = []
 
 
@@ -543,25 +502,23 @@ def output_makers(tensors: list[Any]) -> list[Any]:
     return list(found.values())
 
 
-def _output_makers(functional: Any) -> list[Any]:
-    return output_makers(_uncast_outputs(functional))
+def _output_makers(graph: ModelGraph) -> list[Any]:
+    return output_makers(_uncast_outputs(graph))
 
 
-def _uncast_outputs(functional: Any) -> list[Any]:
+def _uncast_outputs(graph: ModelGraph) -> list[Any]:
     """A model's outputs as they were before casts were appended."""
-    graph = graphs.get(functional)
-    outputs = keras_hooks.outputs_of(functional)
-    for i in graph.casts if graph is not None else ():
+    outputs = keras_hooks.outputs_of(graph.functional)
+    for i in graph.casts:
         outputs[i] = keras_hooks.producer(outputs[i])[1].input_tensors[0]
     return outputs
 
 
-def _cast_low_outputs(functional: Any) -> None:
+def _cast_low_outputs(graph: ModelGraph) -> None:
     """Appends a cast to every low output of a model that is to be float32."""
-    graph = graphs.get(functional)
-    if graph is None or graph.nested:
+    if graph.nested:
         return
-    outputs, casts = keras_hooks.outputs_of(functional), dict[int, Any]()
+    outputs, casts = keras_hooks.outputs_of(graph.functional), dict[int, Any]()
     for i, tensor in enumerate(outputs):
         if tensor.dtype in LOW_PRECISION and any(map(wants_float32, output_makers([tensor]))):
             if id(tensor) not in casts:
@@ -569,14 +526,14 @@ def _cast_low_outputs(functional: Any) -> None:
             outputs[i] = casts[id(tensor)]
             graph.casts.add(i)
     if casts:
-        keras_hooks.set_outputs(functional, outputs)
-        graph.inner = _inner_operations(functional, graph)
-        _tell_outer(functional)
+        keras_hooks.set_outputs(graph.functional, outputs)
+        graph.inner = _inner_operations(graph)
+        _tell_outer(graph)
 
 
-def _inner_operations(functional: Any, graph: ModelGraph) -> set[int]:
+def _inner_operations(graph: ModelGraph) -> set[int]:
     """The `id`s of what makes outputs that are cast and that other outputs are computed from."""
-    pending = outputs = _uncast_outputs(functional)
+    pending = outputs = _uncast_outputs(graph)
     taken: set[int] = set()
     while pending:
         nodes = [node for _, node in map(keras_hooks.producer, pending) if node is not None]
@@ -598,16 +555,12 @@ def _cast(tensor: Any) -> Any:
     return layer(tensor)
 
 
-def _retype(layer: Any, record: ManagedLayer, dtype: str) -> None:
+def _retype(layer: Any) -> None:
     """Corrects what the symbolic outputs of a layer say, in every model it is part of."""
-    for node in keras_hooks.inbound_nodes(layer):
-        if record.follows_input:
-            respecify(node)
-            continue
-        for i in record.low_outputs:
-            # MultiHeadAttention, for one, returns one output or two.
-            if i < len(node.outputs):
-                keras_hooks.set_symbolic_dtype(node.outputs[i], dtype)
+    nodes = keras_hooks.inbound_nodes(layer)
+    # All of them before any is changed: a user's code may fail in the new dtype.
+    for spec, node in [(_spec_now(node), node) for node in nodes]:
+        _copy_dtypes(spec, node.outputs)
     retype_followers(layer)
 
 
@@ -632,55 +585,43 @@ def retype_followers(operation: Any) -> None:
 
 def _cast_and_tell(record: ManagedLayer | ModelGraph) -> None:
     """Appends casts to the models that a layer or model has made low outputs of."""
-    for functional in record.output_of.alive():
-        _cast_low_outputs(functional)
-        _tell_outer(functional)
+    for graph in map(graphs.get, list(record.output_of)):
+        if graph is not None:
+            _cast_low_outputs(graph)
+            _tell_outer(graph)
 
 
-def _tell_outer(functional: Any) -> None:
+def _tell_outer(graph: ModelGraph) -> None:
     """Carries changed output dtypes of a model to the models it is called in."""
-    graph = graphs.get(functional)
-    if graph is None:
-        return
-    owner = graph.owner()
-    model = functional if owner is None else owner
+    owner, outputs = graph.owner(), keras_hooks.outputs_of(graph.functional)
+    model = graph.functional if owner is None else owner
     # A list, not any(...) of a generator: every call is to be corrected.
-    nodes = keras_hooks.inbound_nodes(model)
-    outputs = keras_hooks.outputs_of(functional)
-    changed = [_copy_dtypes(outputs, node.outputs) for node in nodes]
+    changed = [_copy_dtypes(outputs, node.outputs) for node in keras_hooks.inbound_nodes(model)]
     if any(changed):
         retype_followers(model)
         _cast_and_tell(graph)
 
 
-def own(functional: Any, sequential: Any) -> None:
-    """Notes which Sequential a Functional is the inside of."""
-    graph = graphs.get(functional)
-    if graph is not None:
-        graph.owner = weakref.ref(sequential)
-
-
-def appended_casts(functional: Any) -> list[Any]:
-    """The layers appended to a model as casts; `functional` may be None or unknown."""
-    graph = graphs.get(functional)
+def appended_casts(model: Any) -> list[Any]:
+    """The layers appended to a Functional or Sequential as casts."""
+    graph = graph_of(model)
     if graph is None:
         return []
-    outputs = keras_hooks.outputs_of(functional)
+    outputs = keras_hooks.outputs_of(graph.functional)
     # One cast may make several outputs.
     return list(dict.fromkeys(keras_hooks.producer(outputs[i])[0] for i in sorted(graph.casts)))
 
 
 def _spec_now(node: Any) -> list[Any]:
     """Symbolic tensors as the call of a layer or op would return them now, its inputs cast."""
-    arguments = node.arguments.args, node.arguments.kwargs
-    operation = node.operation
-    reading: Any = contextlib.nullcontext()
+    args, kwargs = node.arguments.args, node.arguments.kwargs
+    operation, reads = node.operation, None
     if isinstance(operation, keras.Layer) and not isinstance(operation, keras.Model):
-        arguments = keras.tree.map_structure(lambda x: _as_called(operation, x), arguments)
+        as_called = functools.partial(_as_called, operation)
+        args, kwargs = keras.tree.map_structure(as_called, (args, kwargs))
         if operation.autocast and operation.compute_dtype in LOW_PRECISION:
-            reading = keras_hooks.reading_variables_in(operation.compute_dtype)
-    args, kwargs = arguments
-    with reading:
+            reads = operation.compute_dtype
+    with keras_hooks.reading_variables_in(reads):
         return keras.tree.flatten(operation.compute_output_spec(*args, **kwargs))
 
 

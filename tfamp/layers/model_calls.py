@@ -146,7 +146,7 @@ def add_losses_in_float32(layer: Any) -> None:
 
 
 def _activity_loss(regularizer: Callable[[Any], Any], output: Any) -> Any:
-    """What Keras adds for one output of a layer: from Keras 3.14 on a mean over the batch."""
+    """Keras's loss for one output of a layer: from Keras 3.14 on a mean over the batch."""
     loss = regularizer(layer_dtypes.in_float32(output))
     if keras.ops.ndim(output) == 0 or not keras_hooks.averages_activity_losses():
         return loss
@@ -157,14 +157,13 @@ def _activity_loss(regularizer: Callable[[Any], Any], output: Any) -> Any:
 def _build_sequential(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Has the InputLayer that Keras makes for a Sequential without one take features as they are.
 
-    Keras gives it the dtype in which the first layer computes.
+    Keras gives it the dtype in which the first layer computes; one given by the user has float32.
     """
-    _take_inputs_as_they_are(model)
     before = keras_hooks.sublayers(model)[:1]
     result = original(*args, **kwargs)
     for layer in keras_hooks.sublayers(model)[:1]:
         made = isinstance(layer, keras.layers.InputLayer) and before != (layer,)
-        if made and uncast_inputs.get(model) and layer.dtype in LOW_PRECISION:
+        if made and layer.dtype in LOW_PRECISION:
             keras_hooks.set_fed_dtype(layer, "float32")
     return result
 
@@ -248,24 +247,22 @@ def manage_functional(functional: Any, owner: Any = None) -> None:
 
     Its owner is the Sequential it is the inside of, where that is known.
     """
-    if layer_dtypes.settle(functional):
+    if layer_dtypes.settle(functional, owner):
         _watch_functional(functional)
-    if owner is not None:
-        layer_dtypes.own(functional, owner)
 
 
 def _watch_functional(functional: Any) -> None:
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = graph_of(functional)
+        graph = graph_of(functional)
         args, kwargs = keras.tree.map_structure(layer_dtypes.as_given, (args, kwargs))
         # A Sequential calls its Functional's call(); who called the Sequential is its business.
-        if found is not None and found[1].owner() is None:
+        if graph is not None and graph.owner() is None:
             return _as_part(functional, original, *args, **kwargs)
         return original(*args, **kwargs)
 
     def around(operation: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        found = graph_of(functional)
-        if found is None or id(operation) not in found[1].inner:
+        graph = graph_of(functional)
+        if graph is None or id(operation) not in graph.inner:
             return function
         return functools.partial(_through_float32, function)
 
@@ -305,9 +302,9 @@ def _caller_of(model: Any) -> Any:
 
 def _as_part(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a Functional or Sequential as a part of the layer or model that calls it, if any."""
-    caller, found = _caller_of(model), graph_of(model)
+    caller, graph = _caller_of(model), graph_of(model)
     # As the last step of a Functional it makes that one's outputs, and stays float32.
-    ends = found is not None and bool(found[1].output_of.alive())
+    ends = graph is not None and bool(graph.output_of)
     if caller is not None and not layer_dtypes.is_subclassed_model(caller) and not ends:
         layer_dtypes.become_part(model)
     return _for_caller(caller, model, original(*args, **kwargs))
@@ -343,22 +340,19 @@ def _watch_sequential(model: Any) -> None:
         layer_dtypes.forget_dropped(model)
         functional = keras_hooks.functional_of(model)
         if functional is not None:
-            if graph_of(model) is None:
-                # The constructors are no longer wrapped: the policy has changed since.
-                layer_dtypes.settle(functional)
-            layer_dtypes.own(functional, model)
+            # It has no roles yet where the policy has changed since: no constructor was wrapped.
+            layer_dtypes.settle(functional, model)
         return result
 
     def pop(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         layer = original(*args, **kwargs)
         layer_dtypes.forget_dropped(model)
-        layer_dtypes.unraise_if_no_output(layer)
         return layer
 
     def get_config(original: Callable[[], Any]) -> Any:
         # The appended layers are in the Functional only, and this lists the Sequential's own.
         config = original()
-        appended = layer_dtypes.appended_casts(keras_hooks.functional_of(model))
+        appended = layer_dtypes.appended_casts(model)
         config["layers"] += [keras.saving.serialize_keras_object(layer) for layer in appended]
         return config
 
