@@ -116,7 +116,7 @@ def test_wrong_usage_is_exit_code_2(run, arguments, message, tmp_path, monkeypat
         (["--placement", "fused"], 1, "give --freeze too, or --placement min_cut"),
         (["--calibrate", "no.npz"], 2, "--calibrate: cannot read 'no.npz': No such file"),
         (["--calibrate", "."], 2, "--calibrate: cannot read '.': Is a directory"),
-        (["--calibrate", __file__], 2, "is no .npz file of numbers; numpy.savez"),
+        (["--calibrate", __file__], 2, "does not hold named arrays of numbers; numpy.savez"),
     ],
 )
 def test_a_wrong_value_is_one_line_in_the_words_of_the_command_line(
@@ -143,9 +143,9 @@ def test_missing_and_existing_directories_are_one_line(run, src, tmp_path):
     file.touch()
     assert run("rewrite", src, low, "--dtype", "bfloat16")[0] == 0
     for arguments, message in (
-        (["inspect", tmp_path], "is no SavedModel"),
+        (["inspect", tmp_path], "is not a SavedModel"),
         (["rewrite", src, low], "give another directory, or allow to overwrite it (--overwrite)"),
-        (["rewrite", src, file / "low"], f"{file} is no directory"),
+        (["rewrite", src, file / "low"], "could not be written"),
     ):
         code, out, err = run(*arguments, "--dtype", "float16")
         assert (code, out) == (1, "")

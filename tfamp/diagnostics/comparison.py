@@ -33,7 +33,7 @@ from tfamp.diagnostics.model_runs import (
     with_policies,
 )
 from tfamp.interop import keras_hooks
-from tfamp.layers.float_policies import policy_with
+from tfamp.layers.layer_dtypes import policy_with
 from tfamp.policy import low_dtype
 from tfamp.reports import notebook_html
 from tfamp.reports.text_table import table_lines

@@ -16,8 +16,8 @@ import keras
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import patched_here
-from tfamp.layers import output_dtypes
-from tfamp.layers.float_policies import is_built_in, policy_with
+from tfamp.layers import layer_dtypes
+from tfamp.layers.layer_dtypes import is_built_in, policy_with
 from tfamp.layers.model_calls import casts_unprepared
 from tfamp.policy import Policy
 
@@ -117,7 +117,7 @@ def _output_layers(layer: Any) -> list[Any]:
     is_sequential = isinstance(layer, keras.Sequential)
     functional: Any = keras_hooks.functional_of(layer) if is_sequential else layer
     if isinstance(functional, keras_hooks.functional_class()):
-        makers = output_dtypes.output_makers(list(functional.outputs))  # type: ignore[attr-defined]
+        makers = layer_dtypes.output_makers(list(functional.outputs))  # type: ignore[attr-defined]
         return [found for maker in makers for found in _output_layers(maker)]
     return [] if isinstance(layer, keras.Model) else [layer]
 

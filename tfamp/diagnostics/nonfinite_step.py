@@ -22,13 +22,13 @@ from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.diagnostics.model_runs import all_layers, computing_in, observing_layers
 from tfamp.graph.functions import bodies, inline_calls, unshare_branches
 from tfamp.graph.observe import UNROUNDED, low_dtypes, observed_scopes, seeded
-from tfamp.interop import keras_hooks, tf_functions
+from tfamp.interop import keras_hooks, tf_private
 from tfamp.interop.patching import rewrap_methods, wrapped_methods
-from tfamp.layers.float_policies import in_float32
+from tfamp.layers.layer_dtypes import in_float32
 from tfamp.layers.model_calls import add_losses_in_float32
 from tfamp.planning.structures import node_name
 from tfamp.rewriting.function import RewrittenFunction, rewrite
-from tfamp.rewriting.traced_function import FlatCall, TracedFunction
+from tfamp.rewriting.pipeline import FlatCall, TracedFunction
 
 Place: TypeAlias = tuple[str, str]  # Scope and name of a node.
 # Of the nodes whose functions an op runs in, the outermost first, then of the op.
@@ -117,10 +117,11 @@ def trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Ste
 
     function, trained, args = forward, [], [x]
     if compute_loss is not None:
+        scaled: Callable[[Any], Any] = tf.identity
         # Keras's optimizer with a loss scale has none before it is built.
         names = ("dynamic_scale", "loss_scale_factor")
-        has_scale = any(getattr(optimizer, name, None) is not None for name in names)
-        scaled = optimizer.scale_loss if has_scale else tf.identity
+        if optimizer and any(getattr(optimizer, name, None) is not None for name in names):
+            scaled = optimizer.scale_loss
         trained = [variable.value for variable in model.trainable_variables]
         function, args = _with_loss(forward, compute_loss, scaled, trained), [x, y]
     # As in `fit`, AutoGraph leaves the code of layers as it is.
@@ -272,7 +273,7 @@ class _Notes:
         self.layers.setdefault(id(layer), layer)
         number = list(self.layers).index(id(layer))
         scope = tf.name_scope(f"tfamp_layer_{number}") if self.mark_names else nullcontext()
-        with tf_functions.ops_marked(_LAYER, str(number)), scope:
+        with tf_private.ops_marked(_LAYER, str(number)), scope:
             return call()
 
     def take_gradient(self, sources: Any, gradients: Any) -> None:
@@ -286,8 +287,8 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
     call = FlatCall(tf.nest.map_structure(_as_tensor, args), {})
     with (
         observing_layers(notes.call_layer),
-        tf_functions.constants_noted(_note_rounding),
-        tf_functions.gradients_noted(notes.take_gradient),
+        tf_private.constants_noted(_note_rounding),
+        tf_private.gradients_noted(notes.take_gradient),
     ):
         traced = _traced(function, call)
     graph, captured = traced.graph, traced.captured_inputs
@@ -334,7 +335,7 @@ def _note_rounding(value: Any, tensor: Any) -> None:
     if not np.array_equal(given, rounded, equal_nan=True):
         # One value stands for all elements of a filled constant.
         proto = tf.make_tensor_proto(given.astype(np.float32), shape=tensor.shape)
-        tf_functions.set_attribute(tensor.op, UNROUNDED, proto)
+        tf_private.set_attribute(tensor.op, UNROUNDED, proto)
 
 
 def _traced(function: Any, call: FlatCall) -> Any:

@@ -23,6 +23,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import RewriteError
 from tfamp.graph.apply import cast_node, connect
+from tfamp.graph.editor import PYTHON
 from tfamp.graph.functions import (
     bodies,
     copied,
@@ -33,7 +34,6 @@ from tfamp.graph.functions import (
     replace_nodes,
 )
 from tfamp.graph.index import build_indexes
-from tfamp.graph.op_signatures import PYTHON
 from tfamp.interop import tf_private
 from tfamp.planning.ranges import TensorKey
 from tfamp.planning.structures import MAIN_GRAPH, GraphIndex, free_name, node_name, reach
