@@ -16,6 +16,7 @@ from tfamp.graph.editor import (
     first_ports,
     is_control,
     registered_signature,
+    replace_nodes,
     signature,
     tensor_inputs,
 )
@@ -59,21 +60,6 @@ def bodies(graph_def: Any) -> Iterator[tuple[str, Any, Any]]:
     yield MAIN_GRAPH, graph_def.node, None
     for function in graph_def.library.function:
         yield function.signature.name, function.node_def, function
-
-
-def replace_nodes(nodes: Any, left: Iterable[Any]) -> None:
-    """Puts nodes in the place of those that a graph or a function has."""
-    kept = list(left)
-    del nodes[:]
-    nodes.extend(kept)
-
-
-def respell(function: Any, spelled: Mapping[str, str]) -> None:
-    """Gives tensors of a function other names wherever they are used."""
-    for node in function.node_def if spelled else ():
-        node.input[:] = [spelled.get(name, name) for name in node.input]
-    for name, tensor in list(function.ret.items()):
-        function.ret[name] = spelled.get(tensor, tensor)
 
 
 def new_suffix() -> str:
@@ -202,8 +188,8 @@ CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _OPAQUE = ("_noinline", "_XlaMustCompile", "_XlaCompile", "_tpu_replicate")
 # Loops and conditionals of TensorFlow 1: a node is in one by what its inputs come from, so that a
 # body's constants would be left outside.
-_FRAMES = frozenset({"Enter", "RefEnter"})
-_OLD_CONTROL_FLOW = _FRAMES | {"Merge", "Switch", "RefMerge", "RefSwitch"}
+FRAMES = frozenset({"Enter", "RefEnter"})
+_OLD_CONTROL_FLOW = FRAMES | {"Merge", "Switch", "RefMerge", "RefSwitch"}
 
 
 def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
@@ -469,11 +455,6 @@ def _has_side_effects(op: str) -> bool:
 def has_old_control_flow(nodes: Iterable[Any]) -> bool:
     """Whether there is control flow of TensorFlow 1 among nodes."""
     return any(node.op in _OLD_CONTROL_FLOW for node in nodes)
-
-
-def has_frames(graph_def: Any) -> bool:
-    """Whether there are loops of TensorFlow 1: what is in one cannot take a new constant."""
-    return any(node.op in _FRAMES for _, nodes, _ in bodies(graph_def) for node in nodes)
 
 
 def _is_opaque(owner: Any) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, float_format
+from tfamp.graph.editor import replace_nodes
 from tfamp.graph.functions import (
     bodies,
     copied,
@@ -27,7 +28,6 @@ from tfamp.graph.functions import (
     library_of,
     new_suffix,
     rename_functions,
-    replace_nodes,
 )
 from tfamp.graph.index import build_indexes
 from tfamp.interop import tf_private

@@ -99,7 +99,7 @@ class FlatGraph:
         if "prepared" not in made:
             made["prepared"] = prepare(self.graph_def, options, use)
         prepared = made["prepared"].copy() if is_shared else made["prepared"]
-        return prepared.graph_def, convert_prepared(prepared, options, use).plan
+        return prepared.graph.graph, convert_prepared(prepared, options, use).plan
 
 
 def graph_use(

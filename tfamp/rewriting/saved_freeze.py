@@ -17,7 +17,7 @@ from tfamp.core.errors import SavedModelError
 from tfamp.graph.editor import SHAPES, control_inputs_of, is_control, tensor_inputs
 from tfamp.graph.functions import CALLS, copied, inline_calls, rename_functions
 from tfamp.graph.index import build_indexes
-from tfamp.graph.passes.frozen_casts import cast_before_loops, fold_casts
+from tfamp.graph.passes.constants import fold_casts
 from tfamp.planning.decision import make_plan
 from tfamp.planning.structures import BRANCHING, RewritePlan, ScopePlan, node_name
 from tfamp.rewriting.pipeline import all_nodes
@@ -80,11 +80,9 @@ def store_low_constants(meta_graph: Any, roles: Roles, plan: RewritePlan) -> Rew
     In place; returns the plan without the Casts that are no longer needed.
     """
     keep = (*roles.feeds, *roles.fetches, *roles.init)
-    graph, hoisted = cast_before_loops(meta_graph.graph_def)
-    graph, folded = fold_casts(graph, keep)
-    folded |= hoisted
-    build_indexes(graph, dtype=plan.dtype, device="cpu")  # It raises where dtypes do not agree.
-    meta_graph.graph_def.CopyFrom(graph)
+    folded = fold_casts(meta_graph.graph_def, keep)
+    # It raises where dtypes do not agree.
+    build_indexes(meta_graph.graph_def, dtype=plan.dtype, device="cpu")
     scopes = tuple(
         ScopePlan(
             each.scope,

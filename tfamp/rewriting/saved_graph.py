@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfamp.core.errors import SavedModelError
 from tfamp.graph.calibration import Calibration, measure
-from tfamp.graph.editor import SHAPES
+from tfamp.graph.editor import SHAPES, replace_nodes
 from tfamp.graph.functions import (
     CALLS,
     GRADIENT,
@@ -26,7 +26,6 @@ from tfamp.graph.functions import (
     inline_calls,
     library_of,
     reached_functions,
-    replace_nodes,
 )
 from tfamp.graph.rewrite import convert, resolved
 from tfamp.interop import tf_private
