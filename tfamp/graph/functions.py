@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfamp.core.errors import RewriteError
 from tfamp.graph.editor import (
     OpSignature,
+    attribute,
     control_inputs_of,
     first_ports,
     is_control,
@@ -41,18 +42,7 @@ def library_of(graph_def: Any) -> dict[str, Any]:
 
 def attribute_text(node: Any, attr: str) -> str:
     """Returns the text that an attribute of a node holds, "" if it has none."""
-    return as_text(node, attr, node.attr[attr].s) if attr in node.attr else ""
-
-
-def as_text(node: Any, attr: str, data: bytes) -> str:
-    """Returns the text of a node's attribute; a RewriteError names the node if it is none."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise RewriteError(
-            f"Node {node.name!r} ({node.op}): the attribute {attr} holds {data!r}, which is no "
-            f"UTF-8 text ({error.reason} at byte {error.start}): the graph is damaged."
-        ) from error
+    return attribute(node, attr).s.decode(errors="replace")
 
 
 def bodies(graph_def: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -426,7 +416,7 @@ class _Inner:
 
     def _colocated(self, node: Any) -> Iterator[bytes]:
         for each in node.attr["_class"].list.s:
-            name = as_text(node, "_class", each).removeprefix("loc:@")
+            name = each.decode(errors="replace").removeprefix("loc:@")
             if name in self._nodes:
                 yield f"loc:@{self._prefix}{name}".encode()
 

@@ -170,6 +170,8 @@ def _collector_paused() -> Iterator[None]:
 class Pass(NamedTuple):
     """A rewrite of a whole graph, in place: the function `run` of a file of `tfamp.graph.passes`.
 
+    It takes the editor of the graph and the options, behind the decision the plan too.
+
     Attributes:
         file: The file, which is loaded where there is work for it.
         ops: Op types, of which a graph has to have one; None for any graph.
@@ -228,11 +230,9 @@ def _passes_for(graph: GraphEditor, options: RewriteOptions, carries_plan: bool)
     ]
 
 
-def _run(
-    passes: Iterable[Pass], graph: GraphEditor, options: RewriteOptions, plan: RewritePlan | None
-) -> None:
+def _run(passes: Iterable[Pass], *args: Any) -> None:
     for each in passes:
-        importlib.import_module(f"tfamp.graph.passes.{each.file}").run(graph, options, plan)
+        importlib.import_module(f"tfamp.graph.passes.{each.file}").run(*args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +272,7 @@ def prepare(graph_def: Any, options: RewriteOptions, use: GraphUse) -> PreparedG
     The result does not depend on the placement, nor on patterns.
     """
     graph = GraphEditor(graph_def, use.names)
-    _run(_passes_for(graph, options, carries_plan=False), graph, options, None)
+    _run(_passes_for(graph, options, carries_plan=False), graph, options)
     indexes = build_indexes(graph_def, dtype=options.dtype, device=options.device)
     return PreparedGraph(graph, indexes, graph.weights)
 

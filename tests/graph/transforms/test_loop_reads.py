@@ -52,7 +52,7 @@ def reads_in_loops(fast, *args):
 
 def read_before_loops(graph_def, keep=()):
     graph = GraphEditor(graph_def, keep)
-    loop_reads.run(graph)
+    loop_reads.run(graph, None)
     return graph.weights
 
 

@@ -18,7 +18,7 @@ from tfamp.graph.editor import FLOAT_TYPES, GraphEditor, attribute, tensor_input
 from tfamp.interop.tf_private import device_kind_of
 from tfamp.planning.cost import counted_shape
 from tfamp.planning.options import RewriteOptions
-from tfamp.planning.structures import RewritePlan, node_name
+from tfamp.planning.structures import node_name
 
 # Of the result. With fewer, starting three more ops takes what they gain.
 _LEAST_ELEMENTS = 1 << 16
@@ -54,9 +54,7 @@ class _Product(NamedTuple):
         return [self.sizes[label] for label in labels]
 
 
-def run(
-    graph: GraphEditor, options: RewriteOptions | None = None, plan: RewritePlan | None = None
-) -> None:
+def run(graph: GraphEditor, options: RewriteOptions) -> None:
     """Makes Einsums on CPUs a BatchMatMulV2 each, between Transposes, where that pays, in place.
 
     Where the graph has the shapes of both operands, and the Einsum is not fetched.
@@ -90,40 +88,19 @@ def _product(body: GraphEditor, node: Any) -> _Product | None:
         if len(own) != len(known):
             return None
         sizes |= {a: dim for a, dim in zip(known, own, strict=True) if dim >= sizes.get(a, -1)}
-    batch = set(labels[0]) & set(labels[1]) & set(result)
-    (summed, rows, columns) = _parts(labels, batch)
-    if not batch or not len(summed) == len(rows) == len(columns) == 1:
-        return None
-    if set(result) != batch | rows | columns:
+    left, right = map(set, labels)
+    front = "".join(label for label in result if label in left & right)
+    summed, rows, columns = (left & right) - set(front), left - right, right - left
+    one_each = len(summed) == len(rows) == len(columns) == 1
+    if not front or not one_each or set(result) != {*front, *rows, *columns}:
         return None
     operands = list(zip(tensors, labels, strict=True))
     if result.index(*columns) < result.index(*rows):  # The second is multiplied from the left.
         operands.reverse()
-    return _as_matrices(node, operands, batch, summed, result, sizes)
-
-
-def _parts(labels: Sequence[str], batch: set[str]) -> tuple[set[str], set[str], set[str]]:
-    left, right = map(set, labels)
-    return (left & right) - batch, left - right, right - left
-
-
-def _as_matrices(
-    node: Any,
-    operands: Sequence[tuple[str, str]],
-    batch: set[str],
-    summed: set[str],
-    result: str,
-    sizes: Mapping[str, int],
-) -> _Product:
-    """Orders the labels of two operands: first the batch, as most of them have it in front."""
-    count = len(batch)
-    fronts = (each[:count] for each in (result, *(given for _, given in operands)))
-    front = next((each for each in fronts if set(each) == batch), "")
-    front = front or "".join(label for label in result if label in batch)
-    ends = ["".join(a for a in given if a not in batch) for _, given in operands]
+    ends = ["".join(label for label in own if label not in front) for _, own in operands]
     moved = [
-        (str(node.device), tensor, given, front + end)
-        for (tensor, given), end in zip(operands, ends, strict=True)
+        (str(node.device), tensor, own, front + end)
+        for (tensor, own), end in zip(operands, ends, strict=True)
     ]
     adjoint = (ends[0][0] in summed, ends[1][1] in summed)
     made = front + "".join(label for label in ends[0] + ends[1] if label not in summed)

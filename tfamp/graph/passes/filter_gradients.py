@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfamp.graph.editor import FLOAT32_TYPE, GraphEditor, attribute, tensor_inputs
 from tfamp.interop.tf_private import device_kind_of
 from tfamp.planning.options import RewriteOptions
-from tfamp.planning.structures import FLOAT32, RewritePlan
+from tfamp.planning.structures import FLOAT32
 
 _GRADIENT = "Conv2DBackpropFilter"
 _DEPTHWISE_GRADIENT = "DepthwiseConv2dNativeBackpropFilter"
@@ -74,7 +74,7 @@ class _Convolution:
         return dense and each_channel and math.prod(self.filter[:2]) >= _LEAST_TAPS
 
 
-def run(graph: GraphEditor, options: RewriteOptions, plan: RewritePlan | None = None) -> None:
+def run(graph: GraphEditor, options: RewriteOptions) -> None:
     """Makes gradients by filters other ops where these are faster, in place.
 
     Filters of more than one tap only where products of the low dtype are faster than float32's:

@@ -158,7 +158,7 @@ class _Fusible:
             if self._is_known(nodes[name], before[name]):
                 self.known.add(name)
         self.inputs = {
-            name: [each for each in dict.fromkeys(taken) if each in nodes.keys() - self.known]
+            name: [e for e in dict.fromkeys(taken) if e in nodes and e not in self.known]
             for name, taken in before.items()
         }
         self.fusible = {name for name in nodes if self._is_fusible(nodes[name])}

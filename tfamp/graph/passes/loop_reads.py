@@ -21,12 +21,10 @@ from tfamp.graph.editor import (
 )
 from tfamp.graph.loops import Loop, own_loops, reached_bodies
 from tfamp.planning.options import RewriteOptions
-from tfamp.planning.structures import LOOPS, RewritePlan, node_name, reach
+from tfamp.planning.structures import LOOPS, node_name, reach
 
 
-def run(
-    graph: GraphEditor, options: RewriteOptions | None = None, plan: RewritePlan | None = None
-) -> None:
+def run(graph: GraphEditor, options: RewriteOptions) -> None:
     """Hoists reads of float32 variables out of the loops of a training step, in place.
 
     Only reads of variables that the graph writes behind the loop, with what the loop led to: such a

@@ -18,7 +18,7 @@ from tfamp.graph.editor import FLOAT32_TYPE, SHAPES, GraphEditor, attribute, con
 from tfamp.graph.loops import Loop, own_loops
 from tfamp.planning.cost import counted_shape
 from tfamp.planning.options import RewriteOptions
-from tfamp.planning.structures import RewritePlan, node_name
+from tfamp.planning.structures import node_name
 
 _VARIANT = tf.variant.as_datatype_enum
 _ADDING = frozenset({"Add", "AddN", "AddV2"})
@@ -56,9 +56,7 @@ class _Sum:
         return bool(rows * (first + second) < first * second)
 
 
-def run(
-    graph: GraphEditor, options: RewriteOptions | None = None, plan: RewritePlan | None = None
-) -> None:
+def run(graph: GraphEditor, options: RewriteOptions) -> None:
     """Takes sums of products of rows out of the loops of gradients, in place.
 
     Where nothing else uses the sum in the loop, ranks and widths are known, and the rows of a round
