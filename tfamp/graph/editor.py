@@ -193,21 +193,28 @@ class GraphEditor:
     Args:
         graph: A `tf.compat.v1.GraphDef`, or a function of one.
         kept: Tensors or nodes of the graph that are used from outside; of a function, its results.
+        library: The editors of the other functions, for one that is a function.
 
     Attributes:
         graph: The graph or function.
         is_function: Whether it is a function.
         nodes: Its nodes.
-        library: The editors of the graph's functions, by name; a function has none.
+        library: The editors of the graph's functions, by name, which all bodies share.
         weights: Arguments of loops' functions that hold weights, as (function, argument).
     """
 
-    def __init__(self, graph: Any, kept: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        graph: Any,
+        kept: Iterable[str] = (),
+        library: dict[str, GraphEditor] | None = None,
+    ) -> None:
         self.graph = graph
         self.is_function = hasattr(graph, "node_def")
         self.nodes = graph.node_def if self.is_function else graph.node
-        functions = () if self.is_function else graph.library.function
-        self.library = {each.signature.name: GraphEditor(each) for each in functions}
+        self.library = {} if library is None else library
+        for each in () if self.is_function else graph.library.function:
+            self.library[each.signature.name] = GraphEditor(each, (), self.library)
         self.weights: set[tuple[str, str]] = set()
         self._fetched = frozenset(map(node_name, kept))
         self._respelled: dict[str, str] = {}
@@ -263,6 +270,8 @@ class GraphEditor:
     def signature(self, node: Any) -> OpSignature:
         """Returns the signature of a node's op; a RewriteError names an op that is not known."""
         own = registered_signature(node.op)
+        if own is None and node.op in self.library:
+            return signature(self.library[node.op].graph.signature)
         if own is None:
             raise RewriteError(
                 f"Node {node.name!r} ({node.op}): TensorFlow does not know this op; load its "
@@ -287,10 +296,8 @@ class GraphEditor:
         if not output:
             return int(number or 0)
         node = self.by_name.get(name)
-        own = None if node is None else registered_signature(node.op)
-        if own is None or output not in (ports := first_ports(own, node)):
-            return -1
-        return ports[output] + int(number)
+        ports = {} if node is None else first_ports(self.signature(node), node)
+        return ports[output] + int(number) if output in ports else -1
 
     def shape(self, tensor: str) -> list[int] | None:
         """Returns the dimensions of a tensor, -1 for unknown ones; None for an unknown rank."""
