@@ -269,15 +269,18 @@ class GraphEditor:
 
     def signature(self, node: Any) -> OpSignature:
         """Returns the signature of a node's op; a RewriteError names an op that is not known."""
-        own = registered_signature(node.op)
-        if own is None and node.op in self.library:
+        if node.op in self.library:
             return signature(self.library[node.op].graph.signature)
+        own = registered_signature(node.op)
         if own is None:
-            raise RewriteError(
-                f"Node {node.name!r} ({node.op}): TensorFlow does not know this op; load its "
-                "library before the rewrite."
-            )
+            cause = "TensorFlow does not know this op; load its library before the rewrite"
+            raise self.error(node, cause)
         return own
+
+    def error(self, node: Any, cause: str) -> RewriteError:
+        """Returns an error that names a node and its function."""
+        place = f" of function {self.scope!r}" if self.is_function else ""
+        return RewriteError(f"Node {node.name!r} ({node.op}){place}: {cause}.")
 
     def tensor(self, node: Any, port: int = 0) -> str:
         """Returns how an output of a node is spelled."""

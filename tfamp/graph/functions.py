@@ -38,7 +38,18 @@ def library_of(graph_def: Any) -> dict[str, Any]:
 
 def attribute_text(node: Any, attr: str) -> str:
     """Returns the text that an attribute of a node holds, "" if it has none."""
-    return attribute(node, attr).s.decode(errors="replace")
+    return as_text(node, attr, attribute(node, attr).s)
+
+
+def as_text(node: Any, attr: str, data: bytes) -> str:
+    """Returns the text of a node's attribute; a RewriteError names the node if it is none."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise RewriteError(
+            f"Node {node.name!r} ({node.op}): the attribute {attr} holds {data!r}, which is no "
+            f"UTF-8 text ({error.reason} at byte {error.start}): the graph is damaged."
+        ) from error
 
 
 def bodies(graph_def: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -151,6 +162,12 @@ def reached_functions(library: Mapping[str, Any], names: Iterable[str]) -> set[s
         return filter(library.__contains__, calls_in(library[name].node_def))
 
     return set(reach(filter(library.__contains__, names), called))
+
+
+def reached_bodies(graph: GraphEditor, nodes: Iterable[Any]) -> list[GraphEditor]:
+    """The functions that nodes of a graph call, directly or not."""
+    library = {name: each.graph for name, each in graph.library.items()}
+    return [graph.library[name] for name in reached_functions(library, calls_in(nodes))]
 
 
 def calls_in(nodes: Iterable[Any]) -> Iterator[str]:
@@ -352,7 +369,7 @@ class _Copy:
             if value.placeholder:  # The caller gives the attribute of a polymorphic function.
                 copy.attr[name].CopyFrom(self._call.attr[value.placeholder])
         if "_class" in copy.attr:
-            names = (each.decode(errors="replace") for each in node.attr["_class"].list.s)
+            names = (as_text(node, "_class", each) for each in node.attr["_class"].list.s)
             inner = (name.removeprefix("loc:@") for name in names)
             copy.attr["_class"].list.s[:] = [
                 f"loc:@{self._prefix}{name}".encode()

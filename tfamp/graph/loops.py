@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from tfamp.graph.editor import SHAPES, GraphEditor, attribute, tensor_inputs
-from tfamp.graph.functions import calls_in, function_attributes, reached_functions
+from tfamp.graph.functions import calls_in, function_attributes, reached_bodies
 from tfamp.planning.structures import LOOPS, node_name, reach
 
 # How many of a loop's first results TensorFlow differentiates: those behind them are what the loop
@@ -155,9 +155,3 @@ def own_loops(graph: GraphEditor) -> Iterator[Loop]:
             loop = Loop(graph, loops, *(graph.library[name] for name in names))
             if loop.fits:
                 yield loop
-
-
-def reached_bodies(graph: GraphEditor, nodes: Iterable[Any]) -> list[GraphEditor]:
-    """The functions that nodes of a graph call, directly or not."""
-    library = {name: each.graph for name, each in graph.library.items()}
-    return [graph.library[name] for name in reached_functions(library, calls_in(nodes))]

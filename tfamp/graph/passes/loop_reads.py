@@ -19,7 +19,8 @@ from tfamp.graph.editor import (
     control_inputs_of,
     writes_variable,
 )
-from tfamp.graph.loops import Loop, own_loops, reached_bodies
+from tfamp.graph.functions import reached_bodies
+from tfamp.graph.loops import Loop, own_loops
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import LOOPS, node_name, reach
 
