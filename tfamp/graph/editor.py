@@ -327,6 +327,7 @@ class GraphEditor:
 
     def free_name(self, wanted: str) -> str:
         """Returns a name that no node and no argument or result of the function has."""
+        wanted = node_name(wanted)  # The node of a broken graph may have the name of a tensor.
         if not self.is_function:
             return free_name(wanted, self.by_name)
         signature = self.graph.signature

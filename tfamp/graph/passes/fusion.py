@@ -221,7 +221,7 @@ class _Fusible:
         later = defaultdict[str, set[tuple[str | None, int]]](set)
         for name in self.ordered:
             here = self._device(name)
-            ways = (depths[i] + (here != self._device(i)) for i in self.inputs[name])
+            ways = (depths.get(i, 0) + (here != self._device(i)) for i in self.inputs[name])
             depths[name] = max(ways, default=0)
         for name in reversed(self.ordered):
             here = self._device(name)

@@ -53,8 +53,9 @@ def _invariant_reads(loop: Loop) -> Iterator[tuple[Any, str]]:
         if loop.body.graph.ret[result.name] in loop.copies(argument.name)
     }
     for node in loop.body.of_types("ReadVariableOp"):
-        if node.input[0] in same and attribute(node, "dtype").type == FLOAT32_TYPE:
-            yield node, same[node.input[0]]
+        handles = [same[name] for name in node.input if name in same]
+        if handles and attribute(node, "dtype").type == FLOAT32_TYPE:
+            yield node, handles[0]
 
 
 def _writes(graph: GraphEditor, node: Any) -> bool:
