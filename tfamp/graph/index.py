@@ -120,14 +120,15 @@ class _Indexer:
         return self.dtype == "float16" or not detect().cpu_bfloat16
 
     def index(self) -> GraphIndex:
-        function = self.body.graph if self.body.is_function else None
-        for position, arg in enumerate(function.signature.input_arg if function else ()):
+        function = self.body.graph
+        is_function = self.body.is_function
+        for position, arg in enumerate(function.signature.input_arg if is_function else ()):
             self._add_boundary(arg.name, ARGUMENT, arg, [])
             if position in function.arg_attr:
                 self._add_shapes(position, ARGUMENT, function.arg_attr[position].attr)
         for node in self.body.nodes:
             self._add_node(node)
-        for arg in function.signature.output_arg if function else ():
+        for arg in function.signature.output_arg if is_function else ():
             # A result may have the name of a node.
             self._add_boundary(f"{RESULT}{arg.name}", RESULT, arg, [function.ret[arg.name]])
         return self._finish()

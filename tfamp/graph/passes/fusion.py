@@ -463,7 +463,7 @@ class _Body:
             for port, dtype in enumerate(self.dtypes[name]):
                 result = self.function.signature.output_arg.add(type=dtype.as_datatype_enum)
                 result.name = f"result{len(self.function.ret)}"
-                wide = self._spelled[_spelling(name, port)]
+                wide = self._spelled[found.graph.tensor(found.graph.by_name[name], port)]
                 self.function.ret[result.name] = self._cast(wide, _wide(dtype), dtype)
         for attr in (_COMPILED, "_noinline"):
             self.function.attr[attr].b = True
@@ -478,7 +478,7 @@ class _Body:
             tensor = self._cast(tensor, made, _wide(dtype))
             if stored and dtype == tf.float16:
                 tensor = self._overflowed(tensor)
-            self._spelled[_spelling(node.name, port)] = tensor
+            self._spelled[self._found.graph.tensor(node, port)] = tensor
 
     def _outputs(
         self, node: Any, own: OpSignature, inputs: Sequence[str]
@@ -548,10 +548,6 @@ class _Body:
 def _wide(dtype: tf.DType) -> tf.DType:
     """The dtype in which a function has what is of a dtype in the graph."""
     return tf.float32 if dtype.name in LOW_PRECISION else dtype
-
-
-def _spelling(name: str, port: int) -> str:
-    return f"{name}:{port}" if port else name
 
 
 def _dtypes(node: Any, own: OpSignature, arguments: Iterable[Any]) -> list[tf.DType]:
