@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.errors import RewriteError
-from tfamp.graph.editor import STATISTICS_ATTR, GraphEditor
+from tfamp.graph.editor import STATISTICS_ATTR, GraphEditor, set_shape
 from tfamp.graph.index import build_indexes
 from tfamp.interop import tf_private
 from tfamp.planning.decision import PaintedScope, boundaries_agree
@@ -58,6 +58,8 @@ def _rewrite_scope(body: GraphEditor, changes: ScopePlan, dtype: str) -> None:
     for cast in changes.casts:
         source, target = map(tf_private.dtype_number, (cast.source, cast.target))
         node = cast_node(cast.name, cast.tensor, source, target, cast.device)
+        if (dims := body.shape(cast.tensor)) is not None:
+            set_shape(node, dims)
         following[cast.producer].append(node)
         connect(function, by_name, cast.name, cast.consumers)
     if changes.casts:

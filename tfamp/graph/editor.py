@@ -305,9 +305,6 @@ class GraphEditor:
     def shape(self, tensor: str) -> list[int] | None:
         """Returns the dimensions of a tensor, -1 for unknown ones; None for an unknown rank."""
         node = self.by_name.get(node_name(tensor))
-        if node is not None and node.op == "Cast" and SHAPES not in node.attr and node.input:
-            tensor = node.input[0]  # The Casts of a rewrite have no shapes.
-            node = self.by_name.get(node_name(tensor))
         attrs, port = self._argument_attrs(tensor) if node is None else node.attr, self.port(tensor)
         shapes = attrs[SHAPES].list.shape if SHAPES in attrs else ()
         if not 0 <= port < len(shapes) or shapes[port].unknown_rank:
@@ -431,9 +428,14 @@ class GraphEditor:
         for name, value in attrs.items():
             node.attr[name].CopyFrom(_attr_value(value))
         if dims is not None:
-            shape = tf.TensorShape([None if size < 0 else size for size in dims])
-            del node.attr[SHAPES].list.shape[:]
-            node.attr[SHAPES].list.shape.append(shape.as_proto())
+            set_shape(node, dims)
+
+
+def set_shape(node: Any, dims: Iterable[int]) -> None:
+    """Records the shape of a node with one output."""
+    shape = tf.TensorShape([None if size < 0 else size for size in dims])
+    del node.attr[SHAPES].list.shape[:]
+    node.attr[SHAPES].list.shape.append(shape.as_proto())
 
 
 def _attr_value(value: Any) -> Any:

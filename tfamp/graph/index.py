@@ -38,7 +38,6 @@ from tfamp.planning.structures import (
     IndexedNode,
     TypeSlot,
     node_name,
-    reach,
 )
 
 # Attribute, position in it if it is a list, dtype.
@@ -231,20 +230,6 @@ class _Indexer:
                 dims = (dim.size if dim.size >= 0 else None for dim in shape.dim)
                 self.shapes[position, port] = tuple(dims)
 
-    def _pass_on_shapes(self, edges: Iterable[Edge]) -> None:
-        """Gives a Cast the shape of its input: the Casts of a rewrite tell none."""
-        made = {
-            self.slots[edge.target].node: (self.slots[edge.source].node, edge.port)
-            for edge in edges
-            if self.nodes[self.slots[edge.target].node].op == "Cast"
-        }
-        for cast, given in made.items():
-            chain = reach([given], lambda tensor: [made[tensor[0]]] if tensor[0] in made else [])
-            known = (self.shapes[tensor] for tensor in chain if tensor in self.shapes)
-            shape = next(known, None)
-            if shape is not None:
-                self.shapes.setdefault((cast, 0), shape)
-
     def _finish(self) -> GraphIndex:
         edges: list[Edge] = []
         for position, (names, wanted) in enumerate(zip(self.tensors, self.inputs, strict=True)):
@@ -258,7 +243,6 @@ class _Indexer:
                     raise self._wrong(position, f"its input {tensor!r} is {made}, not {taken}")
                 tensor = tensor.replace(node_name(tensor), self.nodes[producer].name, 1)
                 edges.append(Edge(source, target, port, i, tensor))
-        self._pass_on_shapes(edges)
         return GraphIndex(
             scope=self.body.scope,
             nodes=tuple(self.nodes),
