@@ -2,7 +2,7 @@
 
 import pytest
 
-from tfamp.planning.choices import (
+from tfamp.planning.options import (
     MOST_CALLERS,
     caller_names,
     full_name,

@@ -18,10 +18,9 @@ from tfamp.core.profile import KINDS, MachineProfile, builtin_profile
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import OpLists
 from tfamp.graph.rewrite import rewrite_graph_def
-from tfamp.planning.choices import choose_nodes
 from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, estimate, scope_seconds
-from tfamp.planning.options import GraphUse, RewriteOptions
+from tfamp.planning.options import GraphUse, RewriteOptions, choose_nodes
 from tfamp.planning.placement import place
 from tfamp.planning.structures import (
     Edge,

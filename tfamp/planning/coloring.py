@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from tfamp.planning.cost import FLOP_RULES
-from tfamp.planning.grappler_lists import LIST_READERS, LIST_WRITERS
+from tfamp.planning.op_sets import LIST_READERS, LIST_WRITERS
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,

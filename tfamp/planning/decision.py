@@ -13,12 +13,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tfamp.planning.choices import ChosenNodes, Place, choose_nodes, nearest_names
 from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, crossing_tensors, estimate, scope_seconds
-from tfamp.planning.exact_values import ends_of, exact_slots
-from tfamp.planning.normalizations import ROOTS, statistics
-from tfamp.planning.options import GraphUse, RewriteOptions
+from tfamp.planning.exact_values import ROOTS, ends_of, exact_slots, statistics
+from tfamp.planning.options import (
+    ChosenNodes,
+    GraphUse,
+    Place,
+    RewriteOptions,
+    choose_nodes,
+    nearest_names,
+)
 from tfamp.planning.placement import place
 from tfamp.planning.ranges import too_large
 from tfamp.planning.structures import (
