@@ -79,7 +79,6 @@ def problems(draw, most=8):
         unsafe={},
         implied=(),
         loops=(tuple(looped),) if len(looped) == 2 else (),
-        variable_reads=frozenset(),
     )
     forced = {slot for slot in safe if not draw(st.integers(0, 9))}
     for group in (*regions.lists, *regions.loops):
@@ -147,7 +146,7 @@ def test_it_is_the_best_of_all_placements(problem):
 def test_consumers_share_one_cast():
     # n0 is float32; each of the three behind it gains 2, which one Cast of 5 is worth.
     index = make_index(["Placeholder", "Add", "Add", "Add"], [(0, 0, 1), (0, 0, 2), (0, 0, 3)])
-    regions = Regions({}, (), {}, (), (), frozenset())
+    regions = Regions({}, (), {}, (), ())
     slots = ((0.0, 0.0), *[(4 * UNIT, 2 * UNIT)] * 3)
     casts = {(0, 0): 5 * UNIT}
     costs = ScopeCosts(slots, casts, (0.0,) * 4)
@@ -227,9 +226,10 @@ def test_it_is_never_dearer_than_the_lists_and_as_safe(made, profile, dtype, def
     colors = options.colors
     (index,) = build_indexes(shaped(made.graph_def), dtype=dtype, device="cpu")
     chosen = choose_nodes([index], options, GraphUse(made.fetches, made.feeds)).used
-    regions = find_regions(index, {position: reason for (_, position), reason in chosen.items()})
-    painting = paint(Rules(index, regions, colors, updates="low"))
-    safe = safe_slots(Rules(index, regions, colors), painting)
+    regions = find_regions(index, chosen)
+    rules = Rules(index, regions, colors, updates="low")
+    painting = paint(rules)
+    safe = safe_slots(rules, painting)
     assert safe >= painting.low.keys()
     assert not safe & painting.denied.keys()
     assert {colors.get(index.node_of(slot).op) for slot in safe} <= {"allow", "infer", "clear"}

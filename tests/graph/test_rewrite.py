@@ -292,7 +292,7 @@ def test_the_input_is_not_modified_and_functions_keep_their_names():
 def test_one_cast_serves_all_consumers_of_a_tensor():
     made = graph_dsl.graph("x>A1>D1 x>A2>D1 x>A3 A1>n A1>n1 A2>n2".replace("D1", "d1"))
     plan = rewrite_graph_def(made.graph_def, made.fetches, dtype="bfloat16", device="cpu").plan
-    assert len({(cast.tensor, cast.target) for cast in plan.casts}) == len(plan.casts)
+    assert len({(cast.tensor, cast.to) for cast in plan.casts}) == len(plan.casts)
     (down,) = [cast for cast in plan.casts if cast.tensor == "x"]
     assert {name for name, _ in down.consumers} == {"a1", "a2", "a3"}
 
@@ -429,8 +429,7 @@ def test_a_reason_is_its_text_and_knows_its_rule():
     assert isinstance(reason, str)
     assert reason == reason.text == "MatMul is on the allow list"
     assert reason.rule == copy.deepcopy(reason).rule == pickle.loads(pickle.dumps(reason)).rule
-    (cast, *_) = plan.casts
-    assert (cast.from_, cast.to) == (cast.source, cast.target)
+    assert plan.casts[0].from_ in ("float32", "bfloat16")
 
 
 def batch_matmul(device):

@@ -56,7 +56,7 @@ def _rewrite_scope(nodes: Any, function: Any, changes: ScopePlan, dtype: str) ->
             by_name[retype.node].type = tf_private.dtype_number(dtype)
     following: dict[str, list[Any]] = defaultdict(list)
     for cast in changes.casts:
-        source, target = map(tf_private.dtype_number, (cast.source, cast.target))
+        source, target = map(tf_private.dtype_number, (cast.from_, cast.to))
         node = cast_node(cast.name, cast.tensor, source, target, cast.device)
         following[cast.producer].append(node)
         connect(function, by_name, cast.name, cast.consumers)

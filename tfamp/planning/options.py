@@ -13,7 +13,7 @@ import functools
 import heapq
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
 
@@ -101,9 +101,9 @@ class RewriteOptions:
             check_choice("dtype", self.dtype, LOW_PRECISION)
         check_choice("on_error", self.on_error, _ON_ERROR)
         check_choice("device", self.device, DEVICES)
-        _check_placement(self.placement)
-        _check_lists(self.op_lists)
-        _check_profile(self.profile)
+        hint = " To measure which is the fastest, use tfamp.tune."
+        check_choice("placement", self.placement, PLACEMENTS, hint)
+        _check_types(self.op_lists, self.profile)
         for name in ("keep_float32", "force_low"):
             # The dataclass is frozen for its users; this is where its values are made.
             object.__setattr__(self, name, strings(name, getattr(self, name)))
@@ -190,11 +190,11 @@ class GraphUse:
         return (*self.fetches, *self.feeds)
 
 
-def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+def check_choice(name: str, value: str, allowed: Sequence[str], hint: str = "") -> None:
     """Raises a ValueError that names the allowed values unless `value` is one."""
     # Not "in allowed" alone: tf.float16 equals "float16" without being a string.
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.{hint}")
 
 
 def strings(argument: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -217,94 +217,51 @@ def _compiled(argument: str, pattern: str) -> re.Pattern[str]:
         ) from error
 
 
-def _check_placement(value: str) -> None:
-    try:
-        check_choice("placement", value, PLACEMENTS)
-    except ValueError as error:
-        raise ValueError(f"{error} To measure which is the fastest, use tfamp.tune.") from None
-
-
-def _check_lists(op_lists: Any) -> None:
-    if op_lists is not None and not isinstance(op_lists, OpColors):
+def _check_types(op_lists: Any, profile: Any) -> None:
+    if not isinstance(op_lists, OpColors | None):
         raise TypeError(
             f"op_lists must be a tfamp.OpLists or None; got {type(op_lists).__name__}. Start from "
             "OpLists.default(dtype).with_changes(...)."
         )
-
-
-def _check_profile(profile: Any) -> None:
-    if profile is None or profile == "builtin" or isinstance(profile, MachineProfile):
-        return
-    is_text = isinstance(profile, str)
-    got = repr(profile) if is_text else type(profile).__name__
-    raise (ValueError if is_text else TypeError)(
-        f'profile must be a tfamp.graph.MachineProfile or None; got {got}. "builtin" stands for '
-        "fixed figures; a file's is MachineProfile.from_json(text)."
-    )
+    if not isinstance(profile, MachineProfile | None) and profile != "builtin":
+        raise TypeError(
+            f"profile must be a tfamp.graph.MachineProfile or None; got {type(profile).__name__}. "
+            "The string 'builtin' stands for fixed figures; a file's is "
+            "MachineProfile.from_json(text)."
+        )
 
 
 # ---- The nodes that the caller chooses, by name --------------------------------------------------
 
-# A node by the positions of its scope and of itself there.
-Place: TypeAlias = tuple[int, int]
-# The nodes, each with the names of what runs its scope.
-_Nodes: TypeAlias = Mapping[Place, tuple[IndexedNode, Sequence[str]]]
-# A function, the name of what runs it, and the functions around it.
-_Call: TypeAlias = tuple[str, str, frozenset[str]]
 # Functions that call one another twice have a number of callers that doubles at every level.
 MOST_CALLERS = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The nodes that one pattern of the caller's means.
-
-    Attributes:
-        argument: "keep_float32" or "force_low".
-        pattern: The regular expression.
-        nodes: The nodes, each with the name that matches.
-    """
-
-    argument: str
-    pattern: str
-    nodes: Mapping[Place, str]
-
-    def text(self) -> str:
-        """Returns the first of the nodes' names, for a message."""
-        names = list(self.nodes.values())
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"what it matches ({', '.join(map(repr, names[:3]))}{more})"
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenNodes:
     """What the caller decides about the nodes of a graph and its functions.
 
+    Positions of nodes count through the graph and its functions, one after the other.
+
     Attributes:
         used: The nodes that are fetched or fed, with the reason.
         kept: The nodes that stay float32, these among them, with the reason.
         forced: The nodes that are converted whatever their op. A node that is also kept stays
             float32.
-        names: A name for each node by which patterns find it, callers in front.
-        must_matter: The patterns that are meant to change something.
+        matches: By argument and pattern, the nodes of each pattern that should change something,
+            with the name that matches.
     """
 
-    used: Mapping[Place, Reason]
-    kept: Mapping[Place, Reason]
-    forced: frozenset[Place]
-    names: Mapping[Place, str]
-    must_matter: tuple[Match, ...]
-
-    def idle(self, argument: str, low: Set[Place]) -> list[Match]:
-        """Returns the patterns of an argument that mean none of these nodes."""
-        matches = (each for each in self.must_matter if each.argument == argument)
-        return [each for each in matches if low.isdisjoint(each.nodes)]
+    used: Mapping[int, Reason]
+    kept: Mapping[int, Reason]
+    forced: frozenset[int]
+    matches: Mapping[tuple[str, str], Mapping[int, str]]
 
 
 def choose_nodes(
     indexes: Sequence[GraphIndex], options: RewriteOptions, use: GraphUse
 ) -> ChosenNodes:
-    """Returns the nodes of a graph and its functions that the caller means.
+    """Returns the nodes of a graph and its functions that the caller chooses.
 
     A pattern is searched for in the name of a node; for a node of a branch, a body or any other
     function also in that name behind the names of its callers, as in "gate/cond/MatMul".
@@ -313,126 +270,113 @@ def choose_nodes(
         ValueError: The graph has no node of a name, or that matches a pattern.
     """
     used = _used_nodes(indexes[0], use)
-    callers = _callers(indexes)
-    nodes = {
-        (number, position): (node, callers.get(index.scope, ()))
-        for number, index in enumerate(indexes)
-        for position, node in enumerate(index.nodes)
-        if node.op not in (ARGUMENT, RESULT)
+    # A NoOp holds functions and does not run them.
+    calls = {
+        index.scope: [
+            (n.name, called) for n in index.nodes if n.op != "NoOp" for _, called in n.calls
+        ]
+        for index in indexes
     }
-    matches = [
-        Match(argument, each.pattern, dict(_found(each, nodes)))
-        for argument, expressions in options.patterns.items()
-        for each in expressions
-    ]
-    names = {
-        place: full_name(next(iter(around), ""), node.name)
-        for place, (node, around) in nodes.items()
-    }
-    must_matter = tuple(each for each in matches if each.pattern not in options.may_miss)
-    for each in must_matter:
-        if not each.nodes:
-            near = nearest_names(each.pattern, names.values()) or ["dense/MatMul"]
-            raise ValueError(
-                f"{each.argument}: no node's name matches {each.pattern!r}. The pattern is "
-                f"searched for in names such as {', '.join(map(repr, near))}."
-            )
-    forced = frozenset(
-        place
-        for each in matches
-        for place in each.nodes
-        # Casts follow their neighbours.
-        if each.argument == "force_low" and nodes[place][0].op != "Cast"
-    )
-    return ChosenNodes(used, {**_kept(matches, nodes), **used}, forced, names, must_matter)
+    callers = caller_names(calls)
+    named = [(callers.get(index.scope, ()), node) for index in indexes for node in index.nodes]
+    kept: dict[int, Reason] = {}
+    forced: set[int] = set()
+    matches = {}
+    for argument, patterns in options.patterns.items():
+        for pattern in patterns:
+            found = _matching(pattern, named)
+            if pattern.pattern not in options.may_miss:
+                matches[argument, pattern.pattern] = found
+                if not found:
+                    raise _no_match(argument, pattern.pattern, named)
+            if argument == "force_low":
+                # Casts follow their neighbours.
+                forced.update(position for position in found if named[position][1].op != "Cast")
+            else:
+                text = f"its name matches keep_float32 {pattern.pattern!r}"
+                kept = dict.fromkeys(found, Reason("keep_float32", text)) | kept
+    return ChosenNodes(used, kept | used, frozenset(forced), matches)
 
 
-def _used_nodes(index: GraphIndex, use: GraphUse) -> dict[Place, Reason]:
+def _used_nodes(index: GraphIndex, use: GraphUse) -> dict[int, Reason]:
     """The nodes that are fetched or fed, with the reason."""
     positions = {node.name: position for position, node in enumerate(index.nodes)}
-    why = {"fetches": "its result is fetched", "feeds": "its value is fed"}
+    fetched = Reason("fetches", "its result is fetched")
+    fed = Reason("feeds", "its value is fed")
     used = {}
-    for argument, names in (("fetches", use.fetches), ("feeds", use.feeds)):
-        for name in names:
-            own, (_, colon, port) = node_name(name), name.partition(":")
-            if own not in positions:
-                near = difflib.get_close_matches(own, sorted(positions))
-                hint = f" The nearest names are {near}." if near else ""
-                raise ValueError(f"{argument}: the graph has no node {name!r}.{hint}")
-            if colon and not port.isdecimal():
-                raise ValueError(
-                    f"{argument}: {name!r} is no name of a tensor; those of the node are "
-                    f"'{own}:0', '{own}:1' and so on."
-                )
-            used[0, positions[own]] = Reason(argument, why[argument])
+    for reason, name in (*((fetched, n) for n in use.fetches), *((fed, n) for n in use.feeds)):
+        own, (_, colon, port) = node_name(name), name.partition(":")
+        if own not in positions:
+            near = difflib.get_close_matches(own, sorted(positions))
+            hint = f" The nearest names are {near}." if near else ""
+            raise ValueError(f"{reason.rule}: the graph has no node {name!r}.{hint}")
+        if colon and not port.isdecimal():
+            raise ValueError(
+                f"{reason.rule}: {name!r} is not the name of a tensor; those of the node are "
+                f"'{own}:0', '{own}:1' and so on."
+            )
+        used[positions[own]] = reason
     return used
 
 
-def _callers(indexes: Sequence[GraphIndex]) -> Mapping[str, Sequence[str]]:
-    # What a NoOp holds it does not run.
-    return caller_names(
-        {
-            index.scope: [
-                (node.name, [name for _, name in node.calls])
-                for node in index.nodes
-                if node.calls and node.op != "NoOp"
-            ]
-            for index in indexes
-        },
-        MAIN_GRAPH,
+# For each node the names of what runs its function, and the node.
+_Named: TypeAlias = Sequence[tuple[Sequence[str], IndexedNode]]
+
+
+def _matching(pattern: re.Pattern[str], named: _Named) -> dict[int, str]:
+    found = {}
+    for position, (around, node) in enumerate(named):
+        if node.op not in (ARGUMENT, RESULT):
+            longer = (full_name(caller, node.name) for caller in around)
+            name = next(filter(pattern.search, itertools.chain([node.name], longer)), None)
+            if name is not None:
+                found[position] = name
+    return found
+
+
+def _no_match(argument: str, pattern: str, named: _Named) -> ValueError:
+    names = [
+        full_name(next(iter(around), ""), node.name)
+        for around, node in named
+        if node.op not in (ARGUMENT, RESULT)
+    ]
+    near = nearest_names(pattern, names) or ["dense/MatMul"]
+    return ValueError(
+        f"{argument}: no node's name matches {pattern!r}. The pattern is searched for in names "
+        f"such as {', '.join(map(repr, near))}."
     )
 
 
-def _found(pattern: re.Pattern[str], nodes: _Nodes) -> Iterator[tuple[Place, str]]:
-    for place, (node, around) in nodes.items():
-        longer = (full_name(caller, node.name) for caller in around)
-        name = next(filter(pattern.search, itertools.chain([node.name], longer)), None)
-        if name is not None:
-            yield place, name
-
-
-def _kept(matches: Iterable[Match], nodes: _Nodes) -> dict[Place, Reason]:
-    kept: dict[Place, Reason] = {}
-    for each in matches:
-        if each.argument == "keep_float32":
-            for place, name in each.nodes.items():
-                longer = "" if name == nodes[place][0].name else f" {name}"
-                text = f"its name{longer} matches keep_float32 {each.pattern!r}"
-                kept.setdefault(place, Reason("keep_float32", text))
-    return kept
-
-
-def caller_names(
-    calls: Mapping[str, Sequence[tuple[str, Sequence[str]]]], main: str
-) -> dict[str, tuple[str, ...]]:
+def caller_names(calls: Mapping[str, Iterable[tuple[str, str]]]) -> dict[str, Sequence[str]]:
     """Returns for each function the names of the nodes that run it, callers of these in front.
 
     Args:
-        calls: For each function the nodes in it that run others: name, and functions they run.
-        main: The function that nothing runs: the graph itself.
+        calls: For each function, and for "", the graph itself, the calls in it: pairs of a node's
+            name and a function that it runs.
 
     Returns:
         The first 1,000 names of each function, in the order of the graph. Calls of a function by
         itself count once.
 
     Example:
-        >>> caller_names({"": [("gate/cond", ["then", "else"])], "then": [("while", ["body"])]}, "")
-        {'then': ('gate/cond',), 'else': ('gate/cond',), 'body': ('gate/cond/while',)}
+        >>> caller_names({"": [("gate/cond", "then")], "then": [("while", "body")]})
+        {'then': ['gate/cond'], 'body': ['gate/cond/while']}
     """
     found: dict[str, dict[str, None]] = {}
 
-    def called_by(call: _Call) -> Iterator[_Call]:
+    # A function, the name of what runs it, and the functions around it.
+    def called_by(
+        call: tuple[str, str, frozenset[str]],
+    ) -> Iterator[tuple[str, str, frozenset[str]]]:
         function, caller, around = call
         for node, called in calls.get(function, ()):
-            name = full_name(caller, node)
-            for each in called:
-                names = found.setdefault(each, {})
-                if each not in around and name not in names and len(names) < MOST_CALLERS:
-                    names[name] = None
-                    yield each, name, around | {each}
+            name, names = full_name(caller, node), found.setdefault(called, {})
+            if called not in around and name not in names and len(names) < MOST_CALLERS:
+                names[name] = None
+                yield called, name, around | {called}
 
-    reach([(main, "", frozenset([main]))], called_by)
-    return {function: tuple(names) for function, names in found.items()}
+    reach([(MAIN_GRAPH, "", frozenset([MAIN_GRAPH]))], called_by)
+    return {function: list(names) for function, names in found.items()}
 
 
 def full_name(caller: str, node: str) -> str:
@@ -452,19 +396,17 @@ def full_name(caller: str, node: str) -> str:
     return f"{caller}/{node}" if caller else node
 
 
-def nearest_names(pattern: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """Returns the names most like a regular expression that is found in none of them.
+def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """Returns the three names most like a regular expression that is found in none of them.
 
-    Args:
-        pattern: The expression; compared is what it holds of letters, digits, "_" and "/".
-        names: Names of nodes; as many of their parts between "/" are compared as it has.
-        count: How many to return.
+    As many parts of a name, between its "/", are compared as the expression has.
 
     Example:
-        >>> nearest_names("^dense_l/", ["x", "dense/MatMul", "dense_1/MatMul"], 1)
-        ['dense_1/MatMul']
+        >>> nearest_names("^dense_l/", ["x", "dense/MatMul", "dense_1/MatMul"])[0]
+        'dense_1/MatMul'
     """
     text = re.sub(r"\\.|[^\w/]", "", pattern).strip("/").lower()
+    length = text.count("/") + 1
     matcher = difflib.SequenceMatcher(b=text, autojunk=False)
 
     @functools.cache
@@ -473,8 +415,8 @@ def nearest_names(pattern: str, names: Iterable[str], count: int = 3) -> list[st
         return matcher.ratio()
 
     def best(name: str) -> float:
-        parts, length = name.split("/"), text.count("/") + 1
+        parts = name.split("/")
         starts = range(max(len(parts) - length, 0) + 1)
         return max(likeness("/".join(parts[start : start + length])) for start in starts)
 
-    return heapq.nlargest(count, dict.fromkeys(names), key=lambda name: (best(name), -len(name)))
+    return heapq.nlargest(3, dict.fromkeys(names), key=lambda name: (best(name), -len(name)))
