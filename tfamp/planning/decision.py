@@ -333,20 +333,17 @@ _INVARIANT = Reason("loop", "it is the same in every iteration, and its gradient
 
 
 class Link(NamedTuple):
-    """A function that a loop or a conditional runs.
+    """A function that a loop runs.
 
     Attributes:
-        caller: Position of the scope of the node that runs it.
-        node: Position of the node there.
-        function: Position of the scope of the function.
-        slots: Slots of the function's arguments and results, with the caller's slot for each.
-            None if these do not have the same dtypes.
+        caller: Position of the scope of the loop.
+        node: Position of the loop there.
+        slots: Slots of the function's arguments and results, with the loop's slot for each.
     """
 
     caller: int
     node: int
-    function: int
-    slots: Mapping[int, int] | None
+    slots: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +418,7 @@ def join(
     slots = [list(range(*pair)) for pair in itertools.pairwise(bounds)]
     kept: dict[int, Reason] = {}
     for number, link in links.items():
-        for inner, outer in (link.slots or {}).items():
+        for inner, outer in link.slots.items():
             slots[number][inner] = slots[link.caller][outer]
     for number in links:
         kept.update(_kept(scopes[number], slots[number], weights))
@@ -434,63 +431,36 @@ def join(
     return Joined(scopes, index, offsets[:-1], slots, kept, every)
 
 
-def boundaries_agree(scopes: Sequence[GraphIndex]) -> Iterator[tuple[IndexedNode, str, bool]]:
-    """Yields loops and conditionals with each function they run, and whether the dtypes agree."""
-    for caller, node, function, slots in _boundaries(scopes):
-        yield scopes[caller].nodes[node], scopes[function].scope, slots is not None
-
-
-def _boundaries(scopes: Sequence[GraphIndex]) -> Iterator[Link]:
-    numbers = {scope.scope: number for number, scope in enumerate(scopes) if scope.scope}
+def _links(scopes: Sequence[GraphIndex], colors: Mapping[str, str]) -> dict[int, Link]:
+    """The functions, by position of their scopes, that one loop runs and nothing else."""
+    numbers = {scope.scope: number for number, scope in enumerate(scopes)}
+    callers = Counter(name for scope in scopes for node in scope.nodes for _, name in node.calls)
+    links: dict[int, Link] = {}
     for caller, scope in enumerate(scopes):
         for position, node in enumerate(scope.nodes):
-            for attr, name in node.calls:
-                attrs = _boundary_attrs(node.op, attr)
-                if attrs is not None and name in numbers:
-                    slots = _boundary(scope, node, attrs, scopes[numbers[name]])
-                    yield Link(caller, position, numbers[name], slots)
+            if node.op not in LOOPS or colors.get(node.op) != "clear":
+                continue
+            found = {
+                numbers[name]: _shared_slots(scope, node, attr, scopes[numbers[name]])
+                for attr, name in node.calls
+                if name in numbers and callers[name] == 1
+            }
+            # All functions of a node or none: they share its slots.
+            if len(found) == len(node.calls) and all(found.values()):
+                links.update((n, Link(caller, position, slots)) for n, slots in found.items())
+    return links
 
 
-def _links(scopes: Sequence[GraphIndex], colors: Mapping[str, str]) -> dict[int, Link]:
-    """The functions that one loop runs, and nothing else."""
-    callers = Counter(name for scope in scopes for node in scope.nodes for _, name in node.calls)
-    links = [
-        link
-        for link in _boundaries(scopes)
-        if link.slots is not None
-        and callers[scopes[link.function].scope] == 1
-        and (op := scopes[link.caller].nodes[link.node].op) in LOOPS
-        and colors.get(op) == "clear"
-    ]
-    # All functions of a node or none: they share its slots.
-    linked = Counter(link[:2] for link in links)
-    return {
-        link.function: link
-        for link in links
-        if linked[link[:2]] == len(scopes[link.caller].nodes[link.node].calls)
-    }
-
-
-def _boundary_attrs(op: str, attr: str) -> tuple[str, str] | None:
-    """The attributes with the dtypes of a function's arguments and of its results."""
-    if op in LOOPS:
-        return {"body": ("T", "T"), "cond": ("T", "")}.get(attr)
-    return ("Tin", "Tout") if attr in ("then_branch", "else_branch", "branches") else None
-
-
-def _boundary(
-    caller: GraphIndex, node: IndexedNode, attrs: tuple[str, str], function: GraphIndex
-) -> dict[int, int] | None:
-    """The slots of a function's arguments and results with the caller's, if they fit."""
+def _shared_slots(
+    caller: GraphIndex, loop: IndexedNode, attr: str, function: GraphIndex
+) -> dict[int, int]:
+    """The slots of a function's arguments and results with the loop's; none if they do not fit."""
+    outer = [slot for slot in loop.slots if caller.slots[slot].attr == "T"]
     pairs: dict[int, int] = {}
-    for name, op in zip(attrs, (ARGUMENT, RESULT), strict=True):
-        if not name:
-            continue
-        outer = [slot for slot in node.slots if caller.slots[slot].attr == name]
-        outer.sort(key=lambda slot: caller.slots[slot].index or 0)
+    for op in (ARGUMENT, RESULT) if attr == "body" else (ARGUMENT,):
         inner = [each.slots[0] for each in function.nodes if each.op == op]
         if [caller.slots[s].dtype for s in outer] != [function.slots[s].dtype for s in inner]:
-            return None
+            return {}
         pairs.update(zip(inner, outer, strict=True))
     return pairs
 
@@ -508,7 +478,7 @@ def _join_indexes(
     largest: dict[int, float] = {}
     for number, scope in enumerate(scopes):
         joined, offset = places[number], offsets[number]
-        shared = (links[number].slots or {}) if number in links else {}
+        shared = links[number].slots if number in links else {}
         for position, node in enumerate(scope.nodes):
             own = tuple(dict.fromkeys(joined[slot] for slot in node.slots))
             calls = () if (number, position) in loops else node.calls
