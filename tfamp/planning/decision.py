@@ -116,19 +116,19 @@ def decide(
     why_float32 = {**painting.left, **painting.denied, **regions.fixed}
     scopes = tuple(
         PaintedScope(
-            index, joined.split(painting.low, n), joined.split(why_float32, n), costs[n], rounds
+            index=index,
+            low=joined.split(painting.low, number),
+            kept=joined.split(why_float32, number),
+            costs=costs[number],
+            rounds=joined.rounds[number],
         )
-        for n, (index, rounds) in enumerate(zip(indexes, joined.rounds, strict=True))
+        for number, index in enumerate(indexes)
     )
     nodes = tuple(node for scope in scopes for node in _node_plans(scope, options))
     plans = tuple(_plan_scope(scope, options.dtype) for scope in scopes)
     plan = make_plan(options.dtype, nodes, plans, _speed_up(scopes))
     could = set(_convertible(rules, exact)) - found.keys() - chosen.used.keys()
-    low = {
-        number
-        for number, node in enumerate(joined.index.nodes)
-        if not painting.low.keys().isdisjoint(node.slots)
-    }
+    low = {joined.index.slots[slot].node for slot in painting.low}
     return Decision(scopes, plan, tuple(_idle_patterns(indexes, chosen, could, low, plan)))
 
 

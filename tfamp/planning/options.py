@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import heapq
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -224,10 +223,11 @@ def _check_types(op_lists: Any, profile: Any) -> None:
             "OpLists.default(dtype).with_changes(...)."
         )
     if not isinstance(profile, MachineProfile | None) and profile != "builtin":
-        raise TypeError(
-            f"profile must be a tfamp.graph.MachineProfile or None; got {type(profile).__name__}. "
-            "The string 'builtin' stands for fixed figures; a file's is "
-            "MachineProfile.from_json(text)."
+        is_text = isinstance(profile, str)
+        got = repr(profile) if is_text else type(profile).__name__
+        raise (ValueError if is_text else TypeError)(
+            f'profile must be a tfamp.graph.MachineProfile or None; got {got}. "builtin" stands '
+            "for fixed figures; a file's is MachineProfile.from_json(text)."
         )
 
 
@@ -397,7 +397,7 @@ def full_name(caller: str, node: str) -> str:
 
 
 def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Returns the three names most like a regular expression that is found in none of them.
+    """Returns up to three names most like a regular expression that is found in none of them.
 
     As many parts of a name, between its "/", are compared as the expression has.
 
@@ -407,16 +407,10 @@ def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
     """
     text = re.sub(r"\\.|[^\w/]", "", pattern).strip("/").lower()
     length = text.count("/") + 1
-    matcher = difflib.SequenceMatcher(b=text, autojunk=False)
-
-    @functools.cache
-    def likeness(part: str) -> float:
-        matcher.set_seq1(part.lower())
-        return matcher.ratio()
-
-    def best(name: str) -> float:
-        parts = name.split("/")
-        starts = range(max(len(parts) - length, 0) + 1)
-        return max(likeness("/".join(parts[start : start + length])) for start in starts)
-
-    return heapq.nlargest(3, dict.fromkeys(names), key=lambda name: (best(name), -len(name)))
+    by_parts: dict[str, str] = {}
+    for name in names:
+        parts = name.lower().split("/")
+        for start in range(max(len(parts) - length, 0) + 1):
+            by_parts.setdefault("/".join(parts[start : start + length]), name)
+    near = difflib.get_close_matches(text, by_parts, n=3, cutoff=0.0)
+    return list(dict.fromkeys(by_parts[each] for each in near))
