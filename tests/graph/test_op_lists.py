@@ -20,13 +20,13 @@ from helpers.tolerances import assert_close
 from tfamp.graph import op_lists
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.interop import tf_private
-from tfamp.planning import autocast_lists, grappler_lists
+from tfamp.planning import op_sets
 
 DTYPES = ("float16", "bfloat16")
 DEFAULTS = [(dtype, device) for dtype in DTYPES for device in DEVICES]
 SETS = {
     f"{module.__name__.rpartition('.')[2]}.{name}": value
-    for module in (autocast_lists, grappler_lists, op_lists)
+    for module in (op_sets, op_lists)
     for name, value in vars(module).items()
     if isinstance(value, frozenset)
 }
@@ -72,12 +72,12 @@ def kernel_dtypes(op: str, device: str) -> set[str]:
 
 @pytest.mark.parametrize("name", SETS)
 def test_every_op_is_one_tensorflow_knows(name):
-    unknown = SETS[name] - tf_private.known_ops() - grappler_lists.EXTERNAL
+    unknown = SETS[name] - tf_private.known_ops() - op_sets.EXTERNAL
     assert not unknown, "a comma lost between two names shows here too"
 
 
 def header_lists() -> dict[str, dict[str, frozenset[str]]]:
-    """The lists in TensorFlow's header; those of the CPU's float16 mode under "oneDNN"."""
+    """The lists in TensorFlow's header, without what the CPU's float16 mode adds."""
     text = re.sub(r"//[^\n]*", "", HEADER.read_text(encoding="utf-8"))
     base, float16, bfloat16 = re.split(r"class AutoMixedPrecisionLists(?:Fp16|Mkl)\b", text)
     of_tensor_lists = set(re.findall(r'"(TensorList\w+)"', base))
@@ -93,10 +93,6 @@ def header_lists() -> dict[str, dict[str, frozenset[str]]]:
                 ops |= set(re.findall(r'"(\w+)"', literal))
             ops |= of_tensor_lists if "AddTensorListOps" in code else set()
             found[dtype][method.lower()] = frozenset(ops)
-            for block in one_dnn.findall(code):
-                found.setdefault("oneDNN", {})[method.lower()] = frozenset(
-                    re.findall(r'"(\w+)"', block)
-                )
     return found
 
 
@@ -106,7 +102,6 @@ def test_grapplers_lists_are_those_of_the_installed_tensorflow():
     for dtype in DTYPES:
         lists = OpLists.grappler(dtype)
         assert {color: getattr(lists, color) for color in COLORS} == header[dtype]
-    assert header["oneDNN"] == {"infer": grappler_lists.FLOAT16_CPU_INFER}
 
 
 # tfamp's defaults
@@ -141,14 +136,14 @@ def test_default_allows_no_op_that_would_lose_its_kernel(dtype, device, kernels_
             "auto",
             "allow",
             {"Conv", "FusedPadConv2D", "FusedResizeAndPadConv2D"},
-            {"GRUBlockCell", "GRUBlockCellGrad"} | grappler_lists.EXTERNAL,
+            {"GRUBlockCell", "GRUBlockCellGrad"} | op_sets.EXTERNAL,
         ),
         (
             "float16",
             "gpu",
             "allow",
             {"BatchMatMulV3", "Conv", "FusedPadConv2D", "FusedResizeAndPadConv2D"},
-            {"GRUBlockCell", "GRUBlockCellGrad"} | grappler_lists.EXTERNAL,
+            {"GRUBlockCell", "GRUBlockCellGrad"} | op_sets.EXTERNAL,
         ),
         ("float16", "cpu", "infer", set(), set()),
         ("float16", "auto", "deny", set(), set()),
@@ -261,7 +256,7 @@ def test_a_sample_of_autocasts_sets(dtype, expected, ops):
 
 
 def test_joining_ops_take_several_tensors_of_one_low_dtype():
-    for op in sorted(autocast_lists.JOINING):
+    for op in sorted(op_sets.JOINING):
         arguments = tf_private.op_definition(op).input_arg
         attributes = [
             argument.type_attr
@@ -276,7 +271,7 @@ def test_joining_ops_take_several_tensors_of_one_low_dtype():
 
 
 def test_float32_kernel_ops_lack_a_low_kernel_or_type_attribute():
-    for op in sorted(autocast_lists.FLOAT32_KERNELS):
+    for op in sorted(op_sets.FLOAT32_KERNELS):
         lacking = [
             (dtype, device)
             for dtype in DTYPES

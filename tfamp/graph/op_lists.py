@@ -1,8 +1,8 @@
 """Which ops may run in the low precision, as an immutable value; framework-free.
 
-TensorFlow's own lists are in `planning.grappler_lists`; what autocast needs beyond the four
-colours is in `planning.autocast_lists`. This file holds the value, how tfamp's defaults differ
-from TensorFlow's, and how a user changes them.
+TensorFlow's own lists, and what autocast needs beyond the four colours, are in `planning.op_sets`.
+This file holds the value, how tfamp's defaults differ from TensorFlow's, and how a user changes
+them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import tfamp.planning.autocast_lists as _autocast
-import tfamp.planning.grappler_lists as _grappler
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import checked_flag
+from tfamp.planning import op_sets
 from tfamp.planning.options import COLORS, DEVICES, Color, OpColors, check_choice
 from tfamp.planning.structures import LOOPS
 
@@ -38,7 +37,7 @@ _FLOAT16_ALLOW_ADDED_ON_GPU = frozenset({"BatchMatMulV3"})
 _FLOAT16_ALLOW_DROPPED = frozenset({"GRUBlockCell", "GRUBlockCellGrad"})
 
 # Two are newer than Grappler's lists. Those for bfloat16 are of CPUs; on GPUs cuDNN's have kernels.
-_BFLOAT16_ALLOW_ADDED = _grappler.CUDNN_RNN | {"BatchMatMulV3", "Conv"}
+_BFLOAT16_ALLOW_ADDED = op_sets.CUDNN_RNN | {"BatchMatMulV3", "Conv"}
 # bfloat16 has float32's range, so what it costs to lower these is rounding: about eps for a power,
 # 2 eps for the gradient of rsqrt. A denied op keeps all that follows in float32, as the gradients
 # of tanh-GELU and of a squared loss, and an op on no list stops what is around it, as the gradient
@@ -53,8 +52,8 @@ _BFLOAT16_INFER_DROPPED = frozenset({"BiasAddGrad"})
 _CLEAR_ADDED = LOOPS
 
 # Ops that need inputs of one dtype, whichever list they are on.
-_SAME_DTYPE = _autocast.JOINING | _grappler.FLOAT16_ALLOW | _grappler.BFLOAT16_ALLOW
-_FLOAT32 = _autocast.PRECISE | _autocast.FLOAT32_KERNELS
+_SAME_DTYPE = op_sets.JOINING | op_sets.FLOAT16_ALLOW | op_sets.BFLOAT16_ALLOW
+_FLOAT32 = op_sets.PRECISE | op_sets.FLOAT32_KERNELS
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -75,7 +74,7 @@ class OpLists(OpColors):
         exact_statistics: Whether a rewrite computes normalizations in float32, from low inputs,
             whatever lists their ops are on: the mean, the variance, its root, and what these
             make of the data. They are found by what they compute, see
-            `planning/normalizations.py`. `default` has it, `grappler` has not.
+            `planning/exact_values.py`. `default` has it, `grappler` has not.
 
     Raises:
         TypeError: An argument is not a collection of strings, or `exact_statistics` is no bool.
@@ -281,7 +280,7 @@ _Changes = Mapping[str, frozenset[str]]
 @functools.cache
 def _grappler_lists(dtype: str) -> OpLists:
     names = {color: f"{dtype}_{color}".upper() for color in COLORS}
-    return OpLists(**{color: getattr(_grappler, name) for color, name in names.items()})
+    return OpLists(**{color: getattr(op_sets, name) for color, name in names.items()})
 
 
 @functools.cache
@@ -297,8 +296,8 @@ def _default_lists(dtype: str, device: str) -> OpLists:
             # Their results are float32, which XLA does not compile gradients of.
             clear=lists.clear - {"ResizeBilinear"},
         )
-    allow = lists.allow - _grappler.EXTERNAL - _FLOAT16_ALLOW_DROPPED | _FLOAT16_ALLOW_ADDED
-    # Grappler infers _grappler.FLOAT16_CPU_INFER on CPUs; the square of 256 is inf in float16.
+    allow = lists.allow - op_sets.EXTERNAL - _FLOAT16_ALLOW_DROPPED | _FLOAT16_ALLOW_ADDED
+    # Grappler infers squares in float16 on CPUs; the square of 256 is inf in float16.
     on_gpu = _FLOAT16_ALLOW_ADDED_ON_GPU if device == "gpu" else frozenset()
     return dataclasses.replace(lists, allow=allow | on_gpu)
 
