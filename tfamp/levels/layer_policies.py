@@ -1,4 +1,4 @@
-"""Changes the dtypes of a model that exists: all of it, or single layers by hand; and back again.
+"""The layers of a model that exists, and how they get other dtypes: all of them, or single ones.
 
 Variables stay what they are. A level is put on a model in two steps: everything that tfamp did to
 it is taken off, and then the policy put on, so that levels can follow each other in any order.
@@ -7,14 +7,17 @@ it is taken off, and then the policy put on, so that levels can follow each othe
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.core.options import nearest
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import rewrap_methods, unwrap_methods, wrap_method, wrapped_methods
@@ -28,20 +31,165 @@ from tfamp.layers.float_policies import (
     policy_with,
     quantization_of,
 )
-from tfamp.layers.model_calls import manage, manage_functional, protect_values, uncast_inputs
-from tfamp.layers.policy_state import policy_scope
-from tfamp.levels.model_structure import (
-    computing_layers_of,
-    correct_symbolic_dtypes,
-    drop_traced_functions,
-    functionals_of,
-    is_graph,
-    layers_of,
-    path_of,
-    select,
+from tfamp.layers.model_calls import (
+    computing_specs_of,
+    manage,
+    manage_functional,
+    protect_values,
+    uncast_inputs,
 )
-from tfamp.levels.precision_config import check_pattern, read_dtype, wrong_type
+from tfamp.layers.policy_state import policy_scope
+from tfamp.levels.precision_config import read_dtype
 from tfamp.policy import Policy, prepares_data
+
+# ---- The structure of a model --------------------------------------------------------------------
+
+
+# Symbolic dtypes are corrected in passes until none changes. A layer called several times may need
+# as many passes; more than this is a layer that changes its mind.
+_MOST_PASSES = 20
+
+
+def layers_of(*roots: Any) -> list[Any]:
+    """Layers and all below them, each once, a layer before those it holds."""
+    return _walked(roots)[0]
+
+
+def _walked(roots: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Layers and all below them, each once: before those it holds, and behind them."""
+    before: dict[int, Any] = {}
+    behind: list[Any] = []
+
+    def visit(layer: Any) -> None:
+        if id(layer) not in before:
+            before[id(layer)] = layer
+            for sub in keras_hooks.sublayers(layer):
+                visit(sub)
+            behind.append(layer)
+
+    for root in roots:
+        visit(root)
+    return list(before.values()), behind
+
+
+def computing_layers_of(*roots: Any) -> list[Any]:
+    """The same without what only takes the inputs."""
+    return [each for each in layers_of(*roots) if not isinstance(each, keras.layers.InputLayer)]
+
+
+def functionals_of(*roots: Any) -> list[tuple[Any, Any]]:
+    """The Functionals in models, the innermost first, each with the Sequential it is the inside of.
+
+    That is None where it is none's.
+    """
+    found: dict[int, tuple[Any, Any]] = {}
+    for layer in _walked(roots)[1]:
+        owner = layer if isinstance(layer, keras.Sequential) else None
+        functional = keras_hooks.functional_of(layer) if owner is not None else layer
+        if isinstance(functional, keras_hooks.functional_class()):
+            found.setdefault(id(functional), (functional, owner))
+    return list(found.values())
+
+
+def is_graph(layer: Any) -> bool:
+    """Whether a layer is a Functional or Sequential model."""
+    return isinstance(layer, keras.Sequential | keras_hooks.functional_class())
+
+
+def models_held_by_models(model: Any) -> list[Any]:
+    """The Functional and Sequential models that subclassed models hold, a model being one too."""
+    holders = filter(output_dtypes.is_subclassed_model, layers_of(model))
+    return [sub for holder in holders for sub in keras_hooks.sublayers(holder) if is_graph(sub)]
+
+
+def correct_symbolic_dtypes(functional: Any) -> None:
+    """Makes the symbolic tensors of a Functional say what its layers return now.
+
+    Those of models inside it are right already. A ValueError names the layer that fails.
+    """
+    nodes = [
+        node
+        for operation in functional.operations
+        if not isinstance(operation, keras.layers.InputLayer)
+        for node in keras_hooks.inbound_nodes(operation)
+        if any(tensor.dtype in FLOAT_DTYPES for tensor in node.outputs)
+    ]
+    with computing_specs_of(functional):
+        for _ in range(_MOST_PASSES):
+            # A list, not any(...) of a generator: every node is to be corrected.
+            changed = [_corrected(node) for node in nodes]
+            if not any(changed):
+                return
+
+
+def _corrected(node: Any) -> bool:
+    try:
+        return output_dtypes.respecify(node)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, tf.errors.OpError) as error:
+        operation = node.operation
+        dtype = getattr(operation, "compute_dtype", "low precision")
+        raise ValueError(
+            f"{operation.name} ({type(operation).__name__}) cannot be computed in {dtype}: {error} "
+            f"Keep it in float32 with keep_float32=[{operation.name!r}]."
+        ) from error
+
+
+def drop_traced_functions(model: Any) -> None:
+    """Makes a model, and those inside it, trace their steps anew: they have other dtypes now."""
+    for layer in layers_of(model):
+        if isinstance(layer, keras.Model):
+            for name in ("train_function", "test_function", "predict_function"):
+                setattr(layer, name, None)
+
+
+def path_of(layer: Any) -> str:
+    """Where a layer is in its model, as Keras says it; its name before it is built."""
+    return str(getattr(layer, "path", None) or layer.name)
+
+
+def select(layers: list[Any], wanted: Iterable[Any], argument: str) -> list[Any]:
+    """Returns the layers that a user means, in their order, without those below them.
+
+    Wanted are names or paths of layers; regular expressions, searched for in the paths where no
+    layer has that very name; layer classes; layers. An error says of which argument it is.
+    """
+    chosen: set[int] = set()
+    for each in wanted:
+        found = _meant(layers, each, argument)
+        if not found:
+            is_text = isinstance(each, str)
+            names = [x.name if is_text else type(x).__name__ for x in layers]
+            raise ValueError(
+                f"{argument} holds {each!r}, which means no layer of the model. The nearest is "
+                f"{nearest(getattr(each, '__name__', each), names)!r}.{keras_hooks.advice(each)}"
+            )
+        chosen |= {id(layer) for layer in found}
+    return [layer for layer in layers if id(layer) in chosen]
+
+
+def _meant(layers: list[Any], wanted: Any, argument: str) -> list[Any]:
+    if isinstance(wanted, str):
+        exact = [layer for layer in layers if wanted in (layer.name, path_of(layer))]
+        if exact:
+            return exact
+        try:
+            pattern = re.compile(wanted)
+        except re.error as error:
+            raise ValueError(
+                f"{argument} holds {wanted!r}, which is not a regular expression: {error}."
+            ) from error
+        return [x for x in layers if pattern.search(x.name) or pattern.search(path_of(x))]
+    if isinstance(wanted, type):
+        return [layer for layer in layers if isinstance(layer, wanted)]
+    if isinstance(wanted, keras.Layer):
+        return [layer for layer in layers if layer is wanted]
+    raise TypeError(
+        f"{argument} takes names of layers, regular expressions, layer classes and layers; got "
+        f"{described(wanted)}"
+    )
+
+
+# ---- A policy for the whole model ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +205,13 @@ layers_before: WeakMap[Before] = WeakMap()
 set_by_hand: WeakMap[bool] = WeakMap()
 
 
-def note_state(*roots: Any) -> Callable[[], None]:
-    """Returns what puts back the dtypes, replaced methods and appended casts that models have now.
+def note_state(root: Any) -> Callable[[], None]:
+    """Returns a function that restores the dtypes, replaced methods and appended casts of a model.
 
     With it a failure leaves no trace of what `prepare` changes about a model.
     """
     registries: tuple[WeakMap[Any], ...] = (managed_layers, layers_before, set_by_hand)
-    layers, functionals = layers_of(*roots), [found for found, _ in functionals_of(*roots)]
+    layers, functionals = layers_of(root), [found for found, _ in functionals_of(root)]
     noted = [(x, wrapped_methods(x), policy_of(x), x.autocast) for x in layers]
     records = [(registry, x, registry.get(x)) for x in layers for registry in registries]
     records += [(output_dtypes.graphs, x, output_dtypes.graphs.get(x)) for x in functionals]
@@ -111,9 +259,8 @@ def default_policy(model: Any) -> str:
 def take_off(model: Any, *, keep_by_hand: bool) -> set[int]:
     """Takes off a model what a policy of tfamp's, or a level before, put on it.
 
-    Its layers then have the dtypes they had, or float32 where they were made under a mixed policy;
-    its symbolic tensors do not say so yet. Returns the numbers of the layers whose dtype a user
-    chose: those set by hand since may be kept.
+    Its layers then have the dtypes they had, or float32 where they were made under a mixed policy.
+    Returns the `id`s of the layers whose dtype a user chose: those set by hand since may be kept.
     """
     default = default_policy(model)
     chosen: set[int] = set()
@@ -131,6 +278,8 @@ def take_off(model: Any, *, keep_by_hand: bool) -> set[int]:
         else:
             set_by_hand.discard(layer)
             layers_before.discard(layer)
+    for functional, _ in functionals_of(model):
+        correct_symbolic_dtypes(functional)
     return chosen
 
 
@@ -214,6 +363,9 @@ def _holds_its_dtype(layer: Any, policy: Policy) -> bool:
     return any(policy_with(each, policy.name) is None for each in layers_of(layer))
 
 
+# ---- Single layers by hand -----------------------------------------------------------------------
+
+
 def set_layer_dtype(
     model_or_layer: Any, dtype: Any, *, pattern: str | None = None
 ) -> tuple[str, ...]:
@@ -260,7 +412,13 @@ def set_layer_dtype(
     name = read_dtype(dtype)
     if name is None:
         raise ValueError("dtype must be 'float16', 'bfloat16' or 'float32'; got None or 'auto'.")
-    chosen = _chosen(model_or_layer, pattern)
+    chosen = [model_or_layer]
+    if pattern is not None:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"pattern must be a string; got {pattern!r} of type {type(pattern).__name__}."
+            )
+        chosen = select(layers_of(model_or_layer)[1:], [pattern], "pattern")
     targets = [x for x in computing_layers_of(*chosen) if float_policy(x) is not None]
     _check_can_compute(targets, name)
     with contextlib.ExitStack() as undo:
@@ -275,15 +433,6 @@ def set_layer_dtype(
         undo.pop_all()
     drop_traced_functions(model_or_layer)
     return tuple(path_of(layer) for layer in chosen)
-
-
-def _chosen(owner: Any, pattern: str | None) -> list[Any]:
-    if pattern is None:
-        return [owner]
-    if not isinstance(pattern, str):
-        raise wrong_type("pattern must be a string", pattern)
-    check_pattern("pattern", pattern)
-    return select(layers_of(owner)[1:], [pattern], "pattern")
 
 
 def _check_can_compute(layers: list[Any], dtype: str) -> None:

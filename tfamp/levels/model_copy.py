@@ -1,4 +1,4 @@
-"""A model made anew with its weights stored in other dtypes; the given one is left as it was."""
+"""A copy of a model with its weights stored in other dtypes; the given one is left as it was."""
 
 from __future__ import annotations
 
@@ -18,39 +18,41 @@ from tfamp.interop import keras_hooks
 from tfamp.interop.patching import patched_here
 from tfamp.layers.float_policies import is_plain
 from tfamp.layers.policy_state import policy_scope
-from tfamp.levels.model_structure import is_graph, layers_of, path_of
+from tfamp.levels.layer_policies import is_graph, layers_of, path_of
 from tfamp.policy import prepares_data
-
-# What KerasHub's backbones note when they enable LoRA on layers they hold.
-_LORA_NOTES = ("_lora_enabled_layers", "_lora_rank")
 
 _rebuilding = threading.Lock()
 
 
 def copy_model(
-    model: Any,
-    policies: Mapping[int, str],
-    values: Callable[[Any], Iterable[Any]] | None = None,
+    model: Any, policies: Mapping[int, str], values: Callable[[Any], Iterable[Any]]
 ) -> Any:
-    """A built model made anew with other dtype policies, and its weights; not compiled.
+    """Copies a built model with other dtype policies, and its weights; the copy is not compiled.
 
-    Policies go by the numbers of the layers; a layer without one keeps its own. What is given
-    weights may know more exact values. A ValueError says that the model cannot be made from its
-    configuration, or which weight has no value in its new dtype.
+    Policies go by the `id`s of the layers; a layer without one keeps its own. `values` returns more
+    exact values of the weights it is given. A ValueError says that the model cannot be made from
+    its configuration, or which weight has no value in its new dtype.
     """
     with _without_initializing() as initializers:
         made = _from_config(model, policies)
         _set_late_policies(model, made, policies)
         _build_like(model, made)
-        _enable_lora_like(model, made)
-    _copy_weights(model, made, values)
-    _copy_trainable(model, made)
-    copied = {id(each) for each in (*made.weights, *_copy_seeds(model, made))}
-    others = {id(each) for each in (*made.variables, *made.metrics_variables)} - copied
+    old, new = model.weights, made.weights
+    if _shapes(old) != _shapes(new):
+        raise ValueError(_what_is_different(model, made))
+    weights = {id(weight) for weight in new}
     for variable, initializer in initializers:
-        if id(variable) in others:
+        if id(variable) not in weights:
             initial = keras.initializers.get(initializer)
             variable.assign(initial(variable.shape, dtype=variable.dtype))
+    for layer, copied in same_layers(model, made):
+        if prepares_data(type(layer)):
+            _copy_adapted(layer, copied)
+        if copied.trainable != layer.trainable:
+            copied.trainable = layer.trainable
+    for value, before, after in zip(values(old), old, new, strict=True):
+        _copy_weight(value, before, after)
+    _copy_seeds(model, made)
     return made
 
 
@@ -95,7 +97,7 @@ def _from_config(model: Any, policies: Mapping[int, str]) -> Any:
     except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
         raise ValueError(
             f"{model.name} ({type(model).__name__}) stores its weights in another dtype at this "
-            "level, so it has to be made anew from its configuration, and that fails: "
+            "level, so it has to be made again from its configuration, and that fails: "
             f"{_first_cause(error)} Give its classes get_config and from_config, or take level "
             "'O2' without master_weights, which needs no new weights."
         ) from error
@@ -149,15 +151,10 @@ def _with_policies(model: Any, policies: Mapping[int, str]) -> dict[str, Any]:
     if "layers" not in config and id(model) in policies:
         # What its own constructor takes, as KerasHub's backbones do.
         _replace_policies(config, model.dtype_policy.name, policies[id(model)])
-    entries = config.get("layers", [])
-    if isinstance(model, keras.Sequential):
-        layers = list(keras_hooks.sublayers(model))
-    else:
-        by_name = {operation.name: operation for operation in model.operations}
-        layers = [by_name.get(entry["name"]) for entry in entries]
-    # What was appended to a Sequential since is in no entry.
-    for entry, layer in zip(entries, layers, strict=False):
+    layers = {layer.name: layer for layer in keras_hooks.sublayers(model)}
+    for entry in config.get("layers", ()):
         entry.pop("compile_config", None)
+        layer = layers.get(entry.get("name", entry["config"].get("name")))
         if is_graph(layer):
             entry["config"] = _with_policies(layer, policies)
         elif layer is not None:
@@ -209,59 +206,30 @@ def _build_like(model: Any, made: Any) -> None:
     config = model.get_build_config()
     if config is None:
         raise ValueError(
-            f"{model.name} cannot be built anew, as it does not say for which shapes it was built; "
-            "build it with model.build(input_shape)."
+            f"{model.name} cannot be built again, as its shapes are not known; build it with "
+            "model.build(input_shape)."
         )
     made.build_from_config(config)
     made.built = True
 
 
-def _enable_lora_like(model: Any, made: Any) -> None:
-    """Enables LoRA where it was enabled on a layer whose holder's configuration does not say so."""
-    for old, new in same_layers(model, made):
-        if getattr(old, "lora_enabled", False):
-            if not new.lora_enabled:
-                new.enable_lora(old.lora_rank)
-            new.lora_alpha = old.lora_alpha
-        for name in _LORA_NOTES:
-            if hasattr(old, name):
-                setattr(new, name, copy.copy(getattr(old, name)))
+def _copy_weight(value: Any, before: Any, after: Any) -> None:
+    _check_range(value, after)
+    after.assign(keras.ops.cast(value, after.dtype))
+    if after.trainable != before.trainable:
+        after.trainable = before.trainable
+    regularizer = getattr(after, "regularizer", None)
+    if regularizer is not None and after.dtype in LOW_PRECISION:
+        after.regularizer = _InFloat32(regularizer)
 
 
-def _copy_trainable(model: Any, made: Any) -> None:
-    for old, new in same_layers(model, made):
-        if new.trainable != old.trainable:
-            new.trainable = old.trainable
-    # Setting a layer's sets all its weights', and LoRA freezes single ones.
-    for before, after in zip(model.weights, made.weights, strict=True):
-        if after.trainable != before.trainable:
-            after.trainable = before.trainable
-
-
-def _copy_seeds(model: Any, made: Any) -> list[Any]:
-    """Makes random layers of a copy go on where the model's are; returns the copied variables."""
+def _copy_seeds(model: Any, made: Any) -> None:
+    """Makes random layers of a copy continue where the model's are."""
     weights = {id(weight) for weight in (*model.weights, *made.weights)}
     old, new = ([x for x in each.variables if id(x) not in weights] for each in (model, made))
-    if len(old) != len(new):
-        return []
-    for source, target in zip(old, new, strict=True):
-        target.assign(source)
-    return new
-
-
-def _copy_weights(model: Any, made: Any, values: Any) -> None:
-    old, new = model.weights, made.weights
-    if _shapes(old) != _shapes(new):
-        raise ValueError(_what_is_different(model, made))
-    for layer, copied in same_layers(model, made):
-        if prepares_data(type(layer)):
-            _copy_adapted(layer, copied)
-    for value, target in zip(old if values is None else values(old), new, strict=True):
-        _check_range(value, target)
-        target.assign(keras.ops.cast(value, target.dtype))
-        regularizer = getattr(target, "regularizer", None)
-        if regularizer is not None and target.dtype in LOW_PRECISION:
-            target.regularizer = _InFloat32(regularizer)
+    if len(old) == len(new):
+        for source, target in zip(old, new, strict=True):
+            target.assign(source)
 
 
 def _copy_adapted(layer: Any, made: Any) -> None:
@@ -288,11 +256,11 @@ def _what_is_different(model: Any, made: Any) -> str:
     different = [pair for pair in pairs if _shapes(pair[0].weights) != _shapes(pair[1].weights)]
     old, new = different[-1] if different else (model, made)
     return (
-        f"{model.name} stores its weights in another dtype at this level, so it has to be made "
-        f"anew from its configuration. {path_of(old)} ({type(old).__name__}) has weights of the "
-        f"shapes {_shapes(old.weights)}, and made anew {_shapes(new.weights)}: it was changed "
-        "since it was built. Have its get_config say so, or take level 'O2' without "
-        "master_weights, which needs no new weights."
+        f"{model.name} stores its weights in another dtype at this level, so it is made again from "
+        f"its configuration. {path_of(old)} ({type(old).__name__}) has weights of the shapes "
+        f"{_shapes(old.weights)}, and made again {_shapes(new.weights)}: it was changed since it "
+        "was built, by enable_lora for example. Change it after prepare, have its get_config say "
+        "so, or take level 'O2' without master_weights, which needs no new weights."
     )
 
 

@@ -1,11 +1,15 @@
 """`prepare`: puts a level of mixed precision on a model and its optimizer, in one line.
 
-In place where the model's weights stay what they are, else on a copy.
+In place where the model's weights stay what they are, else on a copy. At level O1 the steps that
+`fit`, `evaluate` and `predict` call are replaced on the one model: while Keras traces them, each is
+a rewritten function. Whatever else calls the model, eager code or a custom loop's own
+`tf.function`, runs under autocast, so that no way to run the model silently computes in float32.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import operator
 import os
@@ -15,16 +19,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.options import GradClip, LossScale
-from tfamp.interop.keras_hooks import described
-from tfamp.interop.patching import level_of_user
+from tfamp.interop.keras_hooks import described, reading_variables_in
+from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
 from tfamp.layers import fused_norms
 from tfamp.layers.float_policies import (
     ManagedLayer,
     WeakMap,
+    in_float32,
     is_plain,
     managed_layers,
     quantization_of,
@@ -32,10 +38,8 @@ from tfamp.layers.float_policies import (
 from tfamp.layers.model_calls import cast_outermost, manage, protect_values
 from tfamp.layers.output_dtypes import become_part
 from tfamp.levels import layer_policies, prepared_optimizer
-from tfamp.levels.effective_settings import PrecisionSettings, own_settings_of, settings_of
-from tfamp.levels.measured_level import check_measurable, measured_level, train_step_of
-from tfamp.levels.model_copy import copy_model, same_layers
-from tfamp.levels.model_structure import (
+from tfamp.levels.effective_settings import PrecisionSettings, settings_of
+from tfamp.levels.layer_policies import (
     computing_layers_of,
     correct_symbolic_dtypes,
     drop_traced_functions,
@@ -46,16 +50,22 @@ from tfamp.levels.model_structure import (
     path_of,
     select,
 )
+from tfamp.levels.model_copy import copy_model, same_layers
 from tfamp.levels.precision_config import (
     EffectiveLevel,
     PrecisionConfig,
     effective_level,
     warn_of_variables,
-    wrong_type,
 )
-from tfamp.levels.step_rewriting import rewrite_steps_of
 from tfamp.machine import hardware
+from tfamp.planning.options import RewriteOptions
 from tfamp.policy import Policy, prepares_data
+from tfamp.rewriting.function import RewrittenFunction
+from tfamp.rewriting.function_state import kept_random_states
+from tfamp.rewriting.traced_function import traces_for_a_rewrite
+from tfamp.rewriting.tune_report import FLOAT32, TuneReport, time_text
+from tfamp.rewriting.tuning import CANDIDATES, Candidate, candidates_of, compare_candidates
+from tfamp.torch_style.context import autocast
 
 
 class _NotGiven(str):
@@ -77,8 +87,6 @@ class _Record:
 
 
 _prepared: WeakMap[_Record] = WeakMap()
-# The mixed policy that a prepared model's layers had before.
-_made_under: WeakMap[str] = WeakMap()
 
 
 class Prepared(tuple[Any, Any]):
@@ -223,11 +231,10 @@ def prepare(
     )
     kept = tuple(select(layers_of(model)[1:], chosen.keep_float32, "keep_float32"))
     if example_batch is not None:
-        wanted = _measured(model, wanted, kept, example_batch)
+        wanted = _measured_level(model, wanted, kept, example_batch)
     if wanted.warning is not None:
         warnings.warn(wanted.warning, TfampWarning, stacklevel=level_of_user())
     is_there = _is_stored_so(model, wanted, kept)
-    policy_before = _policy_before(model)
     if not is_there and (wanted.low_weights or _stores_low(model)):
         model, made = _level_on_copy(model, given, wanted, kept)
     else:
@@ -238,7 +245,6 @@ def prepare(
     prepared_optimizer.warn_of_own_optimizers(model, wanted)
     if model.compiled and made is not None:
         prepared_optimizer.give_optimizer(model, made)
-    _made_under.set(model, policy_before)
     return Prepared(model, made, precision_settings(model))
 
 
@@ -265,12 +271,9 @@ def precision_settings(model: Any) -> PrecisionSettings:
     _check_model(model, "precision_settings")
     record = _prepared.get(model)
     if record is None:
-        return own_settings_of(model)
+        return settings_of(model, None)
     kept = tuple(layer for layer in layers_of(model) if layer.name in record.kept)
-    before = _made_under.get(model)
-    text = f"policy: the layers were made under {before}, whose place the level has taken."
-    reasons = () if before is None else (text,)
-    return settings_of(model, record.level, kept, record.rewrite, reasons)
+    return settings_of(model, record.level, kept, record.rewrite)
 
 
 def _check_model(model: Any, caller: str) -> None:
@@ -279,14 +282,6 @@ def _check_model(model: Any, caller: str) -> None:
             f"{caller} takes a keras.Model; got {described(model)} For plain functions there are "
             "tfamp.rewrite and tfamp.autocast."
         )
-
-
-def _policy_before(model: Any) -> str | None:
-    """The mixed policy that a model's layers were made under; None if there was none."""
-    if _prepared.get(model) is not None:
-        return _made_under.get(model)
-    own = layer_policies.default_policy(model)
-    return own if own.startswith("mixed_") else None
 
 
 def _config(config: Any, **given: Any) -> PrecisionConfig:
@@ -300,7 +295,10 @@ def _config(config: Any, **given: Any) -> PrecisionConfig:
     elif isinstance(config, str | os.PathLike):
         found = PrecisionConfig.from_file(config)
     else:
-        raise wrong_type("config must be a PrecisionConfig, a dict or the path of a file", config)
+        raise TypeError(
+            "config must be a PrecisionConfig, a dict or the path of a file; got "
+            f"{config!r} of type {type(config).__name__}."
+        )
     return found.with_changes(**{name: x for name, x in given.items() if x is not None})
 
 
@@ -311,37 +309,6 @@ def _optimizer(model: Any, optimizer: Any) -> Any:
         return keras.optimizers.get(optimizer)
     prepared_optimizer.check_optimizer(optimizer)
     return optimizer
-
-
-def _measured(
-    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], batch: Any
-) -> EffectiveLevel:
-    """The fastest level for a model, measured on a batch; the model is as before then."""
-    check_measurable(model, level.config, batch)
-    if _stores_low(model):
-        raise ValueError(
-            f"{model.name} stores its weights in low precision, so that float32 cannot be measured "
-            "on it: lead it back with prepare(model, level='O0') first."
-        )
-    with contextlib.ExitStack() as undo:
-        undo.callback(layer_policies.note_state(model))
-        chosen = layer_policies.take_off(model, keep_by_hand=True)
-        for functional, _ in functionals_of(model):
-            correct_symbolic_dtypes(functional)
-        mixed_step = functools.partial(_mixed_step, model, level, kept, chosen)
-        return measured_level(model, level, kept, batch, mixed_step)
-
-
-def _mixed_step(
-    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], chosen: Iterable[int], data: Any
-) -> Any:
-    """The train step of a float32 model, traced as at level O2; the model is as before then."""
-    with contextlib.ExitStack() as undo:
-        undo.callback(layer_policies.note_state(model))
-        _put_level_on(model, level, kept, chosen)
-        step = train_step_of(model)
-        step.get_concrete_function(data)
-    return step
 
 
 def _stores_low(model: Any) -> bool:
@@ -369,8 +336,6 @@ def _level_in_place(model: Any, level: EffectiveLevel, kept: tuple[Any, ...]) ->
     with contextlib.ExitStack() as undo:
         undo.callback(layer_policies.note_state(model))
         chosen = layer_policies.take_off(model, keep_by_hand=level.level != "O0")
-        for functional, _ in functionals_of(model):
-            correct_symbolic_dtypes(functional)
         rewrite = _put_level_on(model, level, kept, chosen)
         undo.pop_all()
     _finish(model, level, kept, rewrite)
@@ -387,7 +352,8 @@ def _put_level_on(
         layer_policies.put_on(model, policy, kept=kept, chosen=chosen)
     if level.level != "O1":
         return None
-    return rewrite_steps_of(model, level.dtype, kept, placement=level.config.rewrite_placement)
+    options = _step_options(level.dtype, level.config.rewrite_placement)
+    return _rewrite_steps_of(model, options, kept)
 
 
 def _finish(
@@ -412,10 +378,13 @@ def _finish(
         )
 
 
+# ---- Weights of another dtype --------------------------------------------------------------------
+
+
 def _level_on_copy(
     model: Any, optimizer: Any, level: EffectiveLevel, kept: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """Makes a model anew at a level whose weights are stored in another dtype, and its optimizer.
+    """Makes a new model at a level whose weights are stored in another dtype, and its optimizer.
 
     The new model is compiled as the given one, which is left as it was, and so is its optimizer.
     """
@@ -425,6 +394,7 @@ def _level_on_copy(
             "first: with an Input, with model.build(input_shape), or by calling it once."
         )
     _check_not_quantized(model, level)
+    values = functools.partial(prepared_optimizer.exact_values, optimizer)
     with contextlib.ExitStack() as undo:
         undo.callback(layer_policies.note_state(model))
         chosen = layer_policies.take_off(model, keep_by_hand=level.level != "O0")
@@ -433,37 +403,39 @@ def _level_on_copy(
         base = {id(x): policies.get(id(x), x.dtype_policy) for x in layers_of(model)}
         if level.level == "O3":
             policies |= _pure_policies(model, level.dtype, kept, chosen)
-        values = functools.partial(prepared_optimizer.exact_values, optimizer)
+        mixed, held = level.level == "O2" and level.low_weights, []
+        if mixed:
+            # The copy gets low weights where the given model, for now, computes low.
+            _put_level_on(model, level, kept, chosen)
+            held = models_held_by_models(model)
+            for each in held:
+                become_part(each)  # a model's own code makes all weights of those it holds low
+            layers = [x for x in layers_of(model) if x.dtype_policy.name == f"mixed_{level.dtype}"]
+            policies |= {id(layer): level.dtype for layer in layers}
         made = copy_model(model, policies, values)
-        kept_numbers = {id(layer) for layer in kept}
-        made_chosen = {id(layer) for layer in _copies_of(chosen, model, made)}
-        made_kept = _copies_of(kept_numbers, model, made)
-        rewrite = _put_level_on(made, level, made_kept, made_chosen)
-        if level.level == "O2" and level.low_weights:
-            made = _stored_low(made, level)
-        _note_base(model, made, level, base)
+        pairs = same_layers(model, made)
+        made_kept = tuple(new for old, new in pairs if any(old is each for each in kept))
+        if mixed:
+            rewrite = None
+            _manage_as(pairs, made, level)
+            for new in (new for old, new in pairs if any(old is each for each in held)):
+                cast_outermost(new)
+        else:
+            made_chosen = {id(new) for old, new in pairs if id(old) in chosen}
+            rewrite = _put_level_on(made, level, made_kept, made_chosen)
+        for old, new in pairs:
+            layer_policies.set_by_hand.set(new, layer_policies.set_by_hand.get(old))
+            if level.low_weights and not isinstance(new, keras.layers.InputLayer):
+                own = keras.dtype_policies.get(base[id(old)])
+                before = layer_policies.Before(own, new.autocast, new.dtype_policy.name)
+                layer_policies.layers_before.set(new, before)
         made_optimizer = None
         if optimizer is not None:
             made_optimizer = prepared_optimizer.for_copy(optimizer, level, model, made)
         if model.compiled:
             prepared_optimizer.compile_like(made, model, made_optimizer)
-        _finish(made, level, _copies_of(kept_numbers, model, made), rewrite)
+        _finish(made, level, made_kept, rewrite)
     return made, made_optimizer
-
-
-def _note_base(model: Any, made: Any, level: EffectiveLevel, base: dict[int, Any]) -> None:
-    """Notes on a copy which dtypes were set by hand, and what low layers are without the level."""
-    for old, new in same_layers(model, made):
-        layer_policies.set_by_hand.set(new, layer_policies.set_by_hand.get(old))
-        if level.low_weights and not isinstance(new, keras.layers.InputLayer):
-            own = keras.dtype_policies.get(base[id(old)])
-            before = layer_policies.Before(own, new.autocast, new.dtype_policy.name)
-            layer_policies.layers_before.set(new, before)
-
-
-def _copies_of(numbers: set[int], model: Any, made: Any) -> tuple[Any, ...]:
-    """The layers that a copy has for those of some numbers."""
-    return tuple(new for old, new in same_layers(model, made) if id(old) in numbers)
 
 
 def _float32_for_low(model: Any) -> dict[int, str]:
@@ -498,24 +470,209 @@ def _check_not_quantized(model: Any, level: EffectiveLevel) -> None:
         )
 
 
-def _stored_low(mixed: Any, level: EffectiveLevel) -> Any:
-    """A model of level O2 anew, with low weights where it computes low."""
+def _manage_as(pairs: list[tuple[Any, Any]], made: Any, level: EffectiveLevel) -> None:
+    """Makes a copy with low weights return what the model at level O2 that it was made of does."""
     policy = Policy(f"mixed_{level.dtype}")
-    # The code of a model makes all weights of those that it holds low.
-    held = models_held_by_models(mixed)
-    for each in held:
-        become_part(each)
-    low = [layer for layer in layers_of(mixed) if layer.dtype_policy.name == policy.name]
-    made = copy_model(mixed, {id(layer): level.dtype for layer in low})
-    for old, new in same_layers(mixed, made):
+    for old, new in pairs:
         record = managed_layers.get(old)
         if record is not None and record.follows_input and not record.raised:
             managed_layers.set(new, ManagedLayer(policy, follows_input=True))
             fused_norms.fuse(new, level.dtype)
-        if any(old is each for each in held):
-            cast_outermost(new)
     for functional, _ in functionals_of(made):
         correct_symbolic_dtypes(functional)
     if not is_graph(made):
         manage(made, policy)  # its outermost call returns float32
-    return made
+
+
+# ---- The steps of a model at level O1 ------------------------------------------------------------
+
+
+# Nodes of kept layers, and of their gradients, are under this scope. The scopes that Keras gives
+# layers would not do: the second trace of a layer called dense is under dense_1.
+_KEPT_SCOPE = "tfamp_keep_float32"
+_KEPT_NODES = rf"(^|/){_KEPT_SCOPE}(_\d+)?/"
+
+
+def _rewrite_steps_of(
+    model: Any, options: RewriteOptions, kept: Iterable[Any]
+) -> Callable[..., Any]:
+    """Makes a model without a level run at level O1, kept layers in float32.
+
+    Returns the function that rewrites another one the same way.
+    """
+    rewrite = functools.partial(RewrittenFunction, options=options)
+    _keep_in_float32(kept)
+    for layer in layers_of(model):
+        # In place of `call` once Keras has quantized the layer; autocast leaves it alone itself.
+        wrap_method(layer, "quantized_call", _under_kept_scope)
+    wrap_method(model, "call", functools.partial(_under_autocast, options.dtype))
+    for name in ("train_step", "test_step", "predict_step"):
+        _rewrite_step_of(model, name, options.dtype, rewrite)
+    return rewrite
+
+
+def _step_options(dtype: str, placement: str) -> RewriteOptions:
+    """Returns how steps are rewritten; a step need not run every layer that is kept in float32."""
+    return RewriteOptions(dtype=dtype, placement=placement).keeping((_KEPT_NODES,))
+
+
+def _keep_in_float32(kept: Iterable[Any]) -> contextlib.ExitStack:
+    """Makes layers compute in float32 at level O1; closing what it returns ends this."""
+    undo = contextlib.ExitStack()
+    for layer in computing_layers_of(*kept):
+        undo.callback(wrap_method(layer, "call", _in_float32))
+    return undo
+
+
+def _rewrite_step_of(model: Any, name: str, dtype: str, rewrite: Callable[..., Any]) -> None:
+    # Keras traces its steps without AutoGraph.
+    rewritten = rewrite(tf.function(getattr(model, name), autograph=False))
+
+    def around(original: Callable[..., Any], data: Any) -> Any:
+        if not tf.executing_eagerly():
+            if tf.distribute.get_strategy().num_replicas_in_sync == 1:
+                return rewritten(data)
+            warnings.warn(
+                "At level O1 on several replicas each op is cast as it is traced (autocast): "
+                "TensorFlow lets no replica trace a step of its own. To have the graph rewritten "
+                "as a whole, write the loop and pass the function that calls strategy.run to "
+                "settings.rewrite.",
+                TfampWarning,
+                stacklevel=level_of_user(),
+            )
+        with autocast(dtype):
+            return original(data)
+
+    wrap_method(model, name, around)
+    wrapped_methods(model)[name].rewrite = rewrite  # type: ignore[attr-defined]
+
+
+def _under_autocast(dtype: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if traces_for_a_rewrite():
+        return original(*args, **kwargs)
+    with autocast(dtype):
+        outputs = original(*args, **kwargs)
+    return keras.tree.map_structure(in_float32, outputs)
+
+
+def _under_kept_scope(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not traces_for_a_rewrite():
+        return original(*args, **kwargs)
+    with tf.name_scope(_KEPT_SCOPE):
+        return original(*args, **kwargs)
+
+
+def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if traces_for_a_rewrite():
+        return _under_kept_scope(original, *args, **kwargs)
+    with autocast(enabled=False), reading_variables_in(None):
+        args, kwargs = keras.tree.map_structure(in_float32, (args, kwargs))
+        return original(*args, **kwargs)
+
+
+# ---- Level "auto" by measurement -----------------------------------------------------------------
+
+
+def _measured_level(
+    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], batch: Any
+) -> EffectiveLevel:
+    """Returns the fastest level for a model, measured on a batch; the model is as before then.
+
+    `level` is what the device suggests.
+    """
+    config = level.config
+    _check_measurable(model, config, batch)
+    if config.dtype == FLOAT32:
+        return level
+    low = effective_level(dataclasses.replace(config, level="O1"), hardware.detect())
+    options = _step_options(low.dtype, low.config.rewrite_placement)
+    names = (config.placement,) if config.placement else CANDIDATES
+    data = keras.tree.map_structure(_as_fit_gives, tuple(batch))
+    with contextlib.ExitStack() as undo:
+        undo.callback(layer_policies.note_state(model))
+        chosen = layer_policies.take_off(model, keep_by_hand=True)
+        ways = candidates_of(_train_step_of(model), options, names)
+        if level.level == "O2":
+            mixed = _mixed_step(model, level, kept, chosen, data)
+            ways.append(Candidate("O2", mixed, fresh=lambda: None, is_copy=True))
+        with _keep_in_float32(kept):
+            report = compare_candidates(ways, (data,), name=model.name, dtype=low.dtype)
+    return _found(report, config)
+
+
+def _check_measurable(model: Any, config: PrecisionConfig, batch: Any) -> None:
+    """Raises a ValueError or TypeError where there is no train step to measure on a batch."""
+    if config.level != "auto":
+        raise ValueError(
+            f"example_batch is what level='auto' is measured on; level is {config.level!r}. Leave "
+            "example_batch out, or give level='auto'."
+        )
+    if not isinstance(batch, tuple | list) or not 1 <= len(batch) <= 3:
+        raise TypeError(
+            "example_batch must be a tuple as fit takes it, (x,), (x, y) or (x, y, sample_weight); "
+            f"got {type(batch).__name__}. Of a dataset give next(iter(dataset))."
+        )
+    for leaf in keras.tree.flatten(tuple(batch)):
+        if leaf is not None and not hasattr(leaf, "__array__"):
+            raise TypeError(f"example_batch must hold arrays or tensors with values; got {leaf!r}.")
+    if config.master_weights or config.weight_rounding or _stores_low(model):
+        raise ValueError(
+            "Weights stored in low precision are not measured: leave example_batch out, or lead "
+            f"{model.name} back with prepare(model, level='O0') first."
+        )
+    if not model.compiled:
+        raise ValueError(
+            f"{model.name} is not compiled, so that it has no train step to measure: call "
+            "model.compile(optimizer, loss) before prepare(level='auto', example_batch=...)."
+        )
+    with model.distribute_strategy.scope():
+        if tf.distribute.has_strategy():
+            raise ValueError(
+                f"{model.name} was made under a {type(tf.distribute.get_strategy()).__name__}, "
+                "whose steps are not measured: leave example_batch out, or give a level."
+            )
+
+
+def _mixed_step(
+    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], chosen: Iterable[int], data: Any
+) -> Any:
+    """Traces the train step of a float32 model as at level O2; the model is as before then."""
+    with contextlib.ExitStack() as undo:
+        undo.callback(layer_policies.note_state(model))
+        _put_level_on(model, level, kept, chosen)
+        step = _train_step_of(model)
+        with kept_random_states():  # Python code that is traced may draw.
+            step.get_concrete_function(data)
+    return step
+
+
+def _found(report: TuneReport, config: PrecisionConfig) -> EffectiveLevel:
+    chosen = report.chosen
+    name = {FLOAT32: "O0", "O2": "O2"}.get(chosen.candidate, "O1")
+    placement = chosen.candidate if name == "O1" else None
+    found = dataclasses.replace(config, level=name, placement=placement)
+    level = effective_level(found, hardware.detect())
+    times = time_text(chosen.seconds)
+    if name != "O0":
+        times += f" ({chosen.candidate}), and {time_text(report.rows[0].seconds)} in float32"
+    reason = f"level: auto is {name}, the fastest on the example batch: a step takes {times}."
+    # A warning would be of a guess, where this was measured.
+    return dataclasses.replace(
+        level,
+        config=dataclasses.replace(config, placement=placement),
+        reasons=(reason, *level.reasons),
+        warning=None,
+    )
+
+
+def _train_step_of(model: Any) -> Any:
+    """Returns the train step of a compiled model as `fit` traces it."""
+    return tf.function(model.train_step, autograph=False, jit_compile=model.jit_compile or None)
+
+
+def _as_fit_gives(value: Any) -> Any:
+    """An array as a tensor; numbers of any other float dtype become Keras's default one."""
+    if value is None:
+        return None
+    tensor = tf.convert_to_tensor(value)
+    return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor
