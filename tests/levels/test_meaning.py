@@ -53,7 +53,7 @@ def test_the_default_loss_scale_is_that_of_the_table(level, dtype):
 def test_a_loss_scale_that_is_given_holds_at_every_level(level):
     config = PrecisionConfig(level=level, dtype="bfloat16", loss_scale=128)
     assert effective_level(config, PLAIN_CPU).loss_scale == FixedLossScale(128.0)
-    config = config.with_changes(loss_scale="none")
+    config = PrecisionConfig(level=level, loss_scale="none")
     assert effective_level(config, PLAIN_CPU).optimizer_rule is None
 
 

@@ -83,9 +83,12 @@ def from_mapping(
     `names` maps the keys to fields, where other keys than the fields are known. An error says
     `what` was read, and which key is unknown, missing, or the second one for its field.
     """
-    if not isinstance(values, Mapping):
-        raise TypeError(f"{what} must be a dict; got {values!r} of type {type(values).__name__}.")
     fields = dataclasses.fields(kind)
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            f"{what} must be a dict such as {{{fields[0].name!r}: ...}}; got {values!r} of type "
+            f"{type(values).__name__}."
+        )
     names = names or {each.name: each.name for each in fields}
     for key in values:
         if key not in names:
@@ -404,14 +407,9 @@ class GradClip:
 
 
 def _checked_norm_type(value: Any) -> float:
-    norm = math.inf if value == "inf" else value
-    if isinstance(norm, bool) or not isinstance(norm, numbers.Real):
-        raise TypeError(
-            f"norm_type must be 1, 2 or inf; got {value!r} of type {type(value).__name__}."
-        )
-    if norm not in (1, 2, math.inf):
+    if isinstance(value, bool) or value not in (1, 2, math.inf, "inf"):
         raise ValueError(f"norm_type must be 1, 2 or inf; got {value!r}.")
-    return math.inf if norm == math.inf else int(norm)
+    return math.inf if value in (math.inf, "inf") else int(value)
 
 
 def resolve_grad_clip(value: GradClip | Mapping[str, Any] | float | None) -> GradClip | None:

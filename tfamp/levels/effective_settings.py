@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.options import DynamicLossScale, FixedLossScale, GradClip, LossScale
+from tfamp.core.options import FixedLossScale, GradClip, LossScale
 from tfamp.layers.float_policies import managed_layers, quantization_of
 from tfamp.levels.layer_policies import (
     computing_layers_of,
@@ -21,7 +21,7 @@ from tfamp.levels.layer_policies import (
     set_by_hand,
 )
 from tfamp.levels.precision_config import LEVELS, EffectiveLevel
-from tfamp.optimizer import LossScaleOptimizer
+from tfamp.levels.prepared_optimizer import rule_of
 from tfamp.policy import prepares_data
 from tfamp.reports import notebook_html
 from tfamp.reports.text_table import table_lines
@@ -150,12 +150,16 @@ class PrecisionSettings:
             weights.append(_ROUNDED[self.weight_rounding])
         if self.slots is not None:
             weights.append(f"{self.slots} slots")
+        clip = self.grad_clip
+        clipped = (
+            "" if clip is None else f"clipped to norm {clip.max_norm:g} of type {clip.norm_type}"
+        )
         return [
             ("level", level),
             ("dtype", self.dtype),
             ("weights", ", ".join(weights)),
             ("loss scale", _rule_text(self.loss_scale)),
-            ("gradients", _clip_text(self.grad_clip)),
+            ("gradients", clipped),
             ("kept float32", ", ".join(self.keep_float32) or "none by name"),
             *(("", reason) for reason in self.reasons),
         ]
@@ -181,48 +185,31 @@ def settings_of(
     optimizer = model.optimizer if model.compiled else None
     layers = [x for x in computing_layers_of(model) if not isinstance(x, keras.Model)]
     below = {id(layer) for layer in layers_of(*kept)}
-    has_masters = bool(getattr(optimizer, "master_weights", False))
-    rounding = getattr(optimizer, "weight_rounding", None)
-    shared = {
-        "keep_float32": tuple(path_of(layer) for layer in kept),
-        "layers": tuple(_row(layer, level, id(layer) in below) for layer in layers),
-        "graph_rewrite": rewrite,
-        # Where slots=None was given, the optimizer's own choice.
-        "slots": getattr(getattr(optimizer, "stored_weights", None), "slots", None),
+    low = Counter(x.compute_dtype for x in layers if x.compute_dtype in LOW_PRECISION)
+    values: dict[str, Any] = {
+        "level": None,
+        "dtype": max(sorted(low), key=lambda dtype: low[dtype], default="float32"),
+        "loss_scale": rule_of(optimizer),
+        "grad_clip": getattr(optimizer, "grad_clip", None),
+        "master_weights": bool(getattr(optimizer, "master_weights", False)),
+        "weight_rounding": getattr(optimizer, "weight_rounding", None),
+        "reasons": ("prepare has not made it: each layer has the policy it was made with.",),
     }
-    if level is None:
-        low = Counter(x.compute_dtype for x in layers if x.compute_dtype in LOW_PRECISION)
-        return PrecisionSettings(
-            level=None,
-            dtype=max(sorted(low), key=lambda dtype: low[dtype], default="float32"),
-            loss_scale=_rule_of(optimizer),
-            grad_clip=getattr(optimizer, "grad_clip", None),
-            master_weights=has_masters,
-            reasons=("prepare has not made it: each layer has the policy it was made with.",),
-            weight_rounding=rounding,
-            **shared,
-        )
+    if level is not None:
+        values |= {
+            name: getattr(level, name) for name in ("level", "dtype", "loss_scale", "reasons")
+        }
+        values["grad_clip"] = level.config.grad_clip
+        values["master_weights"] |= level.master_weights
+        values["weight_rounding"] = values["weight_rounding"] or level.config.weight_rounding
     return PrecisionSettings(
-        level=level.level,
-        dtype=level.dtype,
-        loss_scale=level.loss_scale,
-        grad_clip=level.config.grad_clip,
-        master_weights=level.master_weights or has_masters,
-        reasons=level.reasons,
-        weight_rounding=rounding or level.config.weight_rounding,
-        **shared,
+        keep_float32=tuple(path_of(layer) for layer in kept),
+        layers=tuple(_row(layer, level, id(layer) in below) for layer in layers),
+        graph_rewrite=rewrite,
+        # Where slots=None was given, the optimizer's own choice.
+        slots=getattr(getattr(optimizer, "stored_weights", None), "slots", None),
+        **values,
     )
-
-
-def _rule_of(optimizer: Any) -> LossScale | None:
-    """How an optimizer scales the loss: tfamp's, Keras's own or any other."""
-    if isinstance(optimizer, LossScaleOptimizer):
-        return optimizer.rule
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        steps = optimizer.dynamic_growth_steps
-        return DynamicLossScale(optimizer.initial_scale, growth_steps=steps)
-    factor = getattr(optimizer, "loss_scale_factor", None)
-    return None if factor is None else FixedLossScale(factor)
 
 
 def _row(layer: Any, level: EffectiveLevel | None, is_kept: bool) -> LayerSettings:
@@ -263,19 +250,9 @@ def _why(layer: Any, level: EffectiveLevel | None, is_kept: bool) -> str:
     return next((why for why, holds in reasons.items() if holds), "own dtype")
 
 
-def _clip_text(clip: GradClip | None) -> str:
-    if clip is None:
-        return "not clipped"
-    return f"clipped to norm {clip.max_norm:g} of type {clip.norm_type:g}"
-
-
 def _rule_text(rule: LossScale | None) -> str:
     if rule is None:
         return "none"
-    if isinstance(rule, FixedLossScale):
-        skips = ", steps that are not finite are skipped" if rule.skip_nonfinite else ""
-        return f"fixed at {rule.scale:g}{skips}"
-    return (
-        f"dynamic from {rule.initial_scale:g}, times {rule.growth_factor:g} after "
-        f"{rule.growth_steps} finite steps, times {rule.backoff_factor:g} after an overflow"
-    )
+    start = "fixed at" if isinstance(rule, FixedLossScale) else "dynamic from"
+    skips = ", steps that are not finite are skipped" if rule.skip_nonfinite else ""
+    return f"{start} {rule.initial_scale:g}{skips}"

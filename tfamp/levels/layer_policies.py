@@ -147,6 +147,12 @@ def path_of(layer: Any) -> str:
     return str(getattr(layer, "path", None) or layer.name)
 
 
+def quantized_names(layers: Iterable[Any]) -> str:
+    """The paths of layers that Keras has quantized, each with how; "" where there are none."""
+    modes = [(layer, quantization_of(layer)) for layer in layers]
+    return ", ".join(f"{path_of(layer)} ({mode})" for layer, mode in modes if mode is not None)
+
+
 def select(layers: list[Any], wanted: Iterable[Any], argument: str) -> list[Any]:
     """Returns the layers that a user means, in their order, without those below them.
 
@@ -217,10 +223,12 @@ def note_state(root: Any) -> Callable[[], None]:
     records += [(output_dtypes.graphs, x, output_dtypes.graphs.get(x)) for x in functionals]
     outputs = [keras_hooks.outputs_of(x) for x in functionals]
     # Those behind a layer may be of ops that are no layers, such as a sum of two outputs.
-    nodes = [
-        n for x in layers for n in (*keras_hooks.inbound_nodes(x), *keras_hooks.outbound_nodes(x))
+    symbolic = [
+        (tensor, tensor.dtype)
+        for layer in layers
+        for node in (*keras_hooks.inbound_nodes(layer), *keras_hooks.outbound_nodes(layer))
+        for tensor in node.outputs
     ]
-    symbolic = [(tensor, tensor.dtype) for node in nodes for tensor in node.outputs]
 
     def restore() -> None:
         for layer, methods, policy, autocast in noted:
@@ -444,9 +452,8 @@ def _check_can_compute(layers: list[Any], dtype: str) -> None:
                     f"{dtype}. Set the dtype first, then prepare the model for O3 or master "
                     "weights."
                 )
-    without = [layer for layer in layers if policy_with(layer, _policy_name(layer, dtype)) is None]
-    if without:
-        names = ", ".join(f"{path_of(layer)} ({quantization_of(layer)})" for layer in without)
+    names = quantized_names(x for x in layers if policy_with(x, _policy_name(x, dtype)) is None)
+    if names:
         raise ValueError(
             f"Keras has quantized {names}, and a layer quantized so cannot be set to {dtype}: its "
             "predictions would change by more than rounding. Leave it out with pattern=, or set "

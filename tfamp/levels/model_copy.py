@@ -33,18 +33,13 @@ def copy_model(
     exact values of the weights it is given. A ValueError says that the model cannot be made from
     its configuration, or which weight has no value in its new dtype.
     """
-    with _without_initializing() as initializers:
+    with _without_initializing():
         made = _from_config(model, policies)
         _set_late_policies(model, made, policies)
         _build_like(model, made)
     old, new = model.weights, made.weights
     if _shapes(old) != _shapes(new):
         raise ValueError(_what_is_different(model, made))
-    weights = {id(weight) for weight in new}
-    for variable, initializer in initializers:
-        if id(variable) not in weights:
-            initial = keras.initializers.get(initializer)
-            variable.assign(initial(variable.shape, dtype=variable.dtype))
     for layer, copied in same_layers(model, made):
         if prepares_data(type(layer)):
             _copy_adapted(layer, copied)
@@ -52,31 +47,37 @@ def copy_model(
             copied.trainable = layer.trainable
     for value, before, after in zip(values(old), old, new, strict=True):
         _copy_weight(value, before, after)
-    _copy_seeds(model, made)
+    states = _states(model), _states(made)
+    if len(states[0]) == len(states[1]):
+        for source, target in zip(*states, strict=True):
+            target.assign(source)
     return made
 
 
+def _states(model: Any) -> list[Any]:
+    """The variables of a model that are not weights: states of random layers and of metrics."""
+    weights = {id(weight) for weight in model.weights}
+    return [variable for variable in model.variables if id(variable) not in weights]
+
+
 @contextlib.contextmanager
-def _without_initializing() -> Iterator[list[tuple[Any, Any]]]:
-    """Makes variables zeros, as their values exist; yields them with their initializers.
+def _without_initializing() -> Iterator[None]:
+    """Makes variables zeros, as their values exist.
 
     An initializer may not run in the new dtype, takes its time, and draws random numbers.
     """
-    initializers: list[tuple[Any, Any]] = []
 
     def variable_init(
         original: Any, variable: Any, initializer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        if callable(initializer) or isinstance(initializer, str):  # It may be a value.
-            initializers.append((variable, initializer))
-            initializer = _zeros
-        original(variable, initializer, *args, **kwargs)
+        is_value = not (callable(initializer) or isinstance(initializer, str))
+        original(variable, initializer if is_value else _zeros, *args, **kwargs)
 
     with _rebuilding, patched_here(variable_init=variable_init):
         # Layers and initializers without a seed draw one when they are made.
         drawn = random.getstate()
         try:
-            yield initializers
+            yield
         finally:
             random.setstate(drawn)
 
@@ -221,15 +222,6 @@ def _copy_weight(value: Any, before: Any, after: Any) -> None:
     regularizer = getattr(after, "regularizer", None)
     if regularizer is not None and after.dtype in LOW_PRECISION:
         after.regularizer = _InFloat32(regularizer)
-
-
-def _copy_seeds(model: Any, made: Any) -> None:
-    """Makes random layers of a copy continue where the model's are."""
-    weights = {id(weight) for weight in (*model.weights, *made.weights)}
-    old, new = ([x for x in each.variables if id(x) not in weights] for each in (model, made))
-    if len(old) == len(new):
-        for source, target in zip(old, new, strict=True):
-            target.assign(source)
 
 
 def _copy_adapted(layer: Any, made: Any) -> None:

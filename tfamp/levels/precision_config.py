@@ -167,7 +167,8 @@ class PrecisionConfig:
         path = Path(path)
         if path.suffix.lower() not in (".json", ".toml"):
             raise ValueError(f"A configuration is a .json or .toml file; got {str(path)!r}.")
-        parse = json if path.suffix.lower() == ".json" else _toml()
+        # Python 3.10 has no module that reads TOML.
+        parse = json if path.suffix.lower() == ".json" else importlib.import_module("tomllib")
         try:
             values = parse.loads(path.read_text(encoding="utf-8"))
             is_nested = isinstance(values, Mapping) and "tfamp" in values
@@ -198,29 +199,10 @@ class PrecisionConfig:
         }
         return {name: value for name, value in plain.items() if value is not None}
 
-    def with_changes(self, **changes: Any) -> PrecisionConfig:
-        """Returns one that differs in the fields given.
-
-        Example:
-            >>> PrecisionConfig(level="O1").with_changes(dtype="bfloat16").to_dict()
-            {'level': 'O1', 'dtype': 'bfloat16'}
-        """
-        return dataclasses.replace(self, **changes)
-
     @property
     def rewrite_placement(self) -> str:
         """What decides which ops a rewrite converts, where nothing was asked for too."""
         return self.placement or ("min_cut" if self.level == "auto" else "lists")
-
-
-def _toml() -> Any:
-    try:
-        return importlib.import_module("tomllib")
-    except ImportError as error:
-        raise ImportError(
-            "Python 3.10 reads no TOML: use Python 3.11 or later, or write the configuration as "
-            "JSON."
-        ) from error
 
 
 def _check_level(config: PrecisionConfig, level: str, subject: str) -> None:
@@ -399,19 +381,15 @@ def _dtype(given: str | None, machine: Hardware, reasons: list[str]) -> tuple[st
 
 def _loss_scale(given: Any, level: str, dtype: str, reasons: list[str]) -> LossScale | None:
     if given is None:
-        given, why = _default_loss_scale(level, dtype)
+        # A scale of 1 only skips steps that are not finite.
+        given, why = "dynamic", f"the default of level {level} in {dtype}"
+        if level == "O0":
+            given, why = "none", "the default of level O0"
+        elif dtype == "bfloat16":
+            given, why = 1.0, "as bfloat16 has float32's range"
+        elif level == "O3":
+            given, why = 1.0, "the default of level O3"
         reasons.append(f"loss scale: {given}, {why}.")
     if isinstance(given, str):
         return DynamicLossScale() if given == "dynamic" else None
     return given if isinstance(given, LossScale) else FixedLossScale(given)
-
-
-def _default_loss_scale(level: str, dtype: str) -> tuple[str | int, str]:
-    """Returns the default and the reason; a scale of 1 only skips steps that are not finite."""
-    if level == "O0":
-        return "none", "the default of level O0"
-    if dtype == "bfloat16":
-        return 1, "as bfloat16 has float32's range"
-    if level == "O3":
-        return 1, "the default of level O3"
-    return "dynamic", f"the default of level {level} in {dtype}"

@@ -16,7 +16,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -33,23 +33,12 @@ from tfamp.layers.float_policies import (
     in_float32,
     is_plain,
     managed_layers,
-    quantization_of,
 )
 from tfamp.layers.model_calls import cast_outermost, manage, protect_values
 from tfamp.layers.output_dtypes import become_part
 from tfamp.levels import layer_policies, prepared_optimizer
 from tfamp.levels.effective_settings import PrecisionSettings, settings_of
-from tfamp.levels.layer_policies import (
-    computing_layers_of,
-    correct_symbolic_dtypes,
-    drop_traced_functions,
-    functionals_of,
-    is_graph,
-    layers_of,
-    models_held_by_models,
-    path_of,
-    select,
-)
+from tfamp.levels.layer_policies import computing_layers_of, layers_of, select
 from tfamp.levels.model_copy import copy_model, same_layers
 from tfamp.levels.precision_config import (
     EffectiveLevel,
@@ -89,10 +78,17 @@ class _Record:
 _prepared: WeakMap[_Record] = WeakMap()
 
 
-class Prepared(tuple[Any, Any]):
+class _Pair(NamedTuple):
+    model: Any
+    optimizer: Any
+
+
+class Prepared(_Pair):
     """What `prepare` returns: a pair of model and optimizer, and the settings in force.
 
     Attributes:
+        model: The model to use from now on.
+        optimizer: The optimizer to use from now on; None where there is none.
         settings: The settings; `print(prepared.settings)` is a table of them.
 
     Example:
@@ -105,22 +101,6 @@ class Prepared(tuple[Any, Any]):
     """
 
     settings: PrecisionSettings
-
-    def __new__(cls, model: Any, optimizer: Any, settings: PrecisionSettings) -> Prepared:
-        """Makes the pair."""
-        pair = super().__new__(cls, (model, optimizer))
-        pair.settings = settings
-        return pair
-
-    @property
-    def model(self) -> Any:
-        """The model to use from now on."""
-        return self[0]
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer to use from now on; None where there is none."""
-        return self[1]
 
 
 def prepare(
@@ -219,13 +199,13 @@ def prepare(
         dtype=dtype,
         loss_scale=loss_scale,
         grad_clip=grad_clip,
-        keep_float32=None if isinstance(keep_float32, tuple) and not keep_float32 else keep_float32,
+        keep_float32=keep_float32 if keep_float32 != () else None,
         master_weights=master_weights,
         placement=placement,
         weight_rounding=weight_rounding,
         slots=slots,
     )
-    given = _optimizer(model, optimizer)
+    given = prepared_optimizer.read_optimizer(model, optimizer)
     wanted = prepared_optimizer.with_needed_masters(
         effective_level(chosen, hardware.detect()), given
     )
@@ -238,14 +218,16 @@ def prepare(
     if not is_there and (wanted.low_weights or _stores_low(model)):
         model, made = _level_on_copy(model, given, wanted, kept)
     else:
-        made = None if given is None else prepared_optimizer.for_level(given, wanted)
+        made = None if given is None else prepared_optimizer.wrapped(given, wanted)
         if not is_there:
             _level_in_place(model, wanted, kept)
     prepared_optimizer.warn_of_slots(made, wanted)
     prepared_optimizer.warn_of_own_optimizers(model, wanted)
     if model.compiled and made is not None:
         prepared_optimizer.give_optimizer(model, made)
-    return Prepared(model, made, precision_settings(model))
+    prepared = Prepared(model, made)
+    prepared.settings = precision_settings(model)
+    return prepared
 
 
 def precision_settings(model: Any) -> PrecisionSettings:
@@ -286,29 +268,17 @@ def _check_model(model: Any, caller: str) -> None:
 
 def _config(config: Any, **given: Any) -> PrecisionConfig:
     warn_of_variables(os.environ)
-    if config is None:
-        found = PrecisionConfig()
-    elif isinstance(config, PrecisionConfig):
-        found = config
-    elif isinstance(config, Mapping):
+    found = PrecisionConfig() if config is None else config
+    if isinstance(config, Mapping):
         found = PrecisionConfig.from_dict(config)
     elif isinstance(config, str | os.PathLike):
         found = PrecisionConfig.from_file(config)
-    else:
+    if not isinstance(found, PrecisionConfig):
         raise TypeError(
             "config must be a PrecisionConfig, a dict or the path of a file; got "
             f"{config!r} of type {type(config).__name__}."
         )
-    return found.with_changes(**{name: x for name, x in given.items() if x is not None})
-
-
-def _optimizer(model: Any, optimizer: Any) -> Any:
-    if optimizer is None:
-        return model.optimizer if model.compiled else None
-    if isinstance(optimizer, str | dict):
-        return keras.optimizers.get(optimizer)
-    prepared_optimizer.check_optimizer(optimizer)
-    return optimizer
+    return dataclasses.replace(found, **{name: x for name, x in given.items() if x is not None})
 
 
 def _stores_low(model: Any) -> bool:
@@ -363,7 +333,7 @@ def _finish(
         for layer in layers_of(model):
             protect_values(layer)
     prepared_optimizer.wrap_compile(model, level)
-    drop_traced_functions(model)
+    layer_policies.drop_traced_functions(model)
     names = tuple(layer.name for layer in kept)
     _prepared.set(model, _Record(level, names, rewrite))
     layers = [layer for layer in layers_of(model) if not isinstance(layer, keras.Model)]
@@ -393,7 +363,14 @@ def _level_on_copy(
             f"{model.name} has no weights yet that could be stored in another dtype. Build it "
             "first: with an Input, with model.build(input_shape), or by calling it once."
         )
-    _check_not_quantized(model, level)
+    names = layer_policies.quantized_names(layers_of(model))
+    if names:  # A copy could not get their integers, nor their calibration.
+        raise ValueError(
+            f"Keras has quantized layers of {model.name}: {names}. Level {level.level} stores its "
+            "weights in another dtype here, and quantized ones cannot be. Put the level on the "
+            "model before it is quantized, or take one that keeps its weights: O0, O1 or O2 "
+            "without master_weights for float32 weights."
+        )
     values = functools.partial(prepared_optimizer.exact_values, optimizer)
     with contextlib.ExitStack() as undo:
         undo.callback(layer_policies.note_state(model))
@@ -407,7 +384,7 @@ def _level_on_copy(
         if mixed:
             # The copy gets low weights where the given model, for now, computes low.
             _put_level_on(model, level, kept, chosen)
-            held = models_held_by_models(model)
+            held = layer_policies.models_held_by_models(model)
             for each in held:
                 become_part(each)  # a model's own code makes all weights of those it holds low
             layers = [x for x in layers_of(model) if x.dtype_policy.name == f"mixed_{level.dtype}"]
@@ -457,19 +434,6 @@ def _pure_policies(
     return {id(layer): dtype for layer in plain if id(layer) not in left}
 
 
-def _check_not_quantized(model: Any, level: EffectiveLevel) -> None:
-    """Raises where a copy could not get the integers of quantized layers, nor their calibration."""
-    quantized = [layer for layer in layers_of(model) if quantization_of(layer) is not None]
-    if quantized:
-        names = ", ".join(f"{path_of(layer)} ({quantization_of(layer)})" for layer in quantized)
-        raise ValueError(
-            f"Keras has quantized layers of {model.name}: {names}. At level {level.level} here its "
-            "weights are stored in another dtype, and quantized ones cannot be. Put the level on "
-            "the model before it is quantized, or take a level for which it keeps its weights: "
-            "of a model with float32 weights O0, O1, or O2 without master_weights."
-        )
-
-
 def _manage_as(pairs: list[tuple[Any, Any]], made: Any, level: EffectiveLevel) -> None:
     """Makes a copy with low weights return what the model at level O2 that it was made of does."""
     policy = Policy(f"mixed_{level.dtype}")
@@ -478,9 +442,9 @@ def _manage_as(pairs: list[tuple[Any, Any]], made: Any, level: EffectiveLevel) -
         if record is not None and record.follows_input and not record.raised:
             managed_layers.set(new, ManagedLayer(policy, follows_input=True))
             fused_norms.fuse(new, level.dtype)
-    for functional, _ in functionals_of(made):
-        correct_symbolic_dtypes(functional)
-    if not is_graph(made):
+    for functional, _ in layer_policies.functionals_of(made):
+        layer_policies.correct_symbolic_dtypes(functional)
+    if not layer_policies.is_graph(made):
         manage(made, policy)  # its outermost call returns float32
 
 
@@ -625,12 +589,6 @@ def _check_measurable(model: Any, config: PrecisionConfig, batch: Any) -> None:
             f"{model.name} is not compiled, so that it has no train step to measure: call "
             "model.compile(optimizer, loss) before prepare(level='auto', example_batch=...)."
         )
-    with model.distribute_strategy.scope():
-        if tf.distribute.has_strategy():
-            raise ValueError(
-                f"{model.name} was made under a {type(tf.distribute.get_strategy()).__name__}, "
-                "whose steps are not measured: leave example_batch out, or give a level."
-            )
 
 
 def _mixed_step(
@@ -657,12 +615,7 @@ def _found(report: TuneReport, config: PrecisionConfig) -> EffectiveLevel:
         times += f" ({chosen.candidate}), and {time_text(report.rows[0].seconds)} in float32"
     reason = f"level: auto is {name}, the fastest on the example batch: a step takes {times}."
     # A warning would be of a guess, where this was measured.
-    return dataclasses.replace(
-        level,
-        config=dataclasses.replace(config, placement=placement),
-        reasons=(reason, *level.reasons),
-        warning=None,
-    )
+    return dataclasses.replace(level, reasons=(reason, *level.reasons), warning=None)
 
 
 def _train_step_of(model: Any) -> Any:

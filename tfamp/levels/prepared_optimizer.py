@@ -45,24 +45,17 @@ SLOTS = {
 _made_here: WeakMap[bool] = WeakMap()
 
 
-def for_level(optimizer: Any, level: EffectiveLevel) -> Any:
-    """An optimizer as a level wants it; the given one is not modified, and returned if it will do.
-
-    That is a `LossScaleOptimizer` around the innermost one, or that itself where the level asks for
-    no loss scale, no clipping and no master weights. A ValueError says that it scales losses or
-    clips gradients itself, and the level does too.
-    """
-    check_optimizer(optimizer)
-    return _wrapped(optimizer, innermost(optimizer), level)
-
-
-def check_optimizer(optimizer: Any) -> None:
-    """Raises a TypeError for what is no Keras optimizer."""
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
+def read_optimizer(model: Any, given: Any) -> Any:
+    """Returns the optimizer that was given, maybe by its name; the model's own for None, if any."""
+    if given is None:
+        return model.optimizer if model.compiled else None
+    found = keras.optimizers.get(given) if isinstance(given, str | dict) else given
+    if not isinstance(found, keras.optimizers.Optimizer):
         raise TypeError(
             "optimizer must be a keras.optimizers.Optimizer, e.g. keras.optimizers.Adam(), or its "
-            f"name; got {described(optimizer)}"
+            f"name; got {described(given)}"
         )
+    return found
 
 
 def innermost(optimizer: Any) -> Any:
@@ -93,16 +86,16 @@ def for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> An
     after = [copies[id(variable)] for variable in before]
     new = _made_again(old)
     _exclude_like(old, new, copies, model.weights)
-    wrapped = _wrapped(optimizer, new, level)
+    wrapper = wrapped(optimizer, level, new)
     if old.built or level.master_weights or level.config.weight_rounding:
-        wrapped.build(after)
+        wrapper.build(after)
         values = exact_values(optimizer, before)
-        if isinstance(wrapped, LossScaleOptimizer):
-            wrapped.stored_weights.set_exact(after, values)
+        if isinstance(wrapper, LossScaleOptimizer):
+            wrapper.stored_weights.set_exact(after, values)
     if old.built:
         for target, source in zip(new.variables, old.variables, strict=True):
             target.assign(keras.ops.cast(source, target.dtype))
-    return wrapped
+    return wrapper
 
 
 def _made_again(optimizer: Any) -> Any:
@@ -153,24 +146,16 @@ def _exclude_like(old: Any, new: Any, copies: dict[int, Any], variables: list[An
 def warn_of_slots(optimizer: Any, level: EffectiveLevel) -> None:
     """Warns about optimizer state under O3 that low variables do not hold, or may not."""
     kept = _kept_at_o3(optimizer, level)
-    if not kept or getattr(optimizer, "weight_rounding", None) is not None:
+    exact = ("master_weights", "weight_rounding")
+    if not kept or any(getattr(optimizer, name, None) for name in exact):
         return
-    name = innermost(optimizer).name
-    if not getattr(optimizer, "master_weights", False):
-        text = (
-            f"{name} keeps {kept}, which {level.dtype} may not hold: at level O3 without master "
-            "weights it may learn nothing or diverge. Leave master_weights out or give True, or "
-            "use SGD."
-        )
-    elif kept == _UNKNOWN and level.config.master_weights is None:
-        text = (
-            f"It is not known what {name} ({type(innermost(optimizer)).__name__}) keeps, nor "
-            f"whether {level.dtype} holds it: at level O3 it gets float32 master weights, to be "
-            "careful. Give master_weights=True, or False if it needs none."
-        )
-    else:
-        return
-    warnings.warn(text, TfampWarning, stacklevel=level_of_user())
+    warnings.warn(
+        f"{innermost(optimizer).name} keeps {kept}, which {level.dtype} may not hold: at level O3 "
+        "without master weights it may learn nothing or diverge. Leave master_weights out or give "
+        "True, or use SGD.",
+        TfampWarning,
+        stacklevel=level_of_user(),
+    )
 
 
 def _kept_at_o3(optimizer: Any, level: EffectiveLevel) -> str:
@@ -220,47 +205,50 @@ def exact_values(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
     return optimizer.stored_weights.exact_values(variables)
 
 
-def _wanted(optimizer: Any, level: EffectiveLevel) -> tuple[LossScale | None, dict[str, Any]]:
-    """The rule of a wrapper, None for no wrapper, and its other arguments."""
-    rule = level.optimizer_rule
+def rule_of(optimizer: Any) -> LossScale | None:
+    """Returns the rule by which tfamp's wrapper or Keras's scales the loss; None without one."""
+    if isinstance(optimizer, LossScaleOptimizer):
+        return optimizer.rule
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        steps = optimizer.dynamic_growth_steps
+        return DynamicLossScale(optimizer.initial_scale, growth_steps=steps)
+    return None
+
+
+def wrapped(optimizer: Any, level: EffectiveLevel, inner: Any = None) -> Any:
+    """Returns an optimizer as a level needs it; the given one is not modified.
+
+    That is a `LossScaleOptimizer` around an inner optimizer, by default the given one's innermost,
+    or that itself where the level needs no loss scale, no clipping and no master weights. A wrapper
+    that has all this is returned; a new one goes on from the scale and counters of the given one. A
+    ValueError says that the optimizer scales losses or clips gradients itself, and the level does.
+    """
+    inner = innermost(optimizer) if inner is None else inner
+    rule, config = level.optimizer_rule, level.config
     features: dict[str, Any] = {
-        "grad_clip": level.config.grad_clip,
+        "grad_clip": config.grad_clip,
         "master_weights": level.master_weights,
-        "weight_rounding": level.config.weight_rounding,
-        "slots": level.config.slots,
+        "weight_rounding": config.weight_rounding,
+        "slots": config.slots,
         "aggregate_in_float16": False,
     }
-    users = isinstance(optimizer, LossScaleOptimizer) and not _made_here.get(optimizer)
-    if users and level.level != "O0":
-        # Whoever wraps an optimizer wants it wrapped, and so.
+    own = isinstance(optimizer, LossScaleOptimizer)
+    if own and not _made_here.get(optimizer) and level.level != "O0":
+        # A wrapper of the user's keeps its features and, if no other is given, its rule.
         features = {name: value or getattr(optimizer, name) for name, value in features.items()}
-        rule = optimizer.rule if level.config.loss_scale is None else rule
-    return rule, features
-
-
-def _wrapped(optimizer: Any, inner: Any, level: EffectiveLevel) -> Any:
-    """The inner optimizer in a wrapper: the given one, if it will do and holds it, else a new one.
-
-    The scale of a new one goes on from where the given one's is, if it can.
-    """
-    rule, features = _wanted(optimizer, level)
+        rule = optimizer.rule if config.loss_scale is None else rule
+    elif not own and isinstance(rule, DynamicLossScale) and config.loss_scale is None:
+        rule = rule_of(optimizer) or rule
     if rule is None:
         return inner
-    own = isinstance(optimizer, LossScaleOptimizer)
     wanted = {"rule": rule, "inner_optimizer": inner, **features}
     if own and all(getattr(optimizer, name) == value for name, value in wanted.items()):
         return optimizer
-    wrapped_by_keras = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not own
-    if wrapped_by_keras and isinstance(rule, DynamicLossScale) and level.config.loss_scale is None:
-        reached = float(optimizer.dynamic_scale) if optimizer.built else optimizer.initial_scale
-        start = min(max(reached, rule.min_scale), rule.max_scale)
-        steps = optimizer.dynamic_growth_steps
-        rule = dataclasses.replace(rule, initial_scale=start, growth_steps=steps)
-    wrapped = LossScaleOptimizer(inner, loss_scale=rule, **features)
+    made = LossScaleOptimizer(inner, loss_scale=rule, **features)
     if own:
-        go_on_from(wrapped, optimizer)
-    _made_here.set(wrapped, True)
-    return wrapped
+        go_on_from(made, optimizer)
+    _made_here.set(made, True)
+    return made
 
 
 def give_optimizer(model: Any, optimizer: Any) -> None:
@@ -310,7 +298,7 @@ def wrap_compile(model: Any, level: EffectiveLevel) -> None:
         if optimizer is not None and kwargs.get("auto_scale_loss", True):
             own = with_needed_masters(level, optimizer)
             if own.optimizer_rule is not None:
-                give_optimizer(model, for_level(optimizer, own))
+                give_optimizer(model, wrapped(optimizer, own))
             warn_of_slots(model.optimizer, own)
         warn_of_own_optimizers(model, level)
 
