@@ -134,11 +134,3 @@ def test_a_bad_file_is_named(tmp_path, name, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         PrecisionConfig.from_file(path)
-
-
-def test_what_no_file_can_hold_is_said():
-    class Head:
-        pass
-
-    with pytest.raises(TypeError, match="name the layer"):
-        PrecisionConfig(keep_float32=[Head]).to_dict()

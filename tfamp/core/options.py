@@ -83,7 +83,7 @@ def from_mapping(
     `names` maps the keys to fields, where other keys than the fields are known. An error says
     `what` was read, and which key is unknown, missing, or the second one for its field.
     """
-    fields = dataclasses.fields(kind)
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     if not isinstance(values, Mapping):
         raise TypeError(
             f"{what} must be a dict such as {{{fields[0].name!r}: ...}}; got {values!r} of type "

@@ -165,7 +165,7 @@ class PrecisionSettings:
         ]
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for x in self.layers:
             note = "" if x.quantization is None else f"; quantized to {x.quantization}"
             rows.append((x.path, x.kind, x.compute_dtype, x.variable_dtype, x.why + note))

@@ -50,26 +50,23 @@ from tfamp.policy import Policy, prepares_data
 _MOST_PASSES = 20
 
 
-def layers_of(*roots: Any) -> list[Any]:
-    """Layers and all below them, each once, a layer before those it holds."""
-    return _walked(roots)[0]
-
-
-def _walked(roots: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Layers and all below them, each once: before those it holds, and behind them."""
-    before: dict[int, Any] = {}
-    behind: list[Any] = []
+def layers_of(*roots: Any, innermost_first: bool = False) -> list[Any]:
+    """Layers and all below them, each once, by default a layer before those it holds."""
+    seen: set[int] = set()
+    found: list[Any] = []
 
     def visit(layer: Any) -> None:
-        if id(layer) not in before:
-            before[id(layer)] = layer
-            for sub in keras_hooks.sublayers(layer):
-                visit(sub)
-            behind.append(layer)
+        if id(layer) in seen:
+            return
+        seen.add(id(layer))
+        found.extend([] if innermost_first else [layer])
+        for sub in keras_hooks.sublayers(layer):
+            visit(sub)
+        found.extend([layer] if innermost_first else [])
 
     for root in roots:
         visit(root)
-    return list(before.values()), behind
+    return found
 
 
 def computing_layers_of(*roots: Any) -> list[Any]:
@@ -77,13 +74,13 @@ def computing_layers_of(*roots: Any) -> list[Any]:
     return [each for each in layers_of(*roots) if not isinstance(each, keras.layers.InputLayer)]
 
 
-def functionals_of(*roots: Any) -> list[tuple[Any, Any]]:
-    """The Functionals in models, the innermost first, each with the Sequential it is the inside of.
+def functionals_of(model: Any) -> list[tuple[Any, Any]]:
+    """The Functionals in a model, the innermost first, each with the Sequential that runs it.
 
-    That is None where it is none's.
+    That is None for a standalone Functional.
     """
     found: dict[int, tuple[Any, Any]] = {}
-    for layer in _walked(roots)[1]:
+    for layer in layers_of(model, innermost_first=True):
         owner = layer if isinstance(layer, keras.Sequential) else None
         functional = keras_hooks.functional_of(layer) if owner is not None else layer
         if isinstance(functional, keras_hooks.functional_class()):

@@ -181,16 +181,9 @@ class PrecisionConfig:
         """Returns the fields that differ from their defaults, and the level, for JSON or TOML.
 
         Returns:
-            A dict that `from_dict` makes an equal configuration of.
-
-        Raises:
-            TypeError: `keep_float32` holds classes or layers: only names can be written down.
+            A dict that `from_dict` makes an equal configuration of. Classes and layers of
+            `keep_float32` are in it as they are, and no file holds them.
         """
-        for each in self.keep_float32:
-            if not isinstance(each, str):
-                raise TypeError(
-                    f"keep_float32 holds {each!r}, which no file can; name the layer instead."
-                )
         scale = self.loss_scale
         plain = vars(self) | {
             "loss_scale": dataclasses.asdict(scale) if isinstance(scale, LossScale) else scale,

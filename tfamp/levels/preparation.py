@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import operator
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -214,7 +213,8 @@ def prepare(
         wanted = _measured_level(model, wanted, kept, example_batch)
     if wanted.warning is not None:
         warnings.warn(wanted.warning, TfampWarning, stacklevel=level_of_user())
-    is_there = _is_stored_so(model, wanted, kept)
+    record = _prepared.get(model)
+    is_there = record is not None and record.level == wanted and wanted.low_weights
     if not is_there and (wanted.low_weights or _stores_low(model)):
         model, made = _level_on_copy(model, given, wanted, kept)
     else:
@@ -289,18 +289,6 @@ def _stores_low(model: Any) -> bool:
     return layer_policies.default_policy(model) in LOW_PRECISION
 
 
-def _is_stored_so(model: Any, level: EffectiveLevel, kept: tuple[Any, ...]) -> bool:
-    """Whether a model is at this very level already, and is one that needed a copy."""
-    record = _prepared.get(model)
-    if record is None or not level.low_weights:
-        return False
-    choices = operator.attrgetter(
-        "level", "dtype", "master_weights", "config.weight_rounding", "config.slots"
-    )
-    names = tuple(layer.name for layer in kept)
-    return record.kept == names and choices(record.level) == choices(level)
-
-
 def _level_in_place(model: Any, level: EffectiveLevel, kept: tuple[Any, ...]) -> None:
     """Puts a level on a model whose weights are float32."""
     with contextlib.ExitStack() as undo:
@@ -316,9 +304,8 @@ def _put_level_on(
 ) -> Callable[..., Any] | None:
     if level.level == "O2":
         # For layers that do not exist yet too: those of the classes kept.
-        classes = tuple(each for each in level.config.keep_float32 if isinstance(each, type))
-        name = f"mixed_{level.dtype}"
-        policy = Policy(name, float32_layers=classes) if classes else Policy(name)
+        classes = [each for each in level.config.keep_float32 if isinstance(each, type)]
+        policy = Policy(f"mixed_{level.dtype}", float32_layers=("BatchNormalization", *classes))
         layer_policies.put_on(model, policy, kept=kept, chosen=chosen)
     if level.level != "O1":
         return None

@@ -73,9 +73,9 @@ def for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> An
     optimizer was built for variables that the model does not have.
     """
     old = innermost(optimizer)
-    known = _built_for(optimizer)
     # Layers may have been frozen, or set free, since the optimizer was built.
-    before = model.trainable_variables if known is None else known
+    built = next((x for x in (optimizer, old) if x.built), None)
+    before = keras_optimizers.built_for(built) if built else model.trainable_variables
     copies = {id(old): new for old, new in zip(model.weights, made.weights, strict=True)}
     if not all(id(variable) in copies for variable in before):
         raise ValueError(
@@ -122,15 +122,6 @@ def with_needed_masters(level: EffectiveLevel, optimizer: Any) -> EffectiveLevel
         return level
     reason = f"master weights: yes, as {innermost(optimizer).name} keeps {kept}."
     return dataclasses.replace(level, master_weights=True, reasons=(*level.reasons, reason))
-
-
-def _built_for(optimizer: Any) -> list[Any] | None:
-    """The model's variables that an optimizer was built for; None where it is not built."""
-    while not optimizer.built:
-        if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            return None
-        optimizer = optimizer.inner_optimizer
-    return keras_optimizers.built_for(optimizer)
 
 
 def _exclude_like(old: Any, new: Any, copies: dict[int, Any], variables: list[Any]) -> None:
