@@ -99,11 +99,16 @@ def models_held_by_models(model: Any) -> list[Any]:
     return [sub for holder in holders for sub in keras_hooks.sublayers(holder) if is_graph(sub)]
 
 
-def correct_symbolic_dtypes(functional: Any) -> None:
-    """Makes the symbolic tensors of a Functional say what its layers return now.
+def correct_symbolic_dtypes(model: Any) -> None:
+    """Makes the symbolic tensors of a model and those inside it say what its layers return now.
 
-    Those of models inside it are right already. A ValueError names the layer that fails.
+    A ValueError names the layer that fails.
     """
+    for functional, _ in functionals_of(model):
+        _correct_symbolic_dtypes(functional)
+
+
+def _correct_symbolic_dtypes(functional: Any) -> None:
     nodes = [
         node
         for operation in functional.operations
@@ -264,8 +269,9 @@ def default_policy(model: Any) -> str:
 def take_off(model: Any, *, keep_by_hand: bool) -> set[int]:
     """Takes off a model what a policy of tfamp's, or a level before, put on it.
 
-    Its layers then have the dtypes they had, or float32 where they were made under a mixed policy.
-    Returns the `id`s of the layers whose dtype a user chose: those set by hand since may be kept.
+    Its layers then have the dtypes they had, or float32 where they were made under a mixed policy;
+    its symbolic tensors do not say so yet. Returns the `id`s of the layers whose dtype a user
+    chose: those set by hand since may be kept.
     """
     default = default_policy(model)
     chosen: set[int] = set()
@@ -283,8 +289,6 @@ def take_off(model: Any, *, keep_by_hand: bool) -> set[int]:
         else:
             set_by_hand.discard(layer)
             layers_before.discard(layer)
-    for functional, _ in functionals_of(model):
-        correct_symbolic_dtypes(functional)
     return chosen
 
 
@@ -339,7 +343,7 @@ def put_on(model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Iterable[
         if not stays:
             _put_on(layer, policy, keeps)
     for functional, owner in functionals_of(model):
-        correct_symbolic_dtypes(functional)
+        _correct_symbolic_dtypes(functional)
         manage_functional(functional, owner)
     output_dtypes.models_below_become_parts(model)
 
@@ -431,8 +435,7 @@ def set_layer_dtype(
         for layer in targets:
             _set(layer, name)
             protect_values(layer)
-        for functional, _ in functionals_of(model_or_layer):
-            correct_symbolic_dtypes(functional)
+        correct_symbolic_dtypes(model_or_layer)
         for layer in targets:
             output_dtypes.retype_followers(layer)
         undo.pop_all()

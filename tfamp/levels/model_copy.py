@@ -8,7 +8,7 @@ import inspect
 import random
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -16,7 +16,7 @@ import keras
 from tfamp.core.dtypes import LOW_PRECISION, float_format
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import patched_here
-from tfamp.layers.float_policies import is_plain
+from tfamp.layers.float_policies import float_policy, is_plain
 from tfamp.layers.policy_state import policy_scope
 from tfamp.levels.layer_policies import is_graph, layers_of, path_of
 from tfamp.policy import prepares_data
@@ -24,18 +24,16 @@ from tfamp.policy import prepares_data
 _rebuilding = threading.Lock()
 
 
-def copy_model(
-    model: Any, policies: Mapping[int, str], values: Callable[[Any], Iterable[Any]]
-) -> Any:
-    """Copies a built model with other dtype policies, and its weights; the copy is not compiled.
+def copy_model(model: Any, values: Callable[[Any], Iterable[Any]]) -> Any:
+    """Copies a built model, with weights in the dtypes of its layers' policies; not compiled.
 
-    Policies go by the `id`s of the layers; a layer without one keeps its own. `values` returns more
-    exact values of the weights it is given. A ValueError says that the model cannot be made from
-    its configuration, or which weight has no value in its new dtype.
+    The weights may have other dtypes than the policies say. `values` returns more exact values of
+    the weights it is given. A ValueError says that the model cannot be made from its configuration,
+    or which weight has no value in its new dtype.
     """
     with _without_initializing():
-        made = _from_config(model, policies)
-        _set_late_policies(model, made, policies)
+        made = _from_config(model)
+        _set_late_policies(model, made)
         _build_like(model, made)
     old, new = model.weights, made.weights
     if _shapes(old) != _shapes(new):
@@ -82,16 +80,16 @@ def _without_initializing() -> Iterator[None]:
             random.setstate(drawn)
 
 
-def _from_config(model: Any, policies: Mapping[int, str]) -> Any:
+def _from_config(model: Any) -> Any:
     classes = {type(layer).__name__: type(layer) for layer in layers_of(model)}
     try:
         config = {
             "module": type(model).__module__,
             "class_name": type(model).__name__,
-            "config": _arguments(model, _with_policies(model, policies)),
+            "config": _arguments(model, _config_of(model)),
             "registered_name": type(model).__name__,
         }
-        with policy_scope(policies.get(id(model), "float32")):
+        with policy_scope(float_policy(model) or "float32"):
             return keras.saving.deserialize_keras_object(
                 config, custom_objects=classes, safe_mode=False
             )
@@ -144,50 +142,30 @@ def same_layers(model: Any, made: Any) -> list[tuple[Any, Any]]:
     return [(layer, remaining[layer.name].pop(0)) for layer in old if remaining.get(layer.name)]
 
 
-def _with_policies(model: Any, policies: Mapping[int, str]) -> dict[str, Any]:
-    """Returns a model's configuration with other policies in it."""
+def _config_of(model: Any) -> dict[str, Any]:
+    """Returns a model's configuration, without what its users' constructors do not take."""
     config = copy.deepcopy(model.get_config())
     if not is_graph(model):
         return config
-    if "layers" not in config and id(model) in policies:
-        # What its own constructor takes, as KerasHub's backbones do.
-        _replace_policies(config, model.dtype_policy.name, policies[id(model)])
     layers = {layer.name: layer for layer in keras_hooks.sublayers(model)}
+    # Without an entry for each: a model with a constructor of its own, as KerasHub's backbones.
     for entry in config.get("layers", ()):
         entry.pop("compile_config", None)
         layer = layers.get(entry.get("name", entry["config"].get("name")))
         if is_graph(layer):
-            entry["config"] = _with_policies(layer, policies)
-        elif layer is not None:
-            if id(layer) in policies:
-                _replace_policies(entry["config"], layer.dtype_policy.name, policies[id(layer)])
-            if _own_classes(layer):
-                entry.pop("build_config", None)  # the call builds it, which Keras can be sure of
-                entry["config"] = _arguments(layer, entry["config"])
+            entry["config"] = _config_of(layer)
+        elif layer is not None and _own_classes(layer):
+            entry.pop("build_config", None)  # the call builds it, which Keras can be sure of
+            entry["config"] = _arguments(layer, entry["config"])
     return config
 
 
-def _replace_policies(config: Any, old: str, new: str) -> None:
-    """Replaces one policy by another in the configuration of a layer and of those it holds."""
-    if isinstance(config, list | tuple):
-        for value in config:
-            _replace_policies(value, old, new)
-    if not isinstance(config, dict):
-        return
-    for key, value in config.items():
-        if key != "dtype":
-            _replace_policies(value, old, new)
-        # A plain string is what an input is fed, or an output holds: no policy of a layer.
-        elif isinstance(value, dict) and value.get("config", {}).get("name") == old:
-            config[key] = keras.dtype_policies.serialize(keras.DTypePolicy(new))
-
-
-def _set_late_policies(model: Any, made: Any, policies: Mapping[int, str]) -> None:
+def _set_late_policies(model: Any, made: Any) -> None:
     """Sets the policies of layers that a model's own code makes, while they have no variables."""
     for old, new in zip(layers_of(model), layers_of(made), strict=False):
         if type(old) is not type(new) or not is_plain(new.dtype_policy):
             continue
-        wanted = policies.get(id(old), old.dtype_policy.name)
+        wanted = old.dtype_policy.name
         if new.dtype_policy.name == wanted:
             continue
         if new.weights and not isinstance(new, keras.Model):

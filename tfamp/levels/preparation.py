@@ -29,6 +29,7 @@ from tfamp.layers import fused_norms
 from tfamp.layers.float_policies import (
     ManagedLayer,
     WeakMap,
+    give_policy,
     in_float32,
     is_plain,
     managed_layers,
@@ -294,6 +295,7 @@ def _level_in_place(model: Any, level: EffectiveLevel, kept: tuple[Any, ...]) ->
     with contextlib.ExitStack() as undo:
         undo.callback(layer_policies.note_state(model))
         chosen = layer_policies.take_off(model, keep_by_hand=level.level != "O0")
+        layer_policies.correct_symbolic_dtypes(model)
         rewrite = _put_level_on(model, level, kept, chosen)
         undo.pop_all()
     _finish(model, level, kept, rewrite)
@@ -358,32 +360,24 @@ def _level_on_copy(
             "model before it is quantized, or take one that keeps its weights: O0, O1 or O2 "
             "without master_weights for float32 weights."
         )
-    values = functools.partial(prepared_optimizer.exact_values, optimizer)
     with contextlib.ExitStack() as undo:
         undo.callback(layer_policies.note_state(model))
         chosen = layer_policies.take_off(model, keep_by_hand=level.level != "O0")
-        policies = _float32_for_low(model)
+        # The given model gets the policies of the copy, for as long as it is copied.
+        for layer in _low_layers(model):
+            give_policy(layer, "float32")
         # For the way back, what the layers are without a level.
-        base = {id(x): policies.get(id(x), x.dtype_policy) for x in layers_of(model)}
-        if level.level == "O3":
-            policies |= _pure_policies(model, level.dtype, kept, chosen)
-        mixed, held = level.level == "O2" and level.low_weights, []
+        base = {id(layer): layer.dtype_policy for layer in layers_of(model)}
+        mixed = level.level == "O2" and level.low_weights
         if mixed:
-            # The copy gets low weights where the given model, for now, computes low.
             _put_level_on(model, level, kept, chosen)
-            held = layer_policies.models_held_by_models(model)
-            for each in held:
-                become_part(each)  # a model's own code makes all weights of those it holds low
-            layers = [x for x in layers_of(model) if x.dtype_policy.name == f"mixed_{level.dtype}"]
-            policies |= {id(layer): level.dtype for layer in layers}
-        made = copy_model(model, policies, values)
+        _make_pure(model, level, kept, chosen)
+        made = copy_model(model, functools.partial(prepared_optimizer.exact_values, optimizer))
         pairs = same_layers(model, made)
         made_kept = tuple(new for old, new in pairs if any(old is each for each in kept))
         if mixed:
             rewrite = None
             _manage_as(pairs, made, level)
-            for new in (new for old, new in pairs if any(old is each for each in held)):
-                cast_outermost(new)
         else:
             made_chosen = {id(new) for old, new in pairs if id(old) in chosen}
             rewrite = _put_level_on(made, level, made_kept, made_chosen)
@@ -402,23 +396,31 @@ def _level_on_copy(
     return made, made_optimizer
 
 
-def _float32_for_low(model: Any) -> dict[int, str]:
-    """Float32 for the layers that have a low policy as all have; others keep theirs."""
+def _low_layers(model: Any) -> list[Any]:
+    """The layers that have a low policy as all have, so that no user chose it for them."""
     default = layer_policies.default_policy(model)
-    layers = layers_of(model) if default in LOW_PRECISION else ()
-    own = [layer for layer in layers if layer.dtype_policy.name == default]
-    return {id(layer): "float32" for layer in own if is_plain(layer.dtype_policy)}
+    own = [layer for layer in layers_of(model) if layer.dtype_policy.name == default]
+    return [x for x in own if default in LOW_PRECISION and is_plain(x.dtype_policy)]
 
 
-def _pure_policies(
-    model: Any, dtype: str, kept: tuple[Any, ...], chosen: set[int]
-) -> dict[int, str]:
-    """One dtype for all layers, but for what is kept or chosen, and what prepares data."""
-    layers = computing_layers_of(model)
-    preparing = [layer for layer in layers if prepares_data(type(layer))]
-    left = {id(layer) for layer in layers_of(*kept, *preparing)} | chosen
-    plain = [layer for layer in layers if is_plain(layer.dtype_policy)]
-    return {id(layer): dtype for layer in plain if id(layer) not in left}
+def _make_pure(model: Any, level: EffectiveLevel, kept: tuple[Any, ...], chosen: set[int]) -> None:
+    """Gives the layers whose weights a level stores low a policy of the low dtype alone.
+
+    At O3 all layers, but for those kept or chosen, and those that prepare data; at O2 those that
+    compute in the low dtype.
+    """
+    layers = []
+    if level.level == "O3":
+        layers = computing_layers_of(model)
+        preparing = [layer for layer in layers if prepares_data(type(layer))]
+        left = {id(layer) for layer in layers_of(*kept, *preparing)} | chosen
+        layers = [x for x in layers if is_plain(x.dtype_policy) and id(x) not in left]
+    elif level.low_weights:
+        for held in layer_policies.models_held_by_models(model):
+            become_part(held)  # a model's own code makes all weights of those it holds low
+        layers = [x for x in layers_of(model) if x.dtype_policy.name == f"mixed_{level.dtype}"]
+    for layer in layers:
+        give_policy(layer, level.dtype)
 
 
 def _manage_as(pairs: list[tuple[Any, Any]], made: Any, level: EffectiveLevel) -> None:
@@ -429,8 +431,9 @@ def _manage_as(pairs: list[tuple[Any, Any]], made: Any, level: EffectiveLevel) -
         if record is not None and record.follows_input and not record.raised:
             managed_layers.set(new, ManagedLayer(policy, follows_input=True))
             fused_norms.fuse(new, level.dtype)
-    for functional, _ in layer_policies.functionals_of(made):
-        layer_policies.correct_symbolic_dtypes(functional)
+    for held in layer_policies.models_held_by_models(made):
+        cast_outermost(held)
+    layer_policies.correct_symbolic_dtypes(made)
     if not layer_policies.is_graph(made):
         manage(made, policy)  # its outermost call returns float32
 
@@ -542,6 +545,7 @@ def _measured_level(
     with contextlib.ExitStack() as undo:
         undo.callback(layer_policies.note_state(model))
         chosen = layer_policies.take_off(model, keep_by_hand=True)
+        layer_policies.correct_symbolic_dtypes(model)
         ways = candidates_of(_train_step_of(model), options, names)
         if level.level == "O2":
             mixed = _mixed_step(model, level, kept, chosen, data)
