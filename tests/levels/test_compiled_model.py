@@ -29,12 +29,6 @@ class PassesOn(keras.Sequential):
         super().compile(*args, run_eagerly=False, **kwargs)
 
 
-class OneMore(keras.Sequential):
-    def compile(self, factor, optimizer="sgd", **kwargs):
-        super().compile(optimizer, **kwargs)
-        self.factor = factor
-
-
 def _two():
     return keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.2)
 
@@ -91,12 +85,3 @@ def test_compile_that_passes_its_arguments_on_is_followed():
         assert isinstance(model.optimizer, tfamp.LossScaleOptimizer)
     model.compile(loss="mse", optimizer=keras.optimizers.Adam())
     assert isinstance(model.optimizer.inner_optimizer, keras.optimizers.Adam)
-    model, _ = tfamp.prepare(OneMore(_layers()), level="O2", dtype="float16")
-    for arguments, expected in (
-        ({"optimizer": "adam"}, keras.optimizers.Adam),
-        ({}, keras.optimizers.SGD),
-    ):
-        model.compile(0.5, loss="mse", **arguments)
-        assert isinstance(model.optimizer, tfamp.LossScaleOptimizer)
-        assert type(model.optimizer.inner_optimizer) is expected
-    assert model.factor == 0.5

@@ -90,7 +90,6 @@ def _as_functional():
     ("make", "arguments", "dtype"),
     [
         (Recurrent, {"level": "O3"}, "bfloat16"),
-        pytest.param(Recurrent, MASTERS, "float16", marks=pytest.mark.slow),
         pytest.param(_as_functional, {"level": "O3"}, "float16", marks=pytest.mark.slow),
     ],
 )
