@@ -280,15 +280,23 @@ def take_off(model: Any, *, keep_by_hand: bool) -> set[int]:
     for layer in computing_layers_of(model):
         now, before = policy_of(layer), layers_before.get(layer)
         is_chosen = _is_chosen(layer, default)
-        _take_off(layer, default, is_chosen)
+        unwrap_methods(layer)
+        managed_layers.discard(layer)
+        if before is not None:
+            layer.autocast = before.autocast
+            give_policy(layer, before.policy)
+        elif isinstance(layer, keras.layers.BatchNormalization) or uncast_inputs.get(layer):
+            layer.autocast = True  # layers.fused_norms or layers.model_calls switched it off
         if is_chosen and (keep_by_hand or before is None):
             give_policy(layer, now)
             chosen.add(id(layer))
             if before is not None:  # It stays, for the way back: what the layer was at first.
                 set_by_hand.set(layer, True)
-        else:
-            set_by_hand.discard(layer)
-            layers_before.discard(layer)
+            continue
+        if before is None and default.startswith("mixed_"):
+            give_policy(layer, "float32")
+        set_by_hand.discard(layer)
+        layers_before.discard(layer)
     return chosen
 
 
@@ -310,20 +318,6 @@ def _is_chosen(layer: Any, default: str) -> bool:
         # In a model read from a file, BatchNormalization is so without anyone's choice.
         return not Policy(default).keeps_float32(type(layer))
     return name != default
-
-
-def _take_off(layer: Any, default: str, is_chosen: bool) -> None:
-    before = layers_before.get(layer)
-    unwrap_methods(layer)
-    managed_layers.discard(layer)
-    if before is not None:
-        layer.autocast = before.autocast
-        give_policy(layer, before.policy)
-        return
-    if isinstance(layer, keras.layers.BatchNormalization) or uncast_inputs.get(layer):
-        layer.autocast = True  # layers.fused_norms or layers.model_calls switched it off
-    if not is_chosen and default.startswith("mixed_"):
-        give_policy(layer, "float32")
 
 
 def put_on(model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Iterable[int]) -> None:

@@ -25,9 +25,7 @@ from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.options import GradClip, LossScale
 from tfamp.interop.keras_hooks import described, reading_variables_in
 from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
-from tfamp.layers import fused_norms
 from tfamp.layers.float_policies import (
-    ManagedLayer,
     WeakMap,
     give_policy,
     in_float32,
@@ -429,8 +427,7 @@ def _manage_as(pairs: list[tuple[Any, Any]], made: Any, level: EffectiveLevel) -
     for old, new in pairs:
         record = managed_layers.get(old)
         if record is not None and record.follows_input and not record.raised:
-            managed_layers.set(new, ManagedLayer(policy, follows_input=True))
-            fused_norms.fuse(new, level.dtype)
+            manage(new, policy)
     for held in layer_policies.models_held_by_models(made):
         cast_outermost(held)
     layer_policies.correct_symbolic_dtypes(made)
