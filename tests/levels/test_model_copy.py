@@ -137,6 +137,28 @@ def test_vocabularies_are_kept_and_random_layers_go_on_where_the_models_are():
             np.testing.assert_array_equal(variable, seed)
 
 
+class Backbone(keras.Model):
+    """Functional, but made from a few numbers, as KerasHub's backbones are."""
+
+    def __init__(self, width, dtype=None, **kwargs):
+        self.width = width
+        inputs = keras.Input((8,))
+        super().__init__(inputs, layers.Dense(width, dtype=dtype)(inputs), dtype=dtype, **kwargs)
+
+    def get_config(self):
+        policy = keras.dtype_policies.serialize(self.dtype_policy)
+        return {"width": self.width, "dtype": policy, "name": self.name}
+
+
+def test_a_backbone_with_a_configuration_of_its_own_is_copied():
+    inputs, x = keras.Input((8,)), np.ones((2, 8), "float32")
+    model = keras.Model(inputs, layers.Dense(3)(Backbone(4)(inputs)))
+    made, _ = tfamp.prepare(model, level="O3", dtype="float16")
+    assert type(made.layers[1]) is Backbone
+    assert {weight.dtype for weight in made.weights} == {"float16"}
+    np.testing.assert_allclose(made(x), model(x), atol=tolerance("float16", depth=8))
+
+
 class Growing(layers.Layer):
     """A layer that gets a weight by a method of its own, of which no configuration says."""
 

@@ -63,8 +63,8 @@ class PrecisionSettings:
         level: "O0", "O1", "O2" or "O3", never "auto"; None for a model that `prepare` did not make.
         dtype: The low dtype, "float32" at level O0. Without a level the low dtype that most layers
             compute in, "float32" where none does.
-        loss_scale: The rule of the loss scale, None for none. Without a level that of the model's
-            optimizer.
+        loss_scale: The rule of the loss scale, None for none. Without a level, the rule of the
+            model's optimizer.
         grad_clip: How gradients are clipped, None for not at all.
         master_weights: Whether low weights have float32 copies in the optimizer.
         weight_rounding: How their updates are rounded where they have none, None for to nearest.

@@ -70,7 +70,7 @@ def layers_of(*roots: Any, innermost_first: bool = False) -> list[Any]:
 
 
 def computing_layers_of(*roots: Any) -> list[Any]:
-    """The same without what only takes the inputs."""
+    """The same without the layers that only take the inputs."""
     return [each for each in layers_of(*roots) if not isinstance(each, keras.layers.InputLayer)]
 
 
@@ -94,7 +94,7 @@ def is_graph(layer: Any) -> bool:
 
 
 def models_held_by_models(model: Any) -> list[Any]:
-    """The Functional and Sequential models that subclassed models hold, a model being one too."""
+    """The Functional and Sequential models that a model, or a model in it, holds if subclassed."""
     holders = filter(output_dtypes.is_subclassed_model, layers_of(model))
     return [sub for holder in holders for sub in keras_hooks.sublayers(holder) if is_graph(sub)]
 
@@ -137,7 +137,7 @@ def _corrected(node: Any) -> bool:
 
 
 def drop_traced_functions(model: Any) -> None:
-    """Makes a model, and those inside it, trace their steps anew: they have other dtypes now."""
+    """Makes a model, and those inside it, trace their steps again, in the dtypes they have now."""
     for layer in layers_of(model):
         if isinstance(layer, keras.Model):
             for name in ("train_function", "test_function", "predict_function"):
@@ -145,7 +145,7 @@ def drop_traced_functions(model: Any) -> None:
 
 
 def path_of(layer: Any) -> str:
-    """Where a layer is in its model, as Keras says it; its name before it is built."""
+    """The path of a layer in its model; its name before it is built."""
     return str(getattr(layer, "path", None) or layer.name)
 
 
@@ -159,7 +159,7 @@ def select(layers: list[Any], wanted: Iterable[Any], argument: str) -> list[Any]
     """Returns the layers that a user means, in their order, without those below them.
 
     Wanted are names or paths of layers; regular expressions, searched for in the paths where no
-    layer has that very name; layer classes; layers. An error says of which argument it is.
+    layer has that very name; layer classes; layers. An error names the argument.
     """
     chosen: set[int] = set()
     for each in wanted:
@@ -224,7 +224,7 @@ def note_state(root: Any) -> Callable[[], None]:
     records = [(registry, x, registry.get(x)) for x in layers for registry in registries]
     records += [(output_dtypes.graphs, x, output_dtypes.graphs.get(x)) for x in functionals]
     outputs = [keras_hooks.outputs_of(x) for x in functionals]
-    # Those behind a layer may be of ops that are no layers, such as a sum of two outputs.
+    # Outputs of the ops that follow a layer too, such as a sum of two outputs.
     symbolic = [
         (tensor, tensor.dtype)
         for layer in layers
@@ -381,7 +381,7 @@ def set_layer_dtype(
     has quantized stays so.
 
     Give the model, with a pattern, rather than a layer of it: then all of its symbolic outputs
-    say the new dtype, and its compiled functions are traced anew.
+    say the new dtype, and its compiled functions are traced again.
 
     Args:
         model_or_layer: A model or layer.

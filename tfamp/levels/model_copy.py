@@ -69,7 +69,7 @@ def _without_initializing() -> Iterator[None]:
         original: Any, variable: Any, initializer: Any, *args: Any, **kwargs: Any
     ) -> None:
         is_value = not (callable(initializer) or isinstance(initializer, str))
-        original(variable, initializer if is_value else _zeros, *args, **kwargs)
+        original(variable, initializer if is_value else "zeros", *args, **kwargs)
 
     with _rebuilding, patched_here(variable_init=variable_init):
         # Layers and initializers without a seed draw one when they are made.
@@ -110,7 +110,7 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def _arguments(layer: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out what a user's own constructor does not take but Keras puts into all configs."""
+    """Leaves out what Keras puts into all configurations and a user's constructor does not take."""
     if is_graph(layer) or any("from_config" in vars(each) for each in _own_classes(layer)):
         return config
     parameters = inspect.signature(type(layer).__init__).parameters
@@ -129,9 +129,9 @@ def _own_classes(layer: Any) -> list[type]:
 
 
 def same_layers(model: Any, made: Any) -> list[tuple[Any, Any]]:
-    """Each layer of a model with the one that its copy has for it.
+    """Each layer of a model with its counterpart in a copy.
 
-    What the copy's own code makes has other names; what was appended to it since, no counterpart.
+    Layers that the copy's own code makes have other names; those appended since have none.
     """
     old, new = layers_of(model), layers_of(made)
     if [type(layer) for layer in old] == [type(layer) for layer in new]:
@@ -203,9 +203,9 @@ def _copy_weight(value: Any, before: Any, after: Any) -> None:
 
 
 def _copy_adapted(layer: Any, made: Any) -> None:
-    """Gives a layer that prepares data what another one has adapted to, as a file would.
+    """Copies what a layer that prepares data has adapted to, as a file would.
 
-    Some of it is in no weight: a vocabulary, and what is computed of the weights.
+    Not all of it is in weights: vocabularies, and values that are computed from the weights.
     """
     stored: dict[str, Any] = {}
     layer.save_own_variables(stored)
@@ -257,7 +257,3 @@ def _check_range(value: Any, target: Any) -> None:
             f"{path_of(target)} holds {largest:g}, and float16 holds up to {limit:g}. Keep its "
             "layer in float32 with keep_float32=, or use dtype='bfloat16'."
         )
-
-
-def _zeros(shape: Any, dtype: Any = None, **_: Any) -> Any:
-    return keras.ops.zeros(shape, dtype)

@@ -52,7 +52,7 @@ _GOES_WITH = {
 }
 _WORDS = {"placement": PLACEMENTS, "weight_rounding": WEIGHT_ROUNDINGS, "slots": SLOTS}
 
-# The variables that tfamp reads; `machine.profile_choice` says what they mean.
+# The variables that tfamp reads; `machine.profile_choice` explains them.
 _VARIABLES = ("TFAMP_PROFILE",)
 
 # What the pages on migration show of other systems' names: torch and mmdetection, DeepSpeed.
@@ -67,7 +67,7 @@ _DYNAMIC_NAMES = {
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """What `tfamp.prepare` is to do, as one value.
+    """The arguments of `tfamp.prepare`, as one value.
 
     Args:
         level: "O0", "O1", "O2", "O3" or "auto".
@@ -194,7 +194,7 @@ class PrecisionConfig:
 
     @property
     def rewrite_placement(self) -> str:
-        """What decides which ops a rewrite converts, where nothing was asked for too."""
+        """The placement of a rewrite, given or by default."""
         return self.placement or ("min_cut" if self.level == "auto" else "lists")
 
 
@@ -257,7 +257,7 @@ def _read_loss_scale(value: Any) -> LossScale | str | float | None:
 
 
 def _as_tuple(kept: Any) -> tuple[Any, ...]:
-    """Returns what is to stay float32 as a tuple; a single thing will do."""
+    """Returns the values of `keep_float32` as a tuple; a single one will do."""
     if kept is None:
         return ()
     is_single = isinstance(kept, str | type) or not isinstance(kept, Iterable)
@@ -275,7 +275,7 @@ class EffectiveLevel:
         master_weights: Whether low weights have float32 copies in the optimizer.
         config: The configuration, with what the user chose or left open.
         reasons: A sentence for every choice that was left open.
-        warning: What the user has to be told, if anything.
+        warning: A warning for the user, if there is one.
     """
 
     level: str
@@ -308,7 +308,7 @@ class EffectiveLevel:
 def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLevel:
     """Makes every choice that a configuration leaves open, by what a machine multiplies natively.
 
-    A ValueError says what does not go together once the level is known.
+    A ValueError names arguments that do not go with the level.
 
     Example:
         >>> cpu = Hardware("", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)

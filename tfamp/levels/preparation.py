@@ -56,7 +56,7 @@ from tfamp.torch_style.context import autocast
 
 
 class _NotGiven(str):
-    """The default of an argument: equal to it, but not given by anyone."""
+    """The default of an argument, which nobody has given."""
 
     __slots__ = ()
 
@@ -66,7 +66,7 @@ _DEFAULT_LEVEL = _NotGiven("O2")
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A prepared model's level, the names of the layers kept in float32, and what rewrites it."""
+    """A prepared model's level, the names of the layers kept in float32, and its rewriting."""
 
     level: EffectiveLevel
     kept: tuple[str, ...]
@@ -82,7 +82,7 @@ class _Pair(NamedTuple):
 
 
 class Prepared(_Pair):
-    """What `prepare` returns: a pair of model and optimizer, and the settings in force.
+    """A pair of model and optimizer, as `prepare` returns it, with the settings in force.
 
     Attributes:
         model: The model to use from now on.
@@ -240,7 +240,7 @@ def precision_settings(model: Any) -> PrecisionSettings:
         The settings; `print` shows them as a table, layer by layer, and so does a notebook.
 
     Raises:
-        TypeError: It is no Keras model.
+        TypeError: It is not a Keras model.
 
     Example:
         >>> import keras, tfamp
@@ -303,7 +303,7 @@ def _put_level_on(
     model: Any, level: EffectiveLevel, kept: Iterable[Any], chosen: Iterable[int]
 ) -> Callable[..., Any] | None:
     if level.level == "O2":
-        # For layers that do not exist yet too: those of the classes kept.
+        # Layers of these classes that are made later stay float32 too.
         classes = [each for each in level.config.keep_float32 if isinstance(each, type)]
         policy = Policy(f"mixed_{level.dtype}", float32_layers=("BatchNormalization", *classes))
         layer_policies.put_on(model, policy, kept=kept, chosen=chosen)
@@ -422,7 +422,7 @@ def _make_pure(model: Any, level: EffectiveLevel, kept: tuple[Any, ...], chosen:
 
 
 def _manage_as(pairs: list[tuple[Any, Any]], made: Any, level: EffectiveLevel) -> None:
-    """Makes a copy with low weights return what the model at level O2 that it was made of does."""
+    """Gives a copy with low weights the kernels and outputs of the O2 model it was made from."""
     policy = Policy(f"mixed_{level.dtype}")
     for old, new in pairs:
         record = managed_layers.get(old)

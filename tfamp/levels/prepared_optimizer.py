@@ -1,4 +1,4 @@
-"""The optimizer of a level, wrapped once with what it asks for, and the model compiled with it.
+"""The optimizer of a level, wrapped once with what the level needs; models compiled with it.
 
 What each Keras optimizer keeps from step to step decides whether low variables hold it.
 """
@@ -37,7 +37,7 @@ SLOTS = {
     **dict.fromkeys(("Adafactor", "Muon", "ScheduleFreeAdamW"), _AVERAGES),
     **dict.fromkeys(("Adagrad", "Ftrl"), _SUMS),
     "Adamax": "running maxima of gradients",
-    "Lion": "running averages of gradients, of which it applies the signs",
+    "Lion": "running averages of gradients, whose signs it applies",
     **dict.fromkeys(("LossScaleOptimizer", "MultiOptimizer"), ""),
 }
 
@@ -66,7 +66,7 @@ def innermost(optimizer: Any) -> Any:
 
 
 def for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> Any:
-    """A new optimizer for a copied model, which goes on where the model's own is.
+    """A new optimizer for a copied model, which continues where the model's own is.
 
     Its counters and slot variables have the values of the given one, if that was built; its
     masters, if it has any, start from the model's exact values. A ValueError says that the given
@@ -125,7 +125,7 @@ def with_needed_masters(level: EffectiveLevel, optimizer: Any) -> EffectiveLevel
 
 
 def _exclude_like(old: Any, new: Any, copies: dict[int, Any], variables: list[Any]) -> None:
-    """Takes out of weight decay what another optimizer has taken out; no configuration says it."""
+    """Excludes from weight decay what another optimizer excludes; it is in no configuration."""
     excluded, pattern = keras_optimizers.excluded_from_decay(old)
     if not excluded and pattern is None:
         return
@@ -150,7 +150,7 @@ def warn_of_slots(optimizer: Any, level: EffectiveLevel) -> None:
 
 
 def _kept_at_o3(optimizer: Any, level: EffectiveLevel) -> str:
-    """Returns what an optimizer keeps that low variables do not hold; "" at other levels too."""
+    """The state of an optimizer that low variables do not hold; "" at other levels too."""
     return "" if optimizer is None or level.level != "O3" else _kept_by(optimizer)
 
 
@@ -187,7 +187,7 @@ def warn_of_own_optimizers(model: Any, level: EffectiveLevel) -> None:
 
 
 def exact_values(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """The float32 values of what stands for variables; variables that are as they are themselves.
+    """The float32 values of variables, the masters' where they have masters.
 
     A value that was assigned to a variable since the last step holds, as it does for the next step.
     """
@@ -211,7 +211,7 @@ def wrapped(optimizer: Any, level: EffectiveLevel, inner: Any = None) -> Any:
 
     That is a `LossScaleOptimizer` around an inner optimizer, by default the given one's innermost,
     or that itself where the level needs no loss scale, no clipping and no master weights. A wrapper
-    that has all this is returned; a new one goes on from the scale and counters of the given one. A
+    that has all this is returned; a new one continues the scale and counters of the given one. A
     ValueError says that the optimizer scales losses or clips gradients itself, and the level does.
     """
     inner = innermost(optimizer) if inner is None else inner
