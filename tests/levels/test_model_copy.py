@@ -159,6 +159,43 @@ def test_a_backbone_with_a_configuration_of_its_own_is_copied():
     np.testing.assert_allclose(made(x), model(x), atol=tolerance("float16", depth=8))
 
 
+class Holder(keras.Model):
+    """A subclassed model that holds a built one, and ends in a layer that holds others."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = keras.Sequential([keras.Input((8,)), layers.Dense(8, "relu"), Head()])
+
+    def call(self, x):
+        return self.body(x)
+
+
+class Head(layers.Layer):
+    def build(self, shape):
+        self.inner = layers.Dense(4)
+        self.inner.build(shape)
+
+    def call(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("make", [Holder, lambda: Holder().body])
+def test_frozen_weights_and_float32_outputs_are_copied(make):
+    x, model = np.ones((2, 8), "float32"), make()
+    before = np.asarray(model(x))
+    dense, head = getattr(model, "body", model).layers
+    dense.trainable = head.inner.bias.trainable = False
+    prepared = tfamp.prepare(model, "sgd", dtype="bfloat16", **MASTERS)
+    made = prepared.model
+    assert "float32 copies in the optimizer" in str(prepared.settings)
+    assert [w.trainable for w in made.weights] == [False, False, True, False]
+    for each in (made, getattr(made, "body", made)):
+        np.testing.assert_allclose(each(x), before, atol=tolerance("bfloat16", depth=64))
+        assert each(x).dtype == "float32"
+    back, _ = tfamp.prepare(made, level="O0")
+    np.testing.assert_allclose(back(x), before, atol=tolerance("bfloat16", depth=64))
+
+
 class Growing(layers.Layer):
     """A layer that gets a weight by a method of its own, of which no configuration says."""
 

@@ -97,16 +97,9 @@ def _from_config(model: Any) -> Any:
         raise ValueError(
             f"{model.name} ({type(model).__name__}) stores its weights in another dtype at this "
             "level, so it has to be made again from its configuration, and that fails: "
-            f"{_first_cause(error)} Give its classes get_config and from_config, or take level "
+            f"{error} Give its classes get_config and from_config, or take level "
             "'O2' without master_weights, which needs no new weights."
         ) from error
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    # Keras puts every error into another one, with the whole configuration.
-    while error.__context__ is not None:
-        error = error.__context__
-    return error
 
 
 def _arguments(layer: Any, config: dict[str, Any]) -> dict[str, Any]:

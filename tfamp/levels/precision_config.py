@@ -258,8 +258,6 @@ def _read_loss_scale(value: Any) -> LossScale | str | float | None:
 
 def _as_tuple(kept: Any) -> tuple[Any, ...]:
     """Returns the values of `keep_float32` as a tuple; a single one will do."""
-    if kept is None:
-        return ()
     is_single = isinstance(kept, str | type) or not isinstance(kept, Iterable)
     return (kept,) if is_single else tuple(kept)
 

@@ -564,9 +564,6 @@ def _check_measurable(model: Any, config: PrecisionConfig, batch: Any) -> None:
             "example_batch must be a tuple as fit takes it, (x,), (x, y) or (x, y, sample_weight); "
             f"got {type(batch).__name__}. Of a dataset give next(iter(dataset))."
         )
-    for leaf in keras.tree.flatten(tuple(batch)):
-        if leaf is not None and not hasattr(leaf, "__array__"):
-            raise TypeError(f"example_batch must hold arrays or tensors with values; got {leaf!r}.")
     if config.master_weights or config.weight_rounding or _stores_low(model):
         raise ValueError(
             "Weights stored in low precision are not measured: leave example_batch out, or lead "
