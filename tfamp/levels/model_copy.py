@@ -122,17 +122,16 @@ def _own_classes(layer: Any) -> list[type]:
 
 
 def same_layers(model: Any, made: Any) -> list[tuple[Any, Any]]:
-    """Each layer of a model with its counterpart in a copy.
+    """Each layer of a model with its counterpart in a copy, which may have appended casts too.
 
-    Layers that the copy's own code makes have other names; those appended since have none.
+    Layers that a model's own code makes have other names in the copy, but the same order.
     """
-    old, new = layers_of(model), layers_of(made)
-    if [type(layer) for layer in old] == [type(layer) for layer in new]:
-        return list(zip(old, new, strict=True))
-    remaining: dict[str, list[Any]] = {}
-    for layer in new:
-        remaining.setdefault(layer.name, []).append(layer)
-    return [(layer, remaining[layer.name].pop(0)) for layer in old if remaining.get(layer.name)]
+    remaining = iter(layers_of(made))
+    pairs = [
+        (layer, next((each for each in remaining if type(each) is type(layer)), None))
+        for layer in layers_of(model)
+    ]
+    return [(old, new) for old, new in pairs if new is not None]
 
 
 def _config_of(model: Any) -> dict[str, Any]:
