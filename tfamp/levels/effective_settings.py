@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import FixedLossScale, GradClip, LossScale
-from tfamp.layers.float_policies import managed_layers, quantization_of
+from tfamp.layers.layer_dtypes import managed_layers, quantization_of
 from tfamp.levels.layer_policies import (
     computing_layers_of,
     layers_before,

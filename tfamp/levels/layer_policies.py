@@ -21,16 +21,7 @@ from tfamp.core.options import nearest
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import rewrap_methods, unwrap_methods, wrap_method, wrapped_methods
-from tfamp.layers import output_dtypes
-from tfamp.layers.float_policies import (
-    WeakMap,
-    float_policy,
-    give_policy,
-    managed_layers,
-    policy_of,
-    policy_with,
-    quantization_of,
-)
+from tfamp.layers import layer_dtypes
 from tfamp.layers.model_calls import (
     computing_specs_of,
     manage,
@@ -95,7 +86,7 @@ def is_graph(layer: Any) -> bool:
 
 def models_held_by_models(model: Any) -> list[Any]:
     """The Functional and Sequential models that a model, or a model in it, holds if subclassed."""
-    holders = filter(output_dtypes.is_subclassed_model, layers_of(model))
+    holders = filter(layer_dtypes.is_subclassed_model, layers_of(model))
     return [sub for holder in holders for sub in keras_hooks.sublayers(holder) if is_graph(sub)]
 
 
@@ -126,7 +117,7 @@ def _correct_symbolic_dtypes(functional: Any) -> None:
 
 def _corrected(node: Any) -> bool:
     try:
-        return output_dtypes.respecify(node)
+        return layer_dtypes.respecify(node)
     except (TypeError, ValueError, RuntimeError, NotImplementedError, tf.errors.OpError) as error:
         operation = node.operation
         dtype = getattr(operation, "compute_dtype", "low precision")
@@ -151,7 +142,7 @@ def path_of(layer: Any) -> str:
 
 def quantized_names(layers: Iterable[Any]) -> str:
     """The paths of layers that Keras has quantized, each with how; "" where there are none."""
-    modes = [(layer, quantization_of(layer)) for layer in layers]
+    modes = [(layer, layer_dtypes.quantization_of(layer)) for layer in layers]
     return ", ".join(f"{path_of(layer)} ({mode})" for layer, mode in modes if mode is not None)
 
 
@@ -209,8 +200,8 @@ class Before:
     given: str
 
 
-layers_before: WeakMap[Before] = WeakMap()
-set_by_hand: WeakMap[bool] = WeakMap()
+layers_before: layer_dtypes.WeakMap[Before] = layer_dtypes.WeakMap()
+set_by_hand: layer_dtypes.WeakMap[bool] = layer_dtypes.WeakMap()
 
 
 def note_state(root: Any) -> Callable[[], None]:
@@ -218,11 +209,15 @@ def note_state(root: Any) -> Callable[[], None]:
 
     With it a failure leaves no trace of what `prepare` changes about a model.
     """
-    registries: tuple[WeakMap[Any], ...] = (managed_layers, layers_before, set_by_hand)
+    registries: tuple[layer_dtypes.WeakMap[Any], ...] = (
+        layer_dtypes.managed_layers,
+        layers_before,
+        set_by_hand,
+    )
     layers, functionals = layers_of(root), [found for found, _ in functionals_of(root)]
-    noted = [(x, wrapped_methods(x), policy_of(x), x.autocast) for x in layers]
+    noted = [(x, wrapped_methods(x), layer_dtypes.policy_of(x), x.autocast) for x in layers]
     records = [(registry, x, registry.get(x)) for x in layers for registry in registries]
-    records += [(output_dtypes.graphs, x, output_dtypes.graphs.get(x)) for x in functionals]
+    records += [(layer_dtypes.graphs, x, layer_dtypes.graphs.get(x)) for x in functionals]
     outputs = [keras_hooks.outputs_of(x) for x in functionals]
     # Outputs of the ops that follow a layer too, such as a sum of two outputs.
     symbolic = [
@@ -235,7 +230,7 @@ def note_state(root: Any) -> Callable[[], None]:
     def restore() -> None:
         for layer, methods, policy, autocast in noted:
             rewrap_methods(layer, methods)
-            give_policy(layer, policy)
+            layer_dtypes.give_policy(layer, policy)
             layer.autocast = autocast
         for functional, before in zip(functionals, outputs, strict=True):
             now = keras_hooks.outputs_of(functional)
@@ -258,10 +253,10 @@ def default_policy(model: Any) -> str:
     layers = [x for x in computing_layers_of(model) if not isinstance(x, keras.Model)]
     if any(layers_before.get(layer) for layer in layers):
         return "float32"
-    own = float_policy(model) or "float32"
+    own = layer_dtypes.float_policy(model) or "float32"
     if own.startswith("mixed_"):
         return own
-    counts = Counter(name for name in map(float_policy, layers) if name is not None)
+    counts = Counter(name for name in map(layer_dtypes.float_policy, layers) if name is not None)
     most = max(counts, key=lambda x: (counts[x], x == "float32", x), default="float32")
     return most if most != "float64" else "float32"
 
@@ -276,25 +271,25 @@ def take_off(model: Any, *, keep_by_hand: bool) -> set[int]:
     default = default_policy(model)
     chosen: set[int] = set()
     for functional, _ in functionals_of(model):
-        output_dtypes.dissolve(functional)
+        layer_dtypes.dissolve(functional)
     for layer in computing_layers_of(model):
-        now, before = policy_of(layer), layers_before.get(layer)
+        now, before = layer_dtypes.policy_of(layer), layers_before.get(layer)
         is_chosen = _is_chosen(layer, default)
         unwrap_methods(layer)
-        managed_layers.discard(layer)
+        layer_dtypes.managed_layers.discard(layer)
         if before is not None:
             layer.autocast = before.autocast
-            give_policy(layer, before.policy)
+            layer_dtypes.give_policy(layer, before.policy)
         elif isinstance(layer, keras.layers.BatchNormalization) or uncast_inputs.get(layer):
             layer.autocast = True  # layers.fused_norms or layers.model_calls switched it off
         if is_chosen and (keep_by_hand or before is None):
-            give_policy(layer, now)
+            layer_dtypes.give_policy(layer, now)
             chosen.add(id(layer))
             if before is not None:  # It stays, for the way back: what the layer was at first.
                 set_by_hand.set(layer, True)
             continue
         if before is None and default.startswith("mixed_"):
-            give_policy(layer, "float32")
+            layer_dtypes.give_policy(layer, "float32")
         set_by_hand.discard(layer)
         layers_before.discard(layer)
     return chosen
@@ -306,8 +301,8 @@ def _is_chosen(layer: Any, default: str) -> bool:
         return True
     if is_graph(layer):
         return False  # it computes nothing itself
-    before, record = layers_before.get(layer), managed_layers.get(layer)
-    name = float_policy(layer)
+    before, record = layers_before.get(layer), layer_dtypes.managed_layers.get(layer)
+    name = layer_dtypes.float_policy(layer)
     if record is not None and record.raised:
         return name != "float32"
     if before is not None:
@@ -339,14 +334,14 @@ def put_on(model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Iterable[
     for functional, owner in functionals_of(model):
         _correct_symbolic_dtypes(functional)
         manage_functional(functional, owner)
-    output_dtypes.models_below_become_parts(model)
+    layer_dtypes.models_below_become_parts(model)
 
 
 def _put_on(layer: Any, policy: Policy, keeps: bool) -> None:
     given = "float32" if keeps else policy.name
-    layers_before.set(layer, Before(policy_of(layer), layer.autocast, given))
+    layers_before.set(layer, Before(layer_dtypes.policy_of(layer), layer.autocast, given))
     if not keeps:
-        give_policy(layer, policy.name)
+        layer_dtypes.give_policy(layer, policy.name)
     manage(layer, policy)
     if layer.built:
         return
@@ -363,7 +358,7 @@ def _holds_its_dtype(layer: Any, policy: Policy) -> bool:
     """Whether a layer is quantized and cannot get a policy, or its code may mix it with such."""
     if is_graph(layer):
         return False  # the layers in it cast what they are given
-    return any(policy_with(each, policy.name) is None for each in layers_of(layer))
+    return any(layer_dtypes.policy_with(each, policy.name) is None for each in layers_of(layer))
 
 
 # ---- Single layers by hand -----------------------------------------------------------------------
@@ -422,7 +417,7 @@ def set_layer_dtype(
                 f"pattern must be a string; got {pattern!r} of type {type(pattern).__name__}."
             )
         chosen = select(layers_of(model_or_layer)[1:], [pattern], "pattern")
-    targets = [x for x in computing_layers_of(*chosen) if float_policy(x) is not None]
+    targets = [x for x in computing_layers_of(*chosen) if layer_dtypes.float_policy(x) is not None]
     _check_can_compute(targets, name)
     with contextlib.ExitStack() as undo:
         undo.callback(note_state(model_or_layer))
@@ -431,7 +426,7 @@ def set_layer_dtype(
             protect_values(layer)
         correct_symbolic_dtypes(model_or_layer)
         for layer in targets:
-            output_dtypes.retype_followers(layer)
+            layer_dtypes.retype_followers(layer)
         undo.pop_all()
     drop_traced_functions(model_or_layer)
     return tuple(path_of(layer) for layer in chosen)
@@ -446,7 +441,9 @@ def _check_can_compute(layers: list[Any], dtype: str) -> None:
                     f"{dtype}. Set the dtype first, then prepare the model for O3 or master "
                     "weights."
                 )
-    names = quantized_names(x for x in layers if policy_with(x, _policy_name(x, dtype)) is None)
+    names = quantized_names(
+        x for x in layers if layer_dtypes.policy_with(x, _policy_name(x, dtype)) is None
+    )
     if names:
         raise ValueError(
             f"Keras has quantized {names}, and a layer quantized so cannot be set to {dtype}: its "
@@ -461,13 +458,13 @@ def _policy_name(layer: Any, dtype: str) -> str:
 
 
 def _set(layer: Any, dtype: str) -> None:
-    before, record = layers_before.get(layer), managed_layers.get(layer)
+    before, record = layers_before.get(layer), layer_dtypes.managed_layers.get(layer)
     if record is not None and isinstance(layer, keras.layers.BatchNormalization):
         # Its own arithmetic again, in the dtype that was asked for.
         unwrap_methods(layer)
         layer.autocast = True if before is None else before.autocast
-    managed_layers.discard(layer)
-    give_policy(layer, _policy_name(layer, dtype))
+    layer_dtypes.managed_layers.discard(layer)
+    layer_dtypes.give_policy(layer, _policy_name(layer, dtype))
     set_by_hand.set(layer, True)
     for node in keras_hooks.inbound_nodes(layer):
         for tensor in node.outputs:

@@ -25,15 +25,15 @@ from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.options import GradClip, LossScale
 from tfamp.interop.keras_hooks import described, reading_variables_in
 from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
-from tfamp.layers.float_policies import (
+from tfamp.layers.layer_dtypes import (
     WeakMap,
+    become_part,
     give_policy,
     in_float32,
     is_plain,
     managed_layers,
 )
 from tfamp.layers.model_calls import cast_outermost, manage, protect_values
-from tfamp.layers.output_dtypes import become_part
 from tfamp.levels import layer_policies, prepared_optimizer
 from tfamp.levels.effective_settings import PrecisionSettings, settings_of
 from tfamp.levels.layer_policies import computing_layers_of, layers_of, select

@@ -15,10 +15,10 @@ import keras
 
 from tfamp.core.errors import TfampWarning
 from tfamp.core.options import DynamicLossScale, FixedLossScale, LossScale
-from tfamp.interop import keras_hooks, keras_optimizers
+from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import level_of_user, wrap_method
-from tfamp.layers.float_policies import WeakMap
+from tfamp.layers.layer_dtypes import WeakMap
 from tfamp.levels.layer_policies import drop_traced_functions
 from tfamp.levels.precision_config import EffectiveLevel
 from tfamp.optimizer import LossScaleOptimizer, go_on_from
@@ -75,7 +75,7 @@ def for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> An
     old = innermost(optimizer)
     # Layers may have been frozen, or set free, since the optimizer was built.
     built = next((x for x in (optimizer, old) if x.built), None)
-    before = keras_optimizers.built_for(built) if built else model.trainable_variables
+    before = keras_hooks.built_for(built) if built else model.trainable_variables
     copies = {id(old): new for old, new in zip(model.weights, made.weights, strict=True)}
     if not all(id(variable) in copies for variable in before):
         raise ValueError(
@@ -126,12 +126,12 @@ def with_needed_masters(level: EffectiveLevel, optimizer: Any) -> EffectiveLevel
 
 def _exclude_like(old: Any, new: Any, copies: dict[int, Any], variables: list[Any]) -> None:
     """Excludes from weight decay what another optimizer excludes; it is in no configuration."""
-    excluded, pattern = keras_optimizers.excluded_from_decay(old)
+    excluded, pattern = keras_hooks.excluded_from_decay(old)
     if not excluded and pattern is None:
         return
-    key = keras_optimizers.key_of(old)
+    key = keras_hooks.key_of(old)
     new.exclude_from_weight_decay([copies[id(v)] for v in variables if key(v) in excluded])
-    keras_optimizers.exclude_pattern(new, pattern)
+    keras_hooks.exclude_pattern(new, pattern)
 
 
 def warn_of_slots(optimizer: Any, level: EffectiveLevel) -> None:

@@ -18,7 +18,7 @@ from tfamp.graph.calibration import Calibration, measure
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop.keras_hooks import require_tensorflow
 from tfamp.interop.patching import level_of_user
-from tfamp.interop.tf_functions import SaveableFunction
+from tfamp.interop.tf_private import SaveableFunction
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import FLOAT32, RewritePlan

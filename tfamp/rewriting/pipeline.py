@@ -41,8 +41,8 @@ from tfamp.graph.functions import (
 )
 from tfamp.graph.rewrite import convert_prepared, prepare, resolved
 from tfamp.graph.spelling import SHAPES
-from tfamp.interop import tf_functions
-from tfamp.interop.tf_functions import as_written
+from tfamp.interop import tf_private
+from tfamp.interop.tf_private import as_written
 from tfamp.planning.options import GraphUse, RewriteOptions
 from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import FLOAT32, LOOPS, RewritePlan, node_name, producers_first
@@ -128,14 +128,14 @@ def into_current_graph(
     if options.dtype != FLOAT32:
         graph_def, plan = graph.converted(options, ranges)
     graph_def = rename_functions(graph_def, new_suffix())
-    captured = [tf_functions.capture_into_graph(value) for value in values]
+    captured = [tf_private.capture_into_graph(value) for value in values]
     inputs = dict(zip(graph.inputs, captured, strict=True))
     current = tf.compat.v1.get_default_graph()
     scope = _free_scope(graph_def, current, graph.inputs)
     host = _Host(current, scope, inputs, graph.traced.graph, options.for_gradients())
     _adopt_gradients(graph_def, host)
     results = _import_graph_def(graph_def, inputs, graph.outputs, scope)
-    tf_functions.note_variables(graph.traced.graph.variables)
+    tf_private.note_variables(graph.traced.graph.variables)
     return results, plan
 
 
@@ -186,7 +186,7 @@ class _CustomGradient:
         When a model is saved, TensorFlow traces it without an op, and only for ops of the graph.
         """
         op = self.host.counterpart(self.node.name) if op is None else op
-        closure = tf_functions.registered_gradient(attribute_text(self.node, GRADIENT))
+        closure = tf_private.registered_gradient(attribute_text(self.node, GRADIENT))
         given = zip(gradients, self.node.attr[_DTYPES].list.type, strict=True)
         call = FlatCall(tuple(None if x is None else _dense(x, dtype) for x, dtype in given), {})
         function = TracedFunction.of(as_written(functools.partial(closure, op)))
@@ -261,7 +261,7 @@ def _call_gradient() -> str:
 
 def _differentiate_call(op: Any, *gradients: Any) -> Sequence[Any]:
     # Without an op a model is being saved. Calls get their gradients anew when it is loaded.
-    return [] if op is None else tf_functions.differentiate_call(op, gradients)
+    return [] if op is None else tf_private.differentiate_call(op, gradients)
 
 
 def all_nodes(graph_def: Any) -> Iterator[Any]:
@@ -308,7 +308,7 @@ def _import_graph_def(
         for attr in _LEFT_OUT:
             if attr in node.attr:
                 del node.attr[attr]
-    tf_functions.register_functions(bare.library.function, tf.compat.v1.get_default_graph())
+    tf_private.register_functions(bare.library.function, tf.compat.v1.get_default_graph())
     used = {name for node in bare.node for name in node.input}
     mapped = {
         name: value
@@ -322,7 +322,7 @@ def _import_graph_def(
         bare, input_map=mapped, return_elements=[*made, *loops], name=scope
     )
     for loop in imported[len(made) :]:
-        tf_functions.copy_handle_data(loop.inputs, loop.outputs)
+        tf_private.copy_handle_data(loop.inputs, loop.outputs)
     found = dict(zip(made, imported, strict=False))
     return [found[name] if name in found else tf.identity(values[name]) for name in outputs]
 

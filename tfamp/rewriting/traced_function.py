@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.interop import tf_functions
+from tfamp.interop import tf_private
 from tfamp.interop.patching import patched_here
-from tfamp.interop.tf_functions import as_written
+from tfamp.interop.tf_private import as_written
 from tfamp.layers.fused_norms import can_fuse, fits, normalize
 
 _NUMBERS = itertools.count(1)
@@ -36,15 +36,15 @@ class TracedFunction:
     """
 
     python_function: Callable[..., Any]
-    options: tf_functions.FunctionOptions | None
+    options: tf_private.FunctionOptions | None
     signature: inspect.Signature
 
     @classmethod
     def of(cls, fn: Any) -> TracedFunction:
         """Returns what is known of a `tf.function`, or of anything else that can be called."""
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
-            options = tf_functions.function_options(fn)
-            return cls(fn.python_function, options, tf_functions.function_signature(fn))
+            options = tf_private.function_options(fn)
+            return cls(fn.python_function, options, tf_private.function_signature(fn))
         return cls(fn, None, inspect.signature(fn))
 
     def bound_to(self, instance: Any) -> TracedFunction:
