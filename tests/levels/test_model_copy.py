@@ -179,11 +179,16 @@ class Head(layers.Layer):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("make", [Holder, lambda: Holder().body])
+def _functional():
+    inputs = keras.Input((8,))
+    return keras.Model(inputs, Head()(layers.Dense(8, "relu")(inputs)))
+
+
+@pytest.mark.parametrize("make", [Holder, lambda: Holder().body, _functional])
 def test_frozen_weights_and_float32_outputs_are_copied(make):
     x, model = np.ones((2, 8), "float32"), make()
     before = np.asarray(model(x))
-    dense, head = getattr(model, "body", model).layers
+    dense, head = getattr(model, "body", model).layers[-2:]
     dense.trainable = head.inner.bias.trainable = False
     prepared = tfamp.prepare(model, "sgd", dtype="bfloat16", **MASTERS)
     made = prepared.model

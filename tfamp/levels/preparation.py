@@ -382,7 +382,7 @@ def _level_on_copy(
         for old, new in pairs:
             layer_policies.set_by_hand.set(new, layer_policies.set_by_hand.get(old))
             if level.low_weights and not isinstance(new, keras.layers.InputLayer):
-                own = keras.dtype_policies.get(base[id(old)])
+                own = base.get(id(old), old.dtype_policy)  # the latter for appended casts
                 before = layer_policies.Before(own, new.autocast, new.dtype_policy.name)
                 layer_policies.layers_before.set(new, before)
         made_optimizer = None
