@@ -46,12 +46,19 @@ from tfamp.levels.precision_config import (
 )
 from tfamp.machine import hardware
 from tfamp.planning.options import RewriteOptions
+from tfamp.planning.structures import FLOAT32
 from tfamp.policy import Policy, prepares_data
 from tfamp.rewriting.function import RewrittenFunction
 from tfamp.rewriting.function_state import kept_random_states
-from tfamp.rewriting.traced_function import traces_for_a_rewrite
-from tfamp.rewriting.tune_report import FLOAT32, TuneReport, time_text
-from tfamp.rewriting.tuning import CANDIDATES, Candidate, candidates_of, compare_candidates
+from tfamp.rewriting.pipeline import traces_for_a_rewrite
+from tfamp.rewriting.tuning import (
+    CANDIDATES,
+    Candidate,
+    TuneReport,
+    candidates_of,
+    compare_candidates,
+    time_text,
+)
 from tfamp.torch_style.context import autocast
 
 
