@@ -205,6 +205,15 @@ def test_symbolic_call_is_low_and_the_functional_around_it_float32(low):
     assert spec_of(model) == dtype_of(model(X)) == "float32"
 
 
+def test_a_spec_method_of_its_own_agrees_with_the_call():
+    class WithSpec(Net):
+        def compute_output_spec(self, x, training=False):
+            return keras.KerasTensor((x.shape[0], self.units), dtype=self.compute_dtype)
+
+    model = WithSpec()
+    assert dtype_of(model(X)) == spec_of(model) == "float32"
+
+
 def test_structured_outputs_masks_and_what_is_no_low_float():
     class Many(keras.Model):
         def __init__(self):

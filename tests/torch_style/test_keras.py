@@ -14,7 +14,9 @@ from helpers.tolerances import assert_close
 
 KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
 DTYPES = ("float16", "bfloat16")
-both_dtypes = pytest.mark.parametrize("dtype", first_of(("bfloat16", "float16")))
+both_dtypes = pytest.mark.parametrize(
+    "dtype", first_of(("bfloat16", "float16"), pytest.mark.nightly)
+)
 
 
 def values(*shape):
