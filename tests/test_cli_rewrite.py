@@ -163,7 +163,7 @@ import os, resource, shutil, signal, sys
 from pathlib import Path
 from tfamp.cli import main
 from tfamp.core.profile import builtin_profile
-from tfamp.machine import profile_choice
+from tfamp.machine.file_replacing import replace_text
 src, here, *sizes = sys.argv[1:]
 def say(what):
     sys.stdout.write(f"{what}\\n")
@@ -171,7 +171,7 @@ def say(what):
 def rewrite(name, *options):
     say(main(["rewrite", src, here + name, "--dtype", "bfloat16", *options]))
 def keep_profile(device):
-    profile_choice.put_profile(Path(here, "cache"), {"cpu": "full"}, builtin_profile(device))
+    replace_text(Path(here, "cache", "machine.json"), builtin_profile(device).to_json())
 def files():
     return {path: path.read_bytes() for path in Path(here).rglob("*") if path.is_file()}
 rewrite("/frozen", "--freeze")

@@ -229,7 +229,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _choices(args: argparse.Namespace, saved_model: Any) -> dict[str, Any]:
-    from tfamp.machine.profile_choice import device_kind
+    from tfamp.machine.hardware import device_kind
     from tfamp.planning.options import RewriteOptions
 
     dtype = saved_model.required_dtype(args.dtype)
@@ -312,7 +312,7 @@ def _import_quietly() -> None:
         try:
             import tensorflow as tf
 
-            from tfamp.machine.timing import let_memory_grow
+            from tfamp.machine.profile_measure import let_memory_grow
 
             let_memory_grow()
             tf.config.list_logical_devices()

@@ -127,13 +127,12 @@ def device_report() -> DeviceReport:
 
     from tfamp.interop.keras_hooks import how_to_change, runs_tensorflow
     from tfamp.machine import profile_measure
-    from tfamp.machine.profile_choice import find_profile
+    from tfamp.machine.hardware import find_profile
 
     found = hardware.detect()
     build = tf.sysconfig.get_build_info()
     profile = find_profile()
     policy, reason = hardware.automatic_policy(found)
-    emulated = profile_measure.float16_is_emulated(found)
     wrong_backend = (
         f"Keras runs on the {keras.backend.backend()} backend, where policies and "
         "LossScaleOptimizer work, and autocast, rewrite and GradScaler do not. "
@@ -149,7 +148,7 @@ def device_report() -> DeviceReport:
         hardware=found,
         policy=policy,
         reason=reason,
-        float16_slowdown=profile_measure.float16_slowdown() if emulated else None,
+        float16_slowdown=profile_measure.float16_slowdown() if found.emulates_float16 else None,
         profile=profile.profile,
         profile_source=profile.source,
         problems=() if runs_tensorflow() else (wrong_backend + how_to_change(),),

@@ -47,7 +47,7 @@ _DTYPES = {
     "float32": "float32",
 }
 
-# The variables that tfamp reads; `machine.profile_choice` says what they mean.
+# The variables that tfamp reads; `machine.hardware` says what they mean.
 _VARIABLES = ("TFAMP_PROFILE",)
 
 # What the pages on migration show of other systems' names: torch and mmdetection, DeepSpeed.

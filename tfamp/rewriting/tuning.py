@@ -24,9 +24,8 @@ from tfamp.core.options import PLACEMENTS, checked_count, checked_number
 from tfamp.graph.passes.fusion import has_fused
 from tfamp.interop.keras_hooks import require_tensorflow
 from tfamp.interop.tf_private import xla_works
-from tfamp.machine.profile_choice import find_profile
-from tfamp.machine.profile_measure import together
-from tfamp.machine.timing import progress
+from tfamp.machine.hardware import find_profile
+from tfamp.machine.profile_measure import progress, together
 from tfamp.planning.options import RewriteOptions, check_choice
 from tfamp.policy import low_dtype
 from tfamp.rewriting.function import RewrittenFunction, check_function

@@ -183,10 +183,10 @@ def _warn_once_where_float16_is_slow() -> None:
     if _slow_float16_checked.is_set():
         return
     _slow_float16_checked.set()
-    from tfamp.machine import profile_measure
+    from tfamp.machine import hardware
 
     with current_modes.set_to(None):
-        message = profile_measure.float16_warning()
+        message = hardware.float16_warning()
     if message is not None:
         warnings.warn(message, TfampWarning, stacklevel=level_of_user())
 
