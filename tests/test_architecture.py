@@ -278,7 +278,7 @@ new = {name.partition(".")[0] for name in set(sys.modules) - before}
 others = new - set(sys.stdlib_module_names) - {"tfamp", "platformdirs"}
 assert not others, f"the names of tfamp loaded {others}"
 
-from tfamp.diagnostics.device import read_environment
+from tfamp.diagnostics.doctor import read_environment
 from tfamp.interop import tf_private
 from tfamp.machine import hardware
 
