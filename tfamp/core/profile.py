@@ -146,7 +146,7 @@ def builtin_profile(
     native = {"bfloat16": bfloat16, "float16": device == "gpu" if float16 is None else float16}
     if device == "gpu":
         return _gpu_profile(name, native, tf32)
-    float32, *others = _BASES[device]
+    float32, bandwidth, cast_bandwidth, op_overhead = _BASES[device]
     ratios = {"float32": dict.fromkeys(KINDS, 1.0)}
     for dtype, is_native in native.items():
         ratios[dtype] = _RATIOS[device, "native" if is_native else dtype]
@@ -154,7 +154,9 @@ def builtin_profile(
     return MachineProfile(
         f"built-in {device}, {_names(native)}",
         peaks,
-        *others,
+        bandwidth,
+        cast_bandwidth,
+        op_overhead,
         least_gain=_LEAST_GAIN[device],
         ops=cpu_ops(peaks) if device == "cpu" else {},
     )

@@ -34,8 +34,8 @@ from tfamp.machine import hardware
 from tfamp.planning.cost import FREE_OPS
 from tfamp.planning.structures import NodePlan, RewritePlan
 from tfamp.policy import low_dtype
-from tfamp.reports import notebook_html
-from tfamp.reports.text_table import table_lines
+from tfamp.reports import tables
+from tfamp.reports.tables import table_lines
 from tfamp.rewriting import saved_files
 from tfamp.rewriting.function import rewrite
 from tfamp.rewriting.saved_model import inspect_saved_model
@@ -114,7 +114,7 @@ class DeviceReport:
         # Without what makes an address of a source: the page refers to nothing.
         rows = [(name, text.replace("https://", "")) for name, text in self._rows()]
         title = f"This machine: auto is {self.policy}"
-        return notebook_html.fragment(title, notebook_html.facts(rows))
+        return tables.fragment(title, tables.facts(rows))
 
     def _rows(self) -> list[tuple[str, str]]:
         machine, profile = self.hardware, self.profile

@@ -35,7 +35,7 @@ from tfamp.interop.keras_optimizers import built_for
 from tfamp.interop.patching import unwrap_methods, wrap_method
 from tfamp.interop.tf_functions import as_written
 from tfamp.optimizer import LossScaleOptimizer
-from tfamp.reports.text_table import table_lines
+from tfamp.reports.tables import table_lines
 from tfamp.torch_style.grad_scaler import GradScaler
 from tfamp.training import gradients as gradient_lib
 from tfamp.training.gradients import Gradients
@@ -134,7 +134,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         if not isinstance(jsonl, str | os.PathLike | None):
             raise TypeError(f"jsonl takes the path of a file; got {jsonl!r}.")
         self._jsonl = jsonl
-        self._options = {
+        self._options: dict[str, Any] = {
             "jsonl": jsonl,
             "tensorboard": tensorboard,
             "max_consecutive_skips": max_consecutive_skips,

@@ -13,7 +13,7 @@ from tfamp.graph.functions import called_functions
 from tfamp.graph.op_signatures import OpSignature, registered_signature
 from tfamp.interop import tf_private
 from tfamp.planning.structures import op_types
-from tfamp.reports.text_table import table_lines
+from tfamp.reports.tables import table_lines
 
 # Ops that compute nothing: they hold or pass on a value, or call what is counted itself.
 _NOT_COUNTED = op_types("""

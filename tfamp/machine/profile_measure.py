@@ -336,20 +336,26 @@ def _convolution(batch: int, size: int, channels: int, filters: int, kernel: int
     """A convolution and its gradients by input and by filter."""
     x, y = [batch, size, size, channels], [batch, size, size, filters]
     w = [kernel, kernel, channels, filters]
-    options = {"strides": [1, 1, 1, 1], "padding": "SAME"}
-    run = functools.partial(_run, **options)
-    makers = {
-        "conv": run("Conv2D", {"input": x, "filter": w}),
-        "conv_input": run("Conv2DBackpropInput", {"filter": w, "out_backprop": y}, input_sizes=x),
-        "conv_filter": run("Conv2DBackpropFilter", {"input": x, "out_backprop": y}, filter_sizes=w),
-    }
-    for kind, make in makers.items():
+    options: dict[str, Any] = {"strides": [1, 1, 1, 1], "padding": "SAME"}
+    for kind, make in (
+        ("conv", _run("Conv2D", {"input": x, "filter": w}, **options)),
+        (
+            "conv_input",
+            _run("Conv2DBackpropInput", {"filter": w, "out_backprop": y}, input_sizes=x, **options),
+        ),
+        (
+            "conv_filter",
+            _run(
+                "Conv2DBackpropFilter", {"input": x, "out_backprop": y}, filter_sizes=w, **options
+            ),
+        ),
+    ):
         yield Work(kind, 2.0 * math.prod(y) * math.prod(w[:3]), make)
 
 
 def _special(batch: int, size: int, channels: int) -> Iterator[Work]:
     images = [batch, size, size, channels]
-    pool = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "SAME"}
+    pool: dict[str, Any] = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "SAME"}
     ones, nothing = tf.ones((channels,)), tf.zeros((0,))
     norm = {"scale": ones, "offset": ones, "mean": nothing, "variance": nothing}
     for make in (

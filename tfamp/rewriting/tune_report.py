@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tfamp.reports import notebook_html
-from tfamp.reports.text_table import table_lines
+from tfamp.reports import tables
+from tfamp.reports.tables import table_lines
 
 FLOAT32 = "float32"
 _HEADS = ("candidate", "time", "half of the times", "over float32", "error", "low ops", "")
@@ -106,10 +106,10 @@ class TuneReport:
     def _repr_html_(self) -> str:
         """Returns what a notebook shows: the table, and in words what to use; it loads nothing."""
         rounds = f"{self.rounds} rounds by turns"
-        return notebook_html.fragment(
+        return tables.fragment(
             f"{self.function}, {self.dtype} against float32, {rounds}",
-            notebook_html.table(_HEADS, [_cells(self, row) for row in self.rows], left=1),
-            notebook_html.lines_of(self._verdict()),
+            tables.table(_HEADS, [_cells(self, row) for row in self.rows], left=1),
+            tables.lines_of(self._verdict()),
         )
 
     def _verdict(self) -> Iterator[str]:
