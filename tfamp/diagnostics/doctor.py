@@ -40,8 +40,6 @@ from tfamp.rewriting import saved_files
 from tfamp.rewriting.function import rewrite
 from tfamp.rewriting.saved_model import inspect_saved_model
 
-# Release series of TensorFlow that tfamp is tested with; see the continuous integration.
-TESTED_TENSORFLOW = ((2, 19), (2, 21))
 # Instruction sets by oneDNN's names that have bfloat16 dot products.
 _ISA_WITH_BFLOAT16 = re.compile(r"BF16|AMX|AVX10|FP16|AVX2_VNNI_2|ALL|DEFAULT", re.IGNORECASE)
 _PIP = "https://www.tensorflow.org/install/pip"
@@ -335,19 +333,6 @@ def _limiting_isa(e: Environment) -> str | None:
 # Name of an issue -> a rule, the text about what the rule found, advice and source. A new one needs
 # a source, and a case in the tests.
 RULES: dict[str, tuple[Callable[[Environment], Any], str, str, str]] = {
-    "legacy-keras": (
-        lambda e: _is_set(e, "TF_USE_LEGACY_KERAS", _ON),
-        "TF_USE_LEGACY_KERAS makes tf.keras the package tf_keras, Keras 2: tfamp's policies reach "
-        "models of `import keras` only.",
-        "Unset TF_USE_LEGACY_KERAS, and import keras.",
-        "https://keras.io/getting_started/#tensorflow--keras-2-backwards-compatibility",
-    ),
-    "tensorflow-untested": (
-        lambda e: not TESTED_TENSORFLOW[0] <= _version(e.tensorflow)[:2] <= TESTED_TENSORFLOW[1],
-        "TensorFlow {e.tensorflow} is not among the releases tfamp was tested with: 2.19 to 2.21.",
-        "Run tfamp's tests on it, or install a release it was tested with.",
-        "tfamp's continuous integration",
-    ),
     "windows-gpu": (
         lambda e: e.system == "Windows",
         "From TensorFlow 2.11 on there is no GPU support on Windows itself.",

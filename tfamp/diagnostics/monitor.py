@@ -103,7 +103,7 @@ class NumericsMonitor(keras.callbacks.Callback):
     Raises:
         ValueError: `every` or `max_consecutive_skips` is less than 1.
         TypeError: One of them is no integer.
-        OSError: No event file can be made in the folder `tensorboard`.
+        tf.errors.OpError: No event file can be made in the folder `tensorboard`.
 
     Example:
         >>> import keras, numpy, tfamp
@@ -130,16 +130,16 @@ class NumericsMonitor(keras.callbacks.Callback):
         self.every = checked_count("every", every)
         self.max_consecutive_skips = max_consecutive_skips
         self.history: list[dict[str, Any]] = []
-        # A number would be written to as a file that is open already.
-        if not isinstance(jsonl, str | os.PathLike | None):
-            raise TypeError(f"jsonl takes the path of a file; got {jsonl!r}.")
-        self._jsonl = jsonl
+        # A number is a TypeError: it would be written to as a file that is open already.
+        self._jsonl = None if jsonl is None else Path(os.fspath(jsonl))
         self._options: dict[str, Any] = {
             "jsonl": jsonl,
             "tensorboard": tensorboard,
             "max_consecutive_skips": max_consecutive_skips,
         }
-        self._events = None if tensorboard is None else _event_writer(tensorboard)
+        self._events = (
+            None if tensorboard is None else tf.summary.create_file_writer(os.fspath(tensorboard))
+        )
         self._statistics: StepStatistics | None = None
         self._scaling: Scaling = scaling_of(None)
         self._take_off: list[Any] = []
@@ -370,7 +370,10 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._reported = self._taken
         self.history.append(record)
         if self._jsonl is not None:
-            _append_line(self._jsonl, record)
+            self._jsonl.parent.mkdir(parents=True, exist_ok=True)
+            # Opened for each record: the file ends with a complete line whenever a run ends.
+            with self._jsonl.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
         if self._events is not None:
             _write_events(self._events, record)
 
@@ -382,11 +385,11 @@ class NumericsMonitor(keras.callbacks.Callback):
             "micro-batches, overflowed, or the steps were not recorded; every=1 records each"
         )
         if bad:
-            scale = _scale_text(record["loss_scale"])
-            where = f"at step {record['step']}, with loss scale {scale}, the first bad variable was"
-            where += f" {bad[0]}"
-        if len(bad) > 1:
-            where += f", of {len(bad)} in all; the backward pass comes to {bad[-1]} first"
+            where = (
+                f"at step {record['step']}, with loss scale {_scale_text(record['loss_scale'])}, "
+                f"the first bad variable was {bad[0]}, of {len(bad)} in all; the backward pass "
+                f"comes to {bad[-1]} first"
+            )
         return (
             f"{consecutive} steps in a row were skipped because gradients were not finite; {where}."
             " No weight has changed in these steps. A lower loss scale does not help any more: "
@@ -462,25 +465,6 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 # ---- Files --------------------------------------------------------------------------------------
-
-
-def _append_line(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
-    """Appends a record to a file of JSON lines; the file ends with a complete line at any time."""
-    line = json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    # Opened for each line: a run may end at any time, and nothing is to be lost or left open then.
-    with open(path, "ab") as file:
-        file.write(line.encode())
-
-
-def _event_writer(folder: str | os.PathLike[str]) -> Any:
-    try:
-        return tf.summary.create_file_writer(os.fspath(folder))
-    except tf.errors.OpError as error:
-        raise OSError(
-            f"No event file can be made in {os.fspath(folder)!r}: {error.message}. Give a "
-            "folder that can be written to."
-        ) from error
 
 
 def _write_events(writer: Any, record: Mapping[str, Any]) -> None:
