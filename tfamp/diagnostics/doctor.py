@@ -176,10 +176,9 @@ def device_report() -> DeviceReport:
         "tensorflow": tf.__version__,
         "keras": keras.__version__,
         "python": platform.python_version(),
+        "cuda": build.get("cuda_version"),
+        "cudnn": build.get("cudnn_version"),
     }
-    for name in ("cuda", "cudnn"):
-        if version := build.get(f"{name}_version"):
-            versions[name] = str(version)
     profile, source = hardware.find_profile()
     policy, reason = hardware.automatic_policy(found)
     wrong_backend = (
@@ -187,7 +186,7 @@ def device_report() -> DeviceReport:
         "LossScaleOptimizer work, and autocast, rewrite and GradScaler do not. "
     )
     return DeviceReport(
-        versions=versions,
+        versions={name: str(version) for name, version in versions.items() if version},
         hardware=found,
         policy=policy,
         reason=reason,

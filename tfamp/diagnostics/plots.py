@@ -57,7 +57,11 @@ def plot_loss_scale(history: Any) -> Figure:
     axes = figure.add_subplot()
     _dress(axes)
     axes.step(steps, exponents, where="post", color=BLUE, linewidth=1.8, label="loss scale")
-    suggested = [(r["step"], math.log2(r["suggested_scale"])) for r in records if _suggests(r)]
+    suggested = [
+        (record["step"], math.log2(record["suggested_scale"]))
+        for record in records
+        if record["suggested_scale"] and not record["gradients"]["nonfinite"]
+    ]
     if suggested:
         marks = {"marker": "o" if len(suggested) < 30 else None, "markersize": 3.5}
         label = "suggested: most gradients in float16's normal range"
@@ -78,10 +82,6 @@ def plot_loss_scale(history: Any) -> Figure:
     axes.set_ylabel("loss scale")
     figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
     return figure
-
-
-def _suggests(record: Mapping[str, Any]) -> bool:
-    return bool(record["suggested_scale"]) and not record["gradients"]["nonfinite"]
 
 
 def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
@@ -128,8 +128,11 @@ def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
     figure = _new_figure(8, 5.2)
     above, below = figure.subplots(2, 1, sharex=True, sharey=True)
     total = sum(unscaled.values())
-    span = _span([e for each in (unscaled, scaled) for e, n in each.items() if n > _FEW * total])
-    titles = "without loss scale", f"with loss scale {_scales_text(records)}"
+    many = [e for each in (unscaled, scaled) for e, n in each.items() if n > _FEW * total]
+    span = min([SUBNORMAL - 6, *many]) - 2, max([LARGEST + 4, *many]) + 3
+    shifts = [math.frexp(record["loss_scale"])[1] - 1 for record in records]
+    scales = dict.fromkeys(map(_power_of_two, (min(shifts), max(shifts))))
+    titles = "without loss scale", f"with loss scale {' to '.join(scales)}"
     for axes, counts, title in zip((above, below), (unscaled, scaled), titles, strict=True):
         _dress(axes, title=title)
         _draw_exponents(axes, {e: number / total for e, number in counts.items()}, span)
@@ -137,7 +140,9 @@ def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
     below.set_xlabel("size of a gradient value (zeros left out)")
     whose = "all variables" if variable is None else variable
     share = zeros / values if values else 0.0
-    title = f"Gradients of {whose}, {_steps_text(records)}; {share:.1%} of the values are zero"
+    first, last = records[0]["step"], records[-1]["step"]
+    when = f"step {first}" if first == last else f"{len(records)} steps from {first} to {last}"
+    title = f"Gradients of {whose}, {when}; {share:.1%} of the values are zero"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
     return figure
 
@@ -149,11 +154,6 @@ def _described(record: Mapping[str, Any], variable: str | None) -> Mapping[str, 
         names = ", ".join(record["variables"])
         raise ValueError(f"There is no record of {variable!r}; there are {names}.")
     return record["variables"][variable]
-
-
-def _span(exponents: Sequence[int]) -> tuple[int, int]:
-    ends = [SUBNORMAL - 6, LARGEST + 4, *exponents]
-    return min(ends) - 2, max(ends) + 3
 
 
 def _draw_exponents(axes: Any, shares: Mapping[int, float], span: tuple[int, int]) -> None:
@@ -197,17 +197,6 @@ def _name_ranges(axes: Any, span: tuple[int, int]) -> None:
     text = "bfloat16's normal range: $2^{-126}$ to $2^{128}$"
     paper = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
     axes.text((NORMAL + LARGEST) / 2, top * 1.09, text, **look, color=GREEN, bbox=paper)
-
-
-def _scales_text(records: Sequence[Mapping[str, Any]]) -> str:
-    exponents = [math.frexp(record["loss_scale"])[1] - 1 for record in records]
-    low, high = _power_of_two(min(exponents)), _power_of_two(max(exponents))
-    return low if low == high else f"{low} to {high}"
-
-
-def _steps_text(records: Sequence[Mapping[str, Any]]) -> str:
-    first, last = records[0]["step"], records[-1]["step"]
-    return f"step {first}" if first == last else f"{len(records)} steps from {first} to {last}"
 
 
 # ---- Reading records -----------------------------------------------------------------------------

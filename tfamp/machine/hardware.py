@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 import threading
 import warnings
 from dataclasses import dataclass
@@ -220,10 +219,6 @@ def _gpu(device: Any) -> Gpu:
 
 def _cpu() -> tuple[str, frozenset[str]]:
     """Returns the CPU's name and its instruction set flags as /proc/cpuinfo spells them."""
-    if platform.system() == "Darwin":
-        features = {"bf16": "hw.optional.arm.FEAT_BF16", "asimdhp": "hw.optional.arm.FEAT_FP16"}
-        flags = frozenset(flag for flag, name in features.items() if _sysctl(name) == "1")
-        return _sysctl("machdep.cpu.brand_string"), flags
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -250,15 +245,6 @@ def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
         fields.setdefault(key.strip().lower(), value.strip())
     flags = fields.get("flags") or fields.get("features") or ""
     return fields.get("model name", ""), frozenset(flags.split())
-
-
-def _sysctl(name: str) -> str:
-    command = ("sysctl", "-n", name)
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
 
 
 # ---- The machine profile -------------------------------------------------------------------------

@@ -197,26 +197,26 @@ def _node(node: Mapping[str, Any], low: str) -> dict[str, Any]:
     attributes = {"dtype": node["dtype"], "reason": node["reason"], "rule": node["rule"]}
     if node["cost"] is not None:
         attributes["estimated time"] = f"{1e6 * node['cost']:.3g} us"
-    return _shown(node["name"], node["op"], node["name"].rpartition("/")[0], attributes, style)
+    return _shown(node["name"], node["op"], node["name"], attributes, style)
 
 
 def _cast(cast: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     size = "unknown" if cast["bytes"] is None else f"{cast['bytes']:,}"
     attributes = {"tensor": cast["tensor"], "from": cast["from"], "bytes moved": size}
-    namespace = cast["producer"].rpartition("/")[0]
-    shown = _shown(cast["name"], f"Cast to {cast['to']}", namespace, attributes, _CAST)
-    if cast["producer"] in names:
-        shown["incomingEdges"].append({"sourceNodeId": cast["producer"]})
+    producer = cast["producer"]
+    shown = _shown(cast["name"], f"Cast to {cast['to']}", producer, attributes, _CAST)
+    shown["incomingEdges"] += [{"sourceNodeId": producer}] if producer in names else []
     return shown
 
 
 def _shown(
-    name: str, label: str, namespace: str, attributes: Mapping[str, str], style: Mapping[str, str]
+    name: str, label: str, place: str, attributes: Mapping[str, str], style: Mapping[str, str]
 ) -> dict[str, Any]:
+    """Returns a node of the viewer, in the name scope of `place`."""
     return {
         "id": name,
         "label": label,
-        "namespace": namespace,
+        "namespace": place.rpartition("/")[0],
         "attrs": [{"key": key, "value": value} for key, value in attributes.items()],
         "incomingEdges": [],
         "style": dict(style),
