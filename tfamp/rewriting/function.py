@@ -84,7 +84,7 @@ def rewrite(
             elementwise arithmetic between products and convolutions. "lists": the lists decide
             alone. Which is the fastest, `tfamp.tune` measures.
         profile: What min_cut goes by: a `tfamp.graph.MachineProfile`, "builtin" for fixed figures,
-            or None for this machine's, measured in 3 s once and cached; see `TFAMP_PROFILE`.
+            or None for this machine's, measured in 2 s once and cached; see `TFAMP_PROFILE`.
         on_error: "raise", or "keep": warn and run the float32 function where a graph cannot be
             rewritten.
         example_args: Arguments of a call, to rewrite at once instead of at the first call.
