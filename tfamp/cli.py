@@ -140,8 +140,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _rewrite(args: argparse.Namespace) -> int:
-    from tfamp.rewriting.saved_files import directory_bytes
-    from tfamp.rewriting.saved_model import rewrite_saved_model
+    from tfamp.rewriting.saved_model import directory_bytes, rewrite_saved_model
 
     plan = rewrite_saved_model(
         args.src,

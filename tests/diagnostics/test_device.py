@@ -47,7 +47,6 @@ def test_report_holds_versions_facts_and_the_policy_auto_picks(machine):
 def test_float16_is_measured_only_where_it_is_emulated(machine, facts):
     machine(**facts)
     assert diagnostics.device_report().float16_slowdown is None
-    assert hardware.float16_warning() is None
     assert "float16 takes" not in diagnostics.device_report().to_text()
 
 
@@ -64,18 +63,6 @@ def test_text_and_json_say_the_same(machine):
     assert report.policy in text
     assert report.reason in text
     assert facts["versions"] == dict(report.versions)
-
-
-@pytest.mark.parametrize(
-    ("bfloat16", "advice"), [(True, 'Use "bfloat16"'), (False, "float16 on a GPU")]
-)
-def test_warning_names_the_measured_slowdown_and_the_alternative(machine, bfloat16, advice):
-    machine(cpu_bfloat16=bfloat16)
-    message = hardware.float16_warning()
-    assert "took 7.0 times as long in float16 as in float32" in message
-    assert advice in message
-    machine(slowdown=1.05)
-    assert hardware.float16_warning() is None
 
 
 def test_the_measurement_is_made_once_and_eagerly_while_a_graph_is_made(monkeypatch):

@@ -30,10 +30,9 @@ from tfamp.diagnostics.step_statistics import (
     total,
 )
 from tfamp.gradient_accumulator import GradientAccumulator
-from tfamp.interop.keras_hooks import add_to_epoch_logs, as_tensor, described
-from tfamp.interop.keras_optimizers import built_for
+from tfamp.interop.keras_hooks import add_to_epoch_logs, as_tensor, built_for, described
 from tfamp.interop.patching import unwrap_methods, wrap_method
-from tfamp.interop.tf_functions import as_written
+from tfamp.interop.tf_private import as_written
 from tfamp.optimizer import LossScaleOptimizer
 from tfamp.reports.tables import table_lines
 from tfamp.torch_style.grad_scaler import GradScaler

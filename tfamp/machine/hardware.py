@@ -37,8 +37,6 @@ _WITHOUT_TENSOR_CORES = re.compile(
 # avx512_bf16 and bf16 have dot products, amx_* tiles; f16c and fphp's scalar half would not pay.
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _FLOAT16_FLAGS = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
-# A float16 below this many times float32's time may be as fast: the difference may be noise.
-_SLOWER = 1.2
 
 VARIABLE = "TFAMP_PROFILE"
 _CHOICES = (
@@ -167,24 +165,6 @@ def automatic_policy(hardware: Hardware) -> tuple[str, str]:
         )
     return "float32", (
         "this CPU multiplies neither bfloat16 nor float16 natively, and there is no GPU and no TPU"
-    )
-
-
-def float16_warning() -> str | None:
-    """Returns a warning about float16 on this machine, None where float16 is fast."""
-    from tfamp.machine import profile_measure
-
-    found = detect()
-    if not found.emulates_float16 or (slowdown := profile_measure.float16_slowdown()) < _SLOWER:
-        return None
-    alternative = (
-        'Use "bfloat16", which this CPU multiplies natively.'
-        if found.cpu_bfloat16
-        else "Use float32 here, and float16 on a GPU."
-    )
-    return (
-        "This CPU has no float16 arithmetic: matmuls and convolutions with their gradients took "
-        f"{slowdown:.1f} times as long in float16 as in float32, as just measured. {alternative}"
     )
 
 

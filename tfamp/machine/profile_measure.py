@@ -13,7 +13,6 @@ import functools
 import itertools
 import math
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import keras
 import tensorflow as tf
 
 from tfamp.core.profile import DTYPES, KINDS, MachineProfile, builtin_profile, cpu_ops
@@ -256,14 +254,6 @@ def together(run: Callable[[], Any], repeats: int) -> float:
         run()
     tf.test.experimental.sync_devices()
     return (time.perf_counter() - start) / repeats
-
-
-def progress(total: int, unit: str) -> Callable[[], None]:
-    """Returns a function that moves a progress bar on by one step."""
-    if not sys.stdout.isatty():
-        return lambda: None
-    bar = keras.utils.Progbar(total, unit_name=unit)
-    return lambda: bar.add(1)
 
 
 # ---- float16 on CPUs -----------------------------------------------------------------------------

@@ -10,8 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.errors import UnsupportedVersionError
-from tfamp.interop.keras_hooks import native, runs_tensorflow
-from tfamp.interop.keras_optimizers import inner_optimizers
+from tfamp.interop.keras_hooks import inner_optimizers, native, runs_tensorflow
 from tfamp.interop.tf_private import strategy_needs_merge_call
 from tfamp.training.fused_update import fused_update, has_fused_update
 from tfamp.training.gradients import Gradients, is_next_value

@@ -24,9 +24,8 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.interop import keras_optimizers
-from tfamp.interop.keras_hooks import native, runs_tensorflow
-from tfamp.interop.keras_optimizers import slot
+from tfamp.interop import keras_hooks
+from tfamp.interop.keras_hooks import native, runs_tensorflow, slot
 from tfamp.interop.tf_private import device_kind_of, xla_works
 from tfamp.training.compiled_groups import grouped
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value
@@ -86,7 +85,7 @@ def fused_update(
     Without XLA only SGD has float32 variables that are updated here.
     """
     # Warns of gradients that are None, as the optimizer does.
-    values, variables = keras_optimizers.without_missing(
+    values, variables = keras_hooks.without_missing(
         optimizer, gradients.values, gradients.variables
     )
     gradients = replace(gradients, values=values, variables=variables, checked=None)
@@ -98,7 +97,7 @@ def fused_update(
         # Keras clips what is left to it once more, which changes nothing then.
         gradients = gradients.unscaled()
         # Keras clips what each replica has, and sums then.
-        gradients = replace(gradients, values=keras_optimizers.clipped(optimizer, gradients.values))
+        gradients = replace(gradients, values=keras_hooks.clipped(optimizer, gradients.values))
     if rule is not None and any(fits):
         own = _chosen(gradients, fits, True)
         if several_replicas() and not own.summed:
@@ -201,7 +200,7 @@ def _update_in_one_pass(
                     _run_compiled(rule, step, group, device)
         for variable in gradients.variables:
             if getattr(variable, "constraint", None) is not None:
-                _constrain(variable, keras_optimizers.index_of(optimizer, variable), chance)
+                _constrain(variable, keras_hooks.index_of(optimizer, variable), chance)
 
 
 def _constrain(target: Any, index: int, chance: Chance) -> None:
@@ -225,8 +224,8 @@ def _factors(divisor: Any) -> tuple[Any, ...]:
 
 
 def _update_of(optimizer: Any, rule: _Rule, gradient: Any, squares: Any, variable: Any) -> _Update:
-    target, index = native(variable), keras_optimizers.index_of(optimizer, variable)
-    decays = keras_optimizers.decays(optimizer, target)
+    target, index = native(variable), keras_hooks.index_of(optimizer, variable)
+    decays = keras_hooks.decays(optimizer, target)
     slots = rule.slots(optimizer, index)
     forms = (getattr(target, "form", FLOAT32), *map(form_of_slot, slots))
     own = target.handles if _is_low(target) else [target.handle]
@@ -382,7 +381,7 @@ def _lion_slots(times: Any, numbers: Any, gradient: Any, squares: Any, mean: Any
 
 def _adafactor_numbers(optimizer: Any, rate: Any) -> tuple[Any, ...]:
     step = tf.cast(optimizer.iterations + 1, tf.float32)
-    if not keras_optimizers.rate_is_called(optimizer) and optimizer.relative_step:
+    if not keras_hooks.rate_is_called(optimizer) and optimizer.relative_step:
         rate = tf.minimum(rate, 1.0 / tf.sqrt(step))
     beta_2 = 1.0 - tf.pow(step, _number(optimizer.beta_2_decay))
     settings = optimizer.epsilon_1, optimizer.epsilon_2, optimizer.clip_threshold

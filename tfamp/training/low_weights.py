@@ -15,8 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.interop.keras_hooks import as_tensor, native
-from tfamp.interop.keras_optimizers import key_of
+from tfamp.interop.keras_hooks import as_tensor, key_of, native
 from tfamp.interop.patching import wrap_method
 from tfamp.training.fused_update import RULED, unruled
 from tfamp.training.gradients import dtype_name, is_next_value, variable_name

@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras import ops
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
-from tfamp.core.loss_scale import LossScaleState, next_state
+from tfamp.core.options import LossScaleState, next_state
 from tfamp.interop.keras_hooks import as_tensor, described
 from tfamp.training.gradients import Gradients, dtype_name, widened
 

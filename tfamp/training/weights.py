@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.interop import keras_optimizers
+from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import native
 from tfamp.interop.tf_private import xla_works
 from tfamp.training.gradients import dtype_name, is_next_value, variable_name
@@ -108,16 +108,16 @@ class MasterWeights(PlainWeights):
                 "it float32 copies to update. Create a new inner optimizer, and let "
                 "LossScaleOptimizer build it."
             )
-        key = keras_optimizers.key_of(self.optimizer)
+        key = keras_hooks.key_of(self.optimizer)
         self._by_key |= {key(v): (v, _create_master(v)) for v in low}
-        excluded, _ = keras_optimizers.excluded_from_decay(self.optimizer)
+        excluded, _ = keras_hooks.excluded_from_decay(self.optimizer)
         pairs = self._by_key.values()
         excluded |= {key(master) for variable, master in pairs if key(variable) in excluded}
         return self.masters
 
     def targets(self, variables: Sequence[Any]) -> list[Any]:
         """Returns the master of each variable that has one, else the variable."""
-        key = keras_optimizers.key_of(self.optimizer)
+        key = keras_hooks.key_of(self.optimizer)
         return [self._by_key.get(key(v), (v, v))[1] for v in variables]
 
     def load(self) -> None:
