@@ -64,9 +64,6 @@ class DeviceReport:
         hardware: CPU, GPUs and TPU, as `tfamp.machine.hardware.Hardware`.
         policy: What the policy "auto" stands for here.
         reason: Why.
-        float16_slowdown: Measured time of float16 matmuls and convolutions with their gradients
-            over float32's, on a CPU that does not compute float16 natively and has no GPU or TPU
-            beside it; None elsewhere.
         profile: How fast the machine is in each dtype, which a rewrite's placement goes by.
         profile_source: Where the profile comes from, in words: the built-in table, a file, the
             cache, or a measurement made just now.
@@ -84,7 +81,6 @@ class DeviceReport:
     hardware: hardware.Hardware
     policy: str
     reason: str
-    float16_slowdown: float | None
     profile: MachineProfile
     profile_source: str
     problems: tuple[str, ...]
@@ -97,7 +93,6 @@ class DeviceReport:
             "versions": dict(self.versions),
             "hardware": dataclasses.asdict(self.hardware),
             "auto_policy": {"name": self.policy, "reason": self.reason},
-            "float16_slowdown": self.float16_slowdown,
             "machine_profile": {"source": self.profile_source, **profile},
             "problems": list(self.problems),
             "known_issues": [dataclasses.asdict(issue) for issue in self.known_issues],
@@ -128,8 +123,6 @@ class DeviceReport:
         else:
             rows += [(f"GPU {dtype}", _native(dtype in weakest.native)) for dtype in LOW_PRECISION]
         rows += [("TPU", "yes" if machine.tpu else "none")]
-        if self.float16_slowdown is not None:
-            rows += [("float16 takes", f"{self.float16_slowdown:.1f} times as long as float32")]
         rows += [("policy auto", self.policy), ("because", self.reason)]
         rows += [("profile", profile.name), ("from", self.profile_source)]
         titles = "".join(f"{dtype:>10}" for dtype in LOW_PRECISION)
@@ -152,10 +145,10 @@ def _native(is_native: bool) -> str:
 
 
 def device_report() -> DeviceReport:
-    """Looks at this machine; measures where only a measurement can decide.
+    """Looks at this machine.
 
-    That is how slow float16 is, some ms, and for about two seconds the machine profile, unless it
-    is in the user's cache folder already. `TFAMP_PROFILE` gives another; see `tfamp.rewrite`.
+    The machine profile is measured in about two seconds, unless it is in the user's cache folder
+    already. `TFAMP_PROFILE` gives another; see `tfamp.rewrite`.
 
     Returns:
         The report.
@@ -167,8 +160,6 @@ def device_report() -> DeviceReport:
         >>> print(device_report().to_text())
         tfamp ...
     """
-    from tfamp.machine import profile_measure
-
     found = hardware.detect()
     build = tf.sysconfig.get_build_info()
     versions = {
@@ -190,7 +181,6 @@ def device_report() -> DeviceReport:
         hardware=found,
         policy=policy,
         reason=reason,
-        float16_slowdown=profile_measure.float16_slowdown() if found.emulates_float16 else None,
         profile=profile,
         profile_source=source,
         problems=() if runs_tensorflow() else (wrong_backend + how_to_change(),),

@@ -103,11 +103,6 @@ class Hardware:
             self.gpus, key=lambda gpu: (len(gpu.native), gpu.capability or (0, 0)), default=None
         )
 
-    @property
-    def emulates_float16(self) -> bool:
-        """Whether float16 runs on a CPU that converts it to float32 and back at every op."""
-        return not (self.cpu_float16 or self.gpus or self.tpu)
-
 
 def detect() -> Hardware:
     """Looks at this machine, once for each set of devices that are visible.

@@ -1,4 +1,4 @@
-"""Measures a machine profile in about two seconds, and how slow float16 is in 0.3 s.
+"""Measures a machine profile in about two seconds.
 
 Small pieces of work are timed in every dtype, in rounds over all pieces and dtypes: other load on
 the machine then slows all of them alike, and the best of the times counts. The tensors of a piece
@@ -8,8 +8,6 @@ of work exist during its turn only.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import itertools
 import math
 import statistics
@@ -254,23 +252,6 @@ def together(run: Callable[[], Any], repeats: int) -> float:
         run()
     tf.test.experimental.sync_devices()
     return (time.perf_counter() - start) / repeats
-
-
-# ---- float16 on CPUs -----------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=1)
-def float16_slowdown() -> float:
-    """Returns the time of small ops in float16 over float32's on this CPU; measured once."""
-    return _in_own_thread(_float16_slowdown)
-
-
-def _float16_slowdown() -> float:
-    found = (*_matmuls(256, 256, 256), *_convolution(8, 16, 16, 16, 3))
-    in_both = [dataclasses.replace(work, dtypes=("float32", "float16")) for work in found]
-    with tf.device("CPU:0"):
-        timers = _timed(in_both, seconds=0.0)
-    return sum(each.best["float16"] for each in timers) / sum(each.first for each in timers)
 
 
 # ---- The works -----------------------------------------------------------------------------------
