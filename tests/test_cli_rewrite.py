@@ -95,7 +95,7 @@ def test_wrong_usage_is_exit_code_2(run, arguments, message, tmp_path, monkeypat
         (["--keep-float32", "("], "keep_float32 must hold regular expressions; got '('"),
         (["--placement", "fused"], "give freeze=True too"),
         (["--calibrate", "no.npz"], "No such file"),
-        (["--calibrate", __file__], "is no .npz file of numbers; numpy.savez"),
+        (["--calibrate", __file__], "does not hold named arrays of numbers; numpy.savez"),
     ],
 )
 def test_a_wrong_value_is_one_line(run, src, tmp_path, options, message):
