@@ -237,10 +237,11 @@ class OpLists(OpColors):
         """
         added = _op_sets("add", allow_add, infer_add, deny_add, clear_add)
         removed = _op_sets("remove", allow_remove, infer_remove, deny_remove, clear_remove)
-        _refuse_contradictions(added, removed)
-        added_ops, touched = _union(added), _union(added) | _union(removed)
+        _refuse_op_on_two_lists(added, "_add")
+        added_ops = frozenset[str]().union(*added.values())
+        touched = added_ops.union(*removed.values())
         self._refuse_unknown(touched)
-        self._refuse_removing_absent(removed)
+        self._refuse_removals(added, removed)
         freed = added["infer"] | added["clear"] | (removed["deny"] - added_ops)
         exact = self.exact_statistics if exact_statistics is None else exact_statistics
         return OpLists(
@@ -261,8 +262,12 @@ class OpLists(OpColors):
                     "tf.load_op_library has loaded it."
                 )
 
-    def _refuse_removing_absent(self, removed: _Changes) -> None:
+    def _refuse_removals(self, added: _Changes, removed: _Changes) -> None:
         for color in COLORS:
+            for op in sorted(removed[color] & added[color]):
+                raise ValueError(
+                    f"got {op!r} in both {color}_add and {color}_remove; keep it in one of them."
+                )
             for op in sorted(removed[color] - getattr(self, color)):
                 raise ValueError(
                     f"{color}_remove must hold ops that are on {color}; got {op!r}, but it is on "
@@ -317,25 +322,12 @@ def _op_sets(change: str, *given: Iterable[str]) -> _Changes:
     return {color: _op_set(f"{color}_{change}", ops) for color, ops in named}
 
 
-def _union(changes: _Changes) -> frozenset[str]:
-    return frozenset().union(*changes.values())
-
-
 def _refuse_op_on_two_lists(lists: _Changes, suffix: str = "") -> None:
     for (one, held), (other, ops) in itertools.combinations(lists.items(), 2):
         if both := sorted(held & ops):
             raise ValueError(
                 f"an op must be on one list at most; got {both[0]!r} in both {one}{suffix} and "
                 f"{other}{suffix}. Keep it in one of them."
-            )
-
-
-def _refuse_contradictions(added: _Changes, removed: _Changes) -> None:
-    _refuse_op_on_two_lists(added, "_add")
-    for color in COLORS:
-        if both := sorted(added[color] & removed[color]):
-            raise ValueError(
-                f"got {both[0]!r} in both {color}_add and {color}_remove; keep it in one of them."
             )
 
 
