@@ -20,7 +20,7 @@ from benchmarks.data import Batch
 from benchmarks.step_graph import CastTotals, count_casts, trace
 from benchmarks.systems import BASE, CONTROL, SYSTEMS, grappler_options
 from benchmarks.workloads import Sizes, Workload
-from tfamp.machine.profile_choice import find_profile
+from tfamp.machine.hardware import find_profile
 
 Step = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 _MOMENTUM = 0.9

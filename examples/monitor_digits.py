@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     every = args.every or (5 if args.small else 20)
     monitor = NumericsMonitor(every, jsonl=log)
     train(monitor, args.dtype, args.epochs, args.seed, console)
-    monitor.print_summary(console.file)
+    console.print(monitor.to_text(), highlight=False)
     for folder, prefix in [(args.out, ""), *([(args.docs, "monitor_")] if args.docs else [])]:
         plot_loss_scale(monitor).savefig(folder / f"{prefix}loss_scale.png")
         plot_exponents(monitor).savefig(folder / f"{prefix}exponents.png")

@@ -278,14 +278,14 @@ new = {name.partition(".")[0] for name in set(sys.modules) - before}
 others = new - set(sys.stdlib_module_names) - {"tfamp", "platformdirs"}
 assert not others, f"the names of tfamp loaded {others}"
 
-from tfamp.diagnostics.device import read_environment
+from tfamp.diagnostics.doctor import read_environment
 from tfamp.interop import tf_private
-from tfamp.machine import hardware, profile_choice
+from tfamp.machine import hardware
 
 tfamp.set_global_policy("auto")
 hardware.automatic_policy(hardware.detect())
 read_environment(hardware.detect())
-profile_choice.machine_key()
+hardware.machine_facts()
 tfamp.OpLists.default("float16")
 assert not tf_private.runtime_has_started()
 tensorflow.config.set_visible_devices([], "GPU")  # which is an error from then on

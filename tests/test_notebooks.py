@@ -12,7 +12,7 @@ from helpers.browser import open_page
 from helpers.monitor_records import made_record
 from tfamp import diagnostics
 from tfamp.diagnostics.comparison import ComparisonRow
-from tfamp.reports import notebook_html
+from tfamp.reports import tables
 
 X = np.linspace(-1, 1, 32, dtype="float32").reshape(4, 8)
 HOSTILE = "<script>alert(1)</script>&"
@@ -92,8 +92,8 @@ def test_the_results_are_whole_in_a_browser(shown, tmp_path):
 
 def test_a_long_table_says_how_much_is_left_out():
     rows = [(str(i), "x") for i in range(1234)]
-    text = notebook_html.table(("number", "what"), rows, rest=": elsewhere")
-    assert text.count("<tr>") == 1 + notebook_html.MOST_ROWS
+    text = tables.table(("number", "what"), rows, rest=": elsewhere")
+    assert text.count("<tr>") == 1 + tables.MOST_ROWS
     assert "and 1,034 more: elsewhere" in text
 
 

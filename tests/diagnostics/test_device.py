@@ -1,4 +1,4 @@
-"""`device_report`: the facts of the machine, its text and JSON, and the measurement of float16."""
+"""`device_report`: the facts of the machine, its text and JSON."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfamp
 from tfamp import diagnostics
-from tfamp.machine import hardware, profile_measure
+from tfamp.machine import hardware
 
 PLAIN_CPU = hardware.Hardware("My CPU", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
 GPU = hardware.Gpu("A100", (8, 0))
@@ -17,12 +17,11 @@ GPU = hardware.Gpu("A100", (8, 0))
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Sets the machine, and how slow float16 is measured to be on it."""
+    """Sets the machine."""
 
-    def configure(slowdown=7.04, **facts):
+    def configure(**facts):
         found = dataclasses.replace(PLAIN_CPU, **facts)
         monkeypatch.setattr(hardware, "detect", lambda: found)
-        monkeypatch.setattr(profile_measure, "float16_slowdown", lambda: slowdown)
         return found
 
     return configure
@@ -36,19 +35,9 @@ def test_report_holds_versions_facts_and_the_policy_auto_picks(machine):
     assert report.versions["tfamp"] == tfamp.__version__
     assert report.hardware == found
     assert (report.policy, report.reason) == hardware.automatic_policy(found)
-    assert report.float16_slowdown == 7.04
     assert report.problems == ()
-    assert "float16 takes  7.0 times as long as float32" in report.to_text()
     with pytest.raises(dataclasses.FrozenInstanceError):
         report.policy = "float16"
-
-
-@pytest.mark.parametrize("facts", [{"cpu_float16": True}, {"gpus": (GPU,)}, {"tpu": True}], ids=str)
-def test_float16_is_measured_only_where_it_is_emulated(machine, facts):
-    machine(**facts)
-    assert diagnostics.device_report().float16_slowdown is None
-    assert profile_measure.float16_warning() is None
-    assert "float16 takes" not in diagnostics.device_report().to_text()
 
 
 def test_text_and_json_say_the_same(machine):
@@ -64,34 +53,3 @@ def test_text_and_json_say_the_same(machine):
     assert report.policy in text
     assert report.reason in text
     assert facts["versions"] == dict(report.versions)
-
-
-@pytest.mark.parametrize(
-    ("bfloat16", "advice"), [(True, 'Use "bfloat16"'), (False, "float16 on a GPU")]
-)
-def test_warning_names_the_measured_slowdown_and_the_alternative(machine, bfloat16, advice):
-    machine(cpu_bfloat16=bfloat16)
-    message = profile_measure.float16_warning()
-    assert "took 7.0 times as long in float16 as in float32" in message
-    assert advice in message
-    machine(slowdown=1.05)
-    assert profile_measure.float16_warning() is None
-
-
-def test_the_measurement_is_made_once_and_eagerly_while_a_graph_is_made(monkeypatch):
-    dtypes = []
-    matmul = tf.raw_ops.MatMul
-
-    def watched(**inputs):
-        dtypes.append(inputs["a"].dtype.name)
-        return matmul(**inputs)
-
-    monkeypatch.setattr(tf.raw_ops, "MatMul", watched)
-    profile_measure.float16_slowdown.cache_clear()
-    with tf.Graph().as_default() as graph:
-        first = profile_measure.float16_slowdown()
-    assert 0.05 < first < 1000
-    assert not graph.get_operations()
-    assert set(dtypes) == {"float32", "float16"}
-    monkeypatch.setattr(tf.raw_ops, "MatMul", lambda **_: pytest.fail("measured again"))
-    assert profile_measure.float16_slowdown() == first

@@ -6,8 +6,13 @@ import pytest
 import tensorflow as tf
 from hypothesis import strategies as st
 
-from tfamp.diagnostics.exponents import ExponentHistogram, histogram, suggested_scale, total
-from tfamp.diagnostics.step_statistics import count_values
+from tfamp.diagnostics.step_statistics import (
+    ExponentHistogram,
+    count_values,
+    histogram,
+    suggested_scale,
+    total,
+)
 
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 65504.0, 65505.0, 65536.0, 2.0**-24, 2.0**-14]
 SPECIAL += [1e-45, -1e-40, 2.0**-126, 3.4e38, np.nextafter(np.float32(2.0**-14), np.float32(0))]

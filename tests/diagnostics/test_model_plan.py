@@ -79,15 +79,12 @@ def test_functions_and_models_that_are_not_built_need_example_arguments():
         report(function)
 
 
-def test_text_and_json_say_the_same(monkeypatch):
-    monkeypatch.setenv("TF_ENABLE_AUTO_MIXED_PRECISION", "1")
+def test_text_and_json_say_the_same():
     found = report(lambda x: tf.exp(x @ x) + tf.math.log(x), example_args=(tf.ones((64, 64)),))
     facts, text = json.loads(found.to_json()), found.to_text()
     assert facts["low_nodes"] == found.plan.summary.low_nodes
     assert {each["op"] for each in facts["float32_ops"]} == {*kept(found)} >= {"Exp", "Log"}
     assert all(f"{each.op}: {each.reason}" in text for each in found.float32_ops)
-    assert [each["name"] for each in facts["known_issues"]]
-    assert all(issue.advice in text for issue in found.known_issues)
     assert "tfamp.tune(step, x, y)" in text
 
 

@@ -87,10 +87,9 @@ def test_a_monitor_its_history_and_its_file_are_drawn_alike(plot, tmp_path):
 def test_what_is_no_history_is_an_error(plot):
     with pytest.raises(ValueError, match="no record to show"):
         plot([])
-    with pytest.raises(TypeError, match="history must be a NumericsMonitor"):
-        plot(3)
-    with pytest.raises(TypeError, match="Expected records of a NumericsMonitor"):
-        plot([{"loss": 1}])
+    for wrong in (3, [{"loss": 1}]):
+        with pytest.raises(TypeError, match="history must be a NumericsMonitor"):
+            plot(wrong)
 
 
 def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tfamp.diagnostics.exponents import ExponentHistogram, suggested_scale
+from tfamp.diagnostics.step_statistics import ExponentHistogram, suggested_scale
 
 
 def made_record(

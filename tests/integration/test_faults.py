@@ -15,8 +15,8 @@ import tensorflow as tf
 
 import tfamp
 from helpers import saved_models
-from tfamp.core.profile import builtin_profile
-from tfamp.machine import profile_choice, profile_measure
+from tfamp.core.profile import MachineProfile, builtin_profile
+from tfamp.machine import hardware, profile_measure
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -152,24 +152,24 @@ def test_killed_while_a_saved_model_is_replaced(tmp_path, kills):
 _CACHING = """
 import sys, dataclasses
 from pathlib import Path
-from tfamp.machine import profile_choice
 from tfamp.core.profile import builtin_profile
+from tfamp.machine.file_replacing import replace_text
 
 print("writing", flush=True)
 for number in range(10**9):
     profile = dataclasses.replace(builtin_profile("cpu"), name="x" * (number % 2 * 100_000 + 1))
-    profile_choice.put_profile(Path(sys.argv[1]), {"cpu": "shared"}, profile)
+    replace_text(Path(sys.argv[1]), profile.to_json())
 """
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.nightly)])
 def test_killed_while_the_cache_is_written(tmp_path, kills):
-    moments = random.Random(kills)
-    profile_choice.put_profile(tmp_path, {"cpu": "shared"}, builtin_profile("cpu"))
+    path, moments = tmp_path / "machine.json", random.Random(kills)
+    path.write_text(builtin_profile("cpu").to_json())
     for _ in range(kills // 2):
-        two = [start(_CACHING, tmp_path) for _ in range(2)]
+        two = [start(_CACHING, path) for _ in range(2)]
         assert all(kill_after(each, moments.uniform(0.0, 0.1)) for each in two)
-        assert profile_choice.get_profile(tmp_path, {"cpu": "shared"}) is not None
+        assert MachineProfile.from_json(path.read_text("utf-8"))
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs Unix")
@@ -181,12 +181,12 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
     if os.geteuid() == 0:
         folder.parent.chmod(0o700)
         folder.write_text("")
-    monkeypatch.setattr(profile_choice, "cache_folder", lambda: folder)
+    monkeypatch.setattr(hardware, "cache_folder", lambda: folder)
     monkeypatch.setattr(profile_measure, "measure_profile", lambda: builtin_profile("cpu"))
     monkeypatch.setenv("TFAMP_PROFILE", "")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = profile_choice.find_profile()
+        found = hardware.find_profile()
     assert found.profile == builtin_profile("cpu")
     assert "it cannot be kept" in found.source
     (warning,) = [each for each in caught if issubclass(each.category, tfamp.TfampWarning)]

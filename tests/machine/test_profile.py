@@ -9,10 +9,10 @@ import tensorflow as tf
 from tfamp.core.profile import KINDS, MachineProfile, builtin_profile
 from tfamp.graph import rewrite_graph_def
 from tfamp.machine import hardware
-from tfamp.machine.profile_choice import profile_of
+from tfamp.machine.hardware import profile_of
 
 
-def test_ops_may_be_missing_in_json_and_are_checked():
+def test_profiles_are_written_read_and_checked():
     profile = builtin_profile("gpu")
     fields = json.loads(profile.to_json())
     del fields["ops"], fields["least_gain"]
@@ -23,15 +23,23 @@ def test_ops_may_be_missing_in_json_and_are_checked():
     assert MachineProfile.from_json(changed.to_json()) == changed
     assert changed.peaks_of("Erfc", "special") == own["Erfc"]
     assert changed.peaks_of("Softmax", "special") == profile.peaks["special"]
-    with pytest.raises(ValueError, match="ops must map op types to values; got 'Erfc'"):
-        dataclasses.replace(profile, ops="Erfc")
-    with pytest.raises(ValueError, match=r"ops\['Erfc'\] must have exactly float32, "):
-        dataclasses.replace(profile, ops={"Erfc": {"float32": 1.0}})
-    with pytest.raises(ValueError, match=r"ops\['Erfc'\]\['float16'\] must be a positive"):
-        dataclasses.replace(profile, ops={"Erfc": {**own["Erfc"], "float16": 0}})
-    del fields["bandwidth"]
-    with pytest.raises(ValueError, match="a profile must have exactly name, peaks, "):
-        MachineProfile.from_json(json.dumps(fields))
+    for changes, message in (
+        ({"bandwidth": -1}, "bandwidth must be a positive finite number; got -1"),
+        ({"op_overhead": -1}, "op_overhead must be a finite number from 0 on; got -1"),
+        ({"peaks": 3}, "peaks must have exactly matmul, .*; got 3"),
+        ({"peaks": {"matmul": {}}}, "peaks must have exactly matmul, .*; got matmul"),
+        ({"peaks": {**profile.peaks, "conv": {"float64": 1.0}}}, r"peaks\['conv'\] must have "),
+        ({"ops": {"Erfc": {**own["Erfc"], "float16": "fast"}}}, r"\['float16'\] must .* 'fast'"),
+        ({"ops": [1]}, "profile must be a JSON object"),
+        ({"speed": 1}, "profile must be a JSON object with name, peaks, .*'speed'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MachineProfile.from_json(json.dumps(fields | changes))
+    for text in ("[]", "{", "{}"):
+        with pytest.raises(ValueError, match="JSON object|Expecting"):
+            MachineProfile.from_json(text)
+    with pytest.raises(ValueError, match="device must be one of cpu, gpu, tpu; got 'npu'"):
+        builtin_profile("npu")
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu", "tpu"])
@@ -45,22 +53,22 @@ def test_what_is_native_multiplies_faster_and_what_is_not_does_not(device):
     assert all(each["float16"] < 0.2 * each["float32"] for each in gradients)
 
 
-def test_wrong_profiles_are_refused_with_what_is_expected():
-    with pytest.raises(ValueError, match="device must be one of cpu, gpu, tpu; got 'npu'"):
-        builtin_profile("npu")
-    profile = builtin_profile("cpu")
-    with pytest.raises(ValueError, match="bandwidth must be a positive finite number; got -1"):
-        dataclasses.replace(profile, bandwidth=-1)
-    with pytest.raises(ValueError, match="peaks must have exactly matmul, .*; got matmul"):
-        dataclasses.replace(profile, peaks={"matmul": profile.peaks["matmul"]})
-    with pytest.raises(ValueError, match=r"peaks\['conv'\] must have exactly float32, "):
-        dataclasses.replace(profile, peaks={**profile.peaks, "conv": {"float64": 1.0}})
-    fields = json.loads(profile.to_json())
-    fields["peaks"]["matmul"]["float16"] = "fast"
-    with pytest.raises(ValueError, match=r"\['matmul'\]\['float16'\] must be .*; got 'fast'"):
-        MachineProfile.from_json(json.dumps(fields))
-    with pytest.raises(ValueError, match="must be a JSON object; got list"):
-        MachineProfile.from_json("[]")
+def test_op_types_that_cpus_compute_unlike_their_kind():
+    profile = builtin_profile("cpu", bfloat16=True)
+    erfc, strided = (
+        profile.peaks_of(*each)
+        for each in (
+            ("Erfc", "special"),
+            ("DepthwiseConv2dNativeBackpropInput", "conv_input", "strided"),
+        )
+    )
+    assert max(erfc["bfloat16"], erfc["float16"]) < erfc["float32"] / 5
+    assert strided["bfloat16"] < strided["float32"] / 5
+    depthwise = ("DepthwiseConv2dNative", "conv")
+    assert profile.peaks_of(*depthwise)["bfloat16"] > profile.peaks_of(*depthwise)["float32"]
+    emulated = builtin_profile("cpu", bfloat16=False).peaks_of(*depthwise)
+    assert emulated["bfloat16"] < emulated["float32"]
+    assert not builtin_profile("gpu").ops
 
 
 def low_matmuls(dtype, **choices):

@@ -12,8 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Convolutions have their gradients by input and by filter beside them: on CPUs these have float16
@@ -34,16 +33,15 @@ class MachineProfile:
             operations, or elements, per second.
         bandwidth: Bytes per second that an op reads and writes.
         cast_bandwidth: The same for a Cast.
-        op_overhead: Seconds that every op takes beside.
-        least_gain: Seconds that a placement must save over what the lists decide, to be taken in
-            its place.
+        op_overhead: Seconds that every op takes in addition.
+        least_gain: Seconds that a placement must save over the lists' one to be used instead.
         ops: The same as `peaks` for single op types, which then do not count by their kind:
             kernels of an error function or of a depthwise convolution are like no others. A form
             of an op that has kernels of its own is written behind it, as in
             "DepthwiseConv2dNativeBackpropInput strided".
 
     Raises:
-        ValueError: A kind or a dtype is missing or unknown, or a number is none that can be.
+        ValueError: A kind or a dtype is missing or unknown, or a number is not positive and finite.
 
     Example:
         >>> profile = builtin_profile("cpu", bfloat16=True)
@@ -62,24 +60,22 @@ class MachineProfile:
     ops: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise ValueError(f"name must be a string; got {self.name!r}.")
         _check_names("peaks", self.peaks, KINDS)
-        if not isinstance(self.ops, Mapping):
-            raise ValueError(f"ops must map op types to values; got {self.ops!r}.")
-        for name in ("peaks", "ops"):
-            for key, peaks in getattr(self, name).items():
-                _check_names(f"{name}[{key!r}]", peaks, DTYPES)
-                for dtype, value in peaks.items():
-                    _check_number(f"{name}[{key!r}][{dtype!r}]", value)
-        for name in ("bandwidth", "cast_bandwidth"):
-            _check_number(name, getattr(self, name))
+        numbers = {"bandwidth": self.bandwidth, "cast_bandwidth": self.cast_bandwidth}
+        for name, table in (("peaks", self.peaks), ("ops", self.ops)):
+            for key, row in table.items():
+                _check_names(f"{name}[{key!r}]", row, DTYPES)
+                numbers |= {f"{name}[{key!r}][{dtype!r}]": value for dtype, value in row.items()}
+        for name, value in numbers.items():
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a positive finite number; got {value!r}.")
         for name in ("op_overhead", "least_gain"):
-            if getattr(self, name) != 0:
-                _check_number(name, getattr(self, name))
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be a finite number from 0 on; got {value!r}.")
 
     def peaks_of(self, op: str, kind: str, form: str = "") -> Mapping[str, float]:
-        """Returns what an op reaches in each dtype: figures of its form, its type or its kind."""
+        """Returns the speed of an op in each dtype: of its form, its type or its kind."""
         return self.ops.get(f"{op} {form}", self.ops.get(op, self.peaks[kind]))
 
     def to_json(self) -> str:
@@ -97,14 +93,21 @@ class MachineProfile:
             The profile.
 
         Raises:
-            ValueError: It is no JSON, a field is missing or unknown, or a value is wrong.
+            ValueError: It is not JSON, a field is missing or unknown, or a value is wrong.
         """
-        values: Any = json.loads(text)
-        if not isinstance(values, dict):
-            raise ValueError(f"A profile must be a JSON object; got {type(values).__name__}.")
-        optional = {each.name: None for each in fields(MachineProfile) if _has_default(each)}
-        _check_names("a profile", optional | values, tuple(MachineProfile.__slots__))
-        return MachineProfile(**values)
+        try:
+            return MachineProfile(**json.loads(text))
+        except (AttributeError, TypeError) as error:
+            raise ValueError(
+                f"a profile must be a JSON object with {', '.join(MachineProfile.__slots__)}, as "
+                f"MachineProfile.to_json() writes it: {error}"
+            ) from error
+
+
+def _check_names(what: str, got: object, expected: tuple[str, ...]) -> None:
+    if not isinstance(got, Mapping) or set(got) != set(expected):
+        names = f"{', '.join(map(str, got))}" if isinstance(got, Mapping) else repr(got)
+        raise ValueError(f"{what} must have exactly {', '.join(expected)}; got {names}.")
 
 
 def builtin_profile(
@@ -143,20 +146,19 @@ def builtin_profile(
     native = {"bfloat16": bfloat16, "float16": device == "gpu" if float16 is None else float16}
     if device == "gpu":
         return _gpu_profile(name, native, tf32)
-    peaks, bandwidth, cast_bandwidth, op_overhead = _BASES[device]
+    float32, bandwidth, cast_bandwidth, op_overhead = _BASES[device]
     ratios = {"float32": dict.fromkeys(KINDS, 1.0)}
     for dtype, is_native in native.items():
         ratios[dtype] = _RATIOS[device, "native" if is_native else dtype]
+    peaks = {k: {dtype: float32[k] * ratios[dtype][k] for dtype in DTYPES} for k in KINDS}
     return MachineProfile(
-        name=f"built-in {device}, {_names(native)}",
-        peaks={
-            kind: {dtype: peaks[kind] * ratios[dtype][kind] for dtype in DTYPES} for kind in KINDS
-        },
-        bandwidth=bandwidth,
-        cast_bandwidth=cast_bandwidth,
-        op_overhead=op_overhead,
+        f"built-in {device}, {_names(native)}",
+        peaks,
+        bandwidth,
+        cast_bandwidth,
+        op_overhead,
         least_gain=_LEAST_GAIN[device],
-        ops=_cpu_ops(native["bfloat16"]) if device == "cpu" else {},
+        ops=cpu_ops(peaks) if device == "cpu" else {},
     )
 
 
@@ -197,15 +199,18 @@ def _names(native: Mapping[str, bool]) -> str:
     return f"native: {names or 'float32 only'}"
 
 
-def _cpu_ops(native_bfloat16: bool) -> dict[str, dict[str, float]]:
-    column = 1 if native_bfloat16 else 2
-    return {
-        op: {
-            dtype: row[0] * ratio * 1e9
-            for dtype, ratio in zip(DTYPES, (1.0, row[column], row[3]), strict=True)
-        }
-        for op, row in _CPU_OPS.items()
-    }
+def cpu_ops(peaks: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Returns the speeds of op types that a CPU with these peaks computes unlike their kind."""
+    ops = {}
+    for kind, rows in _CPU_OPS.items():
+        for op, (speed, *ratios) in rows.items():
+            float32 = peaks[kind]["float32"] * speed * 1e9 / _BASES["cpu"][0][kind]
+            if kind != "elementwise":
+                # Without instructions for bfloat16, convolutions of all kinds are slow in it.
+                ratios[0] = min(ratios[0], peaks[kind]["bfloat16"] / peaks[kind]["float32"])
+            speeds = (float32, *(float32 * ratio for ratio in ratios))
+            ops[op] = dict(zip(DTYPES, speeds, strict=True))
+    return ops
 
 
 def _by_kind(*values: float) -> dict[str, float]:
@@ -274,51 +279,37 @@ _RATIOS = {
 # Forms of depthwise convolutions: filters of more than 3 x 3; strides of more than 1.
 WIDE, STRIDED = "wide", "strided"
 
-# Op types that CPUs compute at other speeds than their kind: 10^9 elements or operations per second
-# in float32, to go with the base; in parts of that bfloat16, native and not, and float16.
-_CPU_OPS = {
-    "Elu": (0.5, 0.4, 0.4, 0.4),
-    "Erf": (0.7, 0.5, 0.5, 0.8),
-    "Erfc": (0.8, 0.14, 0.14, 0.13),
-    "Exp": (0.6, 0.6, 0.6, 0.8),
-    "Log": (0.4, 0.65, 0.65, 0.3),
-    "Log1p": (0.3, 0.7, 0.7, 0.95),
-    "Rsqrt": (1.7, 0.4, 0.4, 0.9),
-    "Sigmoid": (0.5, 0.33, 0.33, 0.55),
-    "Softplus": (0.13, 0.7, 0.7, 0.65),
-    "Tanh": (0.9, 0.5, 0.5, 0.9),
-    "RsqrtGrad": (1.9, 0.12, 0.12, 0.4),
-    "SigmoidGrad": (2.1, 0.15, 0.15, 0.5),
-    "TanhGrad": (2.2, 0.16, 0.16, 0.5),
-    "Pow": (0.04, 1.9, 1.9, 1.9),
-    "RealDiv": (2.0, 0.42, 0.42, 1.0),
-    "SquaredDifference": (2.2, 0.2, 0.2, 0.7),
-    "Mean": (2.6, 0.9, 0.9, 0.5),
-    "Sum": (2.6, 0.9, 0.9, 0.5),
-    "DepthwiseConv2dNative": (20, 1.4, 0.57, 0.24),
-    "DepthwiseConv2dNativeBackpropFilter": (13, 1.2, 0.34, 1.0),
-    f"DepthwiseConv2dNativeBackpropFilter {WIDE}": (5, 0.45, 0.34, 1.0),
-    "DepthwiseConv2dNativeBackpropInput": (14, 1.3, 0.8, 0.2),
-    # In bfloat16 not one of oneDNN's kernels.
-    f"DepthwiseConv2dNativeBackpropInput {STRIDED}": (8, 0.1, 0.1, 0.2),
+# Kind -> op types that CPUs compute at other speeds than their kind. Speeds in float32, in 10^9
+# elements or operations per second, to go with the base; in parts of them bfloat16 and float16.
+_CPU_OPS: dict[str, dict[str, tuple[float, float, float]]] = {
+    "elementwise": {
+        "Elu": (0.5, 0.4, 0.4),
+        "Erf": (0.7, 0.5, 0.8),
+        "Erfc": (0.8, 0.14, 0.13),
+        "Exp": (0.6, 0.6, 0.8),
+        "Log": (0.4, 0.65, 0.3),
+        "Log1p": (0.3, 0.7, 0.95),
+        "Rsqrt": (1.7, 0.4, 0.9),
+        "Sigmoid": (0.5, 0.33, 0.55),
+        "Softplus": (0.13, 0.7, 0.65),
+        "Tanh": (0.9, 0.5, 0.9),
+        "RsqrtGrad": (1.9, 0.12, 0.4),
+        "SigmoidGrad": (2.1, 0.15, 0.5),
+        "TanhGrad": (2.2, 0.16, 0.5),
+        "Pow": (0.04, 1.9, 1.9),
+        "RealDiv": (2.0, 0.42, 1.0),
+        "SquaredDifference": (2.2, 0.2, 0.7),
+        "Mean": (2.6, 0.9, 0.5),
+        "Sum": (2.6, 0.9, 0.5),
+    },
+    "conv": {"DepthwiseConv2dNative": (20, 1.4, 0.24)},
+    # In bfloat16 a strided one has no kernel of oneDNN's.
+    "conv_input": {
+        "DepthwiseConv2dNativeBackpropInput": (14, 1.3, 0.2),
+        f"DepthwiseConv2dNativeBackpropInput {STRIDED}": (8, 0.1, 0.2),
+    },
+    "conv_filter": {
+        "DepthwiseConv2dNativeBackpropFilter": (13, 1.2, 1.0),
+        f"DepthwiseConv2dNativeBackpropFilter {WIDE}": (5, 0.45, 1.0),
+    },
 }
-# Op types, and forms of them, that a measured profile has figures of their own for.
-OPS = tuple(_CPU_OPS)
-
-
-def _has_default(each: Any) -> bool:
-    return each.default is not MISSING or each.default_factory is not MISSING
-
-
-def _check_names(what: str, got: object, expected: tuple[str, ...]) -> None:
-    if not isinstance(got, Mapping):
-        raise ValueError(f"{what} must map {', '.join(expected)} to values; got {got!r}.")
-    if set(got) != set(expected):
-        raise ValueError(
-            f"{what} must have exactly {', '.join(expected)}; got {', '.join(map(str, got))}."
-        )
-
-
-def _check_number(what: str, value: object) -> None:
-    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{what} must be a positive finite number; got {value!r}.")

@@ -35,8 +35,8 @@ from tfamp.diagnostics.model_runs import (
 from tfamp.interop import keras_hooks
 from tfamp.layers.layer_dtypes import policy_with
 from tfamp.policy import low_dtype
-from tfamp.reports import notebook_html
-from tfamp.reports.text_table import table_lines
+from tfamp.reports import tables
+from tfamp.reports.tables import table_lines
 
 # Exceptions of a layer that cannot run in the low dtype on float32 inputs.
 _REFUSALS = (tf.errors.InvalidArgumentError, TypeError, ValueError)
@@ -136,10 +136,10 @@ class Comparison:
         return [_cells(row) for row in ordered]
 
     def _repr_html_(self) -> str:
-        rows = notebook_html.table(_HEAD, self._ordered_cells(), left=3, rest=": to_json() has all")
-        verdict = notebook_html.lines_of(self._verdict())
+        rows = tables.table(_HEAD, self._ordered_cells(), left=3, rest=": to_json() has all")
+        verdict = tables.lines_of(self._verdict())
         title = f"Comparison of {self.model}"
-        return notebook_html.fragment(title, verdict, rows)
+        return tables.fragment(title, verdict, rows)
 
     def _verdict(self) -> Iterator[str]:
         yield f"output error of {self.model} in {self.dtype}: {_number(self.output_error)}"

@@ -8,9 +8,10 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -18,27 +19,42 @@ import tensorflow as tf
 
 from tfamp.core.errors import SkippedStepsError
 from tfamp.core.options import checked_count
-from tfamp.diagnostics.exponents import SHARES
-from tfamp.diagnostics.optimizer_watch import (
-    Observer,
-    Scaling,
-    is_watched_by,
-    scaling_of,
-    watch_optimizer,
+from tfamp.diagnostics.step_statistics import (
+    SHARES,
+    ExponentHistogram,
+    Sample,
+    SampledCounts,
+    StepStatistics,
+    histogram,
+    suggested_scale,
+    total,
 )
-from tfamp.diagnostics.records import make_record, scale_text
-from tfamp.diagnostics.records import to_text as records_text
-from tfamp.diagnostics.step_statistics import SampledCounts, StepStatistics
-from tfamp.interop.keras_hooks import add_to_epoch_logs
+from tfamp.gradient_accumulator import GradientAccumulator
+from tfamp.interop.keras_hooks import add_to_epoch_logs, as_tensor, built_for, described
+from tfamp.interop.patching import unwrap_methods, wrap_method
 from tfamp.interop.tf_private import as_written
+from tfamp.optimizer import LossScaleOptimizer
+from tfamp.reports.tables import table_lines
+from tfamp.torch_style.grad_scaler import GradScaler
 from tfamp.training import gradients as gradient_lib
-from tfamp.training.replicas import outside_the_graph
+from tfamp.training.gradients import Gradients
+from tfamp.training.replicas import on_every_replica, outside_the_graph
 
-# Of `SHARES`, what tells whether a scale is too low or too high.
+# Of `SHARES`, those that show whether a scale is too low or too high.
 _LOGGED_SHARES = ("under_2**-14", "over_65504")
-
 # Of so many steps before a record the loss scales are kept: each takes 16 bytes on the device.
 _MOST_REMEMBERED = 100_000
+_HEADINGS = (
+    *("gradients of", "zeros", "<2^-24", "<2^-14", ">65504"),
+    *("unscaled <2^-24", "unscaled size"),
+)
+_MOST_ROWS = 12
+
+# Called with gradients, variables, what the gradients are still to be divided by, and whether all
+# are finite; None where the optimizer does not skip steps.
+Observer: TypeAlias = Callable[[list[Any], list[Any], Any, Any], None]
+# A step, its loss scale, and the number of steps skipped before.
+_PastStep: TypeAlias = tuple[int, float, int]
 
 
 class NumericsMonitor(keras.callbacks.Callback):
@@ -82,12 +98,11 @@ class NumericsMonitor(keras.callbacks.Callback):
         tensorboard: Folder for an event file with scalars and histograms.
         max_consecutive_skips: Training stops with a `SkippedStepsError` after this many skipped
             steps in a row; None never stops it.
-        verbose: 1 writes the summary to standard output when training ends.
 
     Raises:
         ValueError: `every` or `max_consecutive_skips` is less than 1.
         TypeError: One of them is no integer.
-        OSError: No event file can be made in the folder `tensorboard`.
+        tf.errors.OpError: No event file can be made in the folder `tensorboard`.
 
     Example:
         >>> import keras, numpy, tfamp
@@ -107,7 +122,6 @@ class NumericsMonitor(keras.callbacks.Callback):
         jsonl: str | os.PathLike[str] | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
         max_consecutive_skips: int | None = 50,
-        verbose: int = 0,
     ) -> None:
         super().__init__()
         if max_consecutive_skips is not None:
@@ -115,13 +129,16 @@ class NumericsMonitor(keras.callbacks.Callback):
         self.every = checked_count("every", every)
         self.max_consecutive_skips = max_consecutive_skips
         self.history: list[dict[str, Any]] = []
-        # A number would be written to as a file that is open already.
-        if not isinstance(jsonl, str | os.PathLike | None):
-            raise TypeError(f"jsonl takes the path of a file; got {jsonl!r}.")
-        self._jsonl = None if jsonl is None else os.fspath(jsonl)
-        self._tensorboard = tensorboard
-        self._events = None if tensorboard is None else _event_writer(tensorboard)
-        self._verbose = verbose
+        # A number is a TypeError: it would be written to as a file that is open already.
+        self._jsonl = None if jsonl is None else Path(os.fspath(jsonl))
+        self._options: dict[str, Any] = {
+            "jsonl": jsonl,
+            "tensorboard": tensorboard,
+            "max_consecutive_skips": max_consecutive_skips,
+        }
+        self._events = (
+            None if tensorboard is None else tf.summary.create_file_writer(os.fspath(tensorboard))
+        )
         self._statistics: StepStatistics | None = None
         self._scaling: Scaling = scaling_of(None)
         self._take_off: list[Any] = []
@@ -151,35 +168,15 @@ class NumericsMonitor(keras.callbacks.Callback):
         self.advance(self._pending)
         self._pending = int(self.model.steps_per_execution)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Looks at what the last steps of the epoch left, if it is time; adds figures to logs."""
-        # Keras's own loop has told them before; this is for a loop with a CallbackList.
-        for name, value in self._figures().items():
-            if logs is not None:
-                logs.setdefault(name, value)
-
     def on_train_end(self, logs: Any = None) -> None:
         """Stops watching."""
-        optimizer = self.model.optimizer
-        if self._take_off and not is_watched_by(optimizer, self._observer):
-            raise ValueError(
-                "Another NumericsMonitor took this one's place during the same fit; pass one only."
-            )
         self.advance(self._pending)
         self._pending = 0
         self.detach()
-        if self._verbose:
-            self.print_summary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NumericsMonitor:
         """A monitor of other models with the same arguments and records, as tuners make them."""
-        made = type(self)(
-            self.every,
-            jsonl=self._jsonl,
-            tensorboard=self._tensorboard,
-            max_consecutive_skips=self.max_consecutive_skips,
-            verbose=self._verbose,
-        )
+        made = type(self)(self.every, **self._options)
         made.history = copy.deepcopy(self.history, memo)
         return made
 
@@ -261,15 +258,23 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     def to_text(self) -> str:
         """Returns a summary of the last record: the run, and a table of the variables."""
-        return records_text(self.history)
-
-    def print_summary(self, file: Any = None) -> None:
-        """Writes the summary as text.
-
-        Args:
-            file: Text file to write to; None: standard output.
-        """
-        print(self.to_text(), file=file)
+        if not self.history:
+            return "no record yet"
+        record = self.history[-1]
+        # The variables that lose most come first.
+        variables = sorted(record["variables"].items(), key=lambda item: -item[1][SHARES[1]])
+        rows = [_row("all variables", record["gradients"])]
+        rows += [_row(*each) for each in variables[:_MOST_ROWS]]
+        if rest := variables[_MOST_ROWS:]:
+            rows.append((f"and {len(rest)} others", *[""] * (len(_HEADINGS) - 1)))
+        lines = [
+            f"step {record['step']}: loss scale {_scale_text(record['loss_scale'])}, skipped "
+            f"{record['skipped_steps']} steps, {record['consecutive_skipped_steps']} in a row",
+            f"suggested loss scale: {_scale_text(record['suggested_scale'])}",
+        ]
+        if record["first_nonfinite"] is not None:
+            lines.append(f"first variable with an inf or NaN: {record['first_nonfinite']}")
+        return "\n".join([*lines, *table_lines([_HEADINGS, *rows], left=1)])
 
     # What runs on the device.
 
@@ -360,11 +365,14 @@ class NumericsMonitor(keras.callbacks.Callback):
     ) -> None:
         names = _unique([gradient_lib.variable_name(v) for v in statistics.variables])
         past = statistics.past(self._reported + 1, self._taken)
-        record = make_record(sampled.read(), names, past, skips)
+        record = _make_record(sampled.read(), names, past, skips)
         self._reported = self._taken
         self.history.append(record)
         if self._jsonl is not None:
-            _append_line(self._jsonl, record)
+            self._jsonl.parent.mkdir(parents=True, exist_ok=True)
+            # Opened for each record: the file ends with a complete line whenever a run ends.
+            with self._jsonl.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
         if self._events is not None:
             _write_events(self._events, record)
 
@@ -376,17 +384,76 @@ class NumericsMonitor(keras.callbacks.Callback):
             "micro-batches, overflowed, or the steps were not recorded; every=1 records each"
         )
         if bad:
-            scale = scale_text(record["loss_scale"])
-            where = f"at step {record['step']}, with loss scale {scale}, the first bad variable was"
-            where += f" {bad[0]}"
-        if len(bad) > 1:
-            where += f", of {len(bad)} in all; the backward pass comes to {bad[-1]} first"
+            where = (
+                f"at step {record['step']}, with loss scale {_scale_text(record['loss_scale'])}, "
+                f"the first bad variable was {bad[0]}, of {len(bad)} in all; the backward pass "
+                f"comes to {bad[-1]} first"
+            )
         return (
             f"{consecutive} steps in a row were skipped because gradients were not finite; {where}."
             " No weight has changed in these steps. A lower loss scale does not help any more: "
             "look for an inf or NaN in the data, the weights or the model with "
             "tfamp.diagnostics.find_nonfinite, lower the learning rate, or use bfloat16."
         )
+
+
+# ---- Records ------------------------------------------------------------------------------------
+
+
+def _make_record(
+    sample: Sample, names: Sequence[str], past: Sequence[_PastStep], skips: tuple[int, int]
+) -> dict[str, Any]:
+    """Makes the record of a sample of gradients, as `NumericsMonitor` describes it.
+
+    `names` are those of the variables, in the sample's order. `past` is of the steps since
+    the last record; `skips` are the numbers of skipped steps, in all and in a row.
+    """
+    # Of scales that are no power of two the next one below stands for them.
+    exponent = math.frexp(sample.loss_scale)[1] - 1
+    unscaled, scaled = {}, {}
+    for name, rows in zip(names, sample.counts, strict=True):
+        unscaled[name], over = histogram(rows, sample.divisor)
+        scaled[name] = unscaled[name].shifted(exponent, over)
+    everything = total(unscaled.values()), total(scaled.values())
+    bad = [name for name, each in unscaled.items() if each.nonfinite]
+    return {
+        "step": sample.step,
+        "loss_scale": sample.loss_scale,
+        "suggested_scale": suggested_scale(everything[0]),
+        "skipped_steps": skips[0],
+        "consecutive_skipped_steps": skips[1],
+        "loss_scales": [
+            list(next(group)[:2]) for _, group in itertools.groupby(past, key=lambda each: each[1])
+        ],
+        "skipped": _skipped(past, skips[0]),
+        "first_nonfinite": bad[0] if bad else None,
+        "gradients": _described(*everything),
+        "variables": {name: _described(unscaled[name], scaled[name]) for name in names},
+    }
+
+
+def _described(unscaled: ExponentHistogram, scaled: ExponentHistogram) -> dict[str, Any]:
+    return {**unscaled.to_dict(), **scaled.shares(), "unscaled": unscaled.shares()}
+
+
+def _skipped(past: Sequence[_PastStep], skipped: int) -> list[int]:
+    after = [before for _, _, before in past[1:]] + [skipped]
+    return [step for (step, _, before), then in zip(past, after, strict=False) if then > before]
+
+
+def _scale_text(scale: float | None) -> str:
+    """Returns a loss scale for people: "2^15", "1000", "none"."""
+    if scale is None:
+        return "none"
+    mantissa, exponent = math.frexp(scale)
+    return f"{scale:g}" if mantissa != 0.5 else f"2^{exponent - 1}"
+
+
+def _row(name: str, described: Mapping[str, Any]) -> tuple[str, ...]:
+    exponents = described["exponents"]
+    span = f"2^{min(exponents)}..2^{max(exponents) + 1}" if exponents else "-"
+    shares = [described[key] for key in ("zeros", *SHARES)] + [described["unscaled"][SHARES[0]]]
+    return (name, *(f"{share:.1%}" for share in shares), span)
 
 
 def _unique(names: Sequence[str]) -> list[str]:
@@ -397,25 +464,6 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 # ---- Files --------------------------------------------------------------------------------------
-
-
-def _append_line(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
-    """Appends a record to a file of JSON lines; the file ends with a complete line at any time."""
-    line = json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    # Opened for each line: a run may end at any time, and nothing is to be lost or left open then.
-    with open(path, "ab") as file:
-        file.write(line.encode())
-
-
-def _event_writer(folder: str | os.PathLike[str]) -> Any:
-    try:
-        return tf.summary.create_file_writer(os.fspath(folder))
-    except tf.errors.OpError as error:
-        raise OSError(
-            f"No event file can be made in {os.fspath(folder)!r}: {error.message}. Give a "
-            "folder that can be written to."
-        ) from error
 
 
 def _write_events(writer: Any, record: Mapping[str, Any]) -> None:
@@ -441,3 +489,101 @@ def _write(plugin: str, data_class: int, tag: str, value: Any) -> None:
     metadata = tf.compat.v1.SummaryMetadata(data_class=data_class)
     metadata.plugin_data.plugin_name = plugin
     tf.summary.write(f"numerics/{tag}", value, metadata=metadata)
+
+
+# ---- Optimizers ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How losses are scaled.
+
+    Attributes:
+        scale: Returns the scale as a tensor or number.
+        skips: Returns the numbers of skipped steps, in all and in a row, as tensors; None where
+            nobody counts them.
+        steps: Returns the number of steps taken so far, skipped ones included.
+    """
+
+    scale: Callable[[], Any] = lambda: 1.0
+    skips: Callable[[], tuple[Any, Any]] | None = None
+    steps: Callable[[], int] = lambda: 0
+
+
+def scaling_of(optimizer: Any) -> Scaling:
+    """Returns how an optimizer scales losses.
+
+    Args:
+        optimizer: A `keras.optimizers.Optimizer`, a `tfamp.LossScaleOptimizer`, a
+            `tfamp.GradScaler`, a `tfamp.GradientAccumulator`, which scales as its optimizer does,
+            or None for no scaling.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if isinstance(optimizer, GradientAccumulator):
+        optimizer = optimizer.optimizer
+    if optimizer is None:
+        return Scaling()
+    if isinstance(optimizer, LossScaleOptimizer):
+        return Scaling(
+            lambda: as_tensor(optimizer.dynamic_scale),
+            lambda: (optimizer.skipped_steps, optimizer.consecutive_skipped_steps),
+            lambda: _iterations(optimizer) + int(optimizer.skipped_steps),
+        )
+    if isinstance(optimizer, GradScaler):
+        return Scaling(optimizer.get_scale)
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        return Scaling(lambda: _keras_scale(optimizer), None, lambda: _iterations(optimizer))
+    raise TypeError(
+        "optimizer must be a Keras optimizer, a tfamp.LossScaleOptimizer, a tfamp.GradScaler or a "
+        f"tfamp.GradientAccumulator; got {described(optimizer)}"
+    )
+
+
+def _keras_scale(optimizer: keras.optimizers.Optimizer) -> Any:
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return as_tensor(optimizer.dynamic_scale) if optimizer.built else 1.0
+    return optimizer.loss_scale_factor or 1.0
+
+
+def _iterations(optimizer: keras.optimizers.Optimizer) -> int:
+    return int(as_tensor(optimizer.iterations))
+
+
+def watch_optimizer(optimizer: Any, observer: Observer) -> Callable[[], None]:
+    """Has a function see all gradients an optimizer applies.
+
+    Functions traced before do not know of it: trace them again.
+
+    Args:
+        optimizer: A built or unbuilt `keras.optimizers.Optimizer`.
+        observer: The function.
+
+    Returns:
+        A function that takes the observer off again.
+    """
+    if isinstance(optimizer, LossScaleOptimizer):
+        optimizer.gradient_observer = observer
+
+        def drop() -> None:
+            if optimizer.gradient_observer is observer:
+                optimizer.gradient_observer = None
+
+        return drop
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+    @as_written
+    def apply(original: Any, grads: Any, trainable_variables: Any = None, **options: Any) -> Any:
+        grads, given = list(grads), trainable_variables
+        variables = built_for(optimizer) if given is None else list(given)
+        if variables and not optimizer.built:
+            outside_the_graph(lambda: optimizer.build(variables))
+        if variables:
+            # Keras's own loss scaling tells nobody what it found.
+            finite = on_every_replica(Gradients.of_any(grads).all_finite()) if scales else None
+            observer(grads, variables, scaling_of(optimizer).scale(), finite)
+        return original(grads, trainable_variables, **options)
+
+    unwrap_methods(optimizer)  # One may have been left here by a fit that was interrupted.
+    return wrap_method(optimizer, "apply", apply)

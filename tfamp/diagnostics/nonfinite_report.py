@@ -13,8 +13,8 @@ import numpy as np
 
 from tfamp.core.dtypes import LOW_PRECISION, float_format
 from tfamp.planning.structures import op_types
-from tfamp.reports import notebook_html
-from tfamp.reports.text_table import table_lines
+from tfamp.reports import tables
+from tfamp.reports.tables import table_lines
 
 OVERFLOW, UNDERFLOW, INVALID = "overflow", "underflow", "invalid"
 ALSO_IN_FLOAT32 = "also_in_float32"
@@ -172,8 +172,8 @@ class NonFiniteReport:
 
     def _repr_html_(self) -> str:
         rows = [*self._made(), *self._shown_ranges(), ("fix", self.fix)]
-        parts = notebook_html.facts(rows), notebook_html.lines_of(self.details)
-        return notebook_html.fragment(self._title(), *parts)
+        parts = tables.facts(rows), tables.lines_of(self.details)
+        return tables.fragment(self._title(), *parts)
 
     def to_json(self) -> str:
         """Returns the report as one JSON object."""

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.graph.index import build_indexes
 from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, op_types
-from tfamp.reports.text_table import table_lines
+from tfamp.reports.tables import table_lines
 
 # Ops that compute nothing: they hold or pass on a value, or call functions that are counted.
 _NOT_COUNTED = {ARGUMENT, RESULT} | op_types("""

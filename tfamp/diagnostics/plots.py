@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import bisect
+import io
+import itertools
+import json
 import math
+import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfamp.diagnostics.exponents import LARGEST, NORMAL, SUBNORMAL
-from tfamp.diagnostics.records import exponents_of, records_of, scale_steps
+from tfamp.diagnostics.step_statistics import LARGEST, NORMAL, SUBNORMAL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,16 +48,20 @@ def plot_loss_scale(history: Any) -> Figure:
         ...
         ValueError: There is no record to show. ...
     """
-    records = records_of(history)
-    steps, scales = scale_steps(records)
+    records = _records_of(history)
+    steps, scales = _scale_steps(records)
     exponents = [math.log2(scale) for scale in scales]
-    figure = new_figure(8, 3.4)  # The first to need matplotlib: its error says what to install.
+    figure = _new_figure(8, 3.4)  # The first to need matplotlib: its error says what to install.
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes = figure.add_subplot()
-    dress(axes)
+    _dress(axes)
     axes.step(steps, exponents, where="post", color=BLUE, linewidth=1.8, label="loss scale")
-    suggested = [(r["step"], math.log2(r["suggested_scale"])) for r in records if _suggests(r)]
+    suggested = [
+        (record["step"], math.log2(record["suggested_scale"]))
+        for record in records
+        if record["suggested_scale"] and not record["gradients"]["nonfinite"]
+    ]
     if suggested:
         marks = {"marker": "o" if len(suggested) < 30 else None, "markersize": 3.5}
         label = "suggested: most gradients in float16's normal range"
@@ -67,7 +75,7 @@ def plot_loss_scale(history: Any) -> Figure:
     shown = exponents + [each for _, each in suggested]
     axes.set_ylim(min(shown) - 1.5, max(shown) + 1.5)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    axes.yaxis.set_major_formatter(FuncFormatter(power_of_two))
+    axes.yaxis.set_major_formatter(FuncFormatter(_power_of_two))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(color=GRID, linewidth=0.7)
     axes.set_xlabel("step")
@@ -76,16 +84,12 @@ def plot_loss_scale(history: Any) -> Figure:
     return figure
 
 
-def _suggests(record: Mapping[str, Any]) -> bool:
-    return bool(record["suggested_scale"]) and not record["gradients"]["nonfinite"]
-
-
 def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
-    """Draws how large gradients are, against what float16 and bfloat16 can hold.
+    """Draws the sizes of gradients, against the ranges of float16 and bfloat16.
 
     Above without loss scale, below with the one they had. Shaded are the ranges in which float16
-    flushes to zero, loses digits, is exact to its 11 bits, and overflows. What was zero already is
-    not drawn but told.
+    flushes to zero, loses digits, is exact to its 11 bits, and overflows. The title counts the
+    values that were zero already.
 
     Source: Figure 3 of Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 
@@ -108,7 +112,7 @@ def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
         ...
         ValueError: There is no record to show. ...
     """
-    records = records_of(history)
+    records = _records_of(history)
     unscaled: Counter[int] = Counter()
     scaled: Counter[int] = Counter()
     values = zeros = 0.0
@@ -117,36 +121,39 @@ def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
         shift = math.frexp(record["loss_scale"])[1] - 1
         values += described["values"]
         zeros += described["values"] * described["zeros"]
-        for exponent, number in exponents_of(described).items():
-            unscaled[exponent] += number
-            scaled[exponent + shift] += number
-    figure = new_figure(8, 5.2)
+        for exponent, number in described["exponents"].items():
+            # In JSON the exponents are text.
+            unscaled[int(exponent)] += number
+            scaled[int(exponent) + shift] += number
+    figure = _new_figure(8, 5.2)
     above, below = figure.subplots(2, 1, sharex=True, sharey=True)
     total = sum(unscaled.values())
-    span = _span([e for each in (unscaled, scaled) for e, n in each.items() if n > _FEW * total])
-    titles = "without loss scale", f"with loss scale {_scales_text(records)}"
+    many = [e for each in (unscaled, scaled) for e, n in each.items() if n > _FEW * total]
+    span = min([SUBNORMAL - 6, *many]) - 2, max([LARGEST + 4, *many]) + 3
+    shifts = [math.frexp(record["loss_scale"])[1] - 1 for record in records]
+    scales = dict.fromkeys(map(_power_of_two, (min(shifts), max(shifts))))
+    titles = "without loss scale", f"with loss scale {' to '.join(scales)}"
     for axes, counts, title in zip((above, below), (unscaled, scaled), titles, strict=True):
-        dress(axes, title=title)
+        _dress(axes, title=title)
         _draw_exponents(axes, {e: number / total for e, number in counts.items()}, span)
     _name_ranges(above, span)
     below.set_xlabel("size of a gradient value (zeros left out)")
     whose = "all variables" if variable is None else variable
     share = zeros / values if values else 0.0
-    title = f"Gradients of {whose}, {_steps_text(records)}; {share:.1%} of the values are zero"
+    first, last = records[0]["step"], records[-1]["step"]
+    when = f"step {first}" if first == last else f"{len(records)} steps from {first} to {last}"
+    title = f"Gradients of {whose}, {when}; {share:.1%} of the values are zero"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
     return figure
 
 
 def _described(record: Mapping[str, Any], variable: str | None) -> Mapping[str, Any]:
-    if variable is not None and variable not in record["variables"]:
+    if variable is None:
+        return record["gradients"]
+    if variable not in record["variables"]:
         names = ", ".join(record["variables"])
         raise ValueError(f"There is no record of {variable!r}; there are {names}.")
-    return record["gradients"] if variable is None else record["variables"][variable]
-
-
-def _span(exponents: Sequence[int]) -> tuple[int, int]:
-    ends = [SUBNORMAL - 6, LARGEST + 4, *exponents]
-    return min(ends) - 2, max(ends) + 3
+    return record["variables"][variable]
 
 
 def _draw_exponents(axes: Any, shares: Mapping[int, float], span: tuple[int, int]) -> None:
@@ -161,7 +168,7 @@ def _draw_exponents(axes: Any, shares: Mapping[int, float], span: tuple[int, int
     axes.bar(list(drawn), list(drawn.values()), width=0.86, align="edge", color=INK)
     axes.set_xlim(*span)
     axes.xaxis.set_major_locator(MultipleLocator(8))
-    axes.xaxis.set_major_formatter(FuncFormatter(power_of_two))
+    axes.xaxis.set_major_formatter(FuncFormatter(_power_of_two))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylabel("share of values")
     flushed = sum(share for e, share in shares.items() if e < SUBNORMAL)
@@ -192,35 +199,70 @@ def _name_ranges(axes: Any, span: tuple[int, int]) -> None:
     axes.text((NORMAL + LARGEST) / 2, top * 1.09, text, **look, color=GREEN, bbox=paper)
 
 
-def _scales_text(records: Sequence[Mapping[str, Any]]) -> str:
-    exponents = [math.frexp(record["loss_scale"])[1] - 1 for record in records]
-    low, high = power_of_two(min(exponents)), power_of_two(max(exponents))
-    return low if low == high else f"{low} to {high}"
+# ---- Reading records -----------------------------------------------------------------------------
 
 
-def _steps_text(records: Sequence[Mapping[str, Any]]) -> str:
-    first, last = records[0]["step"], records[-1]["step"]
-    return f"step {first}" if first == last else f"{len(records)} steps from {first} to {last}"
+def _records_of(history: Any) -> list[Mapping[str, Any]]:
+    """Returns the records of a monitor, its `history`, one record, or a path of JSON lines."""
+    records = getattr(history, "history", history)
+    if isinstance(records, Mapping):
+        records = [records]
+    elif isinstance(records, (str, os.PathLike)):
+        lines = Path(records).read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines if line.strip()]
+    if not isinstance(records, Iterable):
+        records = [records]
+    records = list(records)
+    if not records:
+        raise ValueError(
+            "There is no record to show. A NumericsMonitor makes one every `every` steps: train "
+            "for more steps, or make `every` smaller."
+        )
+    if not all(isinstance(each, Mapping) and "gradients" in each for each in records):
+        raise TypeError(
+            "history must be a NumericsMonitor, its history, one of its records or the path of its "
+            f"JSON lines; got {records[0]!r:.80}."
+        )
+    return records
+
+
+def _scale_steps(records: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
+    """Returns the steps at which the loss scale changed, and the scale from each on.
+
+    The first and the last step are among them; the last repeats the last scale.
+    """
+    pairs = (each for record in records for each in record["loss_scales"])
+    groups = itertools.groupby(pairs, key=lambda each: each[1])
+    steps, scales = map(list, zip(*(next(group) for _, group in groups), strict=True))
+    last = max(step for record in records for step in (record["step"], *record["skipped"]))
+    return [*steps, last], [*scales, scales[-1]]
 
 
 # ---- What all pictures share ---------------------------------------------------------------------
 
 
-def new_figure(width: float, height: float) -> Any:
-    """Returns an empty figure on white, of inches, that belongs to no window; notebooks show it."""
+def _new_figure(width: float, height: float) -> Any:
+    """Returns an empty figure on white, of inches, without a window; notebooks show it."""
     try:
-        import matplotlib.figure  # noqa: F401 - it is this that may be missing
-
-        from tfamp.diagnostics.notebook_figure import NotebookFigure
+        from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             'Pictures need matplotlib: pip install "tfamp[plot]".', name="matplotlib"
         ) from error
+
+    class NotebookFigure(Figure):
+        """Of figures without a window, IPython shows only those made after pyplot is imported."""
+
+        def _repr_png_(self) -> bytes:
+            data = io.BytesIO()
+            self.savefig(data, format="png")
+            return data.getvalue()
+
     # White and dark ink whatever style is set: pictures are put on pages of any colour.
     return NotebookFigure(figsize=(width, height), dpi=120, layout="constrained", facecolor="white")
 
 
-def dress(axes: Any, *, title: str | None = None) -> None:
+def _dress(axes: Any, *, title: str = "") -> None:
     """Gives axes the look of all pictures."""
     axes.set_facecolor("white")
     axes.spines[["top", "right"]].set_visible(False)
@@ -229,10 +271,9 @@ def dress(axes: Any, *, title: str | None = None) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set_color(INK)
     axes.set_axisbelow(True)
-    if title is not None:
-        axes.set_title(title, loc="left", fontsize=10, color=INK)
+    axes.set_title(title, loc="left", fontsize=10, color=INK)
 
 
-def power_of_two(exponent: float, _: Any = None) -> str:
+def _power_of_two(exponent: float, _: Any = None) -> str:
     """Returns the label of a tick at an exponent."""
     return f"$2^{{{exponent:.0f}}}$"

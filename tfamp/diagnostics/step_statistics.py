@@ -1,17 +1,34 @@
-"""What is remembered of training steps on the device, so that the host need not wait for them."""
+"""Counts of gradient values by binary exponent: kept on the device, and read as histograms.
+
+The device counts, so that the host need not wait for it; `ExponentHistogram` is the value that
+comes of it, and shows what float16 makes of the gradients.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfamp.diagnostics.exponents import COLUMNS, EXPONENTS, FLOAT16_MAX, MANTISSA_BITS
 from tfamp.training.replicas import outside_the_graph
+
+# Exponents of float16's smallest subnormal, smallest normal and largest number.
+SUBNORMAL, NORMAL, LARGEST = -24, -14, 15
+FLOAT16_MAX = 65504.0
+SHARES = ("under_2**-24", "under_2**-14", "over_65504")
+
+# Counts have one column for each of float32's exponents, biased as in its bits; then NaNs, values
+# over either bound, and the bits of the largest finite value.
+EXPONENTS, MANTISSA_BITS = 256, 23
+_BIAS = 127
+_NANS, _OVER, _OVER_SECOND, _LARGEST = range(EXPONENTS, EXPONENTS + 4)
+COLUMNS = EXPONENTS + 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +98,6 @@ class StepStatistics:
         """Makes the next step the one with this number, counted from 1."""
         self._step.assign(tf.cast(step, tf.int64) - 1)
 
-    def next_is_due(self) -> tuple[Any, Any]:
-        """Returns the number of the step that is under way, and whether it is to be sampled."""
-        step = self._step + 1
-        return step, tf.equal(step % self._every, 0)
-
     def own_skips(self, finite: Any) -> Any:
         """Counts a step as skipped or not; returns how many were skipped before it."""
         before = tf.identity(self._skipped)
@@ -118,7 +130,8 @@ class StepStatistics:
                 "it does not know. Use one NumericsMonitor for each set of variables, or record "
                 "the gradients of all of them together, None for those that are not at hand."
             )
-        step, due = self.next_is_due()
+        step = self._step + 1
+        due = tf.equal(step % self._every, 0)
         scale, divisor = (tf.cast(each, tf.float64) for each in (scale, divisor))
         here = tf.equal(np.arange(self._remembered, dtype="int64"), (step - 1) % self._remembered)
         now = tf.stack([scale, tf.cast(skipped_before, tf.float64)])
@@ -268,3 +281,117 @@ def _replicas(variable: Any) -> list[np.ndarray]:
     if strategy is None:
         return [variable.numpy()]
     return [each.numpy() for each in strategy.experimental_local_results(variable)]
+
+
+# ---- Histograms ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ExponentHistogram:
+    """How many values of a tensor have which binary exponent.
+
+    Counted are, for each exponent e, the finite values with 2**e <= |value| < 2**(e + 1); zeros;
+    infs of either sign; NaNs; and values over 65504, infs included. `largest` is the largest finite
+    absolute value, 0 if there is none.
+    """
+
+    counts: Mapping[int, int] = field(default_factory=dict)
+    zeros: int = 0
+    infs: int = 0
+    nans: int = 0
+    over: int = 0
+    largest: float = 0.0
+
+    @property
+    def nonfinite(self) -> int:
+        """Number of infs and NaNs."""
+        return self.infs + self.nans
+
+    @property
+    def values(self) -> int:
+        """Number of all values."""
+        return sum(self.counts.values()) + self.zeros + self.nonfinite
+
+    def shares(self) -> dict[str, float]:
+        """Returns the shares, of the values that are neither zero nor NaN, that float16 loses."""
+        total = max(sum(self.counts.values()) + self.infs, 1)
+        under = (
+            sum(number for e, number in self.counts.items() if e < limit)
+            for limit in (SUBNORMAL, NORMAL)
+        )
+        parts = (*under, self.over)
+        return {name: part / total for name, part in zip(SHARES, parts, strict=True)}
+
+    def shifted(self, exponent: int, over: int | None = None) -> ExponentHistogram:
+        """Returns the histogram of the values times 2**exponent.
+
+        `over` is how many are over 65504 then; without it, from 65504 to 65536 counts as under.
+        """
+        counts = {e + exponent: number for e, number in self.counts.items()}
+        if over is None:
+            over = sum(n for e, n in counts.items() if e > LARGEST) + self.infs
+        largest = self.largest * 2.0**exponent
+        return ExponentHistogram(counts, self.zeros, self.infs, self.nans, over, largest)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the part of a monitor's record about one tensor, without the shares."""
+        values = self.values
+        return {
+            "values": values,
+            "zeros": self.zeros / values if values else 0.0,
+            "nonfinite": self.nonfinite,
+            "largest": self.largest,
+            "exponents": dict(sorted(self.counts.items())),
+        }
+
+
+def total(histograms: Iterable[ExponentHistogram]) -> ExponentHistogram:
+    """Returns the histogram of all values of several tensors together."""
+    listed = list(histograms)
+    counts = sum((Counter(each.counts) for each in listed), Counter())
+    names = ("zeros", "infs", "nans", "over")
+    sums = {name: sum(getattr(each, name) for each in listed) for name in names}
+    largest = max((each.largest for each in listed), default=0.0)
+    return ExponentHistogram(dict(counts), **sums, largest=largest)
+
+
+def suggested_scale(unscaled: ExponentHistogram) -> float | None:
+    """The loss scale that puts the most values of unscaled gradients in float16's normal range.
+
+    Of the powers of two that take no value over 65504, the one with the most values from 2**-14 on;
+    of several that have as many the one in the middle, with as much room above as below. None
+    without a finite value other than zero.
+    """
+    if not unscaled.counts or not unscaled.largest:
+        return None
+    top = LARGEST - max(unscaled.counts)
+    if unscaled.largest * 2.0**top > FLOAT16_MAX:
+        top -= 1
+    # Below this nothing is in the normal range any more.
+    bottom = NORMAL - max(unscaled.counts)
+    scales = range(min(bottom, top), top + 1)
+    in_range = {k: sum(n for e, n in unscaled.counts.items() if e + k >= NORMAL) for k in scales}
+    most = max(in_range.values())
+    best = [k for k in scales if in_range[k] == most]
+    return 2.0 ** best[len(best) // 2]
+
+
+def histogram(rows: Sequence[Sequence[int]], scale: float) -> tuple[ExponentHistogram, int]:
+    """The histogram of values divided by `scale`, and how many were over the second bound.
+
+    `rows` are the counts of each replica. A scale that is no power of two counts as the next below.
+    """
+    columns = [sum(int(row[i]) for row in rows) for i in range(_LARGEST)]
+    counts = {i - _BIAS: n for i, n in enumerate(columns[:EXPONENTS]) if n}
+    # Zeros have the exponent bits of subnormal numbers, NaNs those of infs.
+    zeros, nans = counts.pop(-_BIAS, 0), columns[_NANS]
+    infs = counts.pop(EXPONENTS - 1 - _BIAS, 0) - nans
+    largest = max(_float_of_bits(int(row[_LARGEST])) for row in rows)
+    seen = ExponentHistogram(counts, zeros, infs, nans, columns[_OVER], largest)
+    return seen.shifted(-math.frexp(scale)[1] + 1, seen.over), columns[_OVER_SECOND]
+
+
+def _float_of_bits(bits: int) -> float:
+    exponent, mantissa = divmod(bits, 2**MANTISSA_BITS)
+    value = (2**MANTISSA_BITS + mantissa) * 2.0 ** (exponent - _BIAS - MANTISSA_BITS)
+    return value if exponent else 0.0

@@ -24,7 +24,7 @@ from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop import tf_private
 from tfamp.interop.patching import level_of_user
-from tfamp.machine import profile_choice
+from tfamp.machine import hardware
 from tfamp.planning.decision import Decision, decide
 from tfamp.planning.exact_values import CHOICES
 from tfamp.planning.options import GraphUse, RewriteOptions, check_choice
@@ -120,18 +120,18 @@ def resolved(options: RewriteOptions) -> RewriteOptions:
     Raises:
         ValueError: This machine cannot rewrite for the device, or XLA does not work here.
     """
-    kind = profile_choice.device_kind(options.device)
+    kind = hardware.device_kind(options.device)
     _check_kernels(kind)
     _check_fusion(options.placement)
     profile = options.profile
     # The placement "lists" needs no measurement: its plan only holds estimated times.
     if profile is None and options.placement != "lists":
-        profile = profile_choice.find_profile().profile
+        profile = hardware.find_profile().profile
     return dataclasses.replace(
         options,
         device=kind,
         op_lists=options.op_lists or OpLists.default(options.dtype, kind),
-        profile=profile if isinstance(profile, MachineProfile) else profile_choice.profile_of(kind),
+        profile=profile if isinstance(profile, MachineProfile) else hardware.profile_of(kind),
     )
 
 

@@ -23,8 +23,8 @@ from tfamp.levels.layer_policies import (
 from tfamp.levels.precision_config import LEVELS, EffectiveLevel
 from tfamp.levels.prepared_optimizer import rule_of
 from tfamp.policy import prepares_data
-from tfamp.reports import notebook_html
-from tfamp.reports.text_table import table_lines
+from tfamp.reports import tables
+from tfamp.reports.tables import table_lines
 
 _ROUNDED = {
     "stochastic": "updates rounded stochastically",
@@ -133,10 +133,10 @@ class PrecisionSettings:
 
     def _repr_html_(self) -> str:
         level = "no level" if self.level is None else f"level {self.level}"
-        return notebook_html.fragment(
+        return tables.fragment(
             f"Precision of the model: {level}, {self.dtype}",
-            notebook_html.facts(self._facts()),
-            notebook_html.table(_HEAD, self._rows(), rest=": .layers has them all"),
+            tables.facts(self._facts()),
+            tables.table(_HEAD, self._rows(), rest=": .layers has them all"),
         )
 
     def _facts(self) -> list[tuple[str, str]]:

@@ -1,19 +1,30 @@
-"""What this machine multiplies natively, and which policy `auto` makes of it.
+"""This machine: what it multiplies natively, the policy `auto`, and how fast it is.
 
-`detect` collects facts, `automatic_policy` is a pure function of them. TensorFlow is asked about
-GPUs and TPUs only, here and nowhere else in tfamp, and being asked does not start its runtime.
-Importing this file does not import it.
+`detect` collects facts, `automatic_policy` is a pure function of them, and `find_profile` returns
+the machine profile: built-in, from a file, cached, or measured now. Importing this file does not
+import TensorFlow, and reading the facts does not start TensorFlow's runtime.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
+import os
 import platform
 import re
-import subprocess
+import threading
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import platformdirs
+
+from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.errors import TfampWarning
+from tfamp.core.profile import MachineProfile, builtin_profile
+from tfamp.machine.file_replacing import replace_text
 
 BFLOAT16_CAPABILITY = (8, 0)
 FLOAT16_CAPABILITY = (7, 0)
@@ -26,6 +37,19 @@ _WITHOUT_TENSOR_CORES = re.compile(
 # avx512_bf16 and bf16 have dot products, amx_* tiles; f16c and fphp's scalar half would not pay.
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _FLOAT16_FLAGS = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
+
+VARIABLE = "TFAMP_PROFILE"
+_CHOICES = (
+    f'{VARIABLE} must be "builtin" for the built-in table, "measure" to measure and leave the '
+    "cache alone, or the path of a JSON file that MachineProfile.to_json() wrote; unset it for the "
+    "cached measurement"
+)
+# Environment variables that limit the instructions oneDNN and cuBLAS use.
+_LIBRARY_SETTINGS = re.compile(r"(TF_(ENABLE|SET)_)?(ONEDNN|DNNL)_|NVIDIA_TF32_OVERRIDE")
+# Raised when the contents of a profile, or how it is measured, change: older files are not used.
+_FORMAT = 5
+# Two measurements at once would slow each other.
+_MEASURING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -53,10 +77,6 @@ class Gpu:
         least = {"bfloat16": BFLOAT16_CAPABILITY, "float16": FLOAT16_CAPABILITY}
         return tuple(dtype for dtype, need in least.items() if self.capability >= need)
 
-    def rank(self) -> tuple[int, tuple[int, int]]:
-        """Something to compare GPUs by: one that multiplies less natively has a lower one."""
-        return len(self.native), self.capability or (0, 0)
-
 
 @dataclass(frozen=True)
 class Hardware:
@@ -79,7 +99,9 @@ class Hardware:
     @property
     def weakest_gpu(self) -> Gpu | None:
         """The GPU that decides for all, as a model has one policy."""
-        return min(self.gpus, key=Gpu.rank, default=None)
+        return min(
+            self.gpus, key=lambda gpu: (len(gpu.native), gpu.capability or (0, 0)), default=None
+        )
 
 
 def detect() -> Hardware:
@@ -172,16 +194,11 @@ def _gpu(device: Any) -> Gpu:
 
 def _cpu() -> tuple[str, frozenset[str]]:
     """Returns the CPU's name and its instruction set flags as /proc/cpuinfo spells them."""
-    system = platform.system()
-    if system == "Linux":
-        try:
-            text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return platform.processor(), frozenset()
-        return parse_cpuinfo(text)
-    if system == "Darwin":
-        return _mac_cpu()
-    return platform.processor(), frozenset()
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor(), frozenset()
+    return parse_cpuinfo(text)
 
 
 def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
@@ -199,23 +216,139 @@ def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
     """
     fields: dict[str, str] = {}
     for line in text.splitlines():
-        key, separator, value = line.partition(":")
-        if separator:
-            fields.setdefault(key.strip().lower(), value.strip())
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip().lower(), value.strip())
     flags = fields.get("flags") or fields.get("features") or ""
     return fields.get("model name", ""), frozenset(flags.split())
 
 
-def _mac_cpu() -> tuple[str, frozenset[str]]:
-    features = {"bf16": "hw.optional.arm.FEAT_BF16", "asimdhp": "hw.optional.arm.FEAT_FP16"}
-    flags = frozenset(flag for flag, name in features.items() if _sysctl(name) == "1")
-    return _sysctl("machdep.cpu.brand_string"), flags
+# ---- The machine profile -------------------------------------------------------------------------
 
 
-def _sysctl(name: str) -> str:
-    command = ("sysctl", "-n", name)
+class FoundProfile(NamedTuple):
+    """A machine profile and, in words, where it comes from."""
+
+    profile: MachineProfile
+    source: str
+
+
+def device_kind(device: str) -> str:
+    """Returns the kind of device of nodes that are pinned to none; "auto" is this machine's."""
+    from tfamp.interop import tf_private
+
+    return tf_private.default_device_kind() if device == "auto" else device
+
+
+def profile_of(kind: str) -> MachineProfile:
+    """Returns the built-in profile of a kind of device, as far as this machine has one."""
+    found = detect()
+    if kind == "cpu":
+        return builtin_profile(kind, bfloat16=found.cpu_bfloat16, float16=found.cpu_float16)
+    gpu = found.weakest_gpu
+    if kind != "gpu" or gpu is None:
+        return builtin_profile(kind)
+    native = {dtype: dtype in gpu.native for dtype in LOW_PRECISION}
+    return builtin_profile(kind, **native, name=gpu.name, tf32=_multiplies_in_tf32())
+
+
+def _multiplies_in_tf32() -> bool:
+    import tensorflow as tf
+
+    return (
+        tf.config.experimental.tensor_float_32_execution_enabled()
+        and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
+    )
+
+
+def find_profile() -> FoundProfile:
+    """Returns the profile of this machine, as the environment variable TFAMP_PROFILE says.
+
+    Unset, it is the cached one; without a cached one, the machine is measured, which takes about
+    two seconds, once a process. A machine that cannot be measured gets the built-in profile and a
+    `TfampWarning`; a cache that cannot be written is a `TfampWarning` too.
+    """
+    choice = os.environ.get(VARIABLE, "")
+    if choice == "builtin":
+        return _built_in(f"the built-in table, as {VARIABLE} says")
+    if choice not in ("", "measure"):
+        try:
+            text = Path(choice).expanduser().read_text(encoding="utf-8")
+            return FoundProfile(MachineProfile.from_json(text), f"{choice}, as {VARIABLE} says")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{_CHOICES}. Got {choice!r}: {error}") from error
+    facts = json.dumps({"format": _FORMAT, **machine_facts()})
+    name = f"machine-{hashlib.sha256(facts.encode()).hexdigest()[:20]}.json"
+    with _MEASURING:
+        return _measured(facts, None if choice else cache_folder() / name)
+
+
+def machine_facts() -> dict[str, str]:
+    """Returns what the speed of this machine depends on, by name."""
+    import tensorflow as tf
+
+    found = detect()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    facts = {
+        "tensorflow": tf.__version__,
+        "cpu": found.cpu_model,
+        "cpu native": f"bfloat16 {found.cpu_bfloat16}, float16 {found.cpu_float16}",
+        "cores": str(cores),
+        "threads": str(tf.config.threading.get_intra_op_parallelism_threads()),
+        "gpus": ", ".join(gpu.name for gpu in found.gpus),
+    }
+    if found.gpus:
+        facts["tf32"] = str(_multiplies_in_tf32())
+    settings = sorted(name for name in os.environ if _LIBRARY_SETTINGS.match(name))
+    return facts | {name: os.environ[name] for name in settings}
+
+
+def cache_folder() -> Path:
+    """Returns the folder for tfamp's files in the user's cache folder; it may not exist yet."""
+    return Path(platformdirs.user_cache_dir("tfamp", appauthor=False))
+
+
+def _built_in(source: str) -> FoundProfile:
+    return FoundProfile(profile_of(device_kind("auto")), source)
+
+
+@functools.cache
+def _measured(facts: str, path: Path | None) -> FoundProfile:
+    """Reads a profile from its file or measures it; once for these facts in a process."""
+    import tensorflow as tf
+
+    from tfamp.machine import profile_measure
+
+    if path is not None and (found := _read(path)):
+        return found
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
+        profile = profile_measure.measure_profile()
+    except tf.errors.OpError as error:
+        text = f"This machine cannot be measured, tfamp's built-in figures are used: {error}"
+        warnings.warn(text, TfampWarning, stacklevel=3)
+        return _built_in("the built-in table, as this machine cannot be measured")
+    if path is None:
+        return FoundProfile(profile, f"measured now, as {VARIABLE} says")
+    if found := _read(path):  # Processes that started together use one measurement.
+        return found
+    try:
+        if not path.is_absolute():  # Without a home folder it is "~/..." as it stands.
+            raise FileNotFoundError(f"there is no home folder for {path}")
+        replace_text(path, profile.to_json())
+    except OSError as error:
+        text = (
+            "The measured machine profile cannot be kept, so every process that needs it takes two "
+            f"seconds to measure it again: {error}. Make {path.parent} writable, or set {VARIABLE} "
+            'to "builtin" or to a file.'
+        )
+        warnings.warn(text, TfampWarning, stacklevel=3)
+        return FoundProfile(profile, "measured now; it cannot be kept")
+    return FoundProfile(profile, f"measured now, kept in {path}")
+
+
+def _read(path: Path) -> FoundProfile | None:
+    """Reads a cached profile; a file that cannot be read counts as missing and is replaced."""
+    try:
+        profile = MachineProfile.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return FoundProfile(profile, f"measured before, kept in {path}")

@@ -7,6 +7,7 @@ decided by itself: the arithmetic is counted with the first one.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -131,13 +132,10 @@ class _Estimate:
         overheads = [0.0 if node.op in _NEVER_RUN else overhead for node in index.nodes]
         unshaped = {
             slot
-            for slot in range(len(index.slots))
-            if not all(tensor in self._shapes for tensor in self._tensors(slot))
+            for slot, tensors in enumerate(zip(self._read, self._written, strict=True))
+            if not all(tensor in self._shapes for tensor in itertools.chain(*tensors))
         }
         return ScopeCosts(times, casts, overheads, unshaped)
-
-    def _tensors(self, slot: int) -> list[Tensor]:
-        return [*self._read[slot], *self._written[slot]]
 
     def _size(self, tensors: Iterable[Tensor]) -> float:
         """How many elements tensors have together; those of unknown rank count nothing."""
@@ -171,7 +169,7 @@ class _Estimate:
         if rule is None:
             if node.op in MOVING_OPS:
                 return "elementwise", 0.0
-            tensors = (tensor for slot in node.slots for tensor in self._tensors(slot))
+            tensors = [t for slot in node.slots for t in (*self._read[slot], *self._written[slot])]
             kind = "special" if node.op in SPECIAL_OPS else "elementwise"
             return kind, max((self._size([tensor]) for tensor in tensors), default=0.0)
         inputs = {number: self._shapes.get(t) for number, t in self._inputs[position].items()}
@@ -339,42 +337,33 @@ def _cell_gradient(shapes: Sequence[Shape], _: str) -> float:
     return 2 * _cell(shapes, _)
 
 
-def _rules() -> dict[str, FlopRule]:
-    matmul = FlopRule("matmul", (0, 1), (0,), _matmul)
-    rules = dict.fromkeys(
-        ("MatMul", "_FusedMatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), matmul
-    )
-    rules["Einsum"] = FlopRule("matmul", None, (), _einsum)
-    weights_at = {"Conv": 1, "Conv2D": 1, "Conv3D": 1, "_FusedConv2D": 1}
-    weights_at |= {"FusedConv2DBiasActivation": 1, "FusedPadConv2D": 2}
-    weights_at |= {"FusedResizeAndPadConv2D": 3}
-    for op, position in weights_at.items():
-        rules[op] = FlopRule("conv", (position,), (0,), _filter_first(_convolution))
-    for op in ("Conv2DBackpropInput", "Conv3DBackpropInput"):
-        rules[op] = rules[f"{op}V2"] = FlopRule("conv_input", (2, 1), (), _convolution)
-    for op in ("Conv2DBackpropFilter", "Conv3DBackpropFilter"):
-        rules[op] = rules[f"{op}V2"] = FlopRule("conv_filter", (2,), (0,), _convolution)
-    name = "DepthwiseConv2dNative"
-    rules[name] = FlopRule("conv", (1,), (0,), _filter_first(_depthwise))
-    rules[f"{name}BackpropInput"] = FlopRule("conv_input", (2, 1), (), _depthwise)
-    rules[f"{name}BackpropFilter"] = FlopRule("conv_filter", (2,), (0,), _depthwise)
+_DEPTHWISE = "DepthwiseConv2dNative"
+_MATMULS = "MatMul _FusedMatMul BatchMatMul BatchMatMulV2 BatchMatMulV3"
+_CONVOLUTIONS = "Conv Conv2D Conv3D _FusedConv2D FusedConv2DBiasActivation"
+_BY_INPUT = "Conv2DBackpropInput Conv2DBackpropInputV2 Conv3DBackpropInput Conv3DBackpropInputV2"
+_BY_FILTER = _BY_INPUT.replace("Input", "Filter")
+_CUDNN_GRADIENTS = "CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3"
+_RULES = {
+    _MATMULS: FlopRule("matmul", (0, 1), (0,), _matmul),
+    "Einsum": FlopRule("matmul", None, (), _einsum),
+    _CONVOLUTIONS: FlopRule("conv", (1,), (0,), _filter_first(_convolution)),
+    "FusedPadConv2D": FlopRule("conv", (2,), (0,), _filter_first(_convolution)),
+    "FusedResizeAndPadConv2D": FlopRule("conv", (3,), (0,), _filter_first(_convolution)),
+    _BY_INPUT: FlopRule("conv_input", (2, 1), (), _convolution),
+    _BY_FILTER: FlopRule("conv_filter", (2,), (0,), _convolution),
+    _DEPTHWISE: FlopRule("conv", (1,), (0,), _filter_first(_depthwise)),
+    f"{_DEPTHWISE}BackpropInput": FlopRule("conv_input", (2, 1), (), _depthwise),
+    f"{_DEPTHWISE}BackpropFilter": FlopRule("conv_filter", (2,), (0,), _depthwise),
     # The gradient of an LSTMBlockCell leaves the matmuls to other ops.
-    rules["LSTMBlockCell"] = FlopRule("matmul", (0, 3), (), _cell)
-    rules["GRUBlockCell"] = FlopRule("matmul", (0, 2, 3), (), _cell)
-    rules["GRUBlockCellGrad"] = FlopRule("matmul", (0, 2, 3), (), _cell_gradient)
-    for op in ("BlockLSTM", "BlockLSTMV2"):
-        rules[op] = FlopRule("matmul", (1, 4), (), _cell)
-    for op in ("BlockLSTMGrad", "BlockLSTMGradV2"):
-        rules[op] = FlopRule("matmul", (1, 4), (), _cell_gradient)
-    for op in ("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3"):
-        rules[op] = FlopRule("matmul", (0, 3), (), _cell)
-    for op in ("CudnnRNNBackprop", "CudnnRNNBackpropV2", "CudnnRNNBackpropV3"):
-        rules[op] = FlopRule("matmul", (0, 3), (), _cell_gradient)
-    return rules
-
-
+    "LSTMBlockCell CudnnRNN CudnnRNNV2 CudnnRNNV3": FlopRule("matmul", (0, 3), (), _cell),
+    _CUDNN_GRADIENTS: FlopRule("matmul", (0, 3), (), _cell_gradient),
+    "GRUBlockCell": FlopRule("matmul", (0, 2, 3), (), _cell),
+    "GRUBlockCellGrad": FlopRule("matmul", (0, 2, 3), (), _cell_gradient),
+    "BlockLSTM BlockLSTMV2": FlopRule("matmul", (1, 4), (), _cell),
+    "BlockLSTMGrad BlockLSTMGradV2": FlopRule("matmul", (1, 4), (), _cell_gradient),
+}
 # Op type -> how its arithmetic is counted; all other ops count elements.
-FLOP_RULES = _rules()
+FLOP_RULES = {op: rule for ops, rule in _RULES.items() for op in ops.split()}
 
 
 # Sums, whose kernels add up in the dtype of their tensors. Those of FLOP_RULES do so in float32.

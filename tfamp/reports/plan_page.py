@@ -1,4 +1,4 @@
-"""A plan's plain data -> one HTML page, or text; framework-free.
+"""A plan's plain data -> one HTML page, text, or a graph for Model Explorer; framework-free.
 
 The page is made of the files in `plan_page_assets`: a skeleton, a style sheet and a script in
 parts. The script makes the tables in the browser from the plan's JSON, which the page holds once,
@@ -10,17 +10,25 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from tfamp.reports import notebook_html
-from tfamp.reports.text_table import table_lines
+from tfamp.reports import tables
+from tfamp.reports.tables import table_lines
 
 _ASSETS = "reports/plan_page_assets"
 # In the order in which they build on one another.
 _SCRIPTS = ("model.js", "tables.js", "main.js")
+# Background and border in Model Explorer, as on the page.
+_LOW = {"backgroundColor": "#d3e8f6", "borderColor": "#0072b2"}
+_FLOAT32 = {"backgroundColor": "#fdebc8", "borderColor": "#c77f00"}
+_GIVEN = {"backgroundColor": "#d2efe5", "borderColor": "#00805d"}
+_CAST = {"backgroundColor": "#f3e6fa", "borderColor": "#7b3fa0"}
+# So many nodes without a name scope that differ in a number only, as updates of weights, fold.
+_SERIES = 8
 
 
 def render_page(plan: Mapping[str, Any]) -> str:
@@ -43,13 +51,9 @@ def render_page(plan: Mapping[str, Any]) -> str:
         "plan": _embeddable(plan),
         "script": script,
     }
-    return _filled(_asset("page.html"), parts)
-
-
-def _filled(skeleton: str, parts: Mapping[str, str]) -> str:
-    """Returns a page: a skeleton with parts in the place of their names between "@@"."""
-    # One pass over the skeleton, so that nothing in a part is taken for a placeholder.
-    pieces = skeleton.split("@@")
+    # The skeleton has the parts' names between "@@". It is split before parts are put in, so that
+    # nothing in a part is taken for a placeholder.
+    pieces = _asset("page.html").split("@@")
     pieces[1::2] = [parts[name] for name in pieces[1::2]]
     return "".join(pieces)
 
@@ -87,14 +91,14 @@ def plan_fragment(plan: Mapping[str, Any]) -> str:
     ordered = sorted(total, key=lambda op: (-low[op], -total[op], op))
     counts = [(op, str(low[op]), str(total[op] - low[op])) for op in ordered]
     rest = ": plan.to_html() is a page of all"
-    nodes = notebook_html.table(_NODE_HEAD, _node_rows(plan), rest=rest)
-    casts = notebook_html.table(_CAST_HEAD, _cast_rows(plan), left=3, rest=rest)
-    return notebook_html.fragment(
+    nodes = tables.table(_NODE_HEAD, _node_rows(plan), rest=rest)
+    casts = tables.table(_CAST_HEAD, _cast_rows(plan), left=3, rest=rest)
+    return tables.fragment(
         "Plan of a rewrite",
-        notebook_html.lines_of([_totals_text(plan), *estimate]),
-        notebook_html.table(("op", plan["dtype"], "other"), counts, left=1),
-        notebook_html.folded(f"{len(plan['nodes']):,} nodes, with reasons", nodes),
-        notebook_html.folded(f"{len(plan['casts']):,} Casts", casts),
+        tables.lines_of([_totals_text(plan), *estimate]),
+        tables.table(("op", plan["dtype"], "other"), counts, left=1),
+        tables.folded(f"{len(plan['nodes']):,} nodes, with reasons", nodes),
+        tables.folded(f"{len(plan['casts']):,} Casts", casts),
     )
 
 
@@ -135,3 +139,85 @@ def _known(count: int | None) -> str:
 
 def _place(scope: str, name: str) -> str:
     return f"{scope}: {name}" if scope else name
+
+
+# ---- Google's Model Explorer ---------------------------------------------------------------------
+
+
+def explorer_graphs(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the graph, and each function as a graph of its own, with Casts as nodes.
+
+    The format is the "graph JSON" of the package `ai-edge-model-explorer`: nodes with a namespace,
+    by which layers fold, edges, attributes and colours. Writing it does not need the package.
+
+    Example:
+        >>> node = {"scope": "", "name": "dense/MatMul", "op": "MatMul", "dtype": "bfloat16"}
+        >>> node |= {"rule": "allow", "reason": "on the list", "cost": None, "inputs": ["x"]}
+        >>> plan = {"dtype": "bfloat16", "nodes": [node], "casts": []}
+        >>> (shown,) = explorer_graphs(plan)["graphs"][0]["nodes"]
+        >>> shown["namespace"], shown["label"]
+        ('dense', 'MatMul')
+    """
+    scopes = dict.fromkeys(node["scope"] for node in plan["nodes"])
+    return {
+        "label": f"Rewrite to {plan['dtype']}",
+        "graphs": [
+            {"id": scope or "graph", "nodes": _explorer_nodes(plan, scope)} for scope in scopes
+        ],
+    }
+
+
+def _explorer_nodes(plan: Mapping[str, Any], scope: str) -> list[dict[str, Any]]:
+    nodes = [node for node in plan["nodes"] if node["scope"] == scope]
+    casts = [cast for cast in plan["casts"] if cast["scope"] == scope]
+    names = {node["name"] for node in nodes}
+    # Producer and consumer -> the Casts between them.
+    between: dict[tuple[str, str], list[str]] = {}
+    for cast in casts:
+        for consumer, _ in cast["consumers"]:
+            between.setdefault((cast["producer"], consumer), []).append(cast["name"])
+    series = Counter(_stem(name) for name in names if "/" not in name)
+    made = [_node(node, plan["dtype"]) for node in nodes]
+    for shown in made:
+        if series[_stem(shown["id"])] >= _SERIES:
+            shown["namespace"] = _stem(shown["id"])
+    for node, shown in zip(nodes, made, strict=True):
+        for source in node["inputs"]:
+            sources = between.get((source, node["name"]), [source] if source in names else [])
+            shown["incomingEdges"] += [{"sourceNodeId": each} for each in dict.fromkeys(sources)]
+    return made + [_cast(cast, names) for cast in casts]
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"_\d+$", "", name)
+
+
+def _node(node: Mapping[str, Any], low: str) -> dict[str, Any]:
+    style = _GIVEN if node["rule"] == "as given" else _LOW if node["dtype"] == low else _FLOAT32
+    attributes = {"dtype": node["dtype"], "reason": node["reason"], "rule": node["rule"]}
+    if node["cost"] is not None:
+        attributes["estimated time"] = f"{1e6 * node['cost']:.3g} us"
+    return _shown(node["name"], node["op"], node["name"], attributes, style)
+
+
+def _cast(cast: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    size = "unknown" if cast["bytes"] is None else f"{cast['bytes']:,}"
+    attributes = {"tensor": cast["tensor"], "from": cast["from"], "bytes moved": size}
+    producer = cast["producer"]
+    shown = _shown(cast["name"], f"Cast to {cast['to']}", producer, attributes, _CAST)
+    shown["incomingEdges"] += [{"sourceNodeId": producer}] if producer in names else []
+    return shown
+
+
+def _shown(
+    name: str, label: str, place: str, attributes: Mapping[str, str], style: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns a node of the viewer, in the name scope of `place`."""
+    return {
+        "id": name,
+        "label": label,
+        "namespace": place.rpartition("/")[0],
+        "attrs": [{"key": key, "value": value} for key, value in attributes.items()],
+        "incomingEdges": [],
+        "style": dict(style),
+    }

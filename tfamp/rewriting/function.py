@@ -69,7 +69,7 @@ def rewrite(
             elementwise arithmetic between products and convolutions. "lists": the lists decide
             alone. Which is the fastest, `tfamp.tune` measures.
         profile: The times that min_cut uses: a `tfamp.graph.MachineProfile`, "builtin" for fixed
-            figures, or None for this machine's, measured in 3 s once and cached; see
+            figures, or None for this machine's, measured in 2 s once and cached; see
             `TFAMP_PROFILE`.
         on_error: "raise", or "keep": warn and run the float32 function where a graph cannot be
             rewritten.

@@ -27,13 +27,13 @@ from tfamp.graph.observe import held_variables, put_back
 from tfamp.graph.passes.fusion import has_fused
 from tfamp.interop import keras_hooks
 from tfamp.interop.tf_private import xla_works
-from tfamp.machine.profile_choice import find_profile
+from tfamp.machine.hardware import find_profile
 from tfamp.machine.profile_measure import together
 from tfamp.planning.options import RewriteOptions, check_choice, strings
 from tfamp.planning.structures import FLOAT32
 from tfamp.policy import low_dtype
-from tfamp.reports import notebook_html
-from tfamp.reports.text_table import table_lines
+from tfamp.reports import tables
+from tfamp.reports.tables import table_lines
 from tfamp.rewriting.function import RewrittenFunction, check_function
 from tfamp.rewriting.function_state import kept_random_states, random_ops, variables_of
 from tfamp.rewriting.pipeline import TracedFunction, traced_once
@@ -135,10 +135,10 @@ class TuneReport:
 
     def _repr_html_(self) -> str:
         """Returns self-contained HTML for a notebook: the table and the verdict."""
-        return notebook_html.fragment(
+        return tables.fragment(
             f"{self.function}, {self.dtype} against float32, {self.rounds} rounds",
-            notebook_html.table(_HEADS, self._cells(), left=1),
-            notebook_html.lines_of(self._verdict()),
+            tables.table(_HEADS, self._cells(), left=1),
+            tables.lines_of(self._verdict()),
         )
 
     def _cells(self) -> list[tuple[str, ...]]:

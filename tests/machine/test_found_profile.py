@@ -3,7 +3,9 @@
 import dataclasses
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import platformdirs
 import pytest
 import tensorflow as tf
 
@@ -11,7 +13,8 @@ import tfamp
 from tfamp import diagnostics
 from tfamp.cli import main
 from tfamp.core.profile import DTYPES, KINDS, builtin_profile
-from tfamp.machine import hardware, profile_choice, profile_measure
+from tfamp.machine import hardware, profile_measure
+from tfamp.machine.hardware import find_profile
 
 USUAL = builtin_profile("cpu")
 # A machine on which nothing low pays.
@@ -26,10 +29,10 @@ SLOW = dataclasses.replace(
 def folder(tmp_path, monkeypatch):
     """An empty cache, and TFAMP_PROFILE not set."""
     monkeypatch.delenv("TFAMP_PROFILE")
-    monkeypatch.setattr(profile_choice, "cache_folder", lambda: tmp_path / "cache")
-    profile_choice._of_machine.cache_clear()
-    yield tmp_path / "cache"
-    profile_choice._of_machine.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    hardware._measured.cache_clear()
+    yield Path(platformdirs.user_cache_dir("tfamp", False))
+    hardware._measured.cache_clear()
 
 
 @pytest.fixture
@@ -46,21 +49,28 @@ def measured(monkeypatch):
 
 
 def another_process():
-    profile_choice._of_machine.cache_clear()
+    hardware._measured.cache_clear()
 
 
-def test_threads_measure_it_once_and_it_is_kept(folder, measured):
+def test_threads_measure_it_once_it_is_kept_and_damage_is_replaced(folder, measured):
     with ThreadPoolExecutor(8) as pool:
-        first, *others = pool.map(lambda _: profile_choice.find_profile(), range(8))
+        first, *others = pool.map(lambda _: find_profile(), range(8))
     assert first.profile == SLOW
     assert "measured now, kept in" in first.source
     assert others == [first] * 7
     another_process()
-    second = profile_choice.find_profile()
-    assert second.profile == SLOW
-    (path,) = folder.iterdir()
-    assert second.source == f"measured before, kept in {path}"
+    (path,) = folder.iterdir()  # nothing temporary is left
+    assert find_profile() == (SLOW, f"measured before, kept in {path}")
     assert len(measured) == 1
+    fields = json.loads(SLOW.to_json())
+    half = path.read_bytes()[:100]
+    spoilt = [half, b"", b"[]", b"\xff\xfe\x00", json.dumps({**fields, "bandwidth": -1}).encode()]
+    for number, content in enumerate(spoilt, 2):
+        path.write_bytes(content)
+        another_process()
+        assert "measured now" in find_profile().source
+        assert len(measured) == number
+        assert json.loads(path.read_text("utf-8")) == fields
 
 
 CHANGES = {
@@ -77,11 +87,11 @@ CHANGES = {
 
 
 def test_another_machine_or_tensorflow_is_measured_anew(folder, measured, monkeypatch):
-    profile_choice.find_profile()
+    find_profile()
     for number, change in enumerate(CHANGES.values(), 2):
         with monkeypatch.context() as patch:
             change(patch)
-            profile_choice.find_profile()
+            find_profile()
         assert len(measured) == len(list(folder.iterdir())) == number
 
 
@@ -96,7 +106,7 @@ def test_a_machine_that_cannot_be_measured_gets_the_built_in_table(folder, monke
 
     monkeypatch.setattr(profile_measure, "measure_profile", fail)
     with pytest.warns(tfamp.TfampWarning, match="cannot be measured.*no memory"):
-        found = profile_choice.find_profile()
+        found = find_profile()
     assert found.profile.name.startswith("built-in")
     assert "cannot be measured" in found.source
     assert not folder.exists()
@@ -104,34 +114,45 @@ def test_a_machine_that_cannot_be_measured_gets_the_built_in_table(folder, monke
 
 def test_of_processes_that_measure_at_once_all_go_by_what_was_kept_first(folder, monkeypatch):
     def measure():
-        profile_choice.put_profile(folder, profile_choice.machine_key(), USUAL)  # the other one's
+        with monkeypatch.context() as other_process:
+            other_process.setattr(profile_measure, "measure_profile", lambda: USUAL)
+            hardware._measured.__wrapped__(*arguments)
         return SLOW
 
+    arguments = ("facts", folder / "machine.json")
     monkeypatch.setattr(profile_measure, "measure_profile", measure)
-    assert profile_choice.find_profile().profile == USUAL
+    assert hardware._measured(*arguments).profile == USUAL
+
+
+@pytest.mark.parametrize("where", ["file/tfamp", "~/.cache/tfamp"])
+def test_a_cache_that_cannot_be_written_is_a_warning(
+    where, folder, measured, monkeypatch, tmp_path
+):
+    (tmp_path / "file").write_text("")
+    path = Path(where) if where.startswith("~") else tmp_path / where
+    monkeypatch.setattr(hardware, "cache_folder", lambda: path)
+    with pytest.warns(tfamp.TfampWarning, match=f"cannot be kept.*Make {path} writable"):
+        found = find_profile()
+    assert found == (SLOW, "measured now; it cannot be kept")
 
 
 def test_the_variable_chooses(folder, measured, monkeypatch, tmp_path):
     monkeypatch.setenv("TFAMP_PROFILE", "builtin")
-    found = profile_choice.find_profile()
+    found = find_profile()
     assert found.profile.name.startswith("built-in")
-    assert not measured
-
     monkeypatch.setenv("TFAMP_PROFILE", "measure")
-    profile_choice.put_profile(folder, profile_choice.machine_key(), USUAL)
-    assert profile_choice.find_profile().profile == SLOW
-    profile_choice.find_profile()
+    assert not measured
+    for _ in range(2):
+        assert find_profile().profile == SLOW
     assert len(measured) == 1  # in a process
-    assert profile_choice.get_profile(folder, profile_choice.machine_key()) == USUAL
-
+    assert not folder.exists()
     given = dataclasses.replace(USUAL, name="given")
     (tmp_path / "given.json").write_text(given.to_json())
     monkeypatch.setenv("TFAMP_PROFILE", str(tmp_path / "given.json"))
-    assert profile_choice.find_profile().profile == given
-
-    monkeypatch.setenv("TFAMP_PROFILE", "")
-    assert profile_choice.find_profile().profile == USUAL
-    assert len(measured) == 1
+    assert find_profile().profile == given
+    (tmp_path / "given.json").write_text("{}")
+    with pytest.raises(ValueError, match="a profile must be a JSON object with name, peaks"):
+        find_profile()
 
 
 @pytest.mark.parametrize("value", ["buildin", "nowhere/profile.json", "."])
@@ -139,22 +160,13 @@ def test_another_value_of_the_variable_is_an_error_that_names_the_choices(
     value, folder, measured, monkeypatch, capsys
 ):
     monkeypatch.setenv("TFAMP_PROFILE", value)
-    for call in (profile_choice.find_profile, matmul_dtypes):
+    for call in (find_profile, matmul_dtypes):
         with pytest.raises(ValueError, match='"builtin" .*"measure" .*path of a JSON') as error:
             call()
         assert repr(value) in str(error.value)
     assert main(["doctor"]) == 1
     assert "TFAMP_PROFILE must be" in capsys.readouterr().err
     assert not measured
-
-
-def test_a_file_that_holds_no_profile_is_an_error_that_says_why(folder, monkeypatch, tmp_path):
-    path = tmp_path / "profile.json"
-    monkeypatch.setenv("TFAMP_PROFILE", str(path))
-    for text, what in (("{}", "a profile must have exactly name, peaks"), ("{", "Expecting")):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=what):
-            profile_choice.find_profile()
 
 
 def matmul_dtypes(**choices):

@@ -1,14 +1,14 @@
-"""Facts and tables of text -> HTML that a notebook shows in the place of a value.
+"""Facts and tables of text, as aligned lines or as HTML that a notebook shows for a value.
 
-What `_repr_html_` returns: one element with its style sheet, no script, nothing loaded from
-anywhere. Colours are the notebook's own and shades of grey between, so that it is light on light
-pages and dark on dark ones.
+`fragment` makes what `_repr_html_` returns: one element with its style sheet, no script, nothing
+loaded from anywhere. Colours are the notebook's own and shades of grey between, so that it is light
+on light pages and dark on dark ones.
 """
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Sequence
+from html import escape
 
 from tfamp.core.dtypes import LOW_PRECISION
 
@@ -30,16 +30,29 @@ border-bottom:1px solid rgba(128,128,128,.35);background:none;color:inherit;font
 """
 
 
+def table_lines(rows: Sequence[Sequence[str]], *, left: int | None = None) -> list[str]:
+    """Returns a line for each row; cells are aligned left, after the first `left` columns right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    count = len(widths) if left is None else left
+    align = [str.ljust] * count + [str.rjust] * (len(widths) - count)
+    return [
+        "  ".join(
+            put(cell, width) for put, cell, width in zip(align, row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def fragment(title: str, *parts: str) -> str:
     """Returns the whole: a title over what the other functions here returned."""
-    inside = "\n".join([f'<div class="title">{html.escape(title)}</div>', *parts])
+    inside = "\n".join([f'<div class="title">{escape(title)}</div>', *parts])
     return f'<div class="tfamp"><style>{_STYLE}</style>\n{inside}\n</div>'
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> str:
-    """Returns a table of names and what is to be said of each."""
+    """Returns a table of names and facts."""
     lines = (
-        f'<tr><td class="name">{html.escape(name)}</td><td>{html.escape(text)}</td></tr>'
+        f'<tr><td class="name">{escape(name)}</td><td>{escape(text)}</td></tr>'
         for name, text in rows
     )
     return f"<table>{''.join(lines)}</table>"
@@ -53,35 +66,27 @@ def table(
     `rest` says where the rows are that are left out.
     """
     count = len(head) if left is None else left
-    titles = "".join(
-        f'<th class="number">{html.escape(each)}</th>' if i >= count else _head(each)
-        for i, each in enumerate(head)
-    )
-    lines = [
-        "<tr>" + "".join(_cell(each, i >= count) for i, each in enumerate(row)) + "</tr>"
-        for row in rows[:MOST_ROWS]
-    ]
-    text = f"<table><tr>{titles}</tr>{''.join(lines)}</table>"
+    lines = [_row("th", head, count), *(_row("td", row, count) for row in rows[:MOST_ROWS])]
     left_out = len(rows) - MOST_ROWS
-    return text if left_out <= 0 else text + lines_of([f"and {left_out:,} more{rest}"])
+    more = lines_of([f"and {left_out:,} more{rest}"]) if left_out > 0 else ""
+    return f"<table>{''.join(lines)}</table>{more}"
+
+
+def _row(tag: str, cells: Sequence[str], left: int) -> str:
+    shown = []
+    for column, cell in enumerate(cells):
+        is_low = tag == "td" and cell.removeprefix("mixed_") in LOW_PRECISION
+        kind = "number" if column >= left else "low" if is_low else ""
+        name = f' class="{kind}"' if kind else ""
+        shown.append(f"<{tag}{name}>{escape(cell)}</{tag}>")
+    return f"<tr>{''.join(shown)}</tr>"
 
 
 def lines_of(texts: Iterable[str]) -> str:
     """Returns each text as a line."""
-    return "".join(f"<div>{html.escape(text)}</div>" for text in texts)
+    return "".join(f"<div>{escape(text)}</div>" for text in texts)
 
 
 def folded(title: str, inside: str) -> str:
     """Returns something that is shown when its title is clicked."""
-    return f"<details><summary>{html.escape(title)}</summary>{inside}</details>"
-
-
-def _head(text: str) -> str:
-    return f"<th>{html.escape(text)}</th>"
-
-
-def _cell(text: str, is_number: bool) -> str:
-    kind = "number" if is_number else "low" if text.removeprefix("mixed_") in LOW_PRECISION else ""
-    return (
-        f'<td class="{kind}">{html.escape(text)}</td>' if kind else f"<td>{html.escape(text)}</td>"
-    )
+    return f"<details><summary>{escape(title)}</summary>{inside}</details>"
