@@ -14,8 +14,15 @@ from tfamp.interop.keras_optimizers import key_of
 from tfamp.interop.tf_functions import as_written
 from tfamp.optimizer import LossScaleOptimizer
 from tfamp.training.apply import OnEach, once_for_all_replicas
-from tfamp.training.gradients import check_gradients, dtype_name, split_pairs, variable_name
-from tfamp.training.replicas import call_if, check_in_replica, outside_the_graph
+from tfamp.training.gradients import (
+    call_if,
+    check_gradients,
+    check_in_replica,
+    dtype_name,
+    outside_the_graph,
+    split_pairs,
+    variable_name,
+)
 
 
 @dataclass(slots=True)

@@ -20,11 +20,15 @@ from tfamp.interop.keras_hooks import as_tensor, native, runs_tensorflow
 from tfamp.interop.patching import level_of_user
 from tfamp.interop.tf_functions import as_written
 from tfamp.training import gradients as gradient_lib
-from tfamp.training import scaling, skip_warning
+from tfamp.training import scaling
 from tfamp.training.apply import apply_if_finite
-from tfamp.training.gradients import GradientPipeline, Gradients
+from tfamp.training.gradients import (
+    GradientPipeline,
+    Gradients,
+    check_in_replica,
+    outside_the_graph,
+)
 from tfamp.training.low_weights import RoundedWeights, check_rounded
-from tfamp.training.replicas import check_in_replica, outside_the_graph
 from tfamp.training.weights import MasterWeights, PlainWeights
 
 _Loss = TypeVar("_Loss")
@@ -199,7 +203,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.slots = slots
         self.stored_weights = self._stored_weights(master_weights, how)
         if runs_tensorflow():
-            skip_warning.watch(self)
+            scaling.watch(self)
 
     def _create_variables(self) -> None:
         """Creates what changes from step to step; checkpoints know it by the attributes' names."""
@@ -447,7 +451,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._norm.assign(norm)
         skips = self._rule.skip_nonfinite
         apply_if_finite(weights, gradients, finite, skips=skips, record=self._record_step)
-        skip_warning.note_eager_step(self)
+        scaling.note_eager_step(self)
 
     def _check_known(self, variables: list[Any]) -> None:
         # Keras checks it too, but some releases fail there while they put the message together.

@@ -32,7 +32,7 @@ from tfamp.diagnostics.step_statistics import SampledCounts, StepStatistics
 from tfamp.interop.keras_hooks import add_to_epoch_logs
 from tfamp.interop.tf_functions import as_written
 from tfamp.training import gradients as gradient_lib
-from tfamp.training.replicas import outside_the_graph
+from tfamp.training.gradients import outside_the_graph
 
 # Of `SHARES`, what tells whether a scale is too low or too high.
 _LOGGED_SHARES = ("under_2**-14", "over_65504")

@@ -15,8 +15,7 @@ from tfamp.interop.patching import unwrap_methods, wrap_method, wrapped_methods
 from tfamp.interop.tf_functions import as_written
 from tfamp.optimizer import LossScaleOptimizer
 from tfamp.torch_style.grad_scaler import GradScaler
-from tfamp.training.gradients import Gradients
-from tfamp.training.replicas import on_every_replica, outside_the_graph
+from tfamp.training.gradients import Gradients, on_every_replica, outside_the_graph
 
 # Called with gradients, variables, what the gradients are still to be divided by, and whether all
 # are finite; None where the optimizer does not skip steps.

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.diagnostics.exponents import COLUMNS, EXPONENTS, FLOAT16_MAX, MANTISSA_BITS
-from tfamp.training.replicas import outside_the_graph
+from tfamp.training.gradients import outside_the_graph
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,15 @@ from tfamp.interop.keras_hooks import as_tensor, require_tensorflow
 from tfamp.interop.tf_functions import as_written
 from tfamp.training import scaling
 from tfamp.training.apply import apply_if_finite
-from tfamp.training.gradients import Gradients, check_gradients, listed, split_pairs
-from tfamp.training.replicas import check_in_replica, on_every_replica, outside_the_graph
+from tfamp.training.gradients import (
+    Gradients,
+    check_gradients,
+    check_in_replica,
+    listed,
+    on_every_replica,
+    outside_the_graph,
+    split_pairs,
+)
 from tfamp.training.scaling import PerTrace
 from tfamp.training.weights import PlainWeights
 

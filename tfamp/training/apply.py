@@ -14,8 +14,7 @@ from tfamp.interop.keras_hooks import native, runs_tensorflow
 from tfamp.interop.keras_optimizers import inner_optimizers
 from tfamp.interop.tf_private import strategy_needs_merge_call
 from tfamp.training.fused_update import fused_update, has_fused_update
-from tfamp.training.gradients import Gradients, is_next_value
-from tfamp.training.replicas import call_if
+from tfamp.training.gradients import Gradients, call_if, is_next_value
 from tfamp.training.weights import PlainWeights
 
 _SUMS = "_all_reduce_sum_gradients"

@@ -28,9 +28,7 @@ from tfamp.interop import keras_optimizers
 from tfamp.interop.keras_hooks import native, runs_tensorflow
 from tfamp.interop.keras_optimizers import slot
 from tfamp.interop.tf_private import device_kind_of, xla_works
-from tfamp.training.compiled_groups import grouped
-from tfamp.training.gradients import Gradients, dtype_name, is_next_value
-from tfamp.training.replicas import several_replicas
+from tfamp.training.gradients import Gradients, dtype_name, grouped, is_next_value, several_replicas
 from tfamp.training.rounding import FLOAT32, Chance, Form, form_of, wide_form, widened
 
 # What `Optimizer.apply` consists of: an optimizer with one of its own does something else.

@@ -5,11 +5,14 @@ Every stage takes `Gradients` and returns new ones; `GradientPipeline` puts them
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -18,9 +21,8 @@ from keras import ops
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.options import GradClip
 from tfamp.interop.keras_hooks import native, runs_tensorflow
-from tfamp.interop.tf_private import xla_works
-from tfamp.training.compiled_groups import largest_magnitudes
-from tfamp.training.replicas import all_reduce_sum, on_every_replica, several_replicas
+from tfamp.interop.tf_private import device_kind_of, xla_works
+from tfamp.training.rounding import widened as widened_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,3 +419,169 @@ def _check_gradient(gradient: Any, variable: Any) -> None:
             f"The gradient of {variable_name(variable)} has shape {given_shape}; the variable has "
             f"shape {tf.TensorShape(variable.shape)}."
         )
+
+
+# ---- Replicas ------------------------------------------------------------------------------------
+
+
+def check_in_replica() -> None:
+    """Raises if gradients cannot be applied here, because every replica has to apply its own."""
+    if runs_tensorflow() and tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "Gradients must be applied inside strategy.run, once on each replica; this call is "
+            "in cross-replica context."
+        )
+
+
+def outside_the_graph(create: Callable[[], None]) -> None:
+    """Calls a function that creates variables, outside the graph being traced.
+
+    Replicas trace one after the other: the first one creates, the others find it done.
+    Variables created in a replica while it traces cannot be initialised; Keras's own optimizers
+    fail there unless they were built before.
+    """
+
+    def create_in_scope(strategy: tf.distribute.Strategy) -> None:
+        with strategy.scope():
+            create()
+
+    if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+        # Under a strategy tf.init_scope leaves the graph, but not the tf.function's rule that only
+        # its first trace creates variables. Another thread has never heard of that function.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(create_in_scope, tf.distribute.get_strategy()).result()
+    else:
+        with tf.init_scope():
+            create()
+
+
+def several_replicas() -> bool:
+    """Whether this is a replica, and one of several."""
+    replica = tf.distribute.get_replica_context()
+    return replica is not None and replica.num_replicas_in_sync > 1
+
+
+def all_reduce_sum(tensors: Sequence[Any]) -> Any:
+    """Sums tensors or `tf.IndexedSlices` over the replicas."""
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)
+
+
+def on_every_replica(finite: Any) -> Any:
+    """Makes all replicas agree: True only where every replica of every worker said True."""
+    if not several_replicas():
+        return finite
+    return tf.equal(all_reduce_sum(tf.cast(tf.logical_not(finite), "float32")), 0.0)
+
+
+def call_if(condition: Any, function: Callable[[], Any]) -> None:
+    """Calls a function that assigns to variables where a scalar bool tensor holds."""
+
+    def branch() -> None:
+        function()
+
+    if runs_tensorflow():
+        ops.cond(condition, branch, lambda: None)
+    elif condition:  # JAX traces both branches of a cond: what they assign would be tracers.
+        branch()
+
+
+def update_everywhere(target: Any, function: Callable[..., Any], sources: Sequence[Any]) -> Any:
+    """Calls `function(target, *sources)` with the copies that each device has of variables.
+
+    Nothing is sent between devices: an assignment in a replica would average the replicas' values,
+    which are the same.
+    """
+    target = native(target)
+    strategy = tf.distribute.get_strategy()
+    scope: Any = contextlib.nullcontext()
+    # `model.fit` finalizes the variables outside the scope of their strategy.
+    if not tf.distribute.has_strategy() and hasattr(target, "distribute_strategy"):
+        strategy = target.distribute_strategy
+        scope = strategy.scope()
+    with scope:
+        own = tuple(map(native, sources))
+        return strategy.extended.update(target, function, args=own, group=False)
+
+
+# ---- Compiled groups -----------------------------------------------------------------------------
+
+_Item = TypeVar("_Item")
+
+# Bytes that a cache which cores share holds of one call, while another one runs beside it.
+_ROOM = 8 << 20
+
+
+def grouped(
+    items: Sequence[_Item], device: str, kind: Callable[[_Item], Any], size: Callable[[_Item], int]
+) -> list[list[_Item]]:
+    """Items that are computed together: on GPUs all of them, on CPUs what caches hold.
+
+    `size` is how many bytes a call reads and writes for an item. What is computed of numbers that
+    were just written then finds them in a cache. Groups of the same kinds, as layers that repeat
+    have them, are compiled once.
+    """
+    if device_kind_of(device) != "cpu":
+        return [list(items)]
+    kinds: dict[Any, list[_Item]] = defaultdict(list)
+    for each in items:
+        kinds[kind(each)].append(each)
+    groups: list[list[_Item]] = []
+    others: list[_Item] = []
+    for alike in kinds.values():
+        count = max(1, _ROOM // max(1, size(alike[0])))
+        whole = len(alike) - len(alike) % count
+        groups += [alike[i : i + count] for i in range(0, whole, count)]
+        others += alike[whole:]
+    left = 0
+    for each in others:
+        if not groups or size(each) > left:
+            groups.append([])
+            left = _ROOM
+        groups[-1].append(each)
+        left -= size(each)
+    return groups
+
+
+# A maximum of so many parts is one of whole vectors; more are slower again.
+_PARTS = 8
+_SIGN = 1 << 15
+
+
+def largest_magnitudes(tensors: Sequence[Any], device: str) -> Any:
+    """The largest magnitudes of groups of tensors, a float32 vector; NaN where a group has one.
+
+    All are bfloat16 or all float16, and their shapes are known; XLA has to work on the device.
+    """
+    with tf.device(device):
+        groups = grouped(tensors, device, lambda each: each.shape, _bytes)
+        shapes = [tuple(each.shape for each in group) for group in groups]
+        dtype = tensors[0].dtype
+        return tf.stack(
+            [_compiled(dtype, own)(*group) for own, group in zip(shapes, groups, strict=True)]
+        )
+
+
+def _bytes(tensor: Any) -> int:
+    return int(tensor.shape.num_elements() * tensor.dtype.size)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(dtype: tf.DType, shapes: tuple[tf.TensorShape, ...]) -> Any:
+    # Magnitudes are ordered as their patterns are, inf and NaN above all. The maximum of numbers
+    # may lose a NaN.
+    def largest(*tensors: Any) -> Any:
+        patterns = [_largest(tf.bitcast(each, tf.uint16)) for each in tensors]
+        return widened_number(tf.bitcast(tf.reduce_max(tf.stack(patterns)), dtype))
+
+    signature = [tf.TensorSpec(shape, dtype) for shape in shapes]
+    return tf.function(largest, signature, jit_compile=True, autograph=False)
+
+
+def _largest(patterns: Any) -> Any:
+    rows = patterns if patterns.shape.rank == 1 else tf.reshape(patterns, [-1, patterns.shape[-1]])
+    magnitudes = tf.bitwise.bitwise_and(rows, tf.constant(_SIGN - 1, tf.uint16))
+    count = int(rows.shape[0])
+    length = -(-count // _PARTS)
+    # The last ones overlap, which changes no maximum.
+    starts = sorted({min(i * length, count - length) for i in range(_PARTS)})
+    return tf.reduce_max(functools.reduce(tf.maximum, [magnitudes[i : i + length] for i in starts]))

@@ -19,8 +19,7 @@ from tfamp.interop.keras_hooks import as_tensor, native
 from tfamp.interop.keras_optimizers import key_of
 from tfamp.interop.patching import wrap_method
 from tfamp.training.fused_update import RULED, unruled
-from tfamp.training.gradients import dtype_name, is_next_value, variable_name
-from tfamp.training.replicas import update_everywhere
+from tfamp.training.gradients import dtype_name, is_next_value, update_everywhere, variable_name
 from tfamp.training.rounding import Chance, Form, form_of
 from tfamp.training.weights import PlainWeights
 

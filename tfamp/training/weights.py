@@ -17,8 +17,13 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_optimizers
 from tfamp.interop.keras_hooks import native
 from tfamp.interop.tf_private import xla_works
-from tfamp.training.gradients import dtype_name, is_next_value, variable_name
-from tfamp.training.replicas import call_if, update_everywhere
+from tfamp.training.gradients import (
+    call_if,
+    dtype_name,
+    is_next_value,
+    update_everywhere,
+    variable_name,
+)
 from tfamp.training.rounding import Chance, nearest_of_numbers
 
 
