@@ -61,15 +61,10 @@ def test_a_model_of_every_release_goes_on_under_a_level(release):
     assert int(optimizer.iterations) == 6
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("clipnorm", 5.0), ("use_ema", True), ("weight_decay", 0.1)]
-)
-def test_settings_that_had_no_effect_are_said_and_unknown_or_missing_ones_errors(name, value):
+def test_settings_without_effect_are_left_out_and_unknown_or_missing_ones_errors():
     _, config = written("3.3")
-    with pytest.warns(tfamp.TfampWarning, match=f"has {name}={value}. Keras's LossScale.*inner"):
-        ours = tfamp.LossScaleOptimizer.from_config(config | {name: value})
-    clean = tfamp.LossScaleOptimizer.from_config(config)
-    assert ours.get_config() == clean.get_config()
+    ours = tfamp.LossScaleOptimizer.from_config(config | {"clipnorm": 5.0, "use_ema": True})
+    assert ours.get_config() == tfamp.LossScaleOptimizer.from_config(config).get_config()
     with pytest.raises(TypeError, match="nonsense"):
         tfamp.LossScaleOptimizer.from_config(config | {"nonsense": 1})
     config.pop("inner_optimizer")

@@ -180,7 +180,7 @@ def updated_at_once():
 def test_many_weights_are_updated_in_groups_with_the_same_result(monkeypatch):
     whole, calls = updated_at_once()
     assert calls == 1
-    monkeypatch.setattr("tfamp.training.gradients._ROOM", 512)
+    monkeypatch.setattr("tfamp.training.fused_update._ROOM", 512)
     grouped, calls = updated_at_once()
     # Twice two of the matrices; the fifth; both vectors; and the one that is larger than a group.
     assert 1 < calls <= len(whole)

@@ -1,28 +1,25 @@
 """The gradients of a step on their way to the weights: summed, checked, clipped, unscaled.
 
-Every stage takes `Gradients` and returns new ones; `GradientPipeline` puts them in their order.
+Every stage takes `Gradients` and returns new ones; `summed_checked_clipped` is their order.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 import tensorflow as tf
 from keras import ops
 
-from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION, float_format
 from tfamp.core.options import GradClip
 from tfamp.interop.keras_hooks import native, runs_tensorflow
-from tfamp.interop.tf_private import device_kind_of, xla_works
-from tfamp.training.rounding import widened as widened_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +82,13 @@ class Gradients:
     def all_finite(self) -> Any:
         """Whether no unchecked gradient is inf or NaN, unscaled and in its variable's dtype."""
         checked = self.checked or [False] * len(self.values)
-        pairs = [
-            pair
-            for pair, known in zip(self.pairs(), checked, strict=True)
-            if pair[0] is not None and not known
-        ]
         ways = defaultdict(list)
-        for pair in pairs:
-            ways[_way_to_check(*pair)].append(pair)
-        checks = [check for way, own in ways.items() for check in way(own, self.divisor)]
-        return ops.all(ops.stack(checks)) if checks else ops.convert_to_tensor(True)
+        for (gradient, variable), known in zip(self.pairs(), checked, strict=True):
+            if gradient is not None and not known:
+                way = _finite_squares if _takes_squares(gradient, variable) else _finite_each
+                ways[way].append((gradient, variable))
+        found = [way(pairs, self.divisor) for way, pairs in ways.items()]
+        return ops.all(ops.stack(found)) if found else ops.convert_to_tensor(True)
 
     def all_finite_everywhere(self, before: Any) -> Any:
         """Whether all are finite on every replica, and what was checked `before` was as well."""
@@ -145,36 +139,25 @@ class Gradients:
         return norm / (1.0 if self.divisor is None else tf.cast(self.divisor, tf.float32))
 
 
-@dataclass(frozen=True, slots=True)
-class GradientPipeline:
-    """What happens to gradients before they are applied.
+def summed_checked_clipped(
+    gradients: Gradients, finite: Any, clip: GradClip | None, float16_at: Any = None
+) -> tuple[Gradients, Any, Any]:
+    """Sums, checks and clips gradients, which are then to be applied where all are finite.
 
-    Attributes:
-        clip: How the sum over the replicas is clipped.
-        sums_in_float16: Whether it is sent as float16.
+    `finite` says what was found of those that were checked before. With `float16_at`, a loss scale,
+    sums over replicas are sent as float16 at it; all sums are checked, as they can overflow where
+    no replica's gradient has.
+
+    Returns them, whether all are finite on all replicas, and their norm before clipping, None where
+    nothing is clipped.
     """
-
-    clip: GradClip | None = None
-    sums_in_float16: bool = False
-
-    def run(self, gradients: Gradients, finite: Any, loss_scale: Any) -> tuple[Gradients, Any, Any]:
-        """Sums, checks and clips gradients, which are then to be applied where all are finite.
-
-        `finite` says what was found of those that were checked before. Sums in float16 are sent at
-        `loss_scale`; all sums are checked, as they can overflow where no replica's gradient has.
-
-        Returns them, whether all are finite on all replicas, and their norm before clipping, None
-        where nothing is clipped.
-        """
-        if several_replicas() and self.sums_in_float16:
-            gradients = gradients.summed_in_float16(loss_scale)
-        elif several_replicas() and self.clip is not None:
-            gradients = gradients.summed_over_replicas()
-        finite = gradients.all_finite_everywhere(finite)
-        if self.clip is None:
-            return gradients, finite, None
-        clipped, norm = gradients.clipped(self.clip)
-        return clipped, finite, norm
+    if several_replicas() and float16_at is not None:
+        gradients = gradients.summed_in_float16(float16_at)
+    elif several_replicas() and clip is not None:
+        gradients = gradients.summed_over_replicas()
+    finite = gradients.all_finite_everywhere(finite)
+    gradients, norm = (gradients, None) if clip is None else gradients.clipped(clip)
+    return gradients, finite, norm
 
 
 def is_next_value(variable: Any) -> bool:
@@ -207,55 +190,30 @@ def _mapped(function: Callable[[Any], Any], gradient: Any) -> Any:
 _Pairs = Sequence[tuple[Any, Any]]
 
 
-def _way_to_check(gradient: Any, variable: Any) -> Callable[[_Pairs, Any], list[Any]]:
-    """How it is found out whether such gradients are finite: what reads them once where it can."""
-    # In eager mode the host would wait for the device between the two looks at squares.
-    if (
-        not runs_tensorflow()
-        or tf.executing_eagerly()
-        or isinstance(gradient, tf.IndexedSlices)
-        or dtype_name(gradient) == "float64"
-        or is_next_value(variable)
-    ):
-        return _finite_each
-    if (
-        dtype_name(gradient) in LOW_PRECISION
-        and variable is not None
-        and gradient.shape.is_fully_defined()
-        and gradient.shape.rank
-        and 0 not in gradient.shape
-        and xla_works(native(variable).device)
-    ):
-        return _finite_magnitudes
-    return _finite_squares
+def _takes_squares(gradient: Any, variable: Any) -> bool:
+    """Whether a sum of squares is the fastest way to see that a gradient is finite."""
+    return (
+        runs_tensorflow()
+        # The host would wait for the device between the two looks at squares.
+        and not tf.executing_eagerly()
+        and not isinstance(gradient, tf.IndexedSlices)
+        and dtype_name(gradient) == "float32"
+        and not is_next_value(variable)
+    )
 
 
-def _finite_magnitudes(pairs: _Pairs, divisor: Any) -> list[Any]:
-    # Divided and rounded to the variable's dtype, the largest is the largest still.
-    kinds = defaultdict(list)
-    for gradient, variable in pairs:
-        place = native(variable).device
-        kinds[place, dtype_name(variable), gradient.dtype].append((gradient, variable))
-    largest = [
-        (largest_magnitudes([gradient for gradient, _ in own], device), own[0][1])
-        for (device, _, _), own in kinds.items()
-    ]
-    return _finite_each(largest, divisor)
-
-
-def _finite_squares(pairs: _Pairs, divisor: Any) -> list[Any]:
+def _finite_squares(pairs: _Pairs, divisor: Any) -> Any:
     # The sum of the squares takes one look at a gradient, and is finite only where every element
     # is; under 2**30 every element is in float16's range, and a finite one in bfloat16's. Where it
     # is not, which is rare, every element is looked at.
-    sums = tf.stack([tf.nn.l2_loss(tf.cast(gradient, "float32")) for gradient, _ in pairs])
+    sums = tf.stack([tf.nn.l2_loss(gradient) for gradient, _ in pairs])
     sums = sums if divisor is None else sums / divisor / divisor
     limits = tf.constant([_limit_of_squares(variable) for _, variable in pairs])
-    checked = tf.cond(
+    return tf.cond(
         tf.reduce_all(sums < limits),
         lambda: tf.constant(True),
-        lambda: tf.reduce_all(tf.stack(_finite_each(pairs, divisor))),
+        lambda: _finite_each(pairs, divisor),
     )
-    return [checked]
 
 
 def _limit_of_squares(variable: Any) -> float:
@@ -263,14 +221,28 @@ def _limit_of_squares(variable: Any) -> float:
     return 2.0**30 if narrow else math.inf
 
 
-def _finite_each(pairs: _Pairs, divisor: Any) -> list[Any]:
+def _finite_each(pairs: _Pairs, divisor: Any) -> Any:
     checks = []
     for gradient, variable in pairs:
         values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-        if divisor is not None and not is_next_value(variable):
-            values = _quotient(values, divisor)
+        own = None if is_next_value(variable) else divisor
+        if dtype_name(values) in LOW_PRECISION and runs_tensorflow():
+            checks.append(_low_finite(values, variable, own))
+            continue
+        values = values if own is None else _quotient(values, own)
         checks.append(ops.all(ops.isfinite(_narrowed(values, variable))))
-    return checks
+    return ops.all(ops.stack(checks))
+
+
+def _low_finite(values: Any, variable: Any, divisor: Any) -> Any:
+    """Whether low-precision values are finite once divided, without a float32 copy of them."""
+    largest = float_format(dtype_name(values)).max
+    dtype = None if variable is None else dtype_name(variable)
+    room = float_format(dtype if dtype in LOW_PRECISION else "float32").max
+    limit = tf.constant(room) * (1.0 if divisor is None else tf.cast(divisor, tf.float32))
+    # Less than what divides to the largest number of the variable, as the limit is rounded.
+    limit = tf.where(limit < largest, limit * (1 - 2.0**-8), largest)
+    return tf.reduce_all(tf.abs(values) <= tf.cast(limit, values.dtype))
 
 
 def _narrowed(gradient: Any, variable: Any) -> Any:
@@ -303,12 +275,12 @@ def _distinct_rows(gradient: Any) -> Any:
     return widened(gradient)
 
 
-def _sum_of_magnitudes(values: Sequence[Any]) -> Any:
-    return _total([tf.reduce_sum(tf.abs(value)) for value in values])
-
-
 def _total(parts: Sequence[Any]) -> Any:
     return tf.add_n([tf.cast(part, tf.float32) for part in parts])
+
+
+def _sum_of_magnitudes(values: Sequence[Any]) -> Any:
+    return _total([tf.reduce_sum(tf.abs(value)) for value in values])
 
 
 def _greatest(values: Sequence[Any]) -> Any:
@@ -501,87 +473,3 @@ def update_everywhere(target: Any, function: Callable[..., Any], sources: Sequen
     with scope:
         own = tuple(map(native, sources))
         return strategy.extended.update(target, function, args=own, group=False)
-
-
-# ---- Compiled groups -----------------------------------------------------------------------------
-
-_Item = TypeVar("_Item")
-
-# Bytes that a cache which cores share holds of one call, while another one runs beside it.
-_ROOM = 8 << 20
-
-
-def grouped(
-    items: Sequence[_Item], device: str, kind: Callable[[_Item], Any], size: Callable[[_Item], int]
-) -> list[list[_Item]]:
-    """Items that are computed together: on GPUs all of them, on CPUs what caches hold.
-
-    `size` is how many bytes a call reads and writes for an item. What is computed of numbers that
-    were just written then finds them in a cache. Groups of the same kinds, as layers that repeat
-    have them, are compiled once.
-    """
-    if device_kind_of(device) != "cpu":
-        return [list(items)]
-    kinds: dict[Any, list[_Item]] = defaultdict(list)
-    for each in items:
-        kinds[kind(each)].append(each)
-    groups: list[list[_Item]] = []
-    others: list[_Item] = []
-    for alike in kinds.values():
-        count = max(1, _ROOM // max(1, size(alike[0])))
-        whole = len(alike) - len(alike) % count
-        groups += [alike[i : i + count] for i in range(0, whole, count)]
-        others += alike[whole:]
-    left = 0
-    for each in others:
-        if not groups or size(each) > left:
-            groups.append([])
-            left = _ROOM
-        groups[-1].append(each)
-        left -= size(each)
-    return groups
-
-
-# A maximum of so many parts is one of whole vectors; more are slower again.
-_PARTS = 8
-_SIGN = 1 << 15
-
-
-def largest_magnitudes(tensors: Sequence[Any], device: str) -> Any:
-    """The largest magnitudes of groups of tensors, a float32 vector; NaN where a group has one.
-
-    All are bfloat16 or all float16, and their shapes are known; XLA has to work on the device.
-    """
-    with tf.device(device):
-        groups = grouped(tensors, device, lambda each: each.shape, _bytes)
-        shapes = [tuple(each.shape for each in group) for group in groups]
-        dtype = tensors[0].dtype
-        return tf.stack(
-            [_compiled(dtype, own)(*group) for own, group in zip(shapes, groups, strict=True)]
-        )
-
-
-def _bytes(tensor: Any) -> int:
-    return int(tensor.shape.num_elements() * tensor.dtype.size)
-
-
-@functools.lru_cache(maxsize=64)
-def _compiled(dtype: tf.DType, shapes: tuple[tf.TensorShape, ...]) -> Any:
-    # Magnitudes are ordered as their patterns are, inf and NaN above all. The maximum of numbers
-    # may lose a NaN.
-    def largest(*tensors: Any) -> Any:
-        patterns = [_largest(tf.bitcast(each, tf.uint16)) for each in tensors]
-        return widened_number(tf.bitcast(tf.reduce_max(tf.stack(patterns)), dtype))
-
-    signature = [tf.TensorSpec(shape, dtype) for shape in shapes]
-    return tf.function(largest, signature, jit_compile=True, autograph=False)
-
-
-def _largest(patterns: Any) -> Any:
-    rows = patterns if patterns.shape.rank == 1 else tf.reshape(patterns, [-1, patterns.shape[-1]])
-    magnitudes = tf.bitwise.bitwise_and(rows, tf.constant(_SIGN - 1, tf.uint16))
-    count = int(rows.shape[0])
-    length = -(-count // _PARTS)
-    # The last ones overlap, which changes no maximum.
-    starts = sorted({min(i * length, count - length) for i in range(_PARTS)})
-    return tf.reduce_max(functools.reduce(tf.maximum, [magnitudes[i : i + length] for i in starts]))
