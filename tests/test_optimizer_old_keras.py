@@ -3,7 +3,6 @@
 tests/data/write_old_keras_files.py wrote the files, with the Keras of each release.
 """
 
-import copy
 import json
 import zipfile
 from pathlib import Path
@@ -88,20 +87,3 @@ def test_keras_optimizers_get_takes_what_describes_one(config, scale, rate):
     assert type(made.inner_optimizer) is keras.optimizers.Adam
     assert (made.initial_scale, float(made.learning_rate)) == (scale, pytest.approx(rate))
     assert keras.optimizers.get(made) is made
-
-
-@pytest.mark.filterwarnings("ignore:.* divides the gradients:tfamp.TfampWarning")
-def test_a_search_makes_new_ones_from_a_description_and_trains_them():
-    """What keras_tuner does: for each trial a new model, and copies of the callbacks."""
-
-    monitor = tfamp.diagnostics.NumericsMonitor(every=1)
-    copies = []
-    for rate in (0.1, 0.01):
-        optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(rate), initial_scale=16.0)
-        described = keras.optimizers.serialize(optimizer)
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-        model.compile(described, "mse", jit_compile=False)
-        copies.append(copy.deepcopy(monitor))
-        model.fit(X, X[:, :2], batch_size=2, verbose=0, callbacks=[copies[-1]])
-        assert float(model.optimizer.learning_rate) == pytest.approx(rate)
-    assert [len(each.history) for each in (monitor, *copies)] == [0, 2, 2]

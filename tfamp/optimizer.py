@@ -26,8 +26,6 @@ from tfamp.training.gradients import Gradients, check_in_replica, outside_the_gr
 from tfamp.training.weights import MasterWeights, PlainWeights, RoundedWeights, apply_if_finite
 
 _Loss = TypeVar("_Loss")
-# Fields of DynamicLossScale that are arguments of the optimizer under another name.
-_RENAMED = {"growth_steps": "dynamic_growth_steps"}
 # What Keras before 3.12 wrote of every optimizer, of its own LossScaleOptimizer too, where it does
 # nothing: the inner optimizer's settings hold.
 _OF_SGD = {"self", "name", "momentum", "nesterov", "kwargs"}
@@ -665,4 +663,5 @@ def _config_of(rule: LossScale) -> dict[str, Any]:
     fields = asdict(rule)
     if isinstance(rule, FixedLossScale):
         return {"loss_scale": fields}
-    return {_RENAMED.get(name, name): value for name, value in fields.items()}
+    growth_steps = fields.pop("growth_steps")
+    return {**fields, "dynamic_growth_steps": growth_steps}

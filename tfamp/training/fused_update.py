@@ -30,14 +30,6 @@ from tfamp.interop.tf_private import device_kind_of, xla_works
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value, several_replicas
 from tfamp.training.rounding import FLOAT32, Chance, Form, form_of, widened
 
-# What `Optimizer.apply` consists of: an optimizer with one of its own does something else.
-_REPLACED = (
-    "apply",
-    "update_step",
-    "_apply_weight_decay",
-    "_backend_apply_gradients",
-    "_backend_update_step",
-)
 # What no rule computes.
 _UNRULED = ("amsgrad", "use_ema", "gradient_accumulation_steps")
 # Strategies in which every replica has a copy of each variable, and makes the same update of it.
@@ -55,7 +47,9 @@ def why_unruled(optimizer: keras.optimizers.Optimizer) -> str | None:
         return words
     features = {name: getattr(optimizer, name, None) for name in _UNRULED}
     given = [f"{name}={value!r}" for name, value in features.items() if value]
-    given += [f"its own {name}" for name in _REPLACED if name in vars(optimizer)]
+    # An optimizer with a method of its own does something else.
+    own = (name for name, value in vars(optimizer).items() if callable(value))
+    given += [f"its own {name}" for name in own if hasattr(type(optimizer), name)]
     return f"{words} with {', '.join(given)}" if given else None
 
 

@@ -211,6 +211,4 @@ class Chance(NamedTuple):
 
     def words(self, number: Any, value: Any) -> Any:
         """Random words for a tensor, which has its number among all that a step rounds."""
-        known = value.shape.is_fully_defined()
-        shape = tf.constant(value.shape.as_list(), tf.int32) if known else tf.shape(value)
-        return random_words(keys(*self, number), shape)
+        return random_words(keys(*self, number), tf.shape(value))
