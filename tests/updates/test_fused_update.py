@@ -264,24 +264,6 @@ def test_a_scale_whose_inverse_is_subnormal():
     np.testing.assert_allclose(weight.numpy(), expected.numpy(), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "first"), one_of_each(["nesterov", "adamw"], [0, 1]))
-def test_checkpoints_of_the_bare_optimizer_and_of_the_wrapped_one_fit_each_other(
-    tmp_path, name, first
-):
-    pair = Pair(OPTIMIZERS[name])
-    inner, steps = pair.optimizer.inner_optimizer, (pair.step, pair.bare_step)
-    checkpoints = [
-        tf.train.Checkpoint(weights=pair.ours, optimizer=inner),
-        tf.train.Checkpoint(weights=pair.theirs, optimizer=pair.bare),
-    ]
-    for number in range(10):
-        steps[first](*gradients(number))
-    path = checkpoints[first].save(tmp_path / "c")
-    checkpoints[1 - first].restore(path).assert_consumed()
-    pair.run(range(10, 20))
-    pair.assert_same()
-
-
 class Custom(keras.optimizers.Adam):
     """Moves twice as far."""
 

@@ -112,14 +112,3 @@ def test_finite_means_finite_in_the_variable(gradient, finite):
     variable = keras.Variable([0.0], dtype="float16")
     optimizer.apply_gradients([(tf.constant([gradient]), variable)], unscaled=True)
     assert bool(optimizer.last_step_finite) is finite
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_losses_are_scaled_in_float32_or_float64_and_keep_the_gradient_path(dtype):
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), loss_scale=2.0**4)
-    x = tf.constant(3.0, dtype)
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        scaled = optimizer.get_scaled_loss(x * x)
-    assert scaled.dtype == (tf.float64 if dtype == "float64" else tf.float32)
-    assert float(tape.gradient(scaled, x)) == 6.0 * 2**4
