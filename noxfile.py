@@ -38,7 +38,6 @@ TESTS = [
     "tests/torch_style/test_context.py",
     "tests/test_keras_hooks.py",
     "tests/test_tf_private.py",
-    "tests/test_tf_functions.py",
     "tests/test_function.py",
     "tests/graph/test_op_lists.py",
     "tests/graph/test_rewrite.py",

@@ -113,7 +113,7 @@ class Trainer:
 def _timed_rewrite() -> Iterator[list[float]]:
     """Collects how long each rewrite of a graph takes, apart from the tracing around it."""
     seconds: list[float] = []
-    rewrite = tfamp.rewriting.pipeline.FlatGraph.converted
+    rewrite = tfamp.rewriting.pipeline.converted
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -122,11 +122,11 @@ def _timed_rewrite() -> Iterator[list[float]]:
         finally:
             seconds.append(time.perf_counter() - start)
 
-    tfamp.rewriting.pipeline.FlatGraph.converted = timed  # type: ignore[method-assign]
+    tfamp.rewriting.pipeline.converted = timed
     try:
         yield seconds
     finally:
-        tfamp.rewriting.pipeline.FlatGraph.converted = rewrite  # type: ignore[method-assign]
+        tfamp.rewriting.pipeline.converted = rewrite
 
 
 def device_bytes() -> dict[str, int] | None:

@@ -20,9 +20,7 @@ from benchmarks.workloads import WORKLOADS, Workload
 
 # Of `tfamp.graph.rewrite.PASSES`.
 TRANSFORMS = {
-    "join_products": "one product for the gradient of a projection",
     "as_batches": "batches of products for Einsums of attention",
-    "as_zeros": "zeros for biases in front of BatchNormalization",
     "sums_behind_loops": "one product for the gradient of a weight in a loop",
     "gradients_by_filters": "other ops for gradients of convolutions by their filters",
 }

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from helpers.cases import one_of_each
 from helpers.graph_asserts import op_dtypes
 from helpers.tolerances import assert_close
 from tfamp.interop import tf_private
@@ -57,8 +58,7 @@ def test_one_step_is_that_of_a_float64_reference(rank, dtype):
         assert_close(each, wanted, computed_in, depth=x.shape.num_elements() // 8)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "jit_compile"), one_of_each(DTYPES, [False, True]))
 def test_shapes_known_only_at_run_time(dtype, jit_compile):
     fn = tf.function(gradients, jit_compile=jit_compile)
     spec = tf.TensorSpec((None, None, 8), dtype)
@@ -109,30 +109,6 @@ def test_inference_uses_the_given_statistics(rank, dtype):
     assert_close(dx, np.broadcast_to(GAMMA / std, wide.shape), dtype, depth=2)
     assert_close(dgamma, normal.sum(axes), "float32", depth=count)
     assert_close(dbeta, np.full(8, count), "float32", depth=count)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_second_derivatives(dtype):
-    """Of a gradient penalty, which a step of batch normalization is in the middle of."""
-
-    def penalty(normalize, x):
-        with tf.GradientTape() as outer:
-            outer.watch(x)
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                y = tf.reduce_sum(tf.cast(normalize(x), "float32") ** 3)
-            value = tf.reduce_sum(tf.cast(inner.gradient(y, x), "float32") ** 2)
-        return outer.gradient(value, x)
-
-    def unfused(x):
-        mean, variance = tf.nn.moments(x, [0, 1, 2])
-        return tf.nn.batch_normalization(x, mean, variance, BETA, GAMMA, EPSILON)
-
-    x = sample(SHAPES[4], dtype)
-    actual = penalty(lambda x: fused_norm(x, GAMMA, BETA, EPSILON)[0], x)
-    expected = penalty(lambda x: unfused(tf.cast(x, "float64")), tf.cast(x, "float64"))
-    # Three factors of it are low: the output, its gradient, and the gradient's.
-    assert_close(actual, expected, dtype, depth=3 * 60)
 
 
 @pytest.mark.parametrize(

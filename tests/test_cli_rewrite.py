@@ -143,9 +143,9 @@ def test_missing_and_existing_directories_are_one_line(run, src, tmp_path):
     file.touch()
     assert run("rewrite", src, low, "--dtype", "bfloat16")[0] == 0
     for arguments, message in (
-        (["inspect", tmp_path], "is no SavedModel"),
+        (["inspect", tmp_path], "is not a SavedModel"),
         (["rewrite", src, low], "give another directory, or allow to overwrite it (--overwrite)"),
-        (["rewrite", src, file / "low"], f"{file} is no directory"),
+        (["rewrite", src, file / "low"], "could not be written"),
     ):
         code, out, err = run(*arguments, "--dtype", "float16")
         assert (code, out) == (1, "")

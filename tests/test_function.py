@@ -55,7 +55,9 @@ class TestKindsOfFunctions:
         self._check(fast, x @ weights, dtype, x)
         fast(x[:1])
         assert fast.experimental_get_tracing_count() == 1
-        concrete = tfamp.rewrite(layer.get_concrete_function(), dtype=dtype)
+        function = layer.get_concrete_function()
+        concrete = tfamp.rewrite(function, dtype=dtype, example_args=(x,))
+        assert concrete.experimental_get_tracing_count() == 1
         self._check(concrete, x @ weights, dtype, x)
 
     def test_called_from_a_function_and_from_another_rewritten_one(self, dtype, weights, x):
@@ -199,11 +201,17 @@ class TestChoices:
         with pytest.warns(tfamp.NothingConvertedWarning, match="no op that can be converted"):
             tfamp.rewrite(lambda x: x @ weights, dtype="bfloat16", op_lists=lists)(x)
 
-    def test_without_a_dtype_that_the_machine_multiplies_nothing_is_converted(self, monkeypatch):
+    def test_without_a_dtype_that_the_machine_multiplies_nothing_is_converted(
+        self, weights, x, monkeypatch
+    ):
         machine = hardware.Hardware("", cpu_bfloat16=False, cpu_float16=False, gpus=(), tpu=False)
         monkeypatch.setattr(hardware, "detect", lambda: machine)
         with pytest.warns(tfamp.NothingConvertedWarning, match="neither float16 nor bfloat16"):
-            assert tfamp.rewrite(lambda x: x, dtype="auto").dtype is None
+            fast = tfamp.rewrite(lambda x: x @ weights, dtype="auto")
+        assert fast.dtype is None
+        assert_close(fast(x), x @ weights, "float32", depth=WIDTH)
+        with pytest.raises(tfamp.RewriteError, match="it runs in float32"):
+            fast.plan(x)
         for dtype in (tf.bfloat16, np.float16):
             assert tfamp.rewrite(lambda x: x, dtype=dtype).dtype == tf.as_dtype(dtype).name
 
@@ -213,15 +221,6 @@ class TestChoices:
             ({"dtype": "float32"}, ValueError, "dtype must be one of float16, bfloat16, auto"),
             ({"dtype": "bfloat16", "on_error": "ignore"}, ValueError, "on_error must be one of"),
             ({"dtype": "bfloat16", "keep_float32": "x"}, TypeError, "keep_float32 must be"),
-            ({"dtype": "bfloat16", "force_low": ["("]}, ValueError, "regular expressions"),
-            ({"dtype": "bfloat16", "placement": "best"}, ValueError, "placement must be one of"),
-            ({"dtype": "bfloat16", "op_lists": {}}, TypeError, "op_lists must be"),
-            (
-                {"dtype": "bfloat16", "profile": "measure"},
-                ValueError,
-                "MachineProfile or None; got 'measure'",
-            ),
-            ({"dtype": "bfloat16", "profile": {}}, TypeError, "MachineProfile or None; got dict"),
             ({"example_args": 3}, TypeError, "example_args must be a list or tuple .* got int"),
         ],
     )

@@ -42,7 +42,8 @@ class Pair(tf.experimental.ExtensionType):
 
 
 def test_a_method_keeps_its_object_and_its_function_does_not_and_both_have_a_signature():
-    method, other = Module().method, Module()
+    module, other = Module(), Module()
+    method = module.method
     other.weight.assign(2.0 * other.weight)
     gc.collect()
     assert_close(method(X, factor=3.0), X * 3, "bfloat16")
@@ -125,39 +126,6 @@ def test_many_rewritten_functions_are_not_taken_for_one_that_is_traced_again(cap
     finally:
         logger.removeHandler(caplog.handler)
     assert "retracing" not in caplog.text
-
-
-async def coroutine(x):
-    return x
-
-
-async def async_generator(x):
-    yield x
-
-
-def generator(x):
-    yield x
-
-
-def test_a_tensor_array_is_refused_as_a_result():
-    fast = tfamp.rewrite(lambda x: tf.TensorArray(tf.float32, 1).write(0, x @ x), dtype="bfloat16")
-    with pytest.raises(TypeError, match=r"Return its stack\(\)"):
-        fast(X[:, :3])
-
-
-@pytest.mark.parametrize(
-    ("fn", "kind"),
-    [
-        (coroutine, "coroutine is a coroutine function"),
-        (async_generator, "async_generator is an async generator"),
-        (generator, "generator is a generator function"),
-        (functools.partial(generator, X), "a generator function"),
-        (tf.function(generator), "generator is a generator function"),
-    ],
-)
-def test_what_returns_no_tensors_is_refused_at_once(fn, kind):
-    with pytest.raises(TypeError, match=kind):
-        tfamp.rewrite(fn, dtype="bfloat16")
 
 
 # ---- Arguments: as TensorFlow binds them ---------------------------------------------------------

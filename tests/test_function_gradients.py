@@ -63,11 +63,6 @@ def loop_with_tensor_array(x, weights):
     return tf.while_loop(lambda i, *_: i < 3, body, start)[2].stack()
 
 
-def condition(x, weights):
-    positive = tf.reduce_sum(x) > -1e9
-    return tf.cond(positive, lambda: x @ weights, lambda: x)
-
-
 def compiled_inside_and_in_a_loop(x, weights):
     inner = tf.function(lambda x: tf.tanh(x @ weights), jit_compile=True)
     return 2.0 * tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, inner(x)), (0, inner(x)))[1]
@@ -147,7 +142,6 @@ def activation_with_a_custom_gradient(x, weights):
 # How many values are added up on the way, in widths.
 FUNCTIONS = {
     loop_with_tensor_array: 4,
-    condition: 1,
     compiled_inside_and_in_a_loop: 3,
     a_function_with_a_loop_called_twice: 8,
     calls_that_stay_calls_with_a_loop_that_reads_a_variable: 8,

@@ -145,11 +145,9 @@ TF_KERAS = "tf_keras.src.optimizers.adam", "Adam"
     ("module", "name", "library", "instead"),
     [
         (*TF_KERAS, "tf_keras", "keras.optimizers.Adam"),
-        ("tf_keras.src.engine.functional", "Functional", "tf_keras", "keras.Model"),
         ("tf_keras.src.layers.core.dense", "Dense", "tf_keras", "keras.layers.Dense"),
         ("tf_keras.src.x", "Nothing", "tf_keras", "its counterpart in the package keras"),
         (TF1 + ".adam", "AdamOptimizer", "TensorFlow 1", "keras.optimizers.Adam"),
-        (TF1 + ".momentum", "GradientDescentOptimizer", "TensorFlow 1", "keras.optimizers.SGD"),
         ("torch.optim.adamw", "AdamW", "PyTorch", "keras.optimizers.AdamW"),
     ],
 )

@@ -222,3 +222,53 @@ def test_a_call_begins_before_inputs_are_cast():
 
     object.__setattr__(layer, name, begin)
     assert layer(np.ones((1, 3), "float32")).dtype == "float32"
+
+
+# ---- Optimizers ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def variables():
+    return [keras.Variable(np.ones((2, 3), "float32"), name=name) for name in ("kernel", "bias")]
+
+
+def test_variables_and_slots_are_found_by_place(variables):
+    optimizer = keras.optimizers.Adam(weight_decay=0.1)
+    optimizer.build(variables)
+    built = keras_hooks.built_for(optimizer)
+    assert all(v is own for v, own in zip(variables, built, strict=True))
+    assert [keras_hooks.index_of(optimizer, v) for v in variables] == [0, 1]
+    assert keras_hooks.slot(optimizer, "momentums", 1).shape == (2, 3)
+    key = keras_hooks.key_of(optimizer)
+    assert key(variables[0]) != key(variables[1])
+    adafactor = keras.optimizers.Adafactor()
+    adafactor.build(variables)
+    assert [keras_hooks.slot(adafactor, name, 0).shape for name in "rcv"] == [(2,), (3,), (2, 3)]
+
+
+def test_decay_and_what_is_left_out_of_it(variables):
+    optimizer = keras.optimizers.Adam(weight_decay=0.1)
+    assert keras_hooks.excluded_from_decay(optimizer) == (set(), None)
+    optimizer.exclude_from_weight_decay(variables[:1])
+    keras_hooks.exclude_pattern(optimizer, None)
+    optimizer.build(variables)
+    assert [keras_hooks.decays(optimizer, v) for v in variables] == [False, True]
+    assert not keras_hooks.decays(keras.optimizers.Adam(), variables[0])
+    keys, pattern = keras_hooks.excluded_from_decay(optimizer)
+    assert (keys, pattern) == ({keras_hooks.key_of(optimizer)(variables[0])}, None)
+
+
+def test_gradients_are_left_out_and_clipped_as_keras_does(variables):
+    optimizer = keras.optimizers.SGD(clipvalue=0.5)
+    with pytest.warns(UserWarning, match="bias"):
+        kept = keras_hooks.without_missing(optimizer, [np.ones((2, 3), "float32"), None], variables)
+    assert [len(each) for each in kept] == [1, 1]
+    (gradient,) = keras_hooks.clipped(optimizer, kept[0])
+    np.testing.assert_array_equal(gradient, np.full((2, 3), 0.5))
+
+
+def test_learning_rates_that_are_functions_and_inner_optimizers():
+    assert not keras_hooks.rate_is_called(keras.optimizers.SGD(0.1))
+    assert keras_hooks.rate_is_called(keras.optimizers.SGD(lambda: 0.1))
+    with pytest.raises(tfamp.UnsupportedVersionError, match="_inner_optimizers"):
+        keras_hooks.inner_optimizers(keras.optimizers.SGD())

@@ -17,7 +17,7 @@ from helpers.training import (
     snapshot,
     train_step,
 )
-from tfamp.core.loss_scale import initial_state, next_state
+from tfamp.core.options import initial_state, next_state
 
 SCALE = 2.0**10
 KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])

@@ -1,4 +1,4 @@
-"""What is no model of Keras 3 (tf.Module, tf_keras), and packages beside Keras."""
+"""Models that are not Keras 3's (tf.Module, tf_keras), and a package next to Keras."""
 
 import keras
 import ml_dtypes

@@ -7,8 +7,9 @@ is loaded on first use.
 from __future__ import annotations
 
 import importlib
-import warnings
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from tfamp import diagnostics as diagnostics
@@ -45,53 +46,62 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Module -> the public names it defines. No function shares its module's name: importing the module
-# would put the module in the function's place.
-_NAMES = {
-    "": ("diagnostics", "graph", "mixed_precision"),
-    ".torch_style.context": ("autocast",),
-    ".core.errors": (
-        "NothingConvertedWarning", "RewriteError", "SavedModelError", "SkippedStepsError",
-        "TfampDeprecationWarning", "TfampError", "TfampWarning", "UnsupportedBackendError",
-        "UnsupportedVersionError",
-    ),
-    ".core.options": ("DynamicLossScale", "FixedLossScale", "GradClip"),
-    ".gradient_accumulator": ("GradientAccumulator",),
-    ".graph.op_lists": ("OpLists",),
-    ".layers.policy_state": ("global_policy", "policy_scope", "set_global_policy"),
-    ".levels.layer_policies": ("set_layer_dtype",),
-    ".levels.precision_config": ("PrecisionConfig",),
-    ".levels.preparation": ("precision_settings", "prepare"),
-    ".optimizer": ("LossScaleOptimizer",),
-    ".policy": ("Policy",),
-    ".rewriting.function": ("rewrite",),
-    ".rewriting.saved_model": ("rewrite_saved_model",),
-    ".rewriting.tuning": ("tune",),
-    ".torch_style.grad_scaler": ("GradScaler",),
-}  # fmt: skip
-_HOMES = {name: f"tfamp{module}" for module, names in _NAMES.items() for name in names}
-
-# Names that were public -> what they are now.
-_RENAMED = {"NothingToLowerWarning": "NothingConvertedWarning"}
-
-__all__ = ["__version__", *sorted(_HOMES)]
+# `__all__`, `__getattr__` and `__dir__` of a package.
+_Lazy: TypeAlias = tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        from tfamp.core.errors import TfampDeprecationWarning
+def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> _Lazy:
+    """Returns what loads the public names of a package on first use.
 
-        message = f"tfamp.{name} is tfamp.{_RENAMED[name]} now; the old name works until tfamp 1.0."
-        warnings.warn(message, TfampDeprecationWarning, stacklevel=2)
-        return __getattr__(_RENAMED[name])
-    if name not in _HOMES:
-        raise AttributeError(f"module 'tfamp' has no attribute {name!r}")
-    if name in _NAMES[""]:
-        return importlib.import_module(f"tfamp.{name}")  # That makes it an attribute, too.
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+    Args:
+        package: Its `__name__`.
+        modules: By module, which may be relative, the names it defines. The name of a module in
+            the package is the module itself.
+
+    Example:
+        >>> names, load, _ = lazy_names("tfamp", {".policy": ["Policy"]})
+        >>> names, load("Policy").__module__
+        (['Policy'], 'tfamp.policy')
+    """
+    homes = {name: module for module, names in modules.items() for name in names}
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = importlib.import_module(homes[name], package)
+        value = module if homes[name] == f".{name}" else getattr(module, name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return sorted(homes), load, lambda: sorted({*vars(sys.modules[package]), *homes})
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# No function shares its module's name: importing the module would put the module in its place.
+_names, __getattr__, __dir__ = lazy_names(
+    "tfamp",
+    {
+        ".core.errors": (
+            "NothingConvertedWarning", "RewriteError", "SavedModelError", "SkippedStepsError",
+            "TfampDeprecationWarning", "TfampError", "TfampWarning", "UnsupportedBackendError",
+            "UnsupportedVersionError",
+        ),
+        ".core.options": ("DynamicLossScale", "FixedLossScale", "GradClip"),
+        ".diagnostics": ("diagnostics",),
+        ".gradient_accumulator": ("GradientAccumulator",),
+        ".graph": ("graph",),
+        ".graph.op_lists": ("OpLists",),
+        ".layers.policy_state": ("global_policy", "policy_scope", "set_global_policy"),
+        ".levels.layer_policies": ("set_layer_dtype",),
+        ".levels.precision_config": ("PrecisionConfig",),
+        ".levels.preparation": ("precision_settings", "prepare"),
+        ".mixed_precision": ("mixed_precision",),
+        ".optimizer": ("LossScaleOptimizer",),
+        ".policy": ("Policy",),
+        ".rewriting.function": ("rewrite",),
+        ".rewriting.saved_model": ("rewrite_saved_model",),
+        ".rewriting.tuning": ("tune",),
+        ".torch_style.context": ("autocast",),
+        ".torch_style.grad_scaler": ("GradScaler",),
+    },
+)  # fmt: skip
+__all__ = ["__version__", *_names]

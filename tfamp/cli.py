@@ -247,7 +247,7 @@ def _choices(args: argparse.Namespace, saved_model: Any) -> dict[str, Any]:
 
 
 def _what_was_done(args: argparse.Namespace, plan: RewritePlan) -> str:
-    from tfamp.rewriting.saved_files import directory_bytes
+    from tfamp.rewriting.saved_model import directory_bytes
 
     before, after = directory_bytes(Path(args.src)), directory_bytes(Path(args.dst))
     totals = plan.summary

@@ -9,9 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.options import checked_count
-from tfamp.interop.keras_hooks import described
-from tfamp.interop.keras_optimizers import key_of
-from tfamp.interop.tf_functions import as_written
+from tfamp.interop.keras_hooks import described, key_of
+from tfamp.interop.tf_private import as_written
 from tfamp.optimizer import LossScaleOptimizer
 from tfamp.training import gradients as gradient_lib
 from tfamp.training.weights import OnEach, once_for_all_replicas

@@ -15,11 +15,10 @@ from keras import ops
 
 from tfamp.core import options
 from tfamp.core.errors import TfampWarning
-from tfamp.core.loss_scale import LossScaleState
-from tfamp.core.options import DynamicLossScale, FixedLossScale, GradClip, LossScale
+from tfamp.core.options import DynamicLossScale, FixedLossScale, GradClip, LossScale, LossScaleState
 from tfamp.interop.keras_hooks import as_tensor, native, runs_tensorflow
 from tfamp.interop.patching import level_of_user
-from tfamp.interop.tf_functions import as_written
+from tfamp.interop.tf_private import as_written
 from tfamp.training import gradients as gradient_lib
 from tfamp.training import scaling
 from tfamp.training.gradients import Gradients, check_in_replica, outside_the_graph

@@ -148,14 +148,8 @@ def low_dtype(dtype: Any) -> str | None:
 
 
 def _resolved_name(name: object) -> str:
-    if isinstance(name, Policy):
-        raise TypeError(
-            f"name must be a policy's name; got {name!r}, which already is a Policy. Use it as it "
-            "is, or dataclasses.replace(policy, ...) for one that differs."
-        )
     if not isinstance(name, str):
-        # A policy of Keras's, or of tf_keras's.
-        own = getattr(name, "name", None)
+        own = getattr(name, "name", None)  # a policy has one
         hint = f" Give its name, {own!r}." if own in POLICY_NAMES else ""
         raise TypeError(
             f"name must be a string, one of {', '.join(POLICY_NAMES)}; got {name!r} of type "
@@ -171,8 +165,6 @@ def _resolved_name(name: object) -> str:
 
 
 def _suggest(name: str) -> str:
-    if "_from_" in name:
-        return f"{name!r}. Layers are quantized when they are built, by model.quantize."
     close = difflib.get_close_matches(name.lower(), POLICY_NAMES, n=1)
     return f"{name!r}; did you mean {close[0]!r}?" if close else f"{name!r}."
 
@@ -189,11 +181,6 @@ def _normalised_layers(layers: object) -> tuple[type | str, ...]:
             raise TypeError(
                 "float32_layers must hold layer classes or their names; got "
                 f"{layer!r} of type {type(layer).__name__}. Give the class, not a layer of it."
-            )
-        if isinstance(layer, type) and layer.__module__.startswith("tf_keras."):
-            raise TypeError(
-                f"float32_layers must hold classes of Keras 3; got {layer!r}, which is of tf_keras "
-                f"(Keras 2) and no layer of Keras 3 derives from. Give the name {layer.__name__!r}."
             )
     # dict.fromkeys: without duplicates, in the order given.
     return tuple(dict.fromkeys((*_DEFAULT_FLOAT32_LAYERS, *given))) if given else ()

@@ -11,9 +11,9 @@ from keras import layers
 from helpers import graph_dsl, graph_models, grappler
 from helpers.cases import one_in
 from tfamp.graph import rewrite
+from tfamp.graph.editor import writes_variable
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.op_signatures import writes_variable
-from tfamp.rewriting.traced_function import fused_batch_normalization
+from tfamp.rewriting.pipeline import fused_batch_normalization
 
 # These tests are about what the lists decide.
 rewrite_graph_def = functools.partial(rewrite.rewrite_graph_def, placement="lists")

@@ -34,17 +34,6 @@ class Kind:
     learning_rate: float
 
 
-class FusedBatchNorm(keras.layers.Layer):
-    """Batch normalization as TensorFlow's fused op."""
-
-    def build(self, shape):
-        self.scale = self.add_weight(shape=shape[-1:], initializer="ones")
-        self.offset = self.add_weight(shape=shape[-1:], initializer="zeros")
-
-    def call(self, x):
-        return tf.compat.v1.nn.fused_batch_norm(x, self.scale.value, self.offset.value)[0]
-
-
 class Resize(keras.layers.Layer):
     """`tf.image.resize`, which Keras's layer also calls, with its gradient."""
 
@@ -68,79 +57,47 @@ class SelfAttention(keras.layers.Layer):
 def _layers() -> dict[str, Kind]:
     k = keras.layers
     image, rows, volume = (8, 8, 1), (8, 8), (4, 4, 4, 1)
-    conv, dense = frozenset({"Conv2D", "MatMul"}), frozenset({"MatMul"})
+    dense = frozenset({"MatMul"})
+    convs = dense | {"Conv2D"}
 
-    def cnn(normalization):
-        return [
-            k.Conv2D(6, 3, padding="same", use_bias=False),
-            normalization(),
-            k.ReLU(),
-            k.MaxPooling2D(),
-            k.Conv2D(8, 3, padding="same", activation="relu"),
-            k.Flatten(),
-        ]
+    def conv(filters, **options):
+        return k.Conv2D(filters, 3, **{"activation": "relu", **options})
+
+    def cnn():
+        first = conv(6, activation=None, padding="same", use_bias=False)
+        rest = [k.ReLU(), k.MaxPooling2D(), conv(8, padding="same"), k.Flatten()]
+        return [first, k.BatchNormalization(), *rest]
+
+    def depthwise():
+        return [conv(6), k.DepthwiseConv2D(3), k.Flatten()]
+
+    def conv1d():
+        return [k.Conv1D(12, 3, activation="relu"), k.MaxPooling1D(), k.Flatten()]
+
+    def conv3d():
+        return [k.Conv3D(6, 2, activation="relu"), k.MaxPooling3D(2, 1), k.Flatten()]
+
+    def transposed():
+        return [conv(6, strides=2), k.Conv2DTranspose(4, 3, strides=2), k.Flatten()]
+
+    def resizing():
+        return [conv(4), k.Resizing(9, 9), conv(4, activation=None), Resize(), k.Flatten()]
+
+    def attention():
+        return [SelfAttention(), k.GlobalAveragePooling1D()]
 
     return {
         "mlp": Kind(lambda: [k.Dense(32, "relu"), k.Dense(32, "tanh")], (64,), dense, 0.1),
-        "cnn": Kind(lambda: cnn(k.BatchNormalization), image, conv, 0.01),
-        "cnn_fused": Kind(lambda: cnn(FusedBatchNorm), image, conv, 0.01),
-        "depthwise": Kind(
-            lambda: [k.Conv2D(6, 3, activation="relu"), k.DepthwiseConv2D(3), k.Flatten()],
-            image,
-            conv | {"DepthwiseConv2dNative"},
-            0.04,
-        ),
-        "separable": Kind(
-            lambda: [k.Conv2D(4, 3, activation="relu"), k.SeparableConv2D(8, 3), k.Flatten()],
-            image,
-            conv | {"DepthwiseConv2dNative"},
-            0.04,
-        ),
+        "cnn": Kind(cnn, image, convs, 0.01),
+        "depthwise": Kind(depthwise, image, convs | {"DepthwiseConv2dNative"}, 0.04),
         "lstm": Kind(lambda: [k.LSTM(12)], rows, dense, 0.5),
-        "lstm_unrolled": Kind(lambda: [k.LSTM(12, unroll=True)], rows, dense, 0.5),
         "gru": Kind(lambda: [k.GRU(12)], rows, dense, 0.5),
         "gru_unrolled": Kind(lambda: [k.GRU(12, unroll=True)], rows, dense, 0.5),
-        "bidirectional": Kind(lambda: [k.Bidirectional(k.LSTM(8))], rows, dense, 0.5),
-        "attention": Kind(
-            lambda: [SelfAttention(), k.GlobalAveragePooling1D()],
-            rows,
-            dense | {"Einsum"},
-            0.05,
-        ),
-        "conv1d": Kind(
-            lambda: [k.Conv1D(12, 3, activation="relu"), k.MaxPooling1D(), k.Flatten()],
-            rows,
-            conv,
-            0.1,
-        ),
-        "conv3d": Kind(
-            lambda: [k.Conv3D(6, 2, activation="relu"), k.MaxPooling3D(2, 1), k.Flatten()],
-            volume,
-            dense | {"Conv3D"},
-            0.1,
-        ),
-        "transposed": Kind(
-            lambda: [
-                k.Conv2D(6, 3, strides=2, activation="relu"),
-                k.Conv2DTranspose(4, 3, strides=2),
-                k.Flatten(),
-            ],
-            image,
-            conv | {"Conv2DBackpropInput"},
-            0.04,
-        ),
-        "resizing": Kind(
-            lambda: [
-                k.Conv2D(4, 3, activation="relu"),
-                k.Resizing(9, 9),
-                k.Conv2D(4, 3),
-                Resize(),
-                k.Flatten(),
-            ],
-            image,
-            conv,
-            0.04,
-        ),
+        "attention": Kind(attention, rows, dense | {"Einsum"}, 0.05),
+        "conv1d": Kind(conv1d, rows, convs, 0.1),
+        "conv3d": Kind(conv3d, volume, dense | {"Conv3D"}, 0.1),
+        "transposed": Kind(transposed, image, convs | {"Conv2DBackpropInput"}, 0.04),
+        "resizing": Kind(resizing, image, convs, 0.04),
     }
 
 

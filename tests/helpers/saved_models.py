@@ -61,10 +61,6 @@ def keras_export(path: Path) -> None:
     _cnn().export(str(path), verbose=False)
 
 
-def keras_saved(path: Path) -> None:
-    tf.saved_model.save(_cnn(), str(path))
-
-
 def _cnn() -> keras.Model:
     layers = keras.layers
     keras.utils.set_random_seed(1)
@@ -183,7 +179,6 @@ def tensorflow_1(path: Path) -> None:
 MODELS = {
     "module": (module, {"x": FLOATS, "count": np.int32(2)}),
     "keras_export": (keras_export, {"image": IMAGES}),
-    "keras_saved": (keras_saved, {"inputs": IMAGES}),
     "table": (table, {"words": WORDS}),
     "text": (text, {"words": WORDS}),
     "loop": (loop, {"x": FLOATS}),

@@ -53,11 +53,6 @@ def results_of(processes):
     return [each.result() for each in results]
 
 
-def test_what_a_process_prints_may_be_longer_than_a_pipe_holds():
-    program = "import json; print('RESULT', json.dumps(['x' * 64] * 5_000))"
-    assert results_of([start_program(["-c", program])]) == [["x" * 64] * 5_000]
-
-
 def several_workers(count, ways, steps):
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
@@ -85,8 +80,8 @@ def check(result, steps, replicas):
 # Strategies of one process, after the one with the most devices; ways of training; steps.
 CASES = [
     pytest.param("xla2", ("clipped", *WAYS, "fit"), 12, marks=pytest.mark.slow),
-    pytest.param("mirrored2+central1+one", ("policy", "scaler", "fit"), 12, marks=pytest.mark.slow),
-    pytest.param("mirrored2", (*WAYS, "fit"), 12, marks=pytest.mark.nightly),
+    pytest.param("mirrored2", ("policy", "rewrite", "fit"), 12, marks=pytest.mark.slow),
+    pytest.param("central1+one", ("policy", "scaler", "fit"), 12, marks=pytest.mark.nightly),
     pytest.param("mirrored4", ("policy", "scaler", "fit"), 12, marks=pytest.mark.nightly),
     pytest.param("one", (*WAYS, "fit"), 500, marks=pytest.mark.nightly),
     pytest.param("mirrored2", WAYS, 500, marks=pytest.mark.nightly),
@@ -108,9 +103,8 @@ def test_random_faults_of_one_replica_in_one_process(kinds, ways, steps):
 
 
 WORKER_CASES = [
-    pytest.param(2, ("policy", "float16_reduce"), 50, marks=pytest.mark.slow),
+    pytest.param(2, ("policy", "float16_reduce"), 20, marks=pytest.mark.slow),
     pytest.param(2, ("scaler",), 50, marks=pytest.mark.nightly),
-    pytest.param(3, ("policy", "scaler"), 50, marks=pytest.mark.nightly),
     pytest.param(2, WAYS, 500, marks=pytest.mark.nightly),
     pytest.param(3, WAYS, 500, marks=pytest.mark.nightly),
 ]

@@ -1,13 +1,11 @@
-"""Damaged graphs and SavedModels, and random ops under autocast: a clear error or a valid result.
+"""Damaged graphs and files, and random ops under autocast: a clear error or a valid result.
 
 A short slice each; `-m nightly` goes on for half an hour in all.
 """
 
 import contextlib
 import functools
-import io
 import random
-import shutil
 import time
 import traceback
 import warnings
@@ -19,8 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tfamp
-from helpers import mutations, random_programs, saved_models
-from tfamp import cli
+from helpers import mutations, random_programs
 from tfamp.graph.rewrite import rewrite_graph_def
 from tfamp.interop import tf_private
 
@@ -103,68 +100,6 @@ def test_damaged_graphs(folders, source):
             lambda: rewrite_graph_def(result.graph_def, outputs, dtype=dtype, device="cpu")
         )
         assert again is not None
-
-
-def sound_models(factory):
-    folder = factory.getbasetemp() / "sound_models"
-    if folder.exists():
-        return sorted(folder.iterdir())
-    folder.mkdir()
-    for name in ("module", "loop", "tensorflow_1"):
-        saved_models.MODELS[name][0](folder / name)
-    return sorted(folder.iterdir())
-
-
-def damage_files(source, folder):
-    path = folder / "saved_model.pb"
-    kind = source.randrange(4)
-    if kind == 0:
-        path = source.choice([each for each in sorted(folder.rglob("*")) if each.is_file()])
-    if kind < 2:
-        path.write_bytes(mutations.damage_bytes(source, path.read_bytes()))
-        return
-    message = tf_private.saved_model_message()
-    message.ParseFromString(path.read_bytes())
-    mutations.damage_saved_model(source, message)
-    path.write_bytes(message.SerializeToString())
-
-
-@short_and_long(12, 4_000)
-def test_damaged_saved_models_on_the_command_line(folders, source):
-    folder = folders.mktemp("damaged")
-    shutil.copytree(source.choice(sound_models(folders)), folder / "src")
-    damage_files(source, folder / "src")
-    options = source.choice([(), ("--freeze",)])
-    began, out, err = time.monotonic(), io.StringIO(), io.StringIO()
-    command = ["rewrite", str(folder / "src"), str(folder / "dst"), "--dtype", "bfloat16", *options]
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.main(command)
-    assert time.monotonic() - began < BOUND
-    left = {path.name for path in folder.iterdir()}
-    if code == 0:
-        assert left == {"src", "dst"}
-        assert (folder / "dst" / "saved_model.pb").is_file()
-    else:
-        assert code == 1
-        assert left == {"src"}
-        assert "tfamp: error: " in err.getvalue()
-    shutil.rmtree(folder)
-
-
-CONFIGURATIONS = (
-    b'{"level": "O2", "dtype": "bfloat16", "grad_clip": {"max_norm": 35, "norm_type": 2}}',
-    b'level = "O1"\nloss_scale = 512.0\nkeep_float32 = ["^dense"]\n[grad_clip]\nmax_norm = 1.0\n',
-)
-
-
-@short_and_long(100, 30_000)
-def test_damaged_configurations(folders, source):
-    number = source.randrange(2)
-    path = folders.getbasetemp() / f"configuration.{('json', 'toml')[number]}"
-    path.write_bytes(mutations.damage_bytes(source, CONFIGURATIONS[number], 3))
-    config = result_or_clear_error(lambda: tfamp.PrecisionConfig.from_file(path))
-    if config is not None:
-        assert tfamp.PrecisionConfig.from_dict(config.to_dict()) == config
 
 
 # ---- Autocast ------------------------------------------------------------------------------------

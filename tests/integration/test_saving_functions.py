@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from helpers import saved_models
 from helpers.graph_asserts import op_dtypes
 from helpers.tolerances import assert_close
 
@@ -63,7 +64,8 @@ import numpy as np
 import tensorflow as tf
 
 loaded = tf.saved_model.load(path + "/model")
-x, served = tf.constant(np.load(path + "/x.npy")), loaded.signatures["serving_default"]
+x, floats = (tf.constant(np.load(path + "/" + name)) for name in ("x.npy", "floats.npy"))
+served = loaded.signatures["serving_default"]
 calls = {
     "attribute": loaded.attribute, "listed": loaded.listed[0], "cached": loaded.cached,
     "plain": loaded, "flag": lambda x: loaded(x, flag=True), "smaller": lambda x: loaded(x[:1]),
@@ -91,6 +93,9 @@ facts = {
 }
 with open(path + "/facts.json", "w") as file:
     json.dump(facts, file)
+for name in ("kept", "frozen"):
+    function = tf.saved_model.load(path + "/" + name).signatures["also"]
+    np.save(path + "/" + name + ".npy", function(floats)["output_0"])
 """
 
 
@@ -100,6 +105,11 @@ def test_a_module_is_loaded_where_there_is_no_tfamp(tmp_path, without_tfamp):
     expected = module.calls()
     np.save(tmp_path / "x.npy", X)
     tf.saved_model.save(module, tmp_path / "model", signatures=module.signed)
+    np.save(tmp_path / "floats.npy", saved_models.FLOATS)
+    saved_models.module(tmp_path / "source")
+    for name in ("kept", "frozen"):
+        options = {"dtype": "bfloat16", "freeze": name == "frozen"}
+        tfamp.rewrite_saved_model(tmp_path / "source", tmp_path / name, **options)
     without_tfamp(_ELSEWHERE, path=str(tmp_path))
     facts = json.loads((tmp_path / "facts.json").read_text("utf-8"))
     assert facts == {"doubled": True, "dtypes": ["bfloat16"], "traces": 7, "tfamp": False}
@@ -107,6 +117,10 @@ def test_a_module_is_loaded_where_there_is_no_tfamp(tmp_path, without_tfamp):
     expected |= {"signed": module.signed(X), "signature": module.signed(X)}
     for name, result in expected.items():
         np.testing.assert_array_equal(found[name], result, err_msg=name)
+    plain = saved_models.Module()
+    inner = plain.inner(tf.constant(saved_models.FLOATS))
+    for name in ("kept", "frozen"):
+        assert_close(np.load(tmp_path / f"{name}.npy"), inner, "bfloat16", depth=64)
     for name, call in (("attribute", module.attribute), ("listed", module.listed[0])):
         with tf.GradientTape() as tape:
             result = call(X)

@@ -175,21 +175,6 @@ def test_masked_steps_do_not_count(low):
     assert_same_step(ours, keras_own, x, dy, low, True, mask=mask)
 
 
-def test_a_mask_on_the_tensor_reaches_the_layer(low):
-    tokens = tf.constant([[3, 1, 0, 0], [2, 0, 0, 0]])
-    inputs = keras.Input((4,), dtype="int32")
-    hidden = layers.Embedding(5, 8, mask_zero=True)(inputs)
-    model = keras.Model(inputs, layers.LSTM(2)(layers.BatchNormalization()(hidden)))
-    assert hidden.dtype == model.layers[-2].output.dtype == low
-    assert_not_fused(lambda: model(tokens, training=True))
-    before = np.array(model.layers[-2].moving_mean)
-    model(tokens, training=True)
-    rows = model.layers[1](tokens)
-    counted = tf.boolean_mask(tf.cast(rows, "float32"), tokens != 0)
-    expected = 0.99 * before + 0.01 * tf.reduce_mean(counted, 0)
-    assert_close(model.layers[-2].moving_mean, expected, "float32", depth=3)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32"])
 def test_other_inputs_are_treated_as_keras_does(dtype):
     ours, keras_own = pair(RANKS[4])
@@ -299,17 +284,6 @@ def test_the_layer_before_is_converted_later(low):
         assert model(sample((3, 8))).dtype == tf.float32
 
 
-def test_wrapped_by_another_layer(low):
-    inner = keras.Sequential([keras.Input((8,)), layers.Dense(4), layers.BatchNormalization()])
-    for wrapped in (layers.BatchNormalization(), inner):
-        inputs = keras.Input((3, 8))
-        hidden = layers.TimeDistributed(wrapped)(layers.Dense(8)(inputs))
-        model = keras.Model(inputs, layers.Dense(2)(hidden))
-        assert hidden.dtype == low
-        assert keras.Function(inputs, hidden)(sample((2, 3, 8))).dtype == low
-        assert model(sample((2, 3, 8)), training=True).dtype == tf.float32
-
-
 def test_a_model_rewritten_exported_or_used_after_the_policy_stays_and_a_copy_is_keras_own(
     low, tmp_path
 ):
@@ -353,20 +327,3 @@ def test_two_replicas_average_their_moving_statistics(low, two_replicas):
     assert_all_close(actual, expected, low, depth=2)
     assert_close(ours.moving_mean, keras_own.moving_mean, "float32", depth=4)
     assert_close(ours.moving_variance, keras_own.moving_variance, "float32", depth=4)
-
-
-def test_stateless_calls_leave_the_layer_as_it_is(low):
-    ours, keras_own = pair(RANKS[4])
-    x = sample(RANKS[4], low)
-    found = []
-    for layer, given in ((ours, x), (keras_own, tf.cast(x, "float32"))):
-        values = [
-            [weight.value for weight in weights]
-            for weights in (layer.trainable_weights, layer.non_trainable_weights)
-        ]
-        before = layer.get_weights()
-        found.append(layer.stateless_call(*values, given, training=True))
-        assert_all_equal(layer.get_weights(), before)
-    (y, actual), (_, expected) = found
-    assert y.dtype == low
-    assert_all_close(actual, expected, "float32", depth=60)

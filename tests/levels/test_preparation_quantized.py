@@ -183,28 +183,6 @@ def test_a_layer_that_holds_one_without_a_counterpart_is_left_with_it():
     assert error(model(X), expected) < MOST
 
 
-def test_gptq_gets_its_counterpart():
-    layer = layers.Dense(8, name="g")
-    model = keras.Sequential([keras.Input((6, 32)), layer, layers.Dense(2)])
-    config = keras.quantizers.GPTQConfig(dataset=[], tokenizer=None, weight_bits=8, group_size=8)
-    layer.quantize("gptq", config=config)
-    layer.is_gptq_calibrated = True
-    values = np.random.default_rng(0).integers(0, 255, (8, 32))
-    layer.quantized_kernel.assign(values)
-    layer.kernel_zero.assign(np.full((8, 4), 127))
-    layer.kernel_scale.assign(np.full((8, 4), 0.01))
-    layer.g_idx.assign(np.arange(32) // 8)
-    expected = model(X)
-    model, _ = tfamp.prepare(model, level="O2", dtype="float16")
-    assert layer.dtype_policy.name == "gptq/8/8_from_mixed_float16"
-    assert error(model(X), expected) < 16 * float_format("float16").eps
-    model, _ = tfamp.prepare(model, level="O0")
-    np.testing.assert_array_equal(model(X), expected)
-    layer.kernel_scale.assign(np.full((8, 4), 1e-9))  # nothing in float16
-    model, _ = tfamp.prepare(model, level="O2", dtype="float16")
-    assert layer.dtype_policy.name == "gptq/8/8_from_float32"
-
-
 @pytest.mark.parametrize("choice", [{"level": "O3"}, {"level": "O2", "master_weights": True}])
 def test_low_weights_are_refused_with_the_names_of_quantized_layers(choice):
     model = quantized(mlp, "int8")
@@ -245,7 +223,7 @@ def test_a_map_of_policies_keeps_its_quantized_entries(tmp_path):
     np.testing.assert_array_equal(model(X), expected)
 
 
-@pytest.mark.parametrize("mode", first_of(["int8", "int4"]))
+@pytest.mark.parametrize("mode", ["int8"])
 def test_compare_and_find_nonfinite_run_a_quantized_model_quantized(mode):
     plain, low = quantized(mlp, mode), quantized(mlp, mode)
     expected, made = plain(X), policies_of(plain)

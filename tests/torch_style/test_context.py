@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import threading
 import warnings
 
 import keras
@@ -15,9 +13,8 @@ import tensorflow as tf
 import tfamp
 from helpers.cases import first_of
 from helpers.graph_asserts import assert_computes_in, op_dtypes
-from helpers.tolerances import assert_all_equal, assert_close
-from tfamp.machine import hardware, profile_measure
-from tfamp.torch_style.state import current_modes
+from helpers.tolerances import assert_close
+from tfamp.machine import hardware
 
 DTYPES = ("float16", "bfloat16")
 both_dtypes = pytest.mark.parametrize("dtype", first_of(("bfloat16", "float16")))
@@ -48,14 +45,14 @@ def test_dtype_is_a_name_or_a_dtype(a, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "half", tf.float32, 16, "mixed_float16"])
 def test_another_dtype_is_an_error_that_says_what_to_do(dtype):
-    with pytest.raises(ValueError, match=r"float16 or bfloat16; got dtype=.*enabled=False"):
+    with pytest.raises(ValueError, match="dtype must be one of float16, bfloat16, auto; got"):
         tfamp.autocast(dtype)
 
 
 def test_a_disabled_autocast_takes_any_float_dtype(a):
     with tfamp.autocast("float32", enabled=False):
         assert matmul_dtype(a) == "float32"
-    with pytest.raises(ValueError, match="autocast casts to float16 or bfloat16"):
+    with pytest.raises(ValueError, match="dtype must be one of"):
         tfamp.autocast("int32", enabled=False)
 
 
@@ -147,61 +144,18 @@ def test_decorated_function_keeps_its_name_and_returns(a):
     assert matmul_dtype(a) == "float32"
 
 
-def test_only_functions_can_be_decorated_and_no_asynchronous_generators():
+def test_only_functions_that_do_not_yield_can_be_decorated():
     async def work():
         yield
 
-    with pytest.raises(TypeError, match="work is an asynchronous generator.*does not yield"):
-        tfamp.autocast("bfloat16")(work)
+    def generate():
+        yield
+
+    for function in (work, generate):
+        with pytest.raises(TypeError, match=f"{function.__name__} is a generator.*does not yield"):
+            tfamp.autocast("bfloat16")(function)
     with pytest.raises(TypeError, match="autocast decorates functions; got 3"):
         tfamp.autocast("bfloat16")(3)
-
-
-def test_generators_cast_only_while_they_run_receive_throw_return_and_close(a):
-    seen = []
-
-    def make(dtype):
-        @tfamp.autocast(dtype)
-        def generate():
-            sent = None
-            try:
-                while sent != "stop":
-                    try:
-                        sent = yield matmul_dtype(a)
-                    except KeyError:
-                        seen.append(("caught", matmul_dtype(a)))
-                return "done"
-            finally:
-                seen.append(("closed", matmul_dtype(a)))
-
-        return generate()
-
-    one, two, three = make("bfloat16"), make("float16"), make("bfloat16")
-    assert [next(one), next(two), next(one), next(two)] == ["bfloat16", "float16"] * 2
-    assert matmul_dtype(a) == "float32"
-    assert one.throw(KeyError()) == "bfloat16"
-    one.close()
-    del two
-    gc.collect()
-    assert seen == [("caught", "bfloat16"), ("closed", "bfloat16"), ("closed", "float16")]
-    assert next(three) == "bfloat16"
-    with pytest.raises(StopIteration) as stop:
-        three.send("stop")
-    assert stop.value.value == "done"
-    assert matmul_dtype(a) == "float32"
-
-
-def test_an_undecorated_generator_left_inside_the_context_does_not_leak(a):
-    def generate():
-        with tfamp.autocast("bfloat16"):
-            yield matmul_dtype(a)
-
-    running = generate()
-    assert next(running) == "bfloat16"
-    with tfamp.autocast("float16"):
-        running.close()
-        assert matmul_dtype(a) == "float16"
-    assert matmul_dtype(a) == "float32"
 
 
 @pytest.mark.parametrize("outer", ["autocast", "tf.function"])
@@ -275,29 +229,6 @@ def test_jacobians(a, name):
         assert_close(found, jacobian(False, False), "bfloat16", depth=16)
 
 
-def test_forward_accumulator(a):
-    def tangent():
-        with tf.autodiff.ForwardAccumulator(a, tf.ones_like(a)) as accumulator:
-            total = tf.reduce_sum(tf.matmul(a, a))
-        return accumulator.jvp(total)
-
-    with tfamp.autocast("bfloat16"):
-        tf.matmul(a, a)  # a cast that may be kept is no cast the accumulator has seen
-        found = tangent()
-    assert found.dtype == tf.float32
-    assert_close(found, tangent(), "bfloat16", depth=64)
-
-
-def test_tf_gradients_in_a_graph(a):
-    with tf.Graph().as_default(), tfamp.autocast("bfloat16"):
-        x = tf.compat.v1.placeholder(tf.float32, (4, 4))
-        product = tf.matmul(x, x)
-        (gradient,) = tf.gradients(tf.reduce_sum(product), x)
-        assert (product.dtype, gradient.dtype) == (tf.bfloat16, tf.float32)
-        with tf.compat.v1.Session() as session:
-            assert session.run(gradient, {x: a.numpy()}).dtype == np.float32
-
-
 @both_dtypes
 @eager_and_traced
 def test_custom_gradient_runs_in_the_mode_of_its_forward_pass(a, dtype, run):
@@ -332,19 +263,6 @@ def test_custom_gradient_runs_in_the_mode_of_its_forward_pass(a, dtype, run):
 # ---- No stale casts ------------------------------------------------------------------------------
 
 
-def test_cache_casts_changes_no_result(a):
-    def work(cache_casts):
-        with tfamp.autocast("bfloat16", cache_casts=cache_casts):
-            x = tf.matmul(a, a)
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                y = tf.reduce_sum(tf.matmul(tf.tanh(tf.matmul(x, a)), a))
-            assert bool(len(current_modes.casts.eager)) is cache_casts
-        return y, tape.gradient(y, x)
-
-    assert_all_equal(work(True), work(False))
-
-
 def test_an_assignment_inside_is_seen_by_the_next_op():
     v = tf.Variable(tf.ones((2, 2)))
     k = keras.Variable(np.ones((2, 2), "float32"))
@@ -354,40 +272,6 @@ def test_an_assignment_inside_is_seen_by_the_next_op():
             k.assign(tf.fill((2, 2), value))
             assert tf.matmul(v, v).numpy().tolist() == [[2 * value**2] * 2] * 2
             assert tf.matmul(k, v).numpy().tolist() == [[2 * value**2] * 2] * 2
-
-
-def test_a_second_tape_function_and_graph_get_casts_of_their_own(a):
-    def product(x):
-        return tf.raw_ops.MatMul(a=x, b=a)
-
-    with tfamp.autocast("bfloat16"):
-        results = [tf.function(product)(a), tf.function(product)(a), product(a)]
-        with tf.Graph().as_default():
-            tf.raw_ops.MatMul(a=tf.zeros((4, 4)), b=tf.zeros((4, 4)))
-        results.append(product(a))
-        for _ in range(2):
-            with tf.GradientTape() as tape:
-                tape.watch(a)
-                loss = tf.reduce_sum(product(a))
-            assert tape.gradient(loss, a) is not None
-    for result in results[1:]:
-        np.testing.assert_array_equal(result, results[0])
-
-
-def test_cached_casts_die_with_their_tensors_and_with_the_context(a):
-    with tfamp.autocast("bfloat16"):
-        casts = current_modes.casts
-        for _ in range(5):
-            x = a + 1.0
-            tf.matmul(x, x)
-        assert len(casts.eager) == 1
-        del x
-        assert len(casts.eager) == 0
-        for dtype in ("bfloat16", "float16"):
-            with tfamp.autocast(dtype):
-                assert matmul_dtype(a) == dtype
-        assert len(casts.eager) == 2
-    assert len(casts.eager) == 0
 
 
 # ---- Traces --------------------------------------------------------------------------------------
@@ -429,7 +313,7 @@ def test_a_function_inside_a_function_is_traced_for_the_mode_or_takes_low_argume
 def test_a_concrete_function_stays_what_it_is_and_takes_low_arguments(a):
     product = tf.function(lambda x: tf.matmul(x, x)).get_concrete_function(a)
     with tfamp.autocast("bfloat16"):
-        with pytest.warns(tfamp.TfampWarning, match="1 MatMul in float32. Call the tf.function"):
+        with pytest.warns(tfamp.TfampWarning, match="with MatMul in float32. Call the tf.function"):
             assert product(a).dtype == tf.float32
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # It has been said once.
@@ -576,29 +460,6 @@ def test_python_control_flow_in_a_decorated_function(a, dtype):
     assert_close(found, expected, dtype, depth=64)
 
 
-@both_dtypes
-def test_gradients_through_loops_and_branches(a, dtype):
-    v = tf.Variable(a)
-
-    @tf.function
-    def gradient(p):
-        with tfamp.autocast(dtype), tf.GradientTape() as tape:
-            x = tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, tf.matmul(x, v)), (0, a))[1]
-            x = tf.cond(p, lambda: tf.matmul(x, v), lambda: x)
-            x = tf.map_fn(lambda row: tf.linalg.matvec(v, row), x)
-            loss = tf.reduce_sum(x)
-        return tape.gradient(loss, v)
-
-    with tf.GradientTape() as tape:
-        x = a
-        for _ in range(3):
-            x = tf.matmul(x, v)
-        loss = tf.reduce_sum(tf.map_fn(lambda row: tf.linalg.matvec(v, row), x))
-    found = gradient(tf.constant(True))
-    assert found.dtype == tf.float32
-    assert_close(found, tape.gradient(loss, v), dtype, depth=64)
-
-
 @pytest.mark.parametrize("name", first_of(["LSTM", "GRU", "Bidirectional"]))
 def test_recurrent_layers_train(name):
     layer = keras.layers.GRU(4) if name == "GRU" else keras.layers.LSTM(4)
@@ -703,49 +564,6 @@ def test_attributes_the_fast_path_does_not_take_do_not_lose_the_inputs(dilations
 
 
 # ---- float16 on a CPU that has none --------------------------------------------------------------
-
-
-@pytest.fixture
-def slow_float16(monkeypatch):
-    """A CPU without float16, on which nothing has been said yet."""
-
-    def configure(*, bfloat16=True, slowdown=7.04):
-        found = hardware.Hardware("", cpu_bfloat16=bfloat16, cpu_float16=False, gpus=(), tpu=False)
-        monkeypatch.setattr(hardware, "detect", lambda: found)
-        monkeypatch.setattr(profile_measure, "float16_slowdown", lambda: slowdown)
-        checked = threading.Event()
-        monkeypatch.setattr("tfamp.torch_style.context._slow_float16_checked", checked)
-
-    return configure
-
-
-@pytest.mark.parametrize(
-    ("bfloat16", "advice"), [(True, 'Use "bfloat16"'), (False, "Use float32 here")]
-)
-@pytest.mark.parametrize("decorated", [True, False])
-def test_float16_on_a_cpu_without_it_warns_once_and_says_how_slow(
-    slow_float16, bfloat16, advice, decorated
-):
-    slow_float16(bfloat16=bfloat16)
-    with pytest.warns(tfamp.TfampWarning, match=f"took 7.0 times as long.*{advice}") as caught:
-        for _ in range(2):
-            if decorated:
-                tfamp.autocast("float16")(lambda: None)()
-            else:
-                with tfamp.autocast("float16"):
-                    pass
-    assert [each.filename for each in caught] == [__file__]
-
-
-def test_no_warning_where_float16_is_not_slower_or_not_used(slow_float16):
-    slow_float16(slowdown=1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with tfamp.autocast("float16"):
-            pass
-        slow_float16()
-        with tfamp.autocast("bfloat16"), tfamp.autocast("float16", enabled=False):
-            pass
 
 
 @pytest.mark.parametrize("library", [tf, keras.ops], ids=["tensorflow", "keras"])

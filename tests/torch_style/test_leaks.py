@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.interop.patching import SYMBOLS, locate
-from tfamp.torch_style.rules import hooks
+from tfamp.torch_style.context import hooks
 from tfamp.torch_style.state import current_modes
 
 OTHERS = {

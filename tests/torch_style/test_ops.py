@@ -17,7 +17,6 @@ import tensorflow as tf
 import tfamp
 from helpers.cases import one_of_each
 from helpers.graph_asserts import op_dtypes
-from tfamp.interop import tf_private
 
 DTYPES = ("float16", "bfloat16")
 nn, RAW = tf.nn, tf.raw_ops
@@ -296,101 +295,3 @@ def test_eager_and_traced_call_run_the_op_and_return_the_dtype_of_the_table(row,
     if eager.dtype.is_floating:
         found = [tf.cast(each, tf.float64) for each in (traced(f, x), eager)]
         np.testing.assert_allclose(*found, rtol=0.05, atol=0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.nightly)])
-def test_on_a_gpu_no_call_and_no_gradient_has_an_op_that_only_the_cpu_runs_low(dtype, monkeypatch):
-    monkeypatch.setattr(tf_private, "default_device_kind", lambda: "gpu")
-    _, x = matrices(dtype)
-    traced, wrong = 0, set()
-    for row in ROWS:
-        try:
-            call = tf.function(with_gradient(row, dtype), autograph=False)
-            graph = call.get_concrete_function(x).graph
-        except (LookupError, NotImplementedError, TypeError, ValueError):
-            continue  # It takes no low input, or has no gradient.
-        traced += 1
-        wrong |= {(row.op, op) for op in low_on_the_cpu(graph.as_graph_def(), dtype)}
-    assert not wrong
-    assert traced > 140
-
-
-def with_gradient(row, low):
-    """A call of low inputs only, and the gradient of what is a float of its results."""
-
-    def step(x):
-        with tfamp.autocast(low), tf.GradientTape() as tape:
-            tape.watch(x)
-            y = row.call(x, x)
-        values = [each for each in tf.nest.flatten(y, expand_composites=True) if tf.is_tensor(each)]
-        floats = [each for each in values if each.dtype.is_floating]
-        return floats, tape.gradient(floats, x)
-
-    return step
-
-
-def low_on_the_cpu(graph_def, low):
-    """The ops of a graph that have a GPU's kernel in float32, but none in the low dtype."""
-    for nodes in (graph_def.node, *(each.node_def for each in graph_def.library.function)):
-        for node in nodes:
-            attrs = {name: value.type for name, value in node.attr.items() if value.type}
-            types = {name: tf_private.dtype_name(each) for name, each in attrs.items()}
-            wide = {name: each.replace(low, "float32") for name, each in types.items()}
-            here, there = (
-                tf_private.has_kernel(node.op, "gpu", tuple((k, (v,)) for k, v in each.items()))
-                for each in (types, wide)
-            )
-            if there and not here:
-                yield node.op
-
-
-# Why a listed op is not in the table.
-NOT_REACHED = {
-    "run with mixed dtypes by the test of every op that takes several tensors": {
-        "Add", "ApproximateEqual", "Atan2", "BiasAddV1", "ClipByValue", "Concat", "Cross",
-        "Dilation2D", "Div", "Igamma", "Igammac", "LinSpace", "MatrixDiagPartV2", "MatrixDiagV2",
-        "MatrixSetDiag", "MatrixSetDiagV2", "Mod", "ParallelDynamicStitch", "Range",
-        "SparseDenseCwiseAdd", "TensorScatterAdd", "TensorScatterMax", "TensorScatterMin",
-        "TensorScatterSub", "TensorStridedSliceUpdate", "TruncateMod",
-    },
-    "gradients, run with autocast off": {
-        "CholeskyGrad", "Conv3DBackpropFilter", "Conv3DBackpropInput",
-    },
-    "its output dtype is an argument, so the caller decides": {"BatchMatMulV3"},
-    "cells no public function runs": {
-        "BlockLSTM", "BlockLSTMGrad", "BlockLSTMGradV2", "BlockLSTMV2", "GRUBlockCell",
-        "GRUBlockCellGrad", "LSTMBlockCell", "LSTMBlockCellGrad",
-    },
-    "GPUs only": {
-        "CTCLossV2", "CudnnRNN", "CudnnRNNBackprop", "CudnnRNNBackpropV2", "CudnnRNNBackpropV3",
-        "CudnnRNNV2", "CudnnRNNV3",
-    },
-    "for inference graphs, with no gradient and no function of their own": {
-        "FusedPadConv2D", "FusedResizeAndPadConv2D",
-    },
-    "other libraries' ops": {
-        "FastUnsortedSegmentMax", "FusedConv2DBiasActivation", "FusedSparseConvGpuV2", "Mha",
-        "MhaV2", "Pmlp", "Tmlp", "TmlpV2", "TmlpV3", "VoxelMax",
-    },
-    "takes complex numbers": {"IRFFT", "IRFFT2D", "IRFFT3D"},
-    "writes a checkpoint": {"SaveV2"},
-    "takes integers only": {"TruncateDiv"},
-    "no kernel and no use any more, or XLA only": {
-        "AccumulateNV2", "MatrixExponential", "RFFTND",
-    },
-}  # fmt: skip
-
-
-def test_the_table_reaches_every_listed_op_or_says_why_not():
-    reached, excused = {row.op for row in ROWS}, set().union(*NOT_REACHED.values())
-    listed = set()
-    for lists in map(tfamp.OpLists.default, DTYPES):
-        listed |= lists.low | lists.float32 | lists.widest
-        assert {op for op, _ in LOW} <= lists.low
-        unlisted = {"Complex", "HistogramFixedWidth", "InTopKV2"}
-        assert {op for op, _ in FLOAT32} - unlisted <= lists.float32
-        assert {op for op, _ in WIDEST} <= lists.widest
-    assert listed - reached - excused == set()
-    assert excused - listed == set(), "excused, but on no list"
-    assert reached & excused == set(), "excused, but in the table"

@@ -76,43 +76,6 @@ def test_a_variable_used_twice_or_the_weights_of_a_layer_called_twice_are_cast_o
     assert_all_equal(results, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_an_assignment_between_two_uses_is_seen(w, dtype):
-    def assigning(x):
-        first = tf.matmul(x, w)
-        w.assign(tf.eye(4))
-        second = tf.matmul(x, w)
-        third = tf.matmul(x, w)
-        w.assign_add(tf.eye(4))
-        return first, second, third, tf.matmul(x, w)
-
-    start = w.numpy()
-    count, (first, second, third, fourth) = traced(assigning, dtype)
-    assert count == 3
-    assert_close(first, X @ start, dtype, depth=4)
-    low = tf.cast(tf.cast(X, dtype), tf.float32).numpy()
-    for result, expected in ((second, low), (third, low), (fourth, 2 * low)):
-        np.testing.assert_array_equal(tf.cast(result, tf.float32), expected)
-
-
-def test_an_assignment_in_a_called_function_or_in_a_branch_is_seen(w):
-    @tf.function
-    def reset():
-        w.assign(tf.zeros((4, 4)))
-
-    def calling(x):
-        first = tf.matmul(x, w)
-        reset()
-        second = tf.matmul(x, w)
-        tf.cond(tf.reduce_sum(x) < 1e9, lambda: w.assign(tf.eye(4)).value(), lambda: w.value())
-        return first, second, tf.matmul(x, w)
-
-    _, (first, second, third) = traced(calling, "bfloat16")
-    assert np.any(first)
-    assert not np.any(second)
-    np.testing.assert_array_equal(third, tf.cast(X, tf.bfloat16))
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_tape_gets_its_gradient(w, dtype, persistent):

@@ -29,7 +29,7 @@ from tfamp.diagnostics.model_runs import (
     with_policies,
 )
 from tfamp.interop import keras_hooks
-from tfamp.layers.float_policies import policy_with
+from tfamp.layers.layer_dtypes import policy_with
 from tfamp.policy import Policy
 
 # What a layer raises that cannot run in the low dtype on float32 inputs.

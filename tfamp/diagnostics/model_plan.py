@@ -25,8 +25,8 @@ from tfamp.planning.cost import FREE_OPS
 from tfamp.planning.structures import NodePlan, RewritePlan
 from tfamp.policy import low_dtype
 from tfamp.reports.text_table import table_lines
-from tfamp.rewriting import saved_files
 from tfamp.rewriting.function import rewrite
+from tfamp.rewriting.saved_graph import first_line
 from tfamp.rewriting.saved_model import inspect_saved_model
 
 # What Keras raises for an archive or a configuration it cannot make a model of.
@@ -190,6 +190,6 @@ def _loaded(path: Path) -> Any:
         return keras.saving.load_model(path, compile=False, safe_mode=True)
     except _KERAS_ERRORS as error:
         raise SavedModelError(
-            f"{path} cannot be loaded: {saved_files.first_line(error)} Load a model with "
+            f"{path} cannot be loaded: {first_line(error)} Load a model with "
             "code of its own in Python and give model_report the model."
         ) from error

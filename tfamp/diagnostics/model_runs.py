@@ -16,8 +16,8 @@ import keras
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import patched_here
-from tfamp.layers import output_dtypes
-from tfamp.layers.float_policies import is_built_in, policy_with
+from tfamp.layers import layer_dtypes
+from tfamp.layers.layer_dtypes import is_built_in, policy_with
 from tfamp.layers.model_calls import casts_unprepared
 from tfamp.policy import Policy
 
@@ -118,7 +118,7 @@ def _output_layers(model: Any) -> list[Any]:
     is_sequential = isinstance(model, keras.Sequential)
     functional: Any = keras_hooks.functional_of(model) if is_sequential else model
     if isinstance(functional, keras_hooks.functional_class()):
-        makers = output_dtypes.output_makers(list(functional.outputs))  # type: ignore[attr-defined]
+        makers = layer_dtypes.output_makers(list(functional.outputs))  # type: ignore[attr-defined]
     elif is_sequential:
         makers = model.layers[-1:]
     else:

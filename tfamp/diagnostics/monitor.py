@@ -30,7 +30,7 @@ from tfamp.diagnostics.records import make_record, scale_text
 from tfamp.diagnostics.records import to_text as records_text
 from tfamp.diagnostics.step_statistics import SampledCounts, StepStatistics
 from tfamp.interop.keras_hooks import add_to_epoch_logs
-from tfamp.interop.tf_functions import as_written
+from tfamp.interop.tf_private import as_written
 from tfamp.training import gradients as gradient_lib
 from tfamp.training.gradients import outside_the_graph
 

@@ -22,13 +22,13 @@ from tfamp.diagnostics.model_runs import all_layers, computing_in, float_tensors
 from tfamp.graph.functions import bodies, inline_calls, unshare_branches
 from tfamp.graph.observe import observed_scopes
 from tfamp.graph.retype import UNROUNDED, low_dtypes, seeded
-from tfamp.interop import keras_hooks, tf_functions
+from tfamp.interop import keras_hooks, tf_private
 from tfamp.interop.patching import rewrap_methods, wrapped_methods
-from tfamp.layers.float_policies import in_float32
+from tfamp.layers.layer_dtypes import in_float32
 from tfamp.layers.model_calls import add_losses_in_float32
 from tfamp.planning.structures import node_name
 from tfamp.rewriting.function import RewrittenFunction, rewrite
-from tfamp.rewriting.traced_function import FlatCall, TracedFunction
+from tfamp.rewriting.pipeline import FlatCall, TracedFunction
 
 Place: TypeAlias = tuple[str, str]  # Scope and name of a node.
 # Of the nodes whose functions an op runs in, the outermost first, then of the op.
@@ -310,7 +310,7 @@ class _Notes:
         # What a tape computes from these ops is named after their name scope, and has no attribute.
         name = f"tfamp_layer_{number}"
         scope = tf.name_scope(name) if self.mark_names else contextlib.nullcontext()
-        with tf_functions.ops_marked(_LAYER, str(number)), scope:
+        with tf_private.ops_marked(_LAYER, str(number)), scope:
             return call()
 
     def take_gradient(self, sources: Any, gradients: Any) -> None:
@@ -324,8 +324,8 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
     call = FlatCall(tf.nest.map_structure(_as_tensor, args), {})
     with (
         observing_layers(notes.call_layer),
-        tf_functions.constants_noted(_note_rounding),
-        tf_functions.gradients_noted(notes.take_gradient),
+        tf_private.constants_noted(_note_rounding),
+        tf_private.gradients_noted(notes.take_gradient),
     ):
         traced = _traced(function, call)
     graph, captured = traced.graph, traced.captured_inputs
@@ -377,7 +377,7 @@ def _note_rounding(value: Any, tensor: Any) -> None:
     if given.size and not np.array_equal(given, rounded, equal_nan=True):
         shaped = np.broadcast_to(given, tensor.shape) if given.size == 1 else given
         proto = tf.make_tensor_proto(shaped.reshape(tensor.shape).astype(np.float32))
-        tf_functions.set_attribute(tensor.op, UNROUNDED, proto)
+        tf_private.set_attribute(tensor.op, UNROUNDED, proto)
 
 
 def _traced(function: Any, call: FlatCall) -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES
+from tfamp.graph.editor import OpSignature, registered_signature
 from tfamp.graph.functions import called_functions
-from tfamp.graph.op_signatures import OpSignature, registered_signature
 from tfamp.interop import tf_private
 from tfamp.planning.structures import op_types
 from tfamp.reports.text_table import table_lines

@@ -9,10 +9,9 @@ from typing import Any
 import keras
 
 from tfamp.gradient_accumulator import GradientAccumulator
-from tfamp.interop.keras_hooks import as_tensor, described
-from tfamp.interop.keras_optimizers import built_for
+from tfamp.interop.keras_hooks import as_tensor, built_for, described
 from tfamp.interop.patching import unwrap_methods, wrap_method, wrapped_methods
-from tfamp.interop.tf_functions import as_written
+from tfamp.interop.tf_private import as_written
 from tfamp.optimizer import LossScaleOptimizer
 from tfamp.torch_style.grad_scaler import GradScaler
 from tfamp.training.gradients import Gradients, on_every_replica, outside_the_graph

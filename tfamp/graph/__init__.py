@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tfamp.core.lazy_names import lazy_names
+from tfamp import lazy_names
 
 if TYPE_CHECKING:
     from tfamp.core.profile import MachineProfile as MachineProfile

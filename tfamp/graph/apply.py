@@ -13,12 +13,12 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from tfamp.core.errors import RewriteError
+from tfamp.graph.editor import STATISTICS_ATTR, control_inputs_of
 from tfamp.graph.functions import bodies, replace_nodes
 from tfamp.graph.index import build_indexes
-from tfamp.graph.op_signatures import STATISTICS_ATTR, SUCCESSORS
-from tfamp.graph.spelling import control_inputs_of
 from tfamp.interop import tf_private
 from tfamp.planning.decision import PaintedScope, boundaries_agree
+from tfamp.planning.options import SUCCESSORS
 from tfamp.planning.structures import FLOAT32, RESULT, GraphIndex, Retype, RewritePlan, ScopePlan
 
 

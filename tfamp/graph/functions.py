@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from tfamp.core.errors import RewriteError
-from tfamp.graph.op_signatures import OpSignature, first_ports, registered_signature, signature
-from tfamp.graph.spelling import control_inputs_of, is_control, tensor_inputs
+from tfamp.graph.editor import (
+    OpSignature,
+    control_inputs_of,
+    first_ports,
+    is_control,
+    registered_signature,
+    signature,
+    tensor_inputs,
+)
 from tfamp.interop import tf_private
 from tfamp.planning.structures import BRANCHING, MAIN_GRAPH, free_name, node_name, reach
 
@@ -75,11 +82,11 @@ def new_suffix() -> str:
 
 
 def rename_functions(graph_def: Any, suffix: str) -> Any:
-    """Returns a copy in which the name of every function that is reached has another ending.
+    """Gives the name of every function that is reached another ending, in place.
 
-    Functions that no node calls are left out. A process knows one function by each name: needed
-    before a graph whose functions were changed is imported in the process that they come from. A
-    suffix of `new_suffix()` makes the names unique.
+    Functions that no node calls are dropped. Returns the graph. A process knows one function by
+    each name: needed before a graph whose functions were changed is imported in the process that
+    they come from. A suffix of `new_suffix()` makes the names unique.
 
     Example:
         >>> import tensorflow as tf
@@ -90,23 +97,27 @@ def rename_functions(graph_def: Any, suffix: str) -> Any:
         >>> names == {function.signature.name.removesuffix("_2") for function in renamed}
         True
     """
-    result = copied(graph_def)
-    reached = reached_functions(library_of(result), calls_in(result.node))
-    functions = [each for each in result.library.function if each.signature.name in reached]
-    for node in itertools.chain(result.node, *(function.node_def for function in functions)):
-        for _, called in _named_functions(node):
-            called.name += suffix if called.name in reached else ""
-        node.op += suffix if node.op in reached else ""
-    for function in functions:
-        function.signature.name += suffix
-    kept = tf.compat.v1.GraphDef(node=result.node, versions=result.versions)
-    kept.library.function.extend(functions)
-    for gradient in result.library.gradient:
-        if gradient.function_name in reached and gradient.gradient_func in reached:
-            gradient.function_name += suffix
-            gradient.gradient_func += suffix
-            kept.library.gradient.append(gradient)
-    return kept
+    library = graph_def.library
+    reached = reached_functions(library_of(graph_def), calls_in(graph_def.node))
+    _keep(library.function, lambda each: each.signature.name in reached)
+    _keep(library.gradient, lambda each: {each.function_name, each.gradient_func} <= reached)
+    for _, nodes, function in bodies(graph_def):
+        for node in nodes:
+            for _, called in _named_functions(node):
+                called.name += suffix if called.name in reached else ""
+            node.op += suffix if node.op in reached else ""
+        if function is not None:
+            function.signature.name += suffix
+    for gradient in library.gradient:
+        gradient.function_name += suffix
+        gradient.gradient_func += suffix
+    return graph_def
+
+
+def _keep(messages: Any, is_kept: Callable[[Any], bool]) -> None:
+    for position in reversed(range(len(messages))):
+        if not is_kept(messages[position]):
+            del messages[position]
 
 
 def unshare_branches(graph_def: Any) -> Any:

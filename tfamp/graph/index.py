@@ -1,4 +1,4 @@
-"""GraphDef -> GraphIndex; with `tfamp.graph.op_signatures` the only reader of protobuf.
+"""GraphDef -> GraphIndex; with `tfamp.graph.editor` the only reader of protobuf.
 
 Every type attribute of a node is a slot, and so is every dtype the op fixes. Reads of a variable
 with nothing between them count as one tensor, so that one Cast serves them all. The dtypes of both
@@ -16,6 +16,15 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from tfamp.core.errors import RewriteError
+from tfamp.graph.editor import (
+    SHAPES,
+    OpSignature,
+    first_ports,
+    refused_options,
+    registered_signature,
+    signature,
+    tensor_inputs,
+)
 from tfamp.graph.functions import (
     attribute_text,
     bodies,
@@ -24,17 +33,9 @@ from tfamp.graph.functions import (
     library_of,
     reached_functions,
 )
-from tfamp.graph.op_signatures import (
-    SUCCESSORS,
-    OpSignature,
-    first_ports,
-    refused_options,
-    registered_signature,
-    signature,
-)
-from tfamp.graph.spelling import SHAPES, tensor_inputs
 from tfamp.interop.tf_private import device_kind_of, dtype_name, has_kernel
 from tfamp.machine.hardware import detect
+from tfamp.planning.options import SUCCESSORS
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,

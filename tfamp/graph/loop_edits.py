@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.spelling import SHAPES, first_output
-from tfamp.planning.structures import free_name, reach
+from tfamp.graph.editor import SHAPES, first_output
+from tfamp.graph.functions import calls_in, function_attributes, reached_functions
+from tfamp.planning.structures import LOOPS, free_name, reach
 
 # How many of a loop's first results TensorFlow differentiates: those behind them are what the loop
 # keeps for a gradient that is in the graph already.
@@ -100,3 +102,22 @@ def _free_argument(wanted: str, functions: Iterable[Any]) -> str:
     parts = ((f.signature.input_arg, f.signature.output_arg, f.node_def) for f in functions)
     taken = {each.name for part in itertools.chain(*parts) for each in part}
     return free_name(wanted.replace("/", "_").lower(), taken)
+
+
+def own_functions(graph: Any, library: Mapping[str, Any]) -> Iterator[tuple[Any, Any, list[Any]]]:
+    """Each body and condition with the loops of the graph that run them, if nothing else does.
+
+    Several loops share those of one model where a graph has several signatures.
+    """
+    groups = defaultdict[tuple[str, ...], list[Any]](list)
+    for loop in graph.node:
+        if loop.op in LOOPS:
+            functions = dict(function_attributes(loop))
+            groups[functions.get("body", ""), functions.get("cond", "")].append(loop)
+    if not groups:
+        return
+    reached = reached_functions(library, calls_in(graph.node))
+    uses = Counter(calls_in(itertools.chain(graph.node, *(library[n].node_def for n in reached))))
+    for names, loops in groups.items():
+        if all(name in library and uses[name] == len(loops) for name in names):
+            yield library[names[0]], library[names[1]], loops

@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.graph.apply import cast_node, connect
+from tfamp.graph.editor import PYTHON
 from tfamp.graph.functions import bodies, copied
-from tfamp.graph.op_signatures import PYTHON
 from tfamp.planning.structures import GraphIndex, free_name
 
 # The attribute with the value of a constant before it was rounded; see `unrounded_constants`.

@@ -23,9 +23,7 @@ from tfamp.graph.op_lists import OpLists
 from tfamp.graph.passes.attention_products import as_batches
 from tfamp.graph.passes.bias_sums import as_sums, sums_are_better, without_idle_sums
 from tfamp.graph.passes.chosen_constants import keep_choices_finite
-from tfamp.graph.passes.joined_products import join_products
 from tfamp.graph.passes.loop_reads import read_before_loops
-from tfamp.graph.passes.zero_gradients import NORMALIZATION_GRADIENTS, as_zeros
 from tfamp.interop import tf_private
 from tfamp.interop.patching import level_of_user
 from tfamp.machine import profile_choice
@@ -196,9 +194,7 @@ def gradients_by_filters(graph_def: Any, options: RewriteOptions, use: GraphUse)
 
 # What makes a graph cheaper before it is decided about, in the order in which it runs.
 PASSES = (
-    Pass(frozenset({"BatchMatMulV2"}), join_products),
     Pass(frozenset({"Einsum"}), as_batches),
-    Pass(NORMALIZATION_GRADIENTS, as_zeros),
     Pass(LOOPS, sums_behind_loops),
     Pass(
         op_types("Conv2DBackpropFilter DepthwiseConv2dNativeBackpropFilter"), gradients_by_filters

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import keras
@@ -25,7 +25,7 @@ _VARIABLES = "keras.src.backend.common.variables"
 
 
 def policy_source(read: Callable[[], Any], wrote: Callable[[], None]) -> Patch:
-    """Returns a patch that makes Keras ask `read` for the global policy, and tell `wrote` of a new.
+    """Returns a patch with which Keras reads its policy by `read` and calls `wrote` at a new one.
 
     Keras keeps its policy in a thread-local, and there is no public way to set it for another
     thread. `read` returns None for Keras's own; `wrote` is called in the thread that set it.
@@ -74,7 +74,7 @@ def set_thread_policy(policy: Any) -> None:
 
 
 def global_seed_generator() -> Any:
-    """What Keras draws random numbers from without a seed in this thread; None before any.
+    """Keras's source of random numbers without a seed in this thread; None before its first use.
 
     Symbol: "global_seed_generator" in `keras.src.backend.common.global_state`.
     """
@@ -184,7 +184,7 @@ def set_fed_dtype(input_layer: Any, dtype: str) -> None:
 
 
 def outputs_of(functional: Any) -> list[Any]:
-    """What a Functional returns, flat. Symbol: `Function._outputs_struct`.
+    """Outputs of a Functional, flat. Symbol: `Function._outputs_struct`.
 
     `functional.outputs` may hold more: it is the model's own list, and callers extend it.
     """
@@ -207,18 +207,15 @@ def set_outputs(functional: Any, outputs: Sequence[Any]) -> None:
     structure = keras_symbol(functional, "_outputs_struct")
     values["_outputs_struct"] = keras.tree.pack_sequence_as(structure, list(outputs))
     values["_outputs"] = list(outputs)
-    before = list(functional.layers)
+    before = set(map(id, functional.layers))
     for name, value in values.items():
         keras_symbol(functional, name)
         # Around Layer.__setattr__, which would wrap lists and dicts into trackable ones.
         object.__setattr__(functional, name, value)
     tracked, after = keras_symbol(functional, "_layers"), functional.layers
-    kept = [layer for layer in tracked if not _holds(before, layer) or _holds(after, layer)]
-    tracked[:] = kept + [layer for layer in after if not _holds(tracked, layer)]
-
-
-def _holds(layers: Sequence[Any], layer: Any) -> bool:
-    return any(layer is other for other in layers)
+    gone, known = before - set(map(id, after)), set(map(id, tracked))
+    kept = [layer for layer in tracked if id(layer) not in gone]
+    tracked[:] = kept + [layer for layer in after if id(layer) not in known]
 
 
 def wrap_operations(functional: Any, around: Callable[[Any, Any], Any]) -> None:
@@ -260,7 +257,7 @@ def replace_policy(layer: Any, policy: Any) -> Callable[[], None]:
 
 
 def replace_losses(layer: Any) -> Callable[[], None]:
-    """Lets a layer collect losses anew, for a call whose tensors must not stay behind.
+    """Lets a layer collect losses again, for a call whose tensors must not stay behind.
 
     Symbols: `Layer._losses`, the list that `add_loss` appends to, and `Layer._loss_ids`.
 
@@ -294,7 +291,7 @@ def set_compiled_optimizer(model: Any, optimizer: Any) -> None:
     Symbol: `Trainer._compile_config`. To compile again would forget the metrics' values.
     """
     keras_symbol(keras_symbol(model, "_compile_config"), "config")["optimizer"] = optimizer
-    # Around Layer.__setattr__, as in `compile`: an optimizer is no part of the model's state.
+    # Around Layer.__setattr__, as in `compile`: an optimizer is not part of the model's state.
     object.__setattr__(model, "optimizer", optimizer)
 
 
@@ -385,6 +382,82 @@ def keras_symbol(owner: Any, name: str) -> Any:
     return foreign_symbol(owner, name, "Keras")
 
 
+# ---- Optimizers ----------------------------------------------------------------------------------
+
+
+def built_for(optimizer: Any) -> list[Any]:
+    """The variables of a model that an optimizer was built for. Symbol: `_trainable_variables`."""
+    return list(keras_symbol(optimizer, "_trainable_variables"))
+
+
+def key_of(optimizer: Any) -> Callable[[Any], Hashable]:
+    """Returns the function that gives a variable's key in an optimizer. Symbol: `_var_key`."""
+    key: Callable[[Any], Hashable] = keras_symbol(optimizer, "_var_key")
+    return key
+
+
+def index_of(optimizer: Any, variable: Any) -> int:
+    """The place of a variable in the slots. Symbol: `_get_variable_index`."""
+    index: int = keras_symbol(optimizer, "_get_variable_index")(variable)
+    return index
+
+
+def slot(optimizer: Any, name: str, index: int) -> Any:
+    """A slot of a variable: "momentums", "velocities", or "r", "c" and "v" of Adafactor.
+
+    Symbols: `_momentums`, `_velocities`, `_r`, `_c`, `_v`.
+    """
+    return keras_symbol(optimizer, f"_{name}")[index]
+
+
+def decays(optimizer: Any, variable: Any) -> bool:
+    """Whether an optimizer decays a variable. Symbol: `_use_weight_decay`."""
+    return bool(optimizer.weight_decay) and keras_symbol(optimizer, "_use_weight_decay")(variable)
+
+
+def without_missing(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Leaves out gradients that are None, and warns as Keras does.
+
+    Symbol: `_filter_empty_gradients`.
+    """
+    kept: tuple[list[Any], list[Any]] = keras_symbol(optimizer, "_filter_empty_gradients")(
+        gradients, variables
+    )
+    return kept
+
+
+def clipped(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
+    """Gradients clipped as an optimizer is told. Symbol: `_clip_gradients`."""
+    return list(keras_symbol(optimizer, "_clip_gradients")(gradients))
+
+
+def rate_is_called(optimizer: Any) -> bool:
+    """Whether the learning rate is a function or schedule. Symbol: `_learning_rate`."""
+    return callable(keras_symbol(optimizer, "_learning_rate"))
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers of a `MultiOptimizer`. Symbol: `_inner_optimizers`."""
+    return list(keras_symbol(optimizer, "_inner_optimizers"))
+
+
+def excluded_from_decay(optimizer: Any) -> tuple[set[Any], Any]:
+    """Keys of the variables that are not decayed, and the pattern of such names.
+
+    Symbols: `_exclude_from_weight_decay`, `_exclude_from_weight_decay_pattern`, which an optimizer
+    has where `exclude_from_weight_decay` was called.
+    """
+    keys: set[Any] = getattr(optimizer, "_exclude_from_weight_decay", set())
+    return keys, getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+
+
+def exclude_pattern(optimizer: Any, pattern: Any) -> None:
+    """Sets the pattern of names that are not decayed: see `excluded_from_decay`."""
+    optimizer._exclude_from_weight_decay_pattern = pattern
+
+
 # ---- Backends ------------------------------------------------------------------------------------
 
 
@@ -394,7 +467,7 @@ def runs_tensorflow() -> bool:
 
 
 def native(variable: Any) -> Any:
-    """What a `keras.Variable` holds, a `tf.Variable` on TensorFlow; any other variable itself."""
+    """Value of a `keras.Variable`, a `tf.Variable` on TensorFlow; any other variable itself."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
@@ -406,12 +479,8 @@ def as_tensor(variable: Any) -> Any:
 
 
 def how_to_change() -> str:
-    """What to do where Keras runs on another backend than TensorFlow, as a sentence."""
+    """Advice, as a sentence, where Keras runs on another backend than TensorFlow."""
     return "Set KERAS_BACKEND=tensorflow before Python starts."
-
-
-# Where they have another name in Keras than the class of TensorFlow 1 has.
-_COUNTERPARTS = {"GradientDescent": "SGD", "Momentum": "SGD", "Functional": "Model"}
 
 
 def described(value: object) -> str:
@@ -434,7 +503,7 @@ def described(value: object) -> str:
 
 
 def advice(value: object) -> str:
-    """What to do where an object or class of tf_keras, TensorFlow 1 or PyTorch was given; or ""."""
+    """Advice for an object or class of tf_keras, TensorFlow 1 or PyTorch; "" for others."""
     owner = value if isinstance(value, type) else type(value)
     names = [f"{base.__module__}.{base.__name__}" for base in owner.__mro__]
     for pattern, library in (
@@ -448,12 +517,10 @@ def advice(value: object) -> str:
 
 
 def _instead(owner: type) -> str:
-    own = [base.__name__.removesuffix("Optimizer") for base in owner.__mro__]
-    for name in (_COUNTERPARTS.get(each, each) for each in own):
-        for where in ("keras", "keras.optimizers", "keras.layers"):
-            namespace = getattr(keras, where.removeprefix("keras."), keras)
-            if isinstance(getattr(namespace, name, None), type):
-                return f"{where}.{name}"
+    for name in (base.__name__.removesuffix("Optimizer") for base in owner.__mro__):
+        for where in ("optimizers", "layers"):
+            if isinstance(getattr(getattr(keras, where), name, None), type):
+                return f"keras.{where}.{name}"
     return "its counterpart in the package keras"
 
 

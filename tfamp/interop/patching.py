@@ -12,9 +12,8 @@ import importlib
 import inspect
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
-from types import FrameType, MethodType, ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from tfamp.core.errors import UnsupportedVersionError
@@ -154,7 +153,7 @@ LIBRARIES = ("tensorflow.", "keras.", "tf_keras.")
 
 
 def level_of_user() -> int:
-    """The stack level, seen from the caller, of the first frame that is no library's."""
+    """Stack level, seen from the caller, of the first frame outside of libraries."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_of_library(frame):
         level, frame = level + 1, frame.f_back
@@ -165,17 +164,6 @@ def _is_of_library(frame: FrameType) -> bool:
     # What AutoGraph makes of a user's function is in a temporary file, which nobody can open.
     is_generated = "__autograph_generated_file" in frame.f_code.co_filename
     return is_generated or frame.f_globals.get("__name__", "").startswith(("tfamp.", *LIBRARIES))
-
-
-def warning_at_user(call: Callable[[], None]) -> None:
-    """Calls a function, and attributes what it warns of to the user's line.
-
-    A library gives the stack level of its caller, and in a patched function that is one of ours.
-    """
-    with warnings.catch_warnings(record=True) as said:
-        call()
-    for each in said:
-        warnings.warn(each.message, stacklevel=level_of_user())
 
 
 # ---- Finding symbols -----------------------------------------------------------------------------
@@ -228,7 +216,7 @@ def locate(symbol: str) -> tuple[Any, str]:
 
 
 class Patch:
-    """Puts functions in the place of symbols for as long as anyone holds it.
+    """Replaces symbols with functions for as long as anyone holds it.
 
     What another library has put on top stays; whatever it keeps of ours then only calls the
     original.
@@ -281,7 +269,7 @@ class Patch:
 def patched_here(
     **replacements: Callable[..., Any],
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which functions stand in the place of symbols, for this thread only."""
+    """Returns a context in which functions replace symbols, for this thread only."""
     thread = threading.get_ident()
 
     def here(around: Callable[..., Any], original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -298,11 +286,12 @@ class _Replaced:
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         self.owner, self.name, self.active = owner, name, True
-        # Not with getattr: a method taken from its class may be one of the class's parents.
-        is_symbol = isinstance(owner, (type, ModuleType))
-        self.original = _in_use(vars(owner)[name] if is_symbol else getattr(owner, name))
+        # Not with getattr: a method taken from its class may be one of the class's parents. None
+        # where an object has the method from its class.
+        self.before = _in_use(vars(owner).get(name))
+        original = getattr(owner, name) if self.before is None else self.before
         is_class = isinstance(around, type)
-        self.ours = around(self.original) if is_class else self._wrapper(self.original, around)
+        self.ours = around(original) if is_class else self._wrapper(original, around)
         vars(self.ours)[_MARK] = self
         _put(owner, name, self.ours)
 
@@ -320,7 +309,7 @@ class _Replaced:
         """Puts the original back, unless something else has been put on top since."""
         self.active = False
         if vars(self.owner).get(self.name) is self.ours:
-            _put(self.owner, self.name, _in_use(self.original))
+            _put(self.owner, self.name, _in_use(self.before))
             self.ours = None
 
 
@@ -328,36 +317,27 @@ _MARK = "_tfamp_replaced"
 
 
 def _replaced_by(value: Any) -> _Replaced | None:
-    """What a function or object of ours stands for; None of others'."""
+    """The replacement that a function or object of ours is; None for others'."""
     found = getattr(value, _MARK, None)
     # What another library puts on top may have copied our attributes.
     return found if isinstance(found, _Replaced) and found.ours is value else None
 
 
 def _in_use(value: Any) -> Any:
-    """What is below replacements that were given up while something else was on top of them."""
+    """Returns the value below replacements that ended while something else was on top of them."""
     while (found := _replaced_by(value)) is not None and not found.active:
-        value = found.original
+        value = found.before
     return value
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
     if isinstance(owner, (type, ModuleType)):
         setattr(owner, name, value)
-    elif _is_of_class(owner, name, value):
+    elif value is None:
         del vars(owner)[name]
     else:
         # Around Layer.__setattr__: nothing here is state to track, to save or to check-point.
         vars(owner)[name] = value
-
-
-def _is_of_class(obj: Any, name: str, method: Any) -> bool:
-    """Whether a method is what the object's class gives it, and nothing of the object's own."""
-    return (
-        isinstance(method, MethodType)
-        and method.__self__ is obj
-        and _in_use(method.__func__) is _in_use(getattr(type(obj), name, None))
-    )
 
 
 # ---- Patches of single objects -------------------------------------------------------------------
@@ -378,10 +358,10 @@ def wrapped_methods(obj: Any) -> dict[str, Callable[..., Any]]:
 
 def unwrap_methods(obj: Any) -> None:
     """Gives an object its own methods back, but where something else was put on top of ours."""
-    for name, original in wrapped_methods(obj).items():
-        while (found := _replaced_by(original)) is not None:
-            original = found.original
-        _put(obj, name, original)
+    for name, method in wrapped_methods(obj).items():
+        while (found := _replaced_by(method)) is not None:
+            method = found.before
+        _put(obj, name, method)
 
 
 def rewrap_methods(obj: Any, methods: dict[str, Callable[..., Any]]) -> None:

@@ -25,7 +25,7 @@ from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.interop import tf_private
 from tfamp.interop.keras_hooks import runs_tensorflow
 from tfamp.interop.patching import wrap_method
-from tfamp.layers.float_policies import managed_layers
+from tfamp.layers.layer_dtypes import managed_layers
 
 _Method = Callable[..., Any]
 # A subclass that overrides anything else of Keras's may compute something else.
@@ -57,7 +57,7 @@ def fuse(layer: Any, low: str) -> None:
         layer.autocast = False
 
     def output_dtype(inputs: Any) -> str:
-        """The dtype of the output, which no fallback changes: symbolic tensors are to tell it."""
+        """Dtype of the output, the same with every fallback: symbolic tensors state it."""
         record = managed_layers.get(layer)
         raised = record is not None and bool(record.raised)
         if layer.compute_dtype == "float32" and _dtype_of(inputs) == low and not raised:

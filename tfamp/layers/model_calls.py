@@ -22,9 +22,8 @@ import keras
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import wrap_method, wrapped_methods
-from tfamp.layers import float_policies, fused_norms, output_dtypes
-from tfamp.layers.float_policies import ManagedLayer, WeakMap, is_built_in, managed_layers
-from tfamp.layers.output_dtypes import graph_of
+from tfamp.layers import fused_norms, layer_dtypes
+from tfamp.layers.layer_dtypes import ManagedLayer, WeakMap, graph_of, is_built_in, managed_layers
 from tfamp.policy import Policy, prepares_data
 
 # Layers whose `autocast` was switched off: they, or those inside, need their inputs' exact values.
@@ -86,7 +85,7 @@ def protect_values(layer: Any) -> None:
 
 def _look_up_exactly(original: Callable[..., Any], ids: Any, *args: Any, **kwargs: Any) -> Any:
     if not any((*args, *kwargs.values())):  # not the reverse of an embedding
-        ids = float_policies.as_given(ids)
+        ids = layer_dtypes.as_given(ids)
     return original(ids, *args, **kwargs)
 
 
@@ -101,8 +100,8 @@ def _compute_in_float32(layer: Any) -> None:
         if not applies(layer, masked):
             return original(inputs, *args, **kwargs)
         with keras_hooks.reading_variables_in(None):
-            exact = keras.tree.map_structure(float_policies.in_float32, inputs)
-            return float_policies.lowered(original(exact, *args, **kwargs), layer.compute_dtype)
+            exact = keras.tree.map_structure(layer_dtypes.in_float32, inputs)
+            return layer_dtypes.lowered(original(exact, *args, **kwargs), layer.compute_dtype)
 
     wrap_method(layer, "call", call)
 
@@ -136,9 +135,9 @@ def add_losses_in_float32(layer: Any) -> None:
         outputs = getattr(thread, "outputs", None)
         if outputs:
             output = outputs.pop(0)
-            if float_policies.is_low(output):
+            if layer_dtypes.is_low(output):
                 loss = _activity_loss(layer.activity_regularizer, output)
-        original(keras.tree.map_structure(float_policies.in_float32, loss))
+        original(keras.tree.map_structure(layer_dtypes.in_float32, loss))
 
     wrap_method(layer, "add_loss", add_loss)
     if regularizer is not None:
@@ -147,8 +146,8 @@ def add_losses_in_float32(layer: Any) -> None:
 
 
 def _activity_loss(regularizer: Callable[[Any], Any], output: Any) -> Any:
-    """What Keras adds for one output of a layer: from Keras 3.14 on a mean over the batch."""
-    loss = regularizer(float_policies.in_float32(output))
+    """Keras's loss for one output of a layer: from Keras 3.14 on a mean over the batch."""
+    loss = regularizer(layer_dtypes.in_float32(output))
     if keras.ops.ndim(output) == 0 or not keras_hooks.averages_activity_losses():
         return loss
     batch_size = keras.ops.cast(keras.ops.shape(output)[0], loss.dtype)
@@ -158,14 +157,13 @@ def _activity_loss(regularizer: Callable[[Any], Any], output: Any) -> Any:
 def _build_sequential(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Has the InputLayer that Keras makes for a Sequential without one take features as they are.
 
-    Keras gives it the dtype in which the first layer computes.
+    Keras gives it the dtype in which the first layer computes; one given by the user has float32.
     """
-    _take_inputs_as_they_are(model)
     before = keras_hooks.sublayers(model)[:1]
     result = original(*args, **kwargs)
     for layer in keras_hooks.sublayers(model)[:1]:
         made = isinstance(layer, keras.layers.InputLayer) and before != (layer,)
-        if made and uncast_inputs.get(model) and layer.dtype in LOW_PRECISION:
+        if made and layer.dtype in LOW_PRECISION:
             keras_hooks.set_fed_dtype(layer, "float32")
     return result
 
@@ -187,7 +185,7 @@ def _uncast(layer: Any) -> None:
 def _cast_and_remember(layer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a user's code as Keras does, with low inputs that `as_given` turns back."""
     dtype = layer.compute_dtype
-    args, kwargs = float_policies.lowered((args, kwargs), dtype)
+    args, kwargs = layer_dtypes.lowered((args, kwargs), dtype)
     with keras_hooks.reading_variables_in(dtype):
         return original(*args, **kwargs)
 
@@ -249,24 +247,22 @@ def manage_functional(functional: Any, owner: Any = None) -> None:
 
     Its owner is the Sequential it is the inside of, where that is known.
     """
-    if output_dtypes.settle(functional):
+    if layer_dtypes.settle(functional, owner):
         _watch_functional(functional)
-    if owner is not None:
-        output_dtypes.own(functional, owner)
 
 
 def _watch_functional(functional: Any) -> None:
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = graph_of(functional)
-        args, kwargs = keras.tree.map_structure(float_policies.as_given, (args, kwargs))
+        graph = graph_of(functional)
+        args, kwargs = keras.tree.map_structure(layer_dtypes.as_given, (args, kwargs))
         # A Sequential calls its Functional's call(); who called the Sequential is its business.
-        if found is not None and found[1].owner() is None:
+        if graph is not None and graph.owner() is None:
             return _as_part(functional, original, *args, **kwargs)
         return original(*args, **kwargs)
 
     def around(operation: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        found = graph_of(functional)
-        if found is None or id(operation) not in found[1].inner:
+        graph = graph_of(functional)
+        if graph is None or id(operation) not in graph.inner:
             return function
         return functools.partial(_through_float32, function)
 
@@ -282,10 +278,10 @@ def _through_float32(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
     """
 
     def cast(x: Any) -> Any:
-        return float_policies.in_low(float_policies.in_float32(x), x.dtype)
+        return layer_dtypes.in_low(layer_dtypes.in_float32(x), x.dtype)
 
     outputs = function(*args, **kwargs)
-    return keras.tree.map_structure(lambda x: cast(x) if float_policies.is_low(x) else x, outputs)
+    return keras.tree.map_structure(lambda x: cast(x) if layer_dtypes.is_low(x) else x, outputs)
 
 
 def _spec_of(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -306,11 +302,11 @@ def _caller_of(model: Any) -> Any:
 
 def _as_part(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a Functional or Sequential as a part of the layer or model that calls it, if any."""
-    caller, found = _caller_of(model), graph_of(model)
+    caller, graph = _caller_of(model), graph_of(model)
     # As the last step of a Functional it makes that one's outputs, and stays float32.
-    ends = found is not None and bool(found[1].output_of.alive())
-    if caller is not None and not output_dtypes.is_subclassed_model(caller) and not ends:
-        output_dtypes.become_part(model)
+    ends = graph is not None and bool(graph.output_of)
+    if caller is not None and not layer_dtypes.is_subclassed_model(caller) and not ends:
+        layer_dtypes.become_part(model)
     return _for_caller(caller, model, original(*args, **kwargs))
 
 
@@ -320,14 +316,14 @@ def _for_caller(caller: Any, model: Any, outputs: Any) -> Any:
     The code of that call may add them to other low tensors. What it returns as its own output is
     the float32 tensor again.
     """
-    if not output_dtypes.is_subclassed_model(caller) or caller.compute_dtype not in LOW_PRECISION:
+    if not layer_dtypes.is_subclassed_model(caller) or caller.compute_dtype not in LOW_PRECISION:
         return outputs
-    made = output_dtypes.float32_made_of_low(model)
+    made = layer_dtypes.float32_made_of_low(model)
     if not any(made):
         return outputs
     flat = zip(keras.tree.flatten(outputs), made, strict=True)
     dtype = caller.compute_dtype
-    lowered = [float_policies.in_low(x, dtype) if each else x for x, each in flat]
+    lowered = [layer_dtypes.in_low(x, dtype) if each else x for x, each in flat]
     return keras.tree.pack_sequence_as(outputs, lowered)
 
 
@@ -339,34 +335,31 @@ def _watch_sequential(model: Any) -> None:
     """
 
     def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        output_dtypes.forget_dropped(model)
+        layer_dtypes.forget_dropped(model)
         result = original(*args, **kwargs)
-        output_dtypes.forget_dropped(model)
+        layer_dtypes.forget_dropped(model)
         functional = keras_hooks.functional_of(model)
         if functional is not None:
-            if graph_of(model) is None:
-                # The constructors are no longer wrapped: the policy has changed since.
-                output_dtypes.settle(functional)
-            output_dtypes.own(functional, model)
+            # It has no roles yet where the policy has changed since: no constructor was wrapped.
+            layer_dtypes.settle(functional, model)
         return result
 
     def pop(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         layer = original(*args, **kwargs)
-        output_dtypes.forget_dropped(model)
-        output_dtypes.unraise_if_no_output(layer)
+        layer_dtypes.forget_dropped(model)
         return layer
 
     def get_config(original: Callable[[], Any]) -> Any:
         # The appended layers are in the Functional only, and this lists the Sequential's own.
         config = original()
-        appended = output_dtypes.appended_casts(keras_hooks.functional_of(model))
+        appended = layer_dtypes.appended_casts(model)
         config["layers"] += [keras.saving.serialize_keras_object(layer) for layer in appended]
         return config
 
     def returns_low() -> bool:
         """Whether nothing else raises the output: no Functional, as for nested inputs."""
         built = keras_hooks.functional_of(model) is not None
-        return not built and any(map(output_dtypes.wants_float32, model.layers[-1:]))
+        return not built and any(map(layer_dtypes.wants_float32, model.layers[-1:]))
 
     for around in (build, pop, get_config):
         wrap_method(model, around.__name__, around)
@@ -432,7 +425,7 @@ def _as_float32(model: Any, value: Any) -> Any:
         return keras.KerasTensor(value.shape, dtype="float32", sparse=value.sparse)
     if is_spec:
         return keras.InputSpec("float32", value.shape, name=value.name)
-    return float_policies.in_float32(value)
+    return layer_dtypes.in_float32(value)
 
 
 def _keep_sublayers_float32(layer: Any, policy: Policy) -> None:
@@ -462,7 +455,7 @@ def _set_float32(layers: tuple[Any, ...], handed_down: bool, policy_name: str) -
     for layer in layers:
         # Keras's own layers give theirs a dtype explicitly; a user's explicit one wins.
         ours = managed_layers.get(layer) is not None or handed_down
-        if ours and float_policies.float_policy(layer) == policy_name:
-            float_policies.give_policy(layer, "float32")
+        if ours and layer_dtypes.float_policy(layer) == policy_name:
+            layer_dtypes.give_policy(layer, "float32")
             managed_layers.discard(layer)
         _set_float32(keras_hooks.sublayers(layer), is_built_in(layer), policy_name)

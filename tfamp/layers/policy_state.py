@@ -18,13 +18,11 @@ import keras
 
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import described
-from tfamp.interop.patching import Patch, warning_at_user
+from tfamp.interop.patching import Patch
 from tfamp.layers import model_calls
 from tfamp.policy import POLICY_NAMES, Policy
 
 _KERAS_OWN = (keras.DTypePolicy, keras.FloatDTypePolicy)
-# Arguments of a layer that Keras warns of.
-_WARNED_OF = {"input_shape", "input_dim"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +38,9 @@ class _Level:
 
 @dataclass(eq=False)
 class _Scope:
-    """What one `with` block needs: its level now, and Keras's own policy from before it."""
+    """One `with` block: its level now, and Keras's own policy from before it."""
 
+    owner: policy_scope
     level: _Level
     keras_before: Any
     keras_set_before: _Level | None
@@ -57,6 +56,8 @@ class _Thread(threading.local):
 _lock = threading.RLock()
 _thread = _Thread()
 _process: _Level | None = None
+# Once a thread has called Keras's own setter under a policy of tfamp's.
+_keras_set_somewhere = threading.Event()
 # Scopes of all threads. Weak: a thread that dies inside a scope must not keep the hooks alive.
 _open_scopes: weakref.WeakSet[_Scope] = weakref.WeakSet()
 
@@ -87,6 +88,9 @@ def set_global_policy(policy: Policy | keras.DTypePolicy | str) -> None:
     with _lock:
         if _thread.scopes:
             _thread.scopes[-1].level = level
+        elif _process is not None and _is_keras_default(level.policy):
+            _process = None
+            keras_hooks.set_thread_policy(None)
         else:
             _process = level
         _follow()
@@ -111,7 +115,12 @@ def global_policy() -> Policy:
         'float16'
     """
     level = _level_in_force()
-    return _from_keras(keras.config.dtype_policy()) if level is None else level.policy
+    if level is not None:
+        return level.policy
+    policy = _from_keras(keras.config.dtype_policy())
+    if policy.is_mixed:
+        return Policy(policy.name, float32_layers=(), float32_outputs=False)
+    return policy
 
 
 class policy_scope(contextlib.ContextDecorator):  # noqa: N801 - reads as a function
@@ -136,32 +145,25 @@ class policy_scope(contextlib.ContextDecorator):  # noqa: N801 - reads as a func
 
     def __init__(self, policy: Policy | keras.DTypePolicy | str):
         self._policy = _as_policy(policy)
-        # In all threads, with the scopes of the thread.
-        self._entered: list[tuple[_Scope, list[_Scope]]] = []
 
     def __enter__(self) -> Policy:
         before = keras_hooks.thread_policy(), _thread.keras_set_over
-        scope = _Scope(_Level(self._policy), *before)
+        scope = _Scope(self, _Level(self._policy), *before)
         _thread.scopes.append(scope)
         with _lock:
-            self._entered.append((scope, _thread.scopes))
             _open_scopes.add(scope)
             _follow()
         return self._policy
 
     def __exit__(self, *exception: object) -> None:
-        with _lock:
-            if not self._entered:
-                raise RuntimeError("policy_scope was left more often than it was entered.")
-            # This thread's last one, or the last one if other threads made them all.
-            mine = [entry for entry in self._entered if entry[1] is _thread.scopes]
-            entry = (mine or self._entered)[-1]
-            self._entered.remove(entry)
-        scope, around = entry
-        if mine and around[-1] is scope:
+        mine = [scope for scope in _thread.scopes if scope.owner is self]
+        if not mine:
+            raise RuntimeError("policy_scope was left more often than it was entered here.")
+        scope = mine[-1]
+        if _thread.scopes[-1] is scope:
             keras_hooks.set_thread_policy(scope.keras_before)
             _thread.keras_set_over = scope.keras_set_before
-        around.remove(scope)
+        _thread.scopes.remove(scope)
         with _lock:
             _open_scopes.discard(scope)
             _follow()
@@ -172,61 +174,33 @@ def _as_policy(policy: object) -> Policy:
         return policy
     if isinstance(policy, str):
         return Policy(policy)
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        default = policy.default_policy
+        policy = default if all(each == default for each in policy.values()) else policy
     if isinstance(policy, keras.DTypePolicy):
-        return _of_same_dtypes(policy)
-    own = getattr(policy, "name", None)  # a policy of tf_keras has one
+        return _from_keras(policy)
     raise TypeError(
         "policy must be a tfamp.Policy, a keras.DTypePolicy or the name of one, one of "
         f"{', '.join(POLICY_NAMES)}; got {described(policy)}"
-        + (f" Or give the name, {own!r}." if own in POLICY_NAMES else "")
     )
 
 
-def _of_same_dtypes(policy: Any) -> Policy:
-    """The policy that computes and stores in the dtypes of a Keras policy."""
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-        default = policy.default_policy
-        others = [path for path, each in policy.items() if each != default]
-        if others:
-            raise ValueError(
-                f"policy must be one policy for all layers; got {policy!r}, which has others for "
-                f"{', '.join(map(repr, others))}. A map goes by the paths of layers, and those "
-                f"exist only once a model is built. Set {default.name!r} and give these layers "
-                "their dtype=, or change them in the built model with tfamp.set_layer_dtype(model, "
-                f"dtype, pattern={others[0]!r}), or keep_float32= of tfamp.prepare."
-            )
-        return _of_same_dtypes(default)
-    if policy.quantization_mode is not None:
-        raise ValueError(
-            f"policy must be one of {', '.join(POLICY_NAMES)}; got {policy!r}. Layers are "
-            "quantized when they are built, by model.quantize: set the policy they come from."
-        )
-    if policy.name in POLICY_NAMES and type(policy) in _KERAS_OWN:
+def _from_keras(policy: Any) -> Policy:
+    """The policy of the same dtypes as one of Keras's."""
+    if type(policy) in _KERAS_OWN and policy.name in POLICY_NAMES:
         return Policy(policy.name)
     raise ValueError(
-        f"policy must be one of {', '.join(POLICY_NAMES)}; got {policy!r} of type "
-        f"{type(policy).__name__}, which computes in {policy.compute_dtype} and has "
-        f"{policy.variable_dtype} variables by rules of its own. Give single layers that policy as "
-        "their dtype=, or set it with keras.config.set_dtype_policy."
+        f"policy must be one of {', '.join(POLICY_NAMES)}, or a keras.DTypePolicy of that name; "
+        f"Keras's is {policy!r} of type {type(policy).__name__}, which a tfamp.Policy cannot "
+        "express. Layers are quantized when they are built, by model.quantize. Give single layers "
+        "a policy as their dtype=, or in a built model with tfamp.set_layer_dtype(model, dtype, "
+        "pattern=...). keras.config.set_dtype_policy sets any policy."
     )
 
 
 @functools.cache
 def _plain(name: str) -> Any:
     return keras.DTypePolicy(name)
-
-
-def _from_keras(policy: Any) -> Policy:
-    if type(policy) not in _KERAS_OWN or policy.name not in POLICY_NAMES:
-        raise ValueError(
-            f"Keras's global dtype policy is {policy!r}, which a tfamp.Policy cannot express; "
-            f"expected one of {', '.join(POLICY_NAMES)}. Read it with keras.config.dtype_policy(), "
-            "or set one of these with tfamp.set_global_policy."
-        )
-    plain = Policy(policy.name)
-    # What Keras does by itself under a mixed policy.
-    by_itself = Policy(policy.name, float32_layers=(), float32_outputs=False)
-    return by_itself if plain.is_mixed else plain
 
 
 def _level_in_force() -> _Level | None:
@@ -238,12 +212,21 @@ def _level_in_force() -> _Level | None:
     return level
 
 
+def _is_keras_default(policy: Policy) -> bool:
+    """Whether every thread is under a policy once nothing of tfamp's is in force."""
+    plain = policy == Policy("float32") and keras.config.floatx() == "float32"
+    return plain and not _keras_set_somewhere.is_set()
+
+
 def _keras_policy_in_force() -> Any:
     level = _level_in_force()
+    if level is not None and not _thread.scopes:
+        keras_hooks.set_thread_policy(None)  # An older one must not come back.
     return None if level is None else _plain(level.policy.name)
 
 
 def _keras_was_set() -> None:
+    _keras_set_somewhere.set()
     _thread.keras_set_over = _thread.scopes[-1].level if _thread.scopes else _process
 
 
@@ -252,37 +235,25 @@ def _follow() -> None:
     levels = [scope.level for scope in list(_open_scopes)]
     if _process is not None:
         levels.append(_process)
-    _policy_source.keep(bool(levels))
+    policy_source.keep(bool(levels))
     constructors.keep(any(level.policy.is_mixed for level in levels))
 
 
-def _layer_dtype(layer_class: type, dtype: Any) -> Any:
-    """Decides the dtype a layer is constructed with; one given by the user wins."""
-    if isinstance(dtype, Policy):
-        return _plain(dtype.name)
-    level = _level_in_force()
-    if dtype is None and level is not None and level.policy.keeps_float32(layer_class):
-        return _plain("float32")
-    return dtype
-
-
 def _layer_init(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-    if kwargs.get("dtype") is None and model_calls.runs_float32_layer():
-        kwargs["dtype"] = "float32"
-    given = kwargs.get("dtype")
-    wanted = _layer_dtype(type(layer), given)
-    if wanted is not given:
-        kwargs["dtype"] = wanted
-    construct = functools.partial(original, layer, *args, **kwargs)
-    if kwargs.keys() & _WARNED_OF:
-        warning_at_user(construct)
-    else:
-        construct()
-    level = _level_in_force()
-    if level is not None and level.policy.is_mixed:
+    """Constructs a layer with the dtype that its policy gives it; one given by the user wins."""
+    given, level = kwargs.get("dtype"), _level_in_force()
+    policy = None if level is None else level.policy
+    if given is None and model_calls.runs_float32_layer():
+        given = kwargs["dtype"] = "float32"
+    if isinstance(given, Policy):
+        kwargs["dtype"] = _plain(given.name)
+    elif given is None and policy is not None and policy.keeps_float32(type(layer)):
+        kwargs["dtype"] = _plain("float32")
+    original(layer, *args, **kwargs)
+    if policy is not None and policy.is_mixed:
         model_calls.protect_values(layer)
         if given is None:
-            model_calls.manage(layer, level.policy)
+            model_calls.manage(layer, policy)
 
 
 def _functional_init(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -290,5 +261,5 @@ def _functional_init(original: Any, model: Any, *args: Any, **kwargs: Any) -> No
     model_calls.manage_functional(model)
 
 
-_policy_source = keras_hooks.policy_source(_keras_policy_in_force, _keras_was_set)
+policy_source = keras_hooks.policy_source(_keras_policy_in_force, _keras_was_set)
 constructors = Patch(layer_init=_layer_init, functional_init=_functional_init)

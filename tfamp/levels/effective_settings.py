@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import DynamicLossScale, FixedLossScale, GradClip, LossScale
-from tfamp.layers.float_policies import managed_layers, quantization_of
+from tfamp.layers.layer_dtypes import managed_layers, quantization_of
 from tfamp.levels.layer_policies import layers_before, set_by_hand
 from tfamp.levels.model_structure import computing_layers_of, layers_of, path_of
 from tfamp.levels.precision_config import EffectiveLevel

@@ -18,8 +18,8 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import rewrap_methods, unwrap_methods, wrap_method, wrapped_methods
-from tfamp.layers import output_dtypes
-from tfamp.layers.float_policies import (
+from tfamp.layers import layer_dtypes
+from tfamp.layers.layer_dtypes import (
     WeakMap,
     float_policy,
     give_policy,
@@ -66,7 +66,7 @@ def note_state(*roots: Any) -> Callable[[], None]:
     layers, functionals = layers_of(*roots), [found for found, _ in functionals_of(*roots)]
     noted = [(x, wrapped_methods(x), policy_of(x), x.autocast) for x in layers]
     records = [(registry, x, registry.get(x)) for x in layers for registry in registries]
-    records += [(output_dtypes.graphs, x, output_dtypes.graphs.get(x)) for x in functionals]
+    records += [(layer_dtypes.graphs, x, layer_dtypes.graphs.get(x)) for x in functionals]
     outputs = [keras_hooks.outputs_of(x) for x in functionals]
     # Those behind a layer may be of ops that are no layers, such as a sum of two outputs.
     nodes = [
@@ -118,7 +118,7 @@ def take_off(model: Any, *, keep_by_hand: bool) -> set[int]:
     default = default_policy(model)
     chosen: set[int] = set()
     for functional, _ in functionals_of(model):
-        output_dtypes.dissolve(functional)
+        layer_dtypes.dissolve(functional)
     for layer in computing_layers_of(model):
         now, before = policy_of(layer), layers_before.get(layer)
         is_chosen = _is_chosen(layer, default)
@@ -187,7 +187,7 @@ def put_on(model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Iterable[
     for functional, owner in functionals_of(model):
         correct_symbolic_dtypes(functional)
         manage_functional(functional, owner)
-    output_dtypes.models_below_become_parts(model)
+    layer_dtypes.models_below_become_parts(model)
 
 
 def _put_on(layer: Any, policy: Policy, keeps: bool) -> None:
@@ -271,7 +271,7 @@ def set_layer_dtype(
         for functional, _ in functionals_of(model_or_layer):
             correct_symbolic_dtypes(functional)
         for layer in targets:
-            output_dtypes.retype_followers(layer)
+            layer_dtypes.retype_followers(layer)
         undo.pop_all()
     drop_traced_functions(model_or_layer)
     return tuple(path_of(layer) for layer in chosen)

@@ -12,9 +12,16 @@ import tensorflow as tf
 from tfamp.levels.precision_config import EffectiveLevel, PrecisionConfig, effective_level
 from tfamp.levels.step_rewriting import keep_in_float32, step_settings
 from tfamp.machine import hardware
+from tfamp.planning.structures import FLOAT32
 from tfamp.rewriting.function_state import kept_random_states
-from tfamp.rewriting.tune_report import FLOAT32, TuneReport, time_text
-from tfamp.rewriting.tuning import CANDIDATES, Candidate, candidates_of, compare_candidates
+from tfamp.rewriting.tuning import (
+    CANDIDATES,
+    Candidate,
+    TuneReport,
+    candidates_of,
+    compare_candidates,
+    time_text,
+)
 
 _MIXED = "O2"
 

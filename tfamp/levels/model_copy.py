@@ -16,7 +16,7 @@ import keras
 from tfamp.core.dtypes import LOW_PRECISION, float_format
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import patched_here
-from tfamp.layers.float_policies import is_plain
+from tfamp.layers.layer_dtypes import is_plain
 from tfamp.layers.policy_state import policy_scope
 from tfamp.levels.model_structure import is_graph, layers_of, path_of
 from tfamp.policy import prepares_data

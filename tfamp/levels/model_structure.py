@@ -15,8 +15,8 @@ import tensorflow as tf
 from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import advice, described
+from tfamp.layers.layer_dtypes import is_subclassed_model, respecify
 from tfamp.layers.model_calls import computing_specs_of
-from tfamp.layers.output_dtypes import is_subclassed_model, respecify
 from tfamp.levels.precision_config import nearest
 
 # Symbolic dtypes are corrected in passes until none changes. A layer called several times may need

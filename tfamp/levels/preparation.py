@@ -22,15 +22,15 @@ from tfamp.core.options import GradClip, LossScale
 from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import level_of_user
 from tfamp.layers import fused_norms
-from tfamp.layers.float_policies import (
+from tfamp.layers.layer_dtypes import (
     ManagedLayer,
     WeakMap,
+    become_part,
     is_plain,
     managed_layers,
     quantization_of,
 )
 from tfamp.layers.model_calls import cast_outermost, manage, protect_values
-from tfamp.layers.output_dtypes import become_part
 from tfamp.levels import layer_policies, prepared_optimizer
 from tfamp.levels.effective_settings import PrecisionSettings, own_settings_of, settings_of
 from tfamp.levels.measured_level import check_measurable, measured_level, train_step_of

@@ -16,10 +16,10 @@ import keras
 
 from tfamp.core.errors import TfampWarning
 from tfamp.core.options import DynamicLossScale, LossScale
-from tfamp.interop import keras_hooks, keras_optimizers
+from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import level_of_user, wrap_method
-from tfamp.layers.float_policies import WeakMap
+from tfamp.layers.layer_dtypes import WeakMap
 from tfamp.levels.model_structure import drop_traced_functions
 from tfamp.levels.precision_config import EffectiveLevel
 from tfamp.optimizer import LossScaleOptimizer, go_on_from
@@ -126,17 +126,17 @@ def _built_for(optimizer: Any) -> list[Any] | None:
         if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             return None
         optimizer = optimizer.inner_optimizer
-    return keras_optimizers.built_for(optimizer)
+    return keras_hooks.built_for(optimizer)
 
 
 def _exclude_like(old: Any, new: Any, copies: dict[int, Any], variables: list[Any]) -> None:
     """Takes out of weight decay what another optimizer has taken out; no configuration says it."""
-    excluded, pattern = keras_optimizers.excluded_from_decay(old)
+    excluded, pattern = keras_hooks.excluded_from_decay(old)
     if not excluded and pattern is None:
         return
-    key = keras_optimizers.key_of(old)
+    key = keras_hooks.key_of(old)
     new.exclude_from_weight_decay([copies[id(v)] for v in variables if key(v) in excluded])
-    keras_optimizers.exclude_pattern(new, pattern)
+    keras_hooks.exclude_pattern(new, pattern)
 
 
 def warn_of_slots(optimizer: Any, level: EffectiveLevel) -> None:

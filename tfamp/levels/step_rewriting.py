@@ -20,11 +20,11 @@ import tensorflow as tf
 from tfamp.core.errors import TfampWarning
 from tfamp.interop.keras_hooks import reading_variables_in
 from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
-from tfamp.layers.float_policies import in_float32
+from tfamp.layers.layer_dtypes import in_float32
 from tfamp.levels.model_structure import computing_layers_of, layers_of
 from tfamp.planning.options import RewriteOptions
 from tfamp.rewriting.function import RewrittenFunction
-from tfamp.rewriting.traced_function import traces_for_a_rewrite
+from tfamp.rewriting.pipeline import traces_for_a_rewrite
 from tfamp.torch_style.context import autocast
 
 # Nodes of kept layers, and of their gradients, are under this scope. The scopes that Keras gives

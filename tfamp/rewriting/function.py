@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -14,34 +13,20 @@ import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarning
 from tfamp.core.profile import MachineProfile
-from tfamp.graph.calibration import Calibration, measure
+from tfamp.graph.calibration import Calibration
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop.keras_hooks import require_tensorflow
 from tfamp.interop.patching import level_of_user
-from tfamp.interop.tf_functions import SaveableFunction
+from tfamp.interop.tf_private import SaveableFunction
 from tfamp.planning.options import RewriteOptions
-from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import FLOAT32, RewritePlan
 from tfamp.policy import low_dtype
-from tfamp.rewriting.pipeline import FlatGraph, into_current_graph
-from tfamp.rewriting.traced_function import (
-    FlatCall,
-    TracedFunction,
-    fused_batch_normalization,
-    made_of,
-)
-from tfamp.torch_style.state import current_modes
+from tfamp.rewriting.pipeline import FlatCall, TracedFunction, call_converted
 
 _EAGER = (
     "{} runs as written, in float32: after tf.config.run_functions_eagerly(True) no function is "
     "traced, so there is no graph to rewrite. In eager mode `tfamp.autocast` casts op by op."
 )
-
-_NO_RESULT = {
-    "an async generator": inspect.isasyncgenfunction,
-    "a coroutine function (async def)": inspect.iscoroutinefunction,
-    "a generator function": inspect.isgeneratorfunction,
-}
 
 
 def rewrite(
@@ -83,8 +68,9 @@ def rewrite(
             this machine, by estimated times. "fused": as "min_cut", and XLA compiles the
             elementwise arithmetic between products and convolutions. "lists": the lists decide
             alone. Which is the fastest, `tfamp.tune` measures.
-        profile: What min_cut goes by: a `tfamp.graph.MachineProfile`, "builtin" for fixed figures,
-            or None for this machine's, measured in 3 s once and cached; see `TFAMP_PROFILE`.
+        profile: The times that min_cut uses: a `tfamp.graph.MachineProfile`, "builtin" for fixed
+            figures, or None for this machine's, measured in 3 s once and cached; see
+            `TFAMP_PROFILE`.
         on_error: "raise", or "keep": warn and run the float32 function where a graph cannot be
             rewritten.
         example_args: Arguments of a call, to rewrite at once instead of at the first call.
@@ -119,8 +105,18 @@ def rewrite(
         profile=profile,
         on_error=on_error,
     )
-    _check_example_args(example_args)
-    make = functools.partial(_make, options=options, example_args=example_args)
+    if example_args is not None and not isinstance(example_args, list | tuple):
+        raise TypeError(
+            "example_args must be a list or tuple of the arguments of a call, e.g. (x,); got "
+            f"{type(example_args).__name__}."
+        )
+
+    def make(fn: Any) -> RewrittenFunction:
+        rewritten = RewrittenFunction(fn, options)
+        if example_args is not None:
+            rewritten.concrete(*example_args)
+        return rewritten
+
     return make if fn is None else make(fn)
 
 
@@ -137,75 +133,61 @@ def _low_dtype(dtype: str | None) -> str:
     return name or FLOAT32
 
 
-def _check_example_args(example_args: Any) -> None:
-    if example_args is not None and not isinstance(example_args, list | tuple):
+def check_function(fn: Any) -> None:
+    """Raises a TypeError for what is not a function or model."""
+    if isinstance(fn, type) or not callable(fn):
+        got = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
         raise TypeError(
-            "example_args must be a list or tuple of the arguments of a call, e.g. (x,); got "
-            f"{type(example_args).__name__}."
+            "rewrite takes a tf.function, a concrete function, a Keras model or a Python function; "
+            f"got {got}."
         )
 
 
-def _make(
-    fn: Any, options: RewriteOptions, example_args: Sequence[Any] | None
-) -> RewrittenFunction:
-    rewritten = RewrittenFunction(fn, options)
-    if example_args is not None:
-        rewritten.concrete(*example_args)
-    return rewritten
-
-
 class RewrittenFunction(SaveableFunction):
-    """What `tfamp.rewrite` returns: a `tf.function`, tracked and saved like any other.
+    """The result of `tfamp.rewrite`: a `tf.function`, tracked and saved like any other.
 
     Args:
         fn: The function.
         options: How to rewrite it.
-        traced: What to trace in its place; None for the function itself.
-    """
+        traced: The function to trace instead; None for the function itself.
 
-    # Methods of one object share all the rest.
-    __slots__ = ("_instance",)
+    Attributes:
+        written: The float32 function that it was made from.
+        settings: The options it is rewritten by.
+    """
 
     def __init__(
         self, fn: Any, options: RewriteOptions, traced: TracedFunction | None = None
     ) -> None:
         check_function(fn)
-        self._fn = fn
-        self._options = options
-        self._instance: Any = None
+        self.written = fn
+        self.settings = options
         self._traced = TracedFunction.of(fn) if traced is None else traced
         self._plans: weakref.WeakKeyDictionary[Any, RewritePlan] = weakref.WeakKeyDictionary()
         super().__init__(**self._traced.wrapper(self._trace))
         self._bound: weakref.WeakKeyDictionary[Any, RewrittenFunction] = weakref.WeakKeyDictionary()
-        self._handles: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         functools.update_wrapper(self, self._traced.python_function, updated=())
         # Without it, `inspect` takes an object with `__get__` for a builtin of unknown arguments.
         self.__signature__ = self._traced.signature
 
     def __get__(self, instance: Any, owner: Any = None) -> RewrittenFunction:
-        """A method: the function of each object is traced for itself."""
+        """Returns the function as a method of an object; each object has traces of its own."""
         if instance is None:
             return self
         if instance not in self._bound:
             traced = self._traced.bound_to(instance)
             method = traced.python_function
-            self._bound[instance] = RewrittenFunction(method, self._options, traced)
-        handle = self._handles.get(instance, lambda: None)()
-        if handle is None:
-            handle = object.__new__(type(self))
-            handle.__dict__ = self._bound[instance].__dict__
-            handle._instance = instance  # As a method does, keep it: what is cached does not.
-            self._handles[instance] = weakref.ref(handle)
-        return handle
+            self._bound[instance] = RewrittenFunction(method, self.settings, traced)
+        return self._bound[instance]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles as what it was made from: graphs belong to a process."""
-        return _make, (self._fn, self._options, None)
+        return RewrittenFunction, (self.written, self.settings)
 
     def copy(self, dtype: str | None = None) -> RewrittenFunction:
         """Returns the same function, not traced yet; for another low dtype if one is given."""
-        low = self._options.dtype if dtype is None else _low_dtype(dtype)
-        return RewrittenFunction(self._fn, dataclasses.replace(self._options, dtype=low))
+        low = self.settings.dtype if dtype is None else _low_dtype(dtype)
+        return RewrittenFunction(self.written, dataclasses.replace(self.settings, dtype=low))
 
     def __repr__(self) -> str:
         return f"<tfamp.rewrite of {self._traced.name} to {self.dtype}>"
@@ -214,7 +196,7 @@ class RewrittenFunction(SaveableFunction):
         """Returns the concrete function that a call with these arguments runs.
 
         Args:
-            *args: Arguments as in a call, or `tf.TensorSpec`s in the place of tensors.
+            *args: Arguments as in a call, or `tf.TensorSpec`s instead of tensors.
             **kwargs: The same by name.
         """
         return self.get_concrete_function(*args, **kwargs)
@@ -223,7 +205,7 @@ class RewrittenFunction(SaveableFunction):
         """Returns every decision about the graph that a call with these arguments runs.
 
         Args:
-            *args: Arguments as in a call, or `tf.TensorSpec`s in the place of tensors.
+            *args: Arguments as in a call, or `tf.TensorSpec`s instead of tensors.
             **kwargs: The same by name.
 
         Raises:
@@ -236,19 +218,9 @@ class RewrittenFunction(SaveableFunction):
         return plan
 
     @property
-    def written(self) -> Any:
-        """The function in float32 that it was made from."""
-        return self._fn
-
-    @property
-    def settings(self) -> RewriteOptions:
-        """The options it is rewritten by."""
-        return self._options
-
-    @property
     def dtype(self) -> str | None:
         """The low dtype; None where float32 is the fastest this machine has."""
-        dtype = self._options.dtype
+        dtype = self.settings.dtype
         return None if dtype == FLOAT32 else dtype
 
     def _trace(self, *args: Any, **kwargs: Any) -> Any:
@@ -257,56 +229,14 @@ class RewrittenFunction(SaveableFunction):
                 _EAGER.format(self._traced.name), TfampWarning, stacklevel=level_of_user()
             )
             return self._traced.python_function(*args, **kwargs)
-        call = FlatCall(args, kwargs)
-        # An autocast around the call would decide before the rewrite, about the outputs too.
-        with fused_batch_normalization(), current_modes.set_to(None):
-            traced = self._traced.trace(call)
-        values = [*call.tensors, *traced.captured_inputs]
         try:
-            graph = FlatGraph.of(traced)
-            ranges = self._ranges(graph)
-            tensors, plan = into_current_graph(graph, values, self._options, ranges)
+            result, plan = call_converted(self._traced, FlatCall(args, kwargs), self.settings)
         except RewriteError as error:
-            if self._options.on_error == "raise":
+            if self.settings.on_error == "raise":
                 raise
             text = f"{self._traced.name} cannot be rewritten and stays in float32: {error}"
             warnings.warn(text, TfampWarning, stacklevel=level_of_user())
-            return self._fn(*args, **kwargs)
+            return self.written(*args, **kwargs)
         if plan is not None:
             self._plans[tf.compat.v1.get_default_graph()] = plan
-        return self._traced.packed(traced, tensors)
-
-    def _ranges(self, graph: FlatGraph) -> Ranges | None:
-        """Runs the calls of the calibration on the float32 graph of a trace."""
-        calibration, call = self._options.calibration, self._traced.call
-        if calibration is None or self.dtype is None:
-            return None
-        made = made_of(graph.traced)
-        if "ranges" not in made:
-            batches = (call(*args, **kwargs).values() for args, kwargs in calibration.calls())
-            captured = graph.traced.captured_inputs
-            made["ranges"] = measure(
-                graph.graph_def, graph.inputs, batches, captured, graph.outputs
-            )
-        ranges: Ranges = made["ranges"]
-        return ranges
-
-
-def check_function(fn: Any) -> None:
-    """Raises a TypeError for what cannot be called, or gives no result when it is."""
-    expected = (
-        "rewrite takes a tf.function, a concrete function, a Keras model or a Python function"
-    )
-    if isinstance(fn, type):
-        raise TypeError(f"{expected}; got the class {fn.__name__}.")
-    if not callable(fn):
-        raise TypeError(f"{expected}; got {type(fn).__name__}.")
-    python_function = getattr(fn, "python_function", fn)
-    for each in (python_function, type(python_function).__call__):
-        kind = next((kind for kind, is_one in _NO_RESULT.items() if is_one(each)), None)
-        if kind is not None:
-            name = getattr(python_function, "__name__", type(python_function).__name__)
-            raise TypeError(
-                f"{expected} that returns tensors; {name} is {kind}, whose body does not run when "
-                "it is called. Rewrite a plain function, and call that from it."
-            )
+        return result

@@ -1,29 +1,37 @@
-"""A trace, converted to low precision, as part of the function that is being traced now.
+"""A function, traced and converted to low precision, as part of the function being traced.
 
-trace -> flat graph -> measured ranges -> converted graph -> nodes of the current graph
+call -> trace -> flat graph -> measured ranges -> passes -> decision -> new graph -> current graph
 
-The nodes become nodes of the current graph, so TensorFlow differentiates them like any others. What
-names alone do not carry over is put right here: functions get names of their own, and custom
-gradients use the copies of what they refer to.
+The nodes become nodes of the current graph, so TensorFlow differentiates them like any others. Two
+things that names alone do not carry over are repaired here: functions get names of their own, and
+custom gradients use the copies of the tensors they refer to.
 
 The function of a `tf.custom_gradient` is a closure over tensors of the graph it was traced in. In a
-graph that holds copies of the nodes, the closure is traced once more when its gradient is asked
-for, with the copies in the place of the tensors it refers to; that trace is converted as well.
+graph that holds copies of the nodes, the closure is traced again when its gradient is needed, with
+the copies instead of the tensors it refers to; that trace is converted as well.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import copy
+import dataclasses
 import functools
+import inspect
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
+from tfamp.graph.calibration import measure
+from tfamp.graph.editor import SHAPES
 from tfamp.graph.functions import (
     CALLS,
     GRADIENT,
@@ -31,112 +39,308 @@ from tfamp.graph.functions import (
     argument_name,
     attribute_text,
     bodies,
-    called_functions,
     inline_calls,
     library_of,
     new_suffix,
-    reached_functions,
     rename_functions,
     unshare_branches,
 )
-from tfamp.graph.rewrite import convert_prepared, prepare, resolved
-from tfamp.graph.spelling import SHAPES
-from tfamp.interop import tf_functions
-from tfamp.interop.tf_functions import as_written
+from tfamp.graph.rewrite import PreparedGraph, convert_prepared, prepare, resolved
+from tfamp.interop import tf_private
+from tfamp.interop.patching import patched_here
+from tfamp.interop.tf_private import as_written
+from tfamp.layers.fused_norms import can_fuse, fits, normalize
 from tfamp.planning.options import GraphUse, RewriteOptions
 from tfamp.planning.ranges import Ranges
 from tfamp.planning.structures import FLOAT32, LOOPS, RewritePlan, node_name, producers_first
-from tfamp.rewriting.traced_function import FlatCall, TracedFunction, made_of
+from tfamp.torch_style.state import current_modes
 
 _NUMBERS = itertools.count(1)
 _CUSTOM = "CustomGradient-"
 # Of a node with a custom gradient: the dtypes of its outputs as it was traced.
 _DTYPES = "_tfamp_gradient_dtypes"
-# What is left out when nodes are added to a graph. Shapes are inferred again; what a node is
-# colocated with may have been an input.
+_DEFAULTS = tf_private.FunctionOptions(None, None, False, True, None)
+# Attributes left out on import. Shapes are inferred again; a colocated node may have been an input.
 _LEFT_OUT = (SHAPES, "_class", INLINED_INTO, _DTYPES)
+
+# ---- Functions and calls -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class FlatGraph:
-    """The graph of a trace with its calls inlined; its owner may change it.
+class TracedFunction:
+    """A function to trace, and how.
 
     Attributes:
-        traced: The `tf.types.experimental.ConcreteFunction`.
-        graph_def: The graph.
-        inputs: Names of its inputs, captured ones included.
-        outputs: Names of its outputs.
+        python_function: The function to run while tracing.
+        options: How the `tf.function` was made, or would be by default.
+        signature: The arguments it takes, with their defaults.
     """
 
-    traced: Any
-    graph_def: Any
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    python_function: Callable[..., Any]
+    options: tf_private.FunctionOptions
+    signature: inspect.Signature
 
     @classmethod
-    def of(cls, traced: Any) -> FlatGraph:
-        """Returns the graph of a trace."""
-        made = made_of(traced)
-        if "flat" not in made:
-            inputs = tuple(tensor.name for tensor in traced.inputs)
-            outputs = tuple(tensor.name for tensor in traced.outputs)
-            graph_def = traced.graph.as_graph_def(add_shapes=True)  # A new message each time.
-            inline_calls(graph_def, (*outputs, *inputs))
-            for node in _custom_nodes(graph_def):
-                node.attr[_DTYPES].CopyFrom(node.attr["T"])
-            made["flat"] = cls(traced, unshare_branches(graph_def), inputs, outputs)
-        flat: FlatGraph = made["flat"]
-        return flat
+    def of(cls, fn: Any) -> TracedFunction:
+        """Describes a `tf.function`, or any other callable."""
+        if isinstance(fn, tf.types.experimental.PolymorphicFunction):
+            options = tf_private.function_options(fn)
+            return cls(fn.python_function, options, tf_private.function_signature(fn))
+        return cls(fn, _DEFAULTS, inspect.signature(fn))
 
-    def converted(self, options: RewriteOptions, ranges: Ranges | None) -> tuple[Any, RewritePlan]:
-        """Returns the graph in low precision, and the plan; its passes run on it in place.
+    def bound_to(self, instance: Any) -> TracedFunction:
+        """Returns the same as a method of an object, which it does not keep alive."""
+        reference, function = weakref.ref(instance), self.python_function
 
-        Rewrites that share the trace share the graph behind its passes, and its index.
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return function(reference(), *args, **kwargs)
+
+        functools.update_wrapper(method, function)
+        parameters = list(self.signature.parameters.values())[1:]
+        signature = inspect.Signature(parameters)
+        method.__signature__ = signature  # type: ignore[attr-defined]
+        return dataclasses.replace(self, python_function=method, signature=signature)
+
+    @property
+    def name(self) -> str:
+        """The function's name, for people."""
+        return getattr(self.python_function, "__name__", type(self.python_function).__name__)
+
+    def wrapper(self, body: Callable[..., Any]) -> dict[str, Any]:
+        """Returns the arguments for a `tf.function` like the given one, with another body.
+
+        Those of `tf.function` and of its class: `python_function` and options.
         """
-        options, use = resolved(options), graph_use(self.outputs, self.inputs, options, ranges)
-        made = made_of(self.traced)
-        is_shared = "flat" in made
-        if "prepared" not in made:
-            made["prepared"] = prepare(self.graph_def, options, use)
-        prepared = made["prepared"].copy() if is_shared else made["prepared"]
-        return prepared.graph_def, convert_prepared(prepared, options, use).plan
+
+        def rewritten(*args: Any, **kwargs: Any) -> Any:
+            return body(*args, **kwargs)
+
+        rewritten.__name__ = self.name
+        # TensorFlow counts the traces of each code object, and warns of too many.
+        own_name = f"rewritten_{self.name}_{next(_NUMBERS)}"
+        rewritten.__code__ = rewritten.__code__.replace(co_name=own_name)
+        # By it TensorFlow binds the arguments of a call and fills in defaults.
+        rewritten.__signature__ = self.signature  # type: ignore[attr-defined]
+        arguments = {"python_function": rewritten, "name": self.name, "autograph": False}
+        for name in ("input_signature", "jit_compile", "reduce_retracing"):
+            arguments[name] = getattr(self.options, name)
+        return arguments
+
+    def unchanged(self) -> Any:
+        """Returns a `tf.function` that runs it as it is, with traces of its own."""
+        return tf.function(self.python_function, **self.options._asdict())
+
+    def call(self, *args: Any, **kwargs: Any) -> FlatCall:
+        """Returns a call with its arguments, defaults included, in the places they are taken in."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return FlatCall(bound.args, bound.kwargs)
+
+    def trace(self, call: FlatCall) -> Any:
+        """Traces the function for a call with tensors of the current graph.
+
+        Returns the concrete function, from the call's tensors to the result. BatchNormalization is
+        traced as the fused op only in `fused_batch_normalization`.
+        """
+
+        def flat(*tensors: Any) -> Any:
+            args, kwargs = call.with_tensors(tensors)
+            return _returned(self.python_function(*args, **kwargs))
+
+        traced = tf.function(
+            flat,
+            autograph=self.options.autograph,
+            experimental_autograph_options=self.options.experimental_autograph_options,
+        )
+        return traced.get_concrete_function(*map(_spec, call.tensors))
+
+
+@dataclass(frozen=True)
+class FlatCall:
+    """The arguments of one call, with the tensors in them.
+
+    Composite tensors count as their components. Variables are not tensors here: the function
+    refers to them, as to Python values.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Any, ...]:
+        """The tensors in the arguments."""
+        return self._components(_is_tensor)
+
+    def values(self) -> tuple[Any, ...]:
+        """Returns the values that `tf.function` converts to tensors: tensors and NumPy arrays."""
+        arrays = (np.ndarray, np.generic)
+        return self._components(lambda leaf: _is_tensor(leaf) or isinstance(leaf, arrays))
+
+    @as_written
+    def with_tensors(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments with other tensors, in the order of `tensors`."""
+        remaining = iter(tensors)
+
+        def filled(leaf: Any) -> Any:
+            if not _is_tensor(leaf):
+                return leaf
+            parts = [next(remaining) for _ in _components(leaf)]
+            return tf.nest.pack_sequence_as(leaf, parts, expand_composites=True)
+
+        args, kwargs = tf.nest.map_structure(filled, (self.args, dict(self.kwargs)))
+        return args, kwargs
+
+    def _components(self, is_wanted: Callable[[Any], bool]) -> tuple[Any, ...]:
+        leaves = filter(is_wanted, tf.nest.flatten((self.args, dict(self.kwargs))))
+        return tuple(itertools.chain.from_iterable(map(_components, leaves)))
+
+
+def _spec(tensor: Any) -> tf.TensorSpec:
+    name = None if tf.executing_eagerly() else tensor.op.name
+    return tf.TensorSpec(tensor.shape, tensor.dtype, name=name)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    is_extension = isinstance(leaf, tf.experimental.ExtensionType)
+    return is_extension or (tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable))
+
+
+def _components(value: Any) -> list[Any]:
+    return tf.nest.flatten(value, expand_composites=True)
+
+
+@as_written
+def _returned(result: Any) -> Any:
+    """A result as a traced function may return it; operations stand for nothing."""
+    return tf.nest.map_structure(
+        lambda leaf: None if isinstance(leaf, tf.Operation) else leaf, result
+    )
+
+
+# ---- The stages ----------------------------------------------------------------------------------
+
+
+def call_converted(
+    function: TracedFunction,
+    call: FlatCall,
+    options: RewriteOptions,
+    counterpart: Callable[[Any], Any] = lambda tensor: tensor,
+) -> tuple[Any, RewritePlan | None]:
+    """Calls a function, converted to low precision, in the function that is being traced.
+
+    `counterpart` gives the tensor to use for one that the function captures. Returns the result,
+    and the plan; None where the options leave the function in float32.
+    """
+    # An autocast around the call would decide before the rewrite, about the outputs too.
+    with fused_batch_normalization(), current_modes.set_to(None):
+        traced = _trace(function, call)
+    graph_def, plan = converted(function, traced, options)
+    values = [*call.tensors, *map(counterpart, traced.captured_inputs)]
+    results = iter(_into_current_graph(graph_def, traced, values, options))
+    result = tf.nest.map_structure(
+        lambda leaf: None if leaf is None else next(results),
+        traced.structured_outputs,
+        expand_composites=True,
+    )
+    return result, plan
+
+
+def converted(
+    function: TracedFunction, traced: Any, options: RewriteOptions
+) -> tuple[Any, RewritePlan | None]:
+    """Returns the graph of a trace in low precision, and the plan."""
+    if options.dtype == FLOAT32:
+        return _flat(traced), None
+    options, shared = resolved(options), _shared.get()
+    if shared is None or shared.trace is not traced:
+        prepared, use = _prepared(function, traced, options)
+    else:
+        shared.prepared = shared.prepared or _prepared(function, traced, options)
+        prepared, use = shared.prepared[0].copy(), shared.prepared[1]
+    return prepared.graph_def, convert_prepared(prepared, options, use).plan
+
+
+def _prepared(
+    function: TracedFunction, traced: Any, options: RewriteOptions
+) -> tuple[PreparedGraph, GraphUse]:
+    """Inlines the calls of a trace, measures ranges on calibration data, and runs the passes."""
+    graph_def, ranges = _flat(traced), None
+    inputs, outputs = ([tensor.name for tensor in x] for x in (traced.inputs, traced.outputs))
+    if options.calibration is not None:
+        calls = options.calibration.calls()
+        batches = (function.call(*args, **kwargs).values() for args, kwargs in calls)
+        ranges = measure(graph_def, inputs, batches, traced.captured_inputs, outputs)
+    use = graph_use(outputs, inputs, options, ranges)
+    return prepare(graph_def, options, use), use
 
 
 def graph_use(
-    fetches: Iterable[str],
-    feeds: Iterable[str],
-    options: RewriteOptions,
-    ranges: Ranges | None = None,
+    fetches: Iterable[str], feeds: Iterable[str], options: RewriteOptions, ranges: Ranges | None
 ) -> GraphUse:
     """Returns the use of one graph; the ranges are those on the calibration data."""
     limits = None if options.calibration is None else options.calibration.limits(options.dtype)
     return GraphUse(fetches, feeds, ranges, limits)
 
 
-def into_current_graph(
-    graph: FlatGraph,
-    values: Sequence[Any],
-    options: RewriteOptions,
-    ranges: Ranges | None = None,
-) -> tuple[list[Any], RewritePlan | None]:
-    """Converts a graph and adds it to the function that is being traced.
+def _flat(traced: Any) -> Any:
+    """Returns a new copy of the graph of a trace, with its calls inlined."""
+    graph_def = traced.graph.as_graph_def(add_shapes=True)
+    inline_calls(graph_def, [tensor.name for tensor in (*traced.outputs, *traced.inputs)])
+    for node in _custom_nodes(graph_def):
+        node.attr[_DTYPES].CopyFrom(node.attr["T"])
+    return unshare_branches(graph_def)
 
-    The graph is changed. There is a tensor for each of its inputs, of the dtype it has there; the
-    ranges are those on the calibration data. Returns what stands for the outputs, and the plan.
+
+def _into_current_graph(
+    graph_def: Any, traced: Any, values: Sequence[Any], options: RewriteOptions
+) -> list[Any]:
+    """Adds a graph, which it changes, to the current one; returns the tensors of its outputs.
+
+    There is a value for each input, of the input's dtype.
     """
-    graph_def, plan = graph.graph_def, None
-    if options.dtype != FLOAT32:
-        graph_def, plan = graph.converted(options, ranges)
-    graph_def = rename_functions(graph_def, new_suffix())
-    captured = [tf_functions.capture_into_graph(value) for value in values]
-    inputs = dict(zip(graph.inputs, captured, strict=True))
+    rename_functions(graph_def, new_suffix())
+    names = [tensor.name for tensor in traced.inputs]
+    inputs = dict(zip(names, map(tf_private.capture_into_graph, values), strict=True))
     current = tf.compat.v1.get_default_graph()
-    scope = _free_scope(graph_def, current, graph.inputs)
-    host = _Host(current, scope, inputs, graph.traced.graph, options.for_gradients())
+    scope = _free_scope(graph_def, current, names)
+    host = _Host(current, scope, inputs, traced.graph, options.for_gradients())
     _adopt_gradients(graph_def, host)
-    results = _import_graph_def(graph_def, inputs, graph.outputs, scope)
-    tf_functions.note_variables(graph.traced.graph.variables)
-    return results, plan
+    outputs = [tensor.name for tensor in traced.outputs]
+    results = _import_graph_def(graph_def, inputs, outputs, scope)
+    tf_private.note_variables(traced.graph.variables)
+    return results
+
+
+@dataclass
+class _Shared:
+    """Values that rewrites of one function share: its trace, and the graph behind the passes."""
+
+    python_function: Callable[..., Any]
+    trace: Any = None
+    prepared: tuple[PreparedGraph, GraphUse] | None = None
+
+
+_shared: contextvars.ContextVar[_Shared | None] = contextvars.ContextVar("shared", default=None)
+
+
+@contextlib.contextmanager
+def traced_once(function: TracedFunction) -> Iterator[None]:
+    """A context in which rewrites of a function, all of the same call, share one trace."""
+    token = _shared.set(_Shared(function.python_function))
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def _trace(function: TracedFunction, call: FlatCall) -> Any:
+    shared = _shared.get()
+    if shared is None or shared.python_function is not function.python_function:
+        return function.trace(call)
+    found = shared.trace or function.trace(call)
+    if not any(map(tf.is_symbolic_tensor, found.captured_inputs)):
+        shared.trace = found  # Others hold tensors of one caller's graph.
+    return found
 
 
 # ---- Custom gradients ----------------------------------------------------------------------------
@@ -149,7 +353,7 @@ class _Host:
     Attributes:
         graph: The graph.
         scope: The name scope of the copies.
-        inputs: What stands for the inputs of the trace, by name.
+        inputs: The tensors that replace the inputs of the trace, by name.
         traced: The `FuncGraph` that was traced.
         options: How gradients are converted.
     """
@@ -161,7 +365,7 @@ class _Host:
     options: RewriteOptions
 
     def counterpart(self, name: str) -> Any:
-        """Returns what stands for a tensor or operation of the trace; KeyError if nothing does."""
+        """Returns the copy of a tensor or operation of the trace; KeyError if there is none."""
         if name in self.inputs:
             return self.inputs[name]
         return self.graph.as_graph_element(f"{self.scope}/{name}" if self.scope else name)
@@ -186,17 +390,15 @@ class _CustomGradient:
         When a model is saved, TensorFlow traces it without an op, and only for ops of the graph.
         """
         op = self.host.counterpart(self.node.name) if op is None else op
-        closure = tf_functions.registered_gradient(attribute_text(self.node, GRADIENT))
+        closure = tf_private.registered_gradient(attribute_text(self.node, GRADIENT))
         given = zip(gradients, self.node.attr[_DTYPES].list.type, strict=True)
-        call = FlatCall(tuple(None if x is None else _dense(x, dtype) for x, dtype in given), {})
+        dense = (None if x is None else tf.cast(tf.convert_to_tensor(x), to) for x, to in given)
+        call = FlatCall(tuple(dense), {})
         function = TracedFunction.of(as_written(functools.partial(closure, op)))
-        traced = function.trace(call)
-        captures = [self._counterpart(op, each) for each in traced.captured_inputs]
+        counterpart = functools.partial(self._counterpart, op)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NothingConvertedWarning)  # There is often nothing.
-            graph, values = FlatGraph.of(traced), [*call.tensors, *captures]
-            made, _ = into_current_graph(graph, values, self.host.options)
-        results = function.packed(traced, made)
+            results, _ = call_converted(function, call, self.host.options, counterpart)
         return [_like(result, taken) for result, taken in zip(results, op.inputs, strict=True)]
 
     def _counterpart(self, op: Any, tensor: Any) -> Any:
@@ -217,7 +419,7 @@ class _CustomGradient:
         return found if found.dtype == tensor.dtype else tf.cast(found, tensor.dtype)
 
     def _again(self, op: Any, tensor: Any) -> Any:
-        """Computes what a compiled function computes and does not return."""
+        """Computes a tensor again that a compiled function computes and does not return."""
         node = tensor.op
         attrs = {name: value for name, value in node.node_def.attr.items() if name[0] != "_"}
         inputs = [self._counterpart(op, each) for each in node.inputs]
@@ -229,7 +431,7 @@ class _CustomGradient:
     def _find(self, op: Any, tensor: Any, graph: Any) -> Any:
         if graph is self.host.traced:
             return self.host.counterpart(tensor.name)
-        # What the names of its function's nodes start with where it was inlined.
+        # The prefix of its function's nodes where it was inlined.
         prefix = attribute_text(self.node, INLINED_INTO)
         position = next((i for i, each in enumerate(graph.inputs) if each is tensor), None)
         if position is None:
@@ -260,8 +462,8 @@ def _call_gradient() -> str:
 
 
 def _differentiate_call(op: Any, *gradients: Any) -> Sequence[Any]:
-    # Without an op a model is being saved. Calls get their gradients anew when it is loaded.
-    return [] if op is None else tf_functions.differentiate_call(op, gradients)
+    # Without an op a model is being saved. Calls get new gradients when it is loaded.
+    return [] if op is None else tf_private.differentiate_call(op, gradients)
 
 
 def all_nodes(graph_def: Any) -> Iterator[Any]:
@@ -282,10 +484,6 @@ def _is_around(outer: Any, graph: Any) -> bool:
     return graph is not None
 
 
-def _dense(gradient: Any, dtype: Any) -> Any:
-    return tf.cast(tf.convert_to_tensor(gradient), dtype)
-
-
 def _like(gradient: Any, given: Any) -> Any:
     """A gradient in the dtype of the tensor it belongs to; a resource's is its variable's."""
     if gradient is None or not given.dtype.is_floating or gradient.dtype == given.dtype:
@@ -299,16 +497,15 @@ def _like(gradient: Any, given: Any) -> Any:
 def _import_graph_def(
     graph_def: Any, values: Mapping[str, Any], outputs: Sequence[str], scope: str
 ) -> list[Any]:
-    """Adds a graph to the current one, with tensors in the place of some of its own, by name."""
+    """Adds a graph to the current one, with tensors instead of some of its own, by name."""
     fed = {node_name(name) for name in values}
     nodes = [node for node in graph_def.node if node.name not in fed]
     bare = tf.compat.v1.GraphDef(versions=graph_def.versions, library=graph_def.library)
     bare.node.extend(in_topological_order(nodes))
     for node in all_nodes(bare):
         for attr in _LEFT_OUT:
-            if attr in node.attr:
-                del node.attr[attr]
-    tf_functions.register_functions(bare.library.function, tf.compat.v1.get_default_graph())
+            node.attr.pop(attr, None)
+    tf_private.register_functions(bare.library.function, tf.compat.v1.get_default_graph())
     used = {name for node in bare.node for name in node.input}
     mapped = {
         name: value
@@ -317,31 +514,27 @@ def _import_graph_def(
     }
     mapped |= {f"^{name}": values[f"{name}:0"] for name in fed if f"^{name}" in used}
     made = [name for name in dict.fromkeys(outputs) if name not in values]
-    loops = _single_loops(bare)
+    loops = _loops_without_loops(bare)
     imported = tf.graph_util.import_graph_def(
         bare, input_map=mapped, return_elements=[*made, *loops], name=scope
     )
     for loop in imported[len(made) :]:
-        tf_functions.copy_handle_data(loop.inputs, loop.outputs)
+        tf_private.copy_handle_data(loop.inputs, loop.outputs)
     found = dict(zip(made, imported, strict=False))
     return [found[name] if name in found else tf.identity(values[name]) for name in outputs]
 
 
-def _single_loops(graph_def: Any) -> list[str]:
-    """Names of the loops with no loop inside.
+def _loops_without_loops(graph_def: Any) -> list[str]:
+    """Names of the loops of a graph whose functions have none.
 
-    Only these learn what their handles know of variables, which a gradient of a gradient asks for.
-    An imported loop in a loop has lost it for good, and TensorFlow would take the inner gradient to
-    be zero; without the outer loop's it raises an error.
+    Their handles get the shapes of variables again, which a gradient of a gradient needs. An
+    imported loop in a loop has lost these, and TensorFlow would take the inner gradient to be zero;
+    without those of the outer loop it raises an error.
     """
-    library = library_of(graph_def)
-    looping = {scope for scope, nodes, _ in bodies(graph_def) if any(n.op in LOOPS for n in nodes)}
-    return [
-        node.name
-        for node in graph_def.node
-        if node.op in LOOPS
-        and looping.isdisjoint(reached_functions(library, called_functions(node)))
-    ]
+    inside = (node for function in graph_def.library.function for node in function.node_def)
+    if any(node.op in LOOPS for node in inside):
+        return []
+    return [node.name for node in graph_def.node if node.op in LOOPS]
 
 
 def in_topological_order(nodes: Sequence[Any]) -> list[Any]:
@@ -362,3 +555,40 @@ def _free_scope(graph_def: Any, host: Any, inputs: Sequence[str]) -> str:
     if not any(node.name in taken and node.name not in fed for node in graph_def.node):
         return ""
     return f"rewritten_{next(_NUMBERS)}"
+
+
+# ---- BatchNormalization --------------------------------------------------------------------------
+
+# Keras computes a float32 BatchNormalization in a dozen ops, most of which need float32. One op
+# with float32 statistics takes and gives low-precision tensors once the graph is rewritten.
+_traces: contextvars.ContextVar[bool] = contextvars.ContextVar("traces", default=False)
+
+
+def traces_for_a_rewrite() -> bool:
+    """Whether a function whose graph will be rewritten is being traced here."""
+    return _traces.get()
+
+
+@contextlib.contextmanager
+def fused_batch_normalization() -> Iterator[None]:
+    """A context in which this thread traces BatchNormalization layers as the fused op.
+
+    Layers that Keras computes differently, by mask, axis or synchronization, stay as they are.
+    """
+    token = _traces.set(True)
+    try:
+        with patched_here(batch_normalization=_call):
+            yield
+    finally:
+        _traces.reset(token)
+
+
+def _call(original: Any, layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+    if (
+        mask is None
+        and getattr(inputs, "dtype", None) == layer.compute_dtype == "float32"
+        and can_fuse(type(layer))
+        and fits(layer, inputs, "float32", training)
+    ):
+        return normalize(layer, inputs, training)
+    return original(layer, inputs, training=training, mask=mask)

@@ -1,13 +1,19 @@
-"""One graph of a SavedModel: what in it is used for what, its conversion, and its calibration.
+"""One graph of a SavedModel: the roles of its parts, conversion, calibration, and freezing.
 
 TensorFlow 2 keeps the model in functions that signatures, and the object graph, refer to by name;
-TensorFlow 1 keeps it in the graph itself. Both also hold what saves, restores and initialises: that
-is no part of the model and stays as it is.
+TensorFlow 1 keeps it in the graph itself. Both also hold ops and functions that save, restore and
+initialise: these are not part of the model and stay as they are.
+
+A frozen graph has constants instead of variables, in the low dtype where possible. It is saved as
+TensorFlow 1 does, without objects: so signatures share their constants.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import re
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +23,7 @@ import tensorflow as tf
 
 from tfamp.core.errors import SavedModelError
 from tfamp.graph.calibration import Calibration, measure
+from tfamp.graph.editor import SHAPES, control_inputs_of, is_control, tensor_inputs
 from tfamp.graph.functions import (
     CALLS,
     GRADIENT,
@@ -25,47 +32,56 @@ from tfamp.graph.functions import (
     inline_calls,
     library_of,
     reached_functions,
+    rename_functions,
     replace_nodes,
 )
+from tfamp.graph.index import build_indexes
+from tfamp.graph.observe import held_variables
+from tfamp.graph.passes.frozen_casts import cast_before_loops, fold_casts
 from tfamp.graph.rewrite import convert, resolved
-from tfamp.graph.spelling import SHAPES
-from tfamp.interop import tf_private
+from tfamp.planning.decision import make_plan
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.ranges import Ranges, TensorKey, TensorRange
-from tfamp.planning.structures import RewritePlan, node_name, reach
-from tfamp.rewriting.pipeline import graph_use
+from tfamp.planning.structures import BRANCHING, RewritePlan, node_name, reach
+from tfamp.rewriting.pipeline import all_nodes, graph_use
 
-VARIABLES = ("VarHandleOp", "Variable", "VariableV2")
-# Entries of the table of signatures that are none.
-_NO_SIGNATURES = ("__saved_model_init_op", "__saved_model_train_op")
-# Collections that name what initialises.
+VARIABLES_PREFIX = "variables/variables"
+_VARIABLES = ("VarHandleOp", "Variable", "VariableV2")
+# Entries of the table of signatures that initialise or train.
+_INIT_SIGNATURE = "__saved_model_init_op"
+_NO_SIGNATURES = (_INIT_SIGNATURE, "__saved_model_train_op")
+# Collections of the names of nodes that initialise.
 _INIT_COLLECTIONS = ("saved_model_main_op", "legacy_init_op", "table_initializer")
-# Children of an object that make, fill and remove what it stands for, such as a lookup table.
+# Children of an object such as a lookup table that make, fill and remove it.
 _RESOURCE_FUNCTIONS = frozenset({"_create_resource", "_destroy_resource", "_initialize"})
-# What else a function may hold that only calls another, as those of signatures do.
+# Other ops of a function that only calls another, as those of signatures do.
 _PASSING = frozenset({"Identity", "IdentityN", "NoOp"})
 # Holds the functions that only the object graph refers to, while a graph is rewritten.
 _ROOT = "tfamp_functions_of_the_object_graph"
-_CALL = "signature"
+# Allowed uses of a variable that becomes a constant; control flow passes it on.
+_READING = BRANCHING | CALLS | {"Identity", "ResourceGather", "ResourceGatherNd"}
+_READ = "/Read/ReadVariableOp"
+# Kept in a frozen graph.
+_KEPT_COLLECTIONS = frozenset({"saved_model_main_op", "legacy_init_op", "saved_model_assets"})
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What the parts of a graph are for.
+    """The parts of a graph by their use.
 
     Attributes:
         feeds: Tensors that signatures take.
         fetches: Tensors that signatures give.
         init: Nodes that initialise, or hold the names of assets.
         bystanders: Nodes of the graph itself that no signature uses.
-        helpers: Functions that save, restore or initialise.
+        entries: Functions of the model that the object graph refers to.
     """
 
     feeds: tuple[str, ...]
     fetches: tuple[str, ...]
     init: tuple[str, ...]
     bystanders: tuple[str, ...]
-    helpers: frozenset[str]
+    entries: tuple[str, ...]
 
 
 def signatures_of(meta_graph: Any) -> dict[str, Any]:
@@ -79,20 +95,14 @@ def find_roles(meta_graph: Any) -> Roles:
     signatures = signatures_of(meta_graph).values()
     feeds = _distinct(each for s in signatures for each in tensors_of(s.inputs))
     fetches = _distinct(each for s in signatures for each in tensors_of(s.outputs))
-    init = _init_nodes(meta_graph)
     nodes = {node.name: node for node in meta_graph.graph_def.node}
     used = ancestors(nodes, (*feeds, *fetches))
-    saver = meta_graph.saver_def
-    saving = (saver.filename_tensor_name, saver.save_tensor_name, saver.restore_op_name)
-    helping = ancestors(nodes, (*filter(None, saving), *init)) - used
-    called = calls_in(nodes[each] for each in helping)
-    library = library_of(meta_graph.graph_def)
     return Roles(
         feeds=feeds,
         fetches=fetches,
-        init=tuple(name for name in init if name in nodes),
+        init=tuple(name for name in _init_nodes(meta_graph) if name in nodes),
         bystanders=tuple(name for name in nodes if name not in used),
-        helpers=frozenset(reached_functions(library, (*called, *_resource_functions(meta_graph)))),
+        entries=_distinct(_functions_of_objects(meta_graph.object_graph_def.nodes)),
     )
 
 
@@ -107,10 +117,8 @@ def rewrite_meta_graph(
     functions = library_of(meta_graph.graph_def)
     graph = _model_graph(meta_graph, roles)
     root = graph.node.add(name=_ROOT, op="NoOp")
-    entries = set(meta_graph.object_graph_def.concrete_functions)
-    for name in library_of(graph):
-        if name in entries:
-            root.attr["functions"].list.func.add(name=name)
+    for name in roles.entries:
+        root.attr["functions"].list.func.add(name=name)
     fetches = _distinct((*roles.fetches, *roles.bystanders))
     options = options.keeping(_custom_gradients(graph))
     use = graph_use(fetches, roles.feeds, options, ranges)
@@ -119,18 +127,7 @@ def rewrite_meta_graph(
     result = meta_graph.graph_def
     replace_nodes(result.node, (node for node in graph.node if node.name != _ROOT))
     replace_nodes(result.library.function, functions.values())
-    add_op_definitions(meta_graph, ("Cast",))
     return plan
-
-
-def add_op_definitions(meta_graph: Any, ops: Iterable[str]) -> None:
-    """Adds ops to the list of those the graph uses, by which loaders judge whether they can."""
-    listed = meta_graph.meta_info_def.stripped_op_list.op
-    names = {op.name for op in listed}
-    for op in ops:
-        definition = tf_private.op_definition(op)
-        if op not in names and definition is not None:
-            listed.add().CopyFrom(definition)
 
 
 def ancestors(nodes: Mapping[str, Any], names: Iterable[str]) -> set[str]:
@@ -143,14 +140,15 @@ def ancestors(nodes: Mapping[str, Any], names: Iterable[str]) -> set[str]:
 
 
 def _model_graph(meta_graph: Any, roles: Roles) -> Any:
-    """A copy of the graph without its helpers, calls inlined inside its functions.
+    """Returns a copy of the graph with the functions of the model only, calls inlined inside them.
 
-    So no Casts are needed between layers. Calls stay in functions that only call another:
-    signatures then still share the function that they have in common. What only those called that
-    it is now a part of stays in the library as it is.
+    So no Casts are needed between layers. Calls stay in functions that only call another, so that
+    signatures still share the function that they have in common.
     """
     graph = copied(meta_graph.graph_def)
-    model = (f for name, f in library_of(graph).items() if name not in roles.helpers)
+    used = [node for node in graph.node if node.name not in roles.bystanders]
+    reached = reached_functions(library_of(graph), (*roles.entries, *calls_in(used)))
+    model = [each for each in graph.library.function if each.signature.name in reached]
     replace_nodes(graph.library.function, model)
     inlined = library_of(inline_calls(copied(graph)))
     for name, function in library_of(graph).items():
@@ -163,16 +161,10 @@ def _model_graph(meta_graph: Any, roles: Roles) -> Any:
 def tensors_of(infos: Mapping[str, Any]) -> Iterator[str]:
     """The names of the tensors that a signature takes or gives."""
     for _, info in sorted(infos.items()):
-        kind = info.WhichOneof("encoding")
-        if kind == "coo_sparse":
-            sparse = info.coo_sparse
-            yield sparse.values_tensor_name
-            yield sparse.indices_tensor_name
-            yield sparse.dense_shape_tensor_name
-        elif kind == "composite_tensor":
-            yield from (each.name for each in info.composite_tensor.components)
-        elif info.name:
-            yield info.name
+        sparse = info.coo_sparse
+        yield from filter(None, (info.name, sparse.values_tensor_name))
+        yield from filter(None, (sparse.indices_tensor_name, sparse.dense_shape_tensor_name))
+        yield from (each.name for each in info.composite_tensor.components)
 
 
 def _init_nodes(meta_graph: Any) -> tuple[str, ...]:
@@ -187,17 +179,17 @@ def _init_nodes(meta_graph: Any) -> tuple[str, ...]:
     return _distinct(map(node_name, names))
 
 
-def _resource_functions(meta_graph: Any) -> Iterator[str]:
-    """The functions of the object graph that make, fill, remove, save or restore something."""
-    objects = meta_graph.object_graph_def.nodes
+def _functions_of_objects(objects: Sequence[Any]) -> Iterator[str]:
+    """The functions of the object graph but those that make, fill, remove, save or restore."""
+    helping: set[int] = set()
     for each in objects:
-        numbers = [c.node_id for c in each.children if c.local_name in _RESOURCE_FUNCTIONS]
+        helping |= {c.node_id for c in each.children if c.local_name in _RESOURCE_FUNCTIONS}
         for saveable in each.saveable_objects.values():
-            numbers += [saveable.save_function, saveable.restore_function]
-        for number in numbers:
-            yield from objects[number].function.concrete_functions
-            if name := objects[number].bare_concrete_function.concrete_function_name:
-                yield name
+            helping |= {saveable.save_function, saveable.restore_function}
+    for number, each in enumerate(objects):
+        if number not in helping:
+            yield from each.function.concrete_functions
+            yield from filter(None, [each.bare_concrete_function.concrete_function_name])
 
 
 def _custom_gradients(graph: Any) -> list[str]:
@@ -213,7 +205,27 @@ def _distinct(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-# ---- Calibration ---------------------------------------------------------------------------------
+# ---- Values and calibration ----------------------------------------------------------------------
+
+
+def _captured(src: Path, meta_graph: Any) -> tuple[Any, dict[str, Any]]:
+    """Loads a model of TensorFlow 2; returns it, and its resources by their nodes in the graph.
+
+    Each signature's call in the graph takes the tensors that its loaded function captures. The
+    graph cannot be restored in a session: the one that `tf.saved_model.save` writes for a Keras 3
+    model restores other variables than its signatures use.
+    """
+    # Variables live as long as the loaded model.
+    loaded = tf.saved_model.load(str(src), tags=list(meta_graph.meta_info_def.tags))
+    nodes = {node.name: node for node in meta_graph.graph_def.node}
+    found: dict[str, Any] = {}
+    for key, signature in signatures_of(meta_graph).items():
+        if signature.outputs:
+            call = nodes[node_name(next(iter(signature.outputs.values())).name)]
+            given = list(map(node_name, tensor_inputs(call)))
+            captured = loaded.signatures[key].captured_inputs
+            found |= zip(given[len(given) - len(captured) :], captured, strict=True)
+    return loaded, {name: each for name, each in found.items() if each.dtype == tf.resource}
 
 
 def measure_meta_graph(
@@ -228,6 +240,14 @@ def measure_meta_graph(
         SavedModelError: No signature takes such inputs, or the model cannot be run here.
     """
     graph = _model_graph(meta_graph, roles)
+    captured: dict[str, Any] = {}
+    if meta_graph.object_graph_def.nodes:
+        loaded, captured = _captured(src, meta_graph)
+    for node in graph.node:
+        if node.name in captured:  # A run gets the resource of the loaded model instead.
+            fed = tf.compat.v1.NodeDef(name=node.name, op="Placeholder")
+            fed.attr["dtype"].type = tf.resource.as_datatype_enum
+            node.CopyFrom(fed)
     signatures = signatures_of(meta_graph)
     calls: dict[str, list[Mapping[str, Any]]] = {}
     for args, kwargs in calibration.calls():
@@ -236,12 +256,16 @@ def measure_meta_graph(
     tensors: dict[TensorKey, TensorRange] = {}
     depths: dict[tuple[str, str], int] = {}
     for name, batches in calls.items():
+        inputs = sorted(signatures[name].inputs.items())
+        feeds = [*(info.name for _, info in inputs), *captured]
+        data = [[batch[key] for key, _ in inputs] for batch in batches]
+        fetches = [info.name for _, info in sorted(signatures[name].outputs.items())]
         try:
-            found = _run(graph, name, signatures[name], src, batches)
+            found = measure(graph, feeds, data, list(captured.values()), fetches)
         except tf.errors.OpError as error:
-            cause = error.message.partition("\n")[0]
             raise SavedModelError(
-                f"The signature {name!r} of {src} cannot be run on the calibration data: {cause}"
+                f"The signature {name!r} of {src} cannot be run on the calibration data: "
+                f"{first_line(error)}"
             ) from error
         for key, each in found.tensors.items():
             tensors[key] = each.joined(tensors.get(key, each))
@@ -266,55 +290,147 @@ def _matching(
     )
 
 
-def _run(
-    graph: Any, name: str, signature: Any, src: Path, batches: Sequence[Mapping[str, Any]]
-) -> Ranges:
-    """Runs a signature: in the graph, or its function where that takes variables."""
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message; TensorFlow adds where in the graph it was."""
+    text = getattr(error, "message", None) or str(error)
+    return text.strip().splitlines()[0] if text.strip() else type(error).__name__
+
+
+# ---- Freezing ------------------------------------------------------------------------------------
+
+
+def freeze_meta_graph(meta_graph: Any, roles: Roles, src: Path) -> None:
+    """Replaces the variables that signatures use by constants, in place.
+
+    Calls of functions are inlined, so that signatures share the constants. Objects and their
+    functions are dropped: a frozen graph has its signatures only.
+
+    Raises:
+        SavedModelError: A signature writes to a variable, or a value cannot be read.
+    """
+    keep = (*roles.feeds, *roles.fetches, *roles.init)
+    # A copy: the values are looked up by the calls.
+    graph = inline_calls(copied(meta_graph.graph_def), keep)
     nodes = {node.name: node for node in graph.node}
-    results = [info.name for _, info in sorted(signature.outputs.items())]
-    if any(nodes[each].op in VARIABLES for each in ancestors(nodes, results)):
-        callers = {node_name(each) for each in results}
-        call = nodes[callers.pop()]
-        if callers or call.op not in CALLS:
+    # A variable that is set when the model is loaded, such as the path of an asset, stays one.
+    used = ancestors(nodes, (*roles.feeds, *roles.fetches))
+    constant = used - ancestors(nodes, roles.init)
+    names = [name for name in nodes if name in constant and nodes[name].op in _VARIABLES]
+    _check_reads_only([nodes[name] for name in nodes if name in used], names)
+    if not roles.fetches:
+        raise SavedModelError(
+            f"{src} has no signatures, and a frozen model has nothing else. Convert without "
+            "freezing, or save it with signatures."
+        )
+    if names:
+        graph = _with_constants(graph, _variable_values(src, meta_graph, names), keep)
+    meta_graph.graph_def.CopyFrom(graph)
+    _drop_objects(meta_graph, keep)
+
+
+def store_low_constants(meta_graph: Any, roles: Roles, plan: RewritePlan) -> RewritePlan:
+    """Casts constants of a frozen, converted graph now, where only their low dtype is used.
+
+    In place; returns the plan without the Casts that are no longer needed.
+    """
+    keep = (*roles.feeds, *roles.fetches, *roles.init)
+    graph, hoisted = cast_before_loops(meta_graph.graph_def)
+    graph, folded = fold_casts(graph, keep)
+    folded |= hoisted
+    build_indexes(graph, dtype=plan.dtype, device="cpu")  # It raises where dtypes do not agree.
+    meta_graph.graph_def.CopyFrom(graph)
+    scopes = []
+    for each in plan.scopes:
+        casts = (cast for cast in each.casts if (cast.scope, cast.name) not in folded)
+        scopes.append(dataclasses.replace(each, casts=tuple(casts)))
+    return make_plan(plan.dtype, plan.nodes, tuple(scopes), plan.summary.estimated_speed_up)
+
+
+def _check_reads_only(nodes: Iterable[Any], variables: Sequence[str]) -> None:
+    for node in nodes:
+        taken = {node_name(name) for name in tensor_inputs(node)}
+        reads = node.op in _READING or node.op.startswith("ReadVariable")
+        for name in () if reads else taken.intersection(variables):
             raise SavedModelError(
-                f"The signature {name!r} of {src} is a TensorFlow 1 graph with variables, which "
-                "cannot be calibrated. Freeze it first (freeze=True)."
+                f"The variable {name!r} cannot be frozen: node {node.name!r} ({node.op}) does "
+                "more with it than read it. Convert without freezing."
             )
-        return _run_function(graph, call.attr["f"].func.name, name, src, batches)
-    names = sorted(signature.inputs)
-    feeds = [signature.inputs[each].name for each in names]
-    return measure(graph, feeds, _in_order(names, batches), outputs=results)
 
 
-def _run_function(
-    graph: Any, function_name: str, name: str, src: Path, batches: Sequence[Mapping[str, Any]]
-) -> Ranges:
-    """Runs the function of a signature, with the variables of the model as loaded."""
-    loaded = tf.saved_model.load(str(src))
-    signature = loaded.signatures[name]
-    function = library_of(graph)[function_name]
-    takes, gives = function.signature.input_arg, function.signature.output_arg
-    around = tf.compat.v1.GraphDef(versions=graph.versions, library=graph.library)
-    node = around.node.add(name=_CALL, op="StatefulPartitionedCall")
-    node.attr["f"].func.name = function_name
-    node.attr["Tin"].list.type.extend(arg.type for arg in takes)
-    node.attr["Tout"].list.type.extend(arg.type for arg in gives)
-    for position, arg in enumerate(takes):
-        node.input.append(arg.name)
-        placeholder = around.node.add(name=arg.name, op="Placeholder")
-        placeholder.attr["dtype"].type = arg.type
-        known = function.arg_attr[position].attr
-        if SHAPES in known:
-            shape = known[SHAPES].list.shape[0]
-            placeholder.attr["shape"].shape.CopyFrom(shape)
-    return measure(
-        around,
-        [f"{arg.name}:0" for arg in takes],
-        _in_order(sorted(signature.structured_input_signature[1]), batches),
-        signature.captured_inputs,
-        [f"{_CALL}:{i}" for i in range(len(gives))],
-    )
+def _with_constants(graph: Any, values: Mapping[str, Any], keep: Iterable[str]) -> Any:
+    """Returns the graph with constants instead of variables."""
+    outputs = sorted({node_name(name) for name in keep})
+
+    def run(tensors: Iterable[str]) -> list[Any]:
+        names = [name.removesuffix(":0").removesuffix(_READ) for name in tensors]
+        return [values[name] for name in names]
+
+    # It uses a session only for the values of tensors that read variables.
+    session = types.SimpleNamespace(run=run)
+    logger = tf.get_logger()
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # The only public function for this warns of being deprecated.
+    try:
+        frozen = tf.compat.v1.graph_util.convert_variables_to_constants(
+            session, graph, outputs, variable_names_whitelist=list(values)
+        )
+    finally:
+        logger.setLevel(level)
+    for node in all_nodes(frozen):
+        if node.op in BRANCHING | CALLS:
+            node.attr.pop(SHAPES, None)  # For variables these are the shapes of handles.
+    return frozen
 
 
-def _in_order(names: Sequence[str], batches: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
-    return [[batch[name] for name in names] for batch in batches]
+def _drop_objects(meta_graph: Any, keep: Iterable[str]) -> None:
+    """Leaves of a graph what signatures and initialisation need."""
+    graph = meta_graph.graph_def
+    _wait_for_no_constants(graph)
+    needed = ancestors({node.name: node for node in graph.node}, keep)
+    replace_nodes(graph.node, [node for node in graph.node if node.name in needed])
+    rename_functions(graph, "")  # It drops functions that no node calls.
+    for field in ("object_graph_def", "saver_def"):
+        meta_graph.ClearField(field)
+    meta_graph.meta_info_def.function_aliases.clear()
+    # Names what initialises as TensorFlow 1 does; its loader differs for a signature.
+    if _INIT_SIGNATURE in meta_graph.signature_def:
+        (info,) = meta_graph.signature_def[_INIT_SIGNATURE].outputs.values()
+        names = meta_graph.collection_def["saved_model_main_op"].node_list
+        names.value[:] = [node_name(info.name)]
+        del meta_graph.signature_def[_INIT_SIGNATURE]
+    for key in sorted(meta_graph.collection_def):
+        if key not in _KEPT_COLLECTIONS:
+            del meta_graph.collection_def[key]
+
+
+def _wait_for_no_constants(graph: Any) -> None:
+    """Drops control inputs from reads of what was a variable: a call waited for its reads."""
+    constant = {node.name for node in graph.node if node.op == "Const" and not node.input}
+    reads = [node for node in graph.node if node.op == "Identity" and len(node.input) == 1]
+    constant |= {node.name for node in reads if node.input[0] in constant}
+    for node in graph.node:
+        if control_inputs_of(node):
+            node.input[:] = [
+                name for name in node.input if not is_control(name) or name[1:] not in constant
+            ]
+
+
+def _variable_values(src: Path, meta_graph: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Reads the values of variables, by their nodes in the graph.
+
+    Raises:
+        SavedModelError: A value cannot be found.
+    """
+    if meta_graph.object_graph_def.nodes:
+        loaded, captured = _captured(src, meta_graph)
+        held = {id(handle): value for handle, value in held_variables(captured.values())}
+        values = {n: held[id(each)].numpy() for n, each in captured.items() if id(each) in held}
+    else:  # TensorFlow 1 saves variables by name.
+        reader = tf.train.load_checkpoint(str(src / VARIABLES_PREFIX))
+        values = {name: reader.get_tensor(name) for name in names if reader.has_tensor(name)}
+    if missing := sorted(set(names) - values.keys()):
+        raise SavedModelError(
+            f"The variable {missing[0]!r} of {src} cannot be frozen: its value was not found. "
+            "Convert without freezing."
+        )
+    return {name: values[name] for name in names}

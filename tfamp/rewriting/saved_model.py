@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import SavedModelError
 from tfamp.graph.calibration import Calibration
 from tfamp.graph.op_lists import OpLists
+from tfamp.interop import tf_private
 from tfamp.machine import hardware
-from tfamp.machine.file_replacing import new_directory
+from tfamp.machine.file_replacing import new_directory, restore_directory
 from tfamp.planning.decision import make_plan
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import RewritePlan
 from tfamp.policy import low_dtype
-from tfamp.rewriting import saved_files
-from tfamp.rewriting.saved_freeze import KEPT_IN_FROZEN, freeze_meta_graph, store_low_constants
-from tfamp.rewriting.saved_graph import find_roles, measure_meta_graph, rewrite_meta_graph
+from tfamp.rewriting.saved_graph import (
+    VARIABLES_PREFIX,
+    find_roles,
+    first_line,
+    freeze_meta_graph,
+    measure_meta_graph,
+    rewrite_meta_graph,
+    store_low_constants,
+)
 
-# The model may run on another machine than this, of which no times are known.
+# The model may run on another machine than this, whose times are unknown.
 _PLACEMENT = "lists"
+_GRAPH_FILE = "saved_model.pb"
+_WRITTEN = (_GRAPH_FILE, "fingerprint.pb")
+# Files that a frozen model keeps.
+_KEPT_IN_FROZEN = ("assets", "assets.extra")
+# Protobuf's limit on one message.
+MAX_GRAPH_BYTES = 2**31 - 1
 
 
 def rewrite_saved_model(
@@ -93,90 +109,55 @@ def rewrite_saved_model(
         'float32'
     """
     source, target = Path(src), Path(dst)
-    if not source.exists():
-        saved_files.read_saved_model(source)  # It says what is missing.
-    final = saved_files.check_target(source, target, overwrite)
-    options = _options(
-        freeze, dtype, calibration, op_lists, keep_float32, force_low, placement, device
+    model = _read(source)
+    final = _checked_target(source, target, overwrite)
+    plan = _rewritten(
+        model,
+        source,
+        freeze,
+        dtype=dtype,
+        calibration=calibration,
+        op_lists=op_lists,
+        keep_float32=keep_float32,
+        force_low=force_low,
+        placement=placement,
+        device=device,
     )
-    model, plan = _rewritten(source, options, freeze)
-    leave_out = {saved_files.GRAPH_FILE, saved_files.FINGERPRINT_FILE}
-    if freeze:
-        leave_out |= {path.name for path in source.iterdir() if path.name not in KEPT_IN_FROZEN}
+
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        dropped = set(names).difference(_KEPT_IN_FROZEN) if freeze else set(_WRITTEN)
+        return dropped if Path(folder) == source else set()
+
     try:
         with new_directory(final) as work:
-            saved_files.copy_files(source, work, frozenset(leave_out))
-            saved_files.write_graphs(model, work)
+            shutil.copytree(source, work, ignore=left_out, dirs_exist_ok=True)
+            _write_graphs(model, work)
     except OSError as error:
         raise SavedModelError(f"The output {target} could not be written: {error}") from error
     return plan
 
 
 def inspect_saved_model(
-    src: str | os.PathLike[str],
-    *,
-    dtype: Any = None,
-    freeze: bool = False,
-    calibration: Any = None,
-    op_lists: OpLists | None = None,
-    keep_float32: Iterable[str] = (),
-    force_low: Iterable[str] = (),
-    placement: str = _PLACEMENT,
-    device: str = RewriteOptions.device,
+    src: str | os.PathLike[str], *, dtype: Any = None, freeze: bool = False, **choices: Any
 ) -> RewritePlan:
     """Returns the plan of `rewrite_saved_model`, and writes nothing.
 
     Args:
         src: Directory of a SavedModel.
-        dtype: See `rewrite_saved_model`, as for all others.
-        freeze: As there.
-        calibration: As there.
-        op_lists: As there.
-        keep_float32: As there.
-        force_low: As there.
-        placement: As there.
-        device: As there.
+        dtype: As for `rewrite_saved_model`.
+        freeze: As for `rewrite_saved_model`.
+        **choices: Its arguments `calibration`, `op_lists`, `keep_float32`, `force_low`, `placement`
+            and `device`.
 
     Raises:
         TypeError, ValueError, SavedModelError, RewriteError: As `rewrite_saved_model`.
     """
-    options = _options(
-        freeze, dtype, calibration, op_lists, keep_float32, force_low, placement, device
-    )
-    return _rewritten(Path(src), options, freeze)[1]
-
-
-def _options(
-    freeze: bool,
-    dtype: Any,
-    calibration: Any,
-    op_lists: OpLists | None,
-    keep_float32: Iterable[str],
-    force_low: Iterable[str],
-    placement: str,
-    device: str,
-) -> RewriteOptions:
-    """Returns how to rewrite a model that may run on another machine: by the built-in figures."""
-    if placement == "fused" and not freeze:
-        raise ValueError(
-            "placement='fused' compiles the arithmetic of a graph, and a SavedModel that is not "
-            "frozen computes in functions, which are left alone: give freeze=True too, or "
-            "placement='min_cut', which is the same without compiling."
-        )
-    return RewriteOptions(
-        dtype=required_dtype(dtype),
-        op_lists=op_lists,
-        keep_float32=keep_float32,
-        force_low=force_low,
-        calibration=calibration_of(calibration),
-        placement=placement,
-        device=device,
-        profile="builtin",
-    )
+    source = Path(src)
+    return _rewritten(_read(source), source, freeze, dtype=dtype, **choices)
 
 
 def calibration_of(data: Any) -> Calibration | None:
-    """Returns what an argument named `calibration` means."""
+    """Returns the calibration for an argument named `calibration`."""
     if data is None:
         return None
     if isinstance(data, str | os.PathLike):
@@ -201,10 +182,31 @@ def required_dtype(dtype: Any) -> str:
     return name
 
 
-def _rewritten(src: Path, options: RewriteOptions, freeze: bool) -> tuple[Any, RewritePlan]:
-    """Reads and converts a SavedModel; writes nothing."""
-    model = saved_files.read_saved_model(src)
-    data = options.calibration
+def _rewritten(
+    model: Any,
+    src: Path,
+    freeze: bool,
+    *,
+    dtype: Any,
+    calibration: Any = None,
+    placement: str = _PLACEMENT,
+    **choices: Any,
+) -> RewritePlan:
+    """Converts the graphs of a SavedModel in place; returns the plan."""
+    if placement == "fused" and not freeze:
+        raise ValueError(
+            "placement='fused' compiles the arithmetic of a graph, and a SavedModel that is not "
+            "frozen computes in functions, which are left alone: give freeze=True too, or "
+            "placement='min_cut', which is the same without compiling."
+        )
+    data = calibration_of(calibration)
+    options = RewriteOptions(
+        dtype=required_dtype(dtype),
+        calibration=data,
+        placement=placement,
+        profile="builtin",
+        **choices,
+    )
     plans = []
     for meta_graph in model.meta_graphs:
         roles = find_roles(meta_graph)
@@ -214,13 +216,95 @@ def _rewritten(src: Path, options: RewriteOptions, freeze: bool) -> tuple[Any, R
         ranges = None if data is None else measure_meta_graph(meta_graph, roles, src, data)
         plan = rewrite_meta_graph(meta_graph, roles, options, ranges)
         plans.append(store_low_constants(meta_graph, roles, plan) if freeze else plan)
-    return model, _joined(plans)
-
-
-def _joined(plans: Sequence[RewritePlan]) -> RewritePlan:
-    """One plan for the graphs of a SavedModel, of which most have one."""
     if len(plans) == 1:
         return plans[0]
     nodes = tuple(node for plan in plans for node in plan.nodes)
     scopes = tuple(scope for plan in plans for scope in plan.scopes)
     return make_plan(plans[0].dtype, nodes, scopes, None)
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+
+
+def _read(src: Path) -> Any:
+    """Reads the graphs of a SavedModel, and its variables once, to see that they are all there.
+
+    Raises:
+        SavedModelError: There is none, or it is broken.
+    """
+    path = src / _GRAPH_FILE
+    if not src.exists():
+        raise SavedModelError(f"There is no directory {src}; give the directory of a SavedModel.")
+    if not path.is_file():
+        raise SavedModelError(f"{src} is not a SavedModel: it has no {_GRAPH_FILE}.")
+    model = tf_private.saved_model_message()
+    try:
+        model.ParseFromString(path.read_bytes())
+    except (OSError, tf_private.message_error()) as error:
+        raise SavedModelError(
+            f"{path} is broken and cannot be read: {error}. Save the model again."
+        ) from error
+    if not model.meta_graphs:
+        raise SavedModelError(f"{path} is broken: it holds no graph.")
+    if any(graph.HasField("saver_def") for graph in model.meta_graphs):
+        try:
+            reader = tf.train.load_checkpoint(str(src / VARIABLES_PREFIX))
+            for name in reader.get_variable_to_dtype_map():  # Checksums are compared on the way.
+                reader.get_tensor(name)
+        except (tf.errors.OpError, ValueError, IndexError, MemoryError) as error:
+            raise SavedModelError(
+                f"The variables of the SavedModel {src} cannot be read: {first_line(error)}"
+            ) from error
+    return model
+
+
+def _checked_target(src: Path, dst: Path, overwrite: bool) -> Path:
+    """Checks where a SavedModel is to be written; returns it without symbolic links.
+
+    A SavedModel that another process was killed in the middle of replacing is put back first.
+
+    Raises:
+        SavedModelError: `dst` is `src`, is inside it or holds it, or exists and must stay.
+    """
+    source, target = src.resolve(), dst.resolve()
+    if source == target or (target.exists() and source.samefile(target)):
+        raise SavedModelError(f"The output {dst} is the input {src}; give another directory.")
+    if source in target.parents or target in source.parents:
+        raise SavedModelError(
+            f"The output {dst} and the input {src} are inside one another; give a directory next "
+            "to it."
+        )
+    restore_directory(target)
+    if os.path.lexists(dst) and not overwrite:
+        raise SavedModelError(
+            f"The output {dst} exists; give another directory, or allow to overwrite it "
+            "(overwrite=True)."
+        )
+    is_empty = target.is_dir() and not any(target.iterdir())
+    if target.exists() and not is_empty and not (target / _GRAPH_FILE).is_file():
+        raise SavedModelError(
+            f"The output {dst} exists and is not a SavedModel; it is not overwritten. Give another "
+            "directory."
+        )
+    return target
+
+
+def _write_graphs(model: Any, work: Path) -> None:
+    """Writes the graphs of a SavedModel and their fingerprint.
+
+    Raises:
+        SavedModelError: They are too large for one file.
+    """
+    size = model.ByteSize()
+    if size > MAX_GRAPH_BYTES:
+        raise SavedModelError(
+            f"The graph would take {size} bytes, and a SavedModel's may take {MAX_GRAPH_BYTES}. "
+            "Convert without freezing: variables are in a file of their own."
+        )
+    (work / _GRAPH_FILE).write_bytes(model.SerializeToString(deterministic=True))
+    tf_private.write_fingerprint(str(work))
+
+
+def directory_bytes(path: Path) -> int:
+    """Returns the bytes of all files in a directory."""
+    return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())

@@ -1,25 +1,593 @@
-"""`autocast`: op-by-op mixed precision, as in PyTorch and Paddle, for eager and traced code."""
+"""`autocast`: op-by-op mixed precision, as in PyTorch and Paddle, for eager and traced code.
+
+While any code is inside one, the functions here that get an `original` replace the symbols that
+`tfamp.interop.patching` lists under their names: each op is cast by its list, and the code around
+ops is kept from undoing it. The class itself is at the end.
+"""
+
+# ruff: noqa: N803 - arguments have the names that TensorFlow gives them
 
 from __future__ import annotations
 
 import functools
 import inspect
-import threading
+import operator
+import sys
 import warnings
-from collections.abc import Callable
-from typing import Any, TypeVar
+import weakref
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NamedTuple, TypeVar
+
+import keras
+import numpy as np
+import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.core.options import checked_flag
 from tfamp.graph.op_lists import OpLists
-from tfamp.interop.keras_hooks import require_tensorflow
-from tfamp.interop.patching import level_of_user
+from tfamp.interop import keras_hooks, patching, tf_private
+from tfamp.interop.tf_private import OpInput, op_inputs
 from tfamp.policy import low_dtype
-from tfamp.torch_style.rules import hooks
-from tfamp.torch_style.state import Block, Mode, current_modes
+from tfamp.torch_style import state
+from tfamp.torch_style.state import EDITABLE, Block, Mode, current_modes, dtype_name, recast
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
+_EXPLICIT = "_tfamp_explicit_cast"
+_TENSORS = (tf.Tensor, tf.Variable)
+_STRUCTURED = (tf.RaggedTensor, tf.SparseTensor)
+
+# ---- Ops -----------------------------------------------------------------------------------------
+
+
+def eager_op(original: Any, context: Any, op: str, name: Any, *args: Any) -> Any:
+    """Runs an op in eager mode."""
+    count = len(op_inputs(op))
+    adjusted = _adjust(op, args[:count])
+    if adjusted is not None:
+        args = (*adjusted, *_plain_attrs(op, args[count:]))
+    return original(context, op, name, *args)
+
+
+def graph_op(original: Any, op: str, name: Any = None, **keywords: Any) -> Any:
+    """Adds an op to a graph."""
+    names = [op_input.name for op_input in op_inputs(op)]
+    adjusted = _adjust(op, [keywords.get(key) for key in names])
+    if adjusted is not None:
+        keywords |= dict(zip(names, adjusted, strict=True))
+    return original(op, name, **keywords)
+
+
+def true_division(mode: Mode, original: Any, x: Any, y: Any, name: Any = None) -> Any:
+    """Casts before Python code that refuses mixed dtypes before any op runs."""
+    x, y = _adjust("RealDiv", (x, y)) or (x, y)
+    return original(x, y, name=name)
+
+
+@functools.cache
+def _is_particular(op: str, device: str) -> bool:
+    """Whether there are float dtypes an op cannot run with on a kind of device.
+
+    It takes several inputs of one dtype, writes a variable, or has no kernel for a low one.
+    """
+    inputs = op_inputs(op)
+    return any(
+        "float32" in group.floats
+        and (
+            len(group.places) > 1
+            or inputs[group.places[0]].is_list
+            or inputs[0].dtype == tf.resource
+            or not group.floats.issuperset(LOW_PRECISION)
+        )
+        for group in _groups(op, device)
+    )
+
+
+def _adjust(op: str, inputs: Sequence[Any]) -> Sequence[Any] | None:
+    """The inputs an op is to run with, cast as its list says; None if none changes."""
+    mode = current_modes.current
+    if mode is None:
+        return None
+    device = _next_device()
+    if op not in mode.targets and not _is_particular(op, device):
+        return None
+    adjusted = list(inputs)
+    for group in _groups(op, device):
+        _cast_group(mode, op, group, adjusted)
+    if all(map(operator.is_, adjusted, inputs)):
+        return None
+    if any(isinstance(value, _STRUCTURED) for value in adjusted):
+        return None  # It fails, and TensorFlow goes on with what they are made of.
+    # TensorFlow's fast path takes tensors only; where it gives up, it forgets these inputs.
+    return [_as_tensors(*pair) for pair in zip(adjusted, op_inputs(op), strict=True)]
+
+
+def _next_device() -> str:
+    """The kind of device that TensorFlow places the next op on, if that has a kernel."""
+    return tf_private.device_kind_in_force() or current_modes.default_device
+
+
+class _Group(NamedTuple):
+    """Inputs of an op that must have one float dtype: where they are, and which it may be."""
+
+    places: tuple[int, ...]
+    floats: frozenset[str]
+
+
+@functools.cache
+def _groups(op: str, device: str) -> tuple[_Group, ...]:
+    groups: dict[str, _Group] = {}
+    for index, each in enumerate(op_inputs(op, device)):
+        name = each.type_attr or f"input {index}"
+        allowed = frozenset({"float32"}) if each.dtype == tf.float32 else each.floats
+        if allowed:
+            places, floats = groups.get(name, ((), allowed))
+            groups[name] = _Group((*places, index), floats)
+    return tuple(groups.values())
+
+
+def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Any]) -> None:
+    """Casts the inputs of a group, in place."""
+    members: list[Any] = []
+    for index in group.places:
+        value = inputs[index]
+        members += value if isinstance(value, (list, tuple)) else (value,)
+    dtypes = {dtype_name(member) for member in members}
+    if len(dtypes) > 1:
+        # Beside a tensor, TensorFlow gives arrays and numbers the tensor's dtype.
+        tensors = [each for each in members if not isinstance(each, state.ARRAYS)]
+        dtypes = {dtype_name(each) for each in tensors} - {""} or dtypes - {""}
+    if not dtypes <= EDITABLE:
+        return
+    target = _written(op, inputs) or _target(mode, op, dtypes, members, group)
+    if not target or (dtypes == {target} and all(isinstance(each, _TENSORS) for each in members)):
+        return
+    for index in group.places:
+        value = inputs[index]
+        if isinstance(value, (list, tuple)) and op_inputs(op)[index].is_list:
+            cast = [_recast_or_make(member, target) for member in value]
+            inputs[index] = value if all(map(operator.is_, cast, value)) else cast
+        else:
+            inputs[index] = _recast_or_make(value, target)
+
+
+def _recast_or_make(value: Any, dtype: str) -> Any:
+    """An input in a dtype, as a tensor if it was none."""
+    if value is None or isinstance(value, _TENSORS):
+        return recast(value, dtype)
+    if isinstance(value, (list, tuple)):
+        value = [recast(member, dtype) for member in value]
+    with current_modes.set_to(None):
+        # A Keras variable does not take a dtype that is not its own.
+        return tf.cast(value, dtype) if tf.is_tensor(value) else tf.convert_to_tensor(value, dtype)
+
+
+def _as_tensors(value: Any, given: OpInput) -> Any:
+    if given.is_list and isinstance(value, (list, tuple)):
+        return [_as_tensors(member, given._replace(is_list=False)) for member in value]
+    if value is None or isinstance(value, _TENSORS):
+        return value
+    with current_modes.set_to(None):
+        return tf.convert_to_tensor(value, given.dtype)
+
+
+def _target(mode: Mode, op: str, dtypes: set[str], members: list[Any], group: _Group) -> str:
+    """The dtype an op's inputs are cast to, "" for none."""
+    listed = mode.targets.get(op)
+    if not listed or tf_private.chooses_its_output_dtype(op):
+        # An op on no list is as it is given, save that it could not run with two dtypes.
+        target = state.widest(dtypes)
+    else:
+        explicit = {dtype_name(each) for each in members if getattr(each, _EXPLICIT, False)}
+        target = state.widest(explicit) if explicit else listed
+    low = target or next(iter(dtypes), "")
+    if "float32" in group.floats and any(state.exceeds(each, low) for each in members):
+        return "float32"
+    if target in group.floats:
+        return target
+    return "float32" if "float32" in group.floats and not dtypes <= group.floats else ""
+
+
+def _written(op: str, inputs: Sequence[Any]) -> str:
+    """The dtype of the variable an op writes, if that is one ops are cast to; "" otherwise."""
+    handle = inputs[0]
+    if op_inputs(op)[0].dtype != tf.resource or not isinstance(handle, tf.Tensor):
+        return ""
+    dtype = tf_private.held_dtype(handle)
+    return dtype if dtype in EDITABLE else ""
+
+
+def _plain_attrs(op: str, attrs: tuple[Any, ...]) -> list[Any]:
+    """An op's attributes, names and values alternately, of the types TensorFlow's fast path takes.
+
+    Given others, TensorFlow falls back to code that forgets the inputs put in place of its own.
+    """
+    kinds, plain = tf_private.attr_kinds(op), [_plain(attr) for attr in attrs]
+    for place in range(1, len(plain), 2):
+        kind = kinds.get(plain[place - 1])
+        if kind == "float" and isinstance(plain[place], int):
+            plain[place] = float(plain[place])
+        elif kind == "type" and isinstance(plain[place], (str, type, np.dtype)):
+            plain[place] = tf.as_dtype(plain[place])
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
+
+
+# ---- Casts that somebody wrote -------------------------------------------------------------------
+
+
+def cast(mode: Mode, original: Any, x: Any, DstT: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs a cast and notes that it was the user's, or leaves out one of a library's."""
+    run = functools.partial(original, x, DstT, *args, **kwargs)
+    source, target = dtype_name(x), tf.as_dtype(DstT).name
+    if source not in EDITABLE or target not in EDITABLE or not tf.is_tensor(x):
+        return run()
+    module, function = _asker()
+    if source == "float32":
+        needless = (module, function) in patching.RESULTS_CAST_BACK
+    else:
+        needless = module in patching.KERAS_UPCASTS and function not in patching.NEEDS_KERAS_UPCAST
+    if needless and target != source:
+        return x
+    casts = current_modes.casts if mode.cache_casts else None
+    if casts is not None and source == "float32" and module.startswith(patching.LIBRARIES):
+        return casts.of_traced(x, target, run)  # Keras's, of a layer's weights.
+    result = run()
+    if not module.startswith(patching.LIBRARIES):
+        setattr(result, _EXPLICIT, True)
+    return result
+
+
+def public_cast(mode: Mode, original: Any, x: Any, dtype: Any, name: Any = None) -> Any:
+    """Notes a user's cast to the dtype that the tensor has: no op runs for it."""
+    result = original(x, dtype, name)
+    if result is not x or not tf.is_tensor(x) or dtype_name(x) not in EDITABLE:
+        return result
+    if _asker()[0].startswith(patching.LIBRARIES):
+        return result
+    with current_modes.set_to(None):
+        result = tf.identity(x)  # The tensor itself may be used elsewhere.
+    setattr(result, _EXPLICIT, True)
+    return result
+
+
+def _asker() -> tuple[str, str]:
+    """The module and the function whose code asked for the cast that is running."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(patching.IN_BETWEEN):
+            return str(module), frame.f_code.co_name
+        frame = frame.f_back
+    return "", ""
+
+
+# ---- Gradients -----------------------------------------------------------------------------------
+
+
+def paused(mode: Mode, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs gradients in the dtypes of the forward pass, and optimizers in those of variables."""
+    with current_modes.set_to(None):
+        return original(*args, **kwargs)
+
+
+def recording(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Forgets casts that a tape has not seen, in a float32 island too."""
+    casts = current_modes.casts
+    if casts is not None:
+        casts.recording_changed()
+    return original(*args, **kwargs)
+
+
+def custom_gradient(mode: Mode, original: Any, f: Any, args: Any, kwargs: Any) -> Any:
+    """Makes a custom gradient run in the mode of its forward pass, as recomputing needs.
+
+    Its results are cast to the dtypes of what they are the gradients of.
+    """
+
+    @functools.wraps(f)
+    def with_gradient(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        result, grad_fn = f(*args, **kwargs)
+        dtypes = [dtype_name(arg) for arg in tf.nest.flatten((args, kwargs))]
+
+        @functools.wraps(grad_fn)
+        def gradient(*dys: Any, **variables: Any) -> Any:
+            # The tape may be asked after the context was left.
+            with hooks.held(), current_modes.set_to(mode):
+                return _recast_gradients(grad_fn(*dys, **variables), dtypes, **variables)
+
+        # TensorFlow looks for an argument named "variables".
+        gradient.__signature__ = inspect.signature(grad_fn)  # type: ignore[attr-defined]
+        return result, gradient
+
+    return original(with_gradient, args, kwargs)
+
+
+def _recast_gradients(gradients: Any, dtypes: Sequence[str], variables: Any = None) -> Any:
+    """Casts the results of a custom gradient to the dtypes of its inputs and variables."""
+    if not variables:
+        return _in_dtypes(gradients, dtypes)
+    of_inputs, of_variables = gradients
+    pairs = zip(of_variables, map(dtype_name, variables), strict=False)
+    return _in_dtypes(of_inputs, dtypes), [recast(*pair) for pair in pairs]
+
+
+def _in_dtypes(structure: Any, dtypes: Sequence[str]) -> Any:
+    flat = tf.nest.flatten(structure)
+    if len(flat) != len(dtypes):  # TensorFlow has a message for that.
+        return structure
+    cast = [recast(value, dtype) for value, dtype in zip(flat, dtypes, strict=True)]
+    return tf.nest.pack_sequence_as(structure, cast)
+
+
+# ---- Functions -----------------------------------------------------------------------------------
+
+
+def python_function(
+    mode: Mode, original: Any, func: Any, inp: Any, Tout: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Gives a Python function's results the dtypes that were declared for its op.
+
+    A graph runs it when no autocast is in force, on what the ops before it gave.
+    """
+    several = isinstance(Tout, (list, tuple))
+    wanted = [_declared_dtype(each) for each in (Tout if several else [Tout])]
+
+    @functools.wraps(func)
+    def with_dtypes(*args: Any) -> Any:
+        result = func(*args)
+        if isinstance(result, (list, tuple)):
+            return [recast(*each) for each in zip(result, wanted, strict=False)]
+        return recast(result, wanted[0]) if wanted else result
+
+    return original(with_dtypes if callable(func) else func, inp, Tout, *args, **kwargs)
+
+
+def _declared_dtype(dtype: Any) -> str:
+    """The name of a dtype, or of the one in a type's specification; "" where it has none."""
+    dtype = getattr(dtype, "dtype", dtype)
+    return "" if isinstance(dtype, tf.TypeSpec) else str(tf.as_dtype(dtype).name)
+
+
+def function_context(mode: Mode, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Makes the mode, and what its ops run on, a part of what a trace of a function depends on."""
+    made = original(*args, **kwargs)
+    key = made.context.xla_context_id, mode.key, _next_device()
+    eager = made.context._replace(xla_context_id=key)
+    return type(made)(eager, made.scope_type)
+
+
+def signature_cast(mode: Mode, original: Any, spec: Any, value: Any, casting_context: Any) -> Any:
+    """Casts inputs of a function that takes the dtypes it was traced for, or was declared with."""
+    value = recast(value, spec.dtype.name) if tf.is_tensor(value) else value
+    return original(spec, value, casting_context)
+
+
+# Graphs that have been looked at: the functions themselves cannot all be referred to weakly.
+_seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def finished_graph(mode: Mode, original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Warns, once for each graph, if ops stay float32 that autocast would run in low precision."""
+    if function.graph not in _seen:
+        _seen.add(function.graph)
+        name = function.name.decode() if isinstance(function.name, bytes) else function.name
+        if ops := ", ".join(_float32_ops(function.graph, mode)):
+            warnings.warn(
+                f"{name} is a finished graph, a ConcreteFunction or one from a SavedModel: "
+                f"autocast leaves it as it is, with {ops} in float32. Call the tf.function it "
+                "comes from, which is traced again for autocast, or tfamp.rewrite(function, "
+                f"dtype={mode.dtype!r}).",
+                TfampWarning,
+                stacklevel=patching.level_of_user(),
+            )
+    return original(function, *args, **kwargs)
+
+
+def _float32_ops(graph: Any, mode: Mode) -> list[str]:
+    """The ops on the low list that run in float32; none where any has the low dtype: a choice."""
+    graph_def = graph.as_graph_def()
+    bodies = [graph_def.node, *(function.node_def for function in graph_def.library.function)]
+    listed = [node for body in bodies for node in body if mode.targets.get(node.op) == mode.dtype]
+    found = {(node.op, node.attr["T"].type) for node in listed if "T" in node.attr}
+    if tf.as_dtype(mode.dtype).as_datatype_enum in {dtype for _, dtype in found}:
+        return []
+    return sorted(op for op, dtype in found if dtype == tf.float32.as_datatype_enum)
+
+
+# ---- Control flow --------------------------------------------------------------------------------
+
+
+def while_loop(
+    mode: Mode, original: Any, cond: Any, body: Any, loop_vars: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Keeps the dtypes of a loop's variables."""
+
+    def aligned(*variables: Any) -> Any:
+        return _align(body(*variables), variables)
+
+    return original(cond, aligned, loop_vars, *args, **kwargs)
+
+
+def loop_check(mode: Mode, original: Any, *args: Any) -> Any:
+    """Aligns a variable that AutoGraph compares before the loop above aligns it."""
+    *before, entry, exit_, shape = args
+    exit_ = _align(exit_, entry) if tf.is_tensor(exit_) else exit_
+    return original(*before, entry, exit_, shape)
+
+
+def _align(outputs: Any, like: Any) -> Any:
+    """A loop body's outputs in the dtypes of the variables it got."""
+    return _in_dtypes(outputs, [dtype_name(value) for value in tf.nest.flatten(like)])
+
+
+def branch_check(mode: Mode, original: Any, name: str, body_var: Any, orelse_var: Any) -> Any:
+    """Leaves out AutoGraph's check of what the branches below align later."""
+    if not _differ([body_var, orelse_var]):
+        original(name, body_var, orelse_var)
+
+
+def branches(mode: Mode, original: Any, op_type: Any, branch_graphs: Any) -> Any:
+    """Gives outputs of branches the widest of their dtypes."""
+    outputs = [graph.outputs for graph in branch_graphs]
+    if len({len(each) for each in outputs}) == 1:  # TensorFlow has a message for the others.
+        for place, row in enumerate(zip(*outputs, strict=True)):
+            if _differ(row):
+                _recast_output(branch_graphs, place)
+    return original(op_type, branch_graphs)
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    """Whether the outputs of branches have dtypes that are to become the widest of these."""
+    dtypes = {dtype_name(value) for value in values}
+    return len(dtypes) > 1 and dtypes <= EDITABLE
+
+
+def _recast_output(branch_graphs: Any, place: int) -> None:
+    pack = tf_private.private("ops.cond_v2:_pack_sequence_as")
+    for graph in branch_graphs:
+        with graph.as_default():
+            graph.outputs[place] = recast(graph.outputs[place], "float32")
+        graph.structured_outputs = pack(graph.structured_outputs, graph.outputs)
+
+
+# ---- Python code that looks at dtypes itself -----------------------------------------------------
+
+
+def convert(original: Any, value: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Converts for library code that asks for the dtype of an op's first input."""
+    hint = kwargs.get("dtype_hint")
+    if hint is not None and current_modes.current is not None and state.exceeds(value, hint.name):
+        kwargs["dtype_hint"] = tf.float32
+    if current_modes.current is not None and tf.is_tensor(value):  # true of Keras's variables too
+        value, dtype = _converted(value, dtype, sys._getframe(2))
+    return original(value, dtype, *args, **kwargs)
+
+
+def _converted(value: Any, dtype: Any, asker: FrameType) -> tuple[Any, Any]:
+    """The tensor to convert, for what asks, and the dtype to ask for.
+
+    It is cast up where float32 is wanted and to a variable's dtype where it is for one; the dtype
+    is None where the op that follows settles it.
+    """
+    given = dtype_name(value)
+    if given not in EDITABLE:
+        return value, dtype
+    module = asker.f_globals.get("__name__", "")
+    function = (module, asker.f_code.co_name)
+    if function in patching.FLOAT32_FUNCTIONS or (
+        function in patching.SAME_DTYPE_FUNCTIONS and _mixes(asker.f_locals.values())
+    ):
+        return recast(value, "float32"), None
+    wanted = given if dtype is None else tf.as_dtype(dtype).base_dtype.name
+    if given == wanted or wanted not in EDITABLE:
+        return value, dtype
+    if wanted == "float32" or module in patching.FIXED_DTYPES:
+        return recast(value, wanted), dtype
+    return value, None
+
+
+def stacked(mode: Mode, original: Any, values: Any, dtype: Any = None, name: Any = None) -> Any:
+    """Gives tensors in a list, which become one, their widest dtype where they differ."""
+    if _mixes(tf.nest.flatten(values)):
+        values = tf.nest.map_structure(lambda value: recast(value, "float32"), values)
+        dtype = tf.float32
+    return original(values, dtype, name)
+
+
+def _mixes(values: Any) -> bool:
+    """Whether tensors among the values have different float dtypes."""
+    dtypes = {dtype_name(value) for value in values if tf.is_tensor(value)}
+    return len(dtypes & EDITABLE) > 1
+
+
+def mapped(mode: Mode, original: Any, values: Any, signature: Any) -> Any:
+    """Casts what a mapped function returned to what it was said to return."""
+    dtypes = map(_declared_dtype, signature)
+    return original([recast(*pair) for pair in zip(values, dtypes, strict=True)], signature)
+
+
+def array_method(mode: Mode, original: Any, array: Any, *args: Any, **kwargs: Any) -> Any:
+    """Casts what a `tf.TensorArray` is to hold: the only float tensor of its arguments."""
+    dtype = array.dtype.name
+    kwargs = {name: recast(value, dtype) for name, value in kwargs.items()}
+    return original(array, *(recast(value, dtype) for value in args), **kwargs)
+
+
+def sparse_matmul(mode: Mode, original: Any, a: Any, b: Any, **kwargs: Any) -> Any:
+    """Multiplies dense: tf.matmul resorts to this slow float32 op for bfloat16 with float32."""
+    if kwargs.get("a_is_sparse") or kwargs.get("b_is_sparse"):
+        return original(a, b, **kwargs)
+    dense = {k: v for k, v in kwargs.items() if not k.endswith("_is_sparse")}
+    return tf.raw_ops.MatMul(a=a, b=b, **dense)
+
+
+def cross_entropy(
+    mode: Mode, original: Any, labels: Any = None, logits: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Casts low-precision logits up; else the float32 result would be cast back down."""
+    if mode.targets.get("SoftmaxCrossEntropyWithLogits"):
+        logits = recast(logits, "float32")
+    return original(labels, logits, *args, **kwargs)
+
+
+def operation_call(mode: Mode, original: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """Makes Keras layers of float32 read their variables in the low dtype.
+
+    Layers that Keras has quantized run paused, on inputs of their own dtype: sums and scales of
+    integers are beyond float16.
+    """
+    if not isinstance(operation, keras.layers.Layer):
+        return original(operation, *args, **kwargs)
+    if operation.quantization_mode is None:
+        with keras_hooks.reading_in(operation, mode.dtype):
+            return original(operation, *args, **kwargs)
+    with current_modes.set_to(None):
+        own = functools.partial(_float_in, dtype=operation.compute_dtype)
+        args, kwargs = keras.tree.map_structure(own, (args, kwargs))
+        return original(operation, *args, **kwargs)
+
+
+def _float_in(value: Any, dtype: str) -> Any:
+    if not keras.ops.is_tensor(value) or isinstance(value, keras.KerasTensor):
+        return value
+    is_float = keras.backend.is_float_dtype(keras.backend.standardize_dtype(value.dtype))
+    return keras.ops.cast(value, dtype) if is_float else value
+
+
+# ---- All of them ---------------------------------------------------------------------------------
+
+
+def _where_in_force(replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a replacement with the mode in force, and the original where there is none."""
+
+    def around(original: Any, *args: Any, **kwargs: Any) -> Any:
+        mode = current_modes.current
+        if mode is None:
+            return original(*args, **kwargs)
+        return replacement(mode, original, *args, **kwargs)
+
+    return around
+
+
+_FOR_A_MODE = (
+    true_division, cast, public_cast, paused, custom_gradient, python_function, function_context,
+    signature_cast, finished_graph, while_loop, loop_check, branch_check, branches, stacked, mapped,
+    array_method, sparse_matmul, cross_entropy, operation_call,
+)  # fmt: skip
+# In place while any code is inside an autocast, and gone afterwards.
+hooks = patching.Patch(
+    **{each.__name__: each for each in (eager_op, graph_op, recording, convert)},
+    **{each.__name__: _where_in_force(each) for each in _FOR_A_MODE},
+)
+
+# ---- The context ---------------------------------------------------------------------------------
 
 
 class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's are
@@ -42,7 +610,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
     widest one.
 
     It counts in its own thread and its own coroutine, and one object can be entered again while it
-    is in force. A `tf.function` called inside is traced anew for it, whenever it was traced before;
+    is in force. A `tf.function` called inside is traced again for it, even if it was traced before;
     a `ConcreteFunction` stays what it is, and warns. Put the context inside the function that
     `tf.distribute.Strategy.run` is given: replicas run in threads of their own.
 
@@ -55,18 +623,16 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
             multiplies neither, nothing is cast.
         enabled: False makes a float32 island inside another autocast: ops run as given.
         op_lists: A `tfamp.OpLists`; None for tfamp's own for the dtype.
-        cache_casts: Whether what several ops use is cast once: in a trace a variable that is not
-            assigned in between, for each tape; in eager mode a tensor, while no tape records. Its
-            gradients are then added up in the low dtype.
+        cache_casts: Whether a variable that several ops of a trace use is cast once, for each tape
+            and while it is not assigned. Its gradients are then added up in the low dtype.
 
     Warns:
-        TfampWarning: Once per process, where float16 is in force on a CPU without float16
-            arithmetic, with the slowdown measured. Once for each function called inside whose
-            graph was finished before and has float32 ops that would be cast down.
+        TfampWarning: Once for each function called inside whose graph was finished before and has
+            float32 ops that would be cast down.
 
     Raises:
-        ValueError: `dtype` is no low-precision dtype.
-        TypeError: `op_lists` is no `OpLists`, or a flag is no bool.
+        ValueError: `dtype` is not a low-precision dtype.
+        TypeError: `op_lists` is not an `OpLists`, or a flag is not a bool.
         UnsupportedBackendError: Keras runs on JAX or PyTorch, whose ops it cannot cast.
 
     Example:
@@ -93,17 +659,17 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
                 f"op_lists must be a tfamp.OpLists; got {op_lists!r}. Start from "
                 'tfamp.OpLists.default("float16").with_changes(...).'
             )
-        low = _low_dtype(dtype, enabled)
+        name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))  # also NumPy's types
+        # A loop over dtypes can keep one line for all of them.
+        low = None if not enabled and name in FLOAT_DTYPES else low_dtype(dtype)
         if enabled:
-            require_tensorflow("tfamp.autocast")
+            keras_hooks.require_tensorflow("tfamp.autocast")
         self._entered: list[Block] = []  # in all contexts and threads
         self._mode: Mode | None = None
         if enabled and low is not None:
             self._mode = Mode.of(low, op_lists or OpLists.default(low), cache_casts)
 
     def __enter__(self) -> autocast:
-        if self._mode is not None and self._mode.dtype == "float16":
-            _warn_once_where_float16_is_slow()
         hooks.acquire()
         self._entered.append(current_modes.enter(self._mode))
         return self
@@ -122,16 +688,14 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
         """Decorates a function, or a layer's or model's `call`, to run under this autocast."""
         if not callable(function):
             raise TypeError(f"autocast decorates functions; got {function!r}.")
-        if inspect.isasyncgenfunction(function):
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
-                f"{function.__name__} is an asynchronous generator, and would run what awaits its "
-                "items under autocast too: use `with tfamp.autocast(...)` inside, around code that "
-                "does not yield."
+                f"{function.__name__} is a generator, and would run its caller's code under "
+                "autocast too: use `with tfamp.autocast(...)` inside, around code that does not "
+                "yield."
             )
         if inspect.iscoroutinefunction(function):
             return _coroutine_under(self, function)
-        if inspect.isgeneratorfunction(function):
-            return _generator_under(self, function)
 
         @functools.wraps(function)
         def under_autocast(*args: Any, **kwargs: Any) -> Any:
@@ -148,58 +712,3 @@ def _coroutine_under(context: autocast, function: Callable[..., Any]) -> Any:
             return await function(*args, **kwargs)
 
     return under_autocast
-
-
-def _generator_under(context: autocast, function: Callable[..., Any]) -> Any:
-    @functools.wraps(function)
-    def under_autocast(*args: Any, **kwargs: Any) -> Any:
-        generator = function(*args, **kwargs)
-        step, value = generator.send, None
-        try:
-            while True:
-                # Only while the generator runs: in between, its caller's code does.
-                with context:
-                    try:
-                        item = step(value)
-                    except StopIteration as stop:
-                        return stop.value
-                try:
-                    step, value = generator.send, (yield item)
-                except GeneratorExit:
-                    raise
-                except BaseException as error:  # noqa: BLE001 - handed on to the generator
-                    step, value = generator.throw, error
-        finally:
-            with context:
-                generator.close()
-
-    return under_autocast
-
-
-_slow_float16_checked = threading.Event()
-
-
-def _warn_once_where_float16_is_slow() -> None:
-    if _slow_float16_checked.is_set():
-        return
-    _slow_float16_checked.set()
-    from tfamp.machine import profile_measure
-
-    with current_modes.set_to(None):
-        message = profile_measure.float16_warning()
-    if message is not None:
-        warnings.warn(message, TfampWarning, stacklevel=level_of_user())
-
-
-def _low_dtype(dtype: Any, enabled: bool) -> str | None:
-    if dtype is None:
-        return low_dtype(None)
-    name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))  # also NumPy's types
-    if not enabled and name in FLOAT_DTYPES:
-        return None  # A loop over dtypes can keep one line for all of them.
-    if name not in LOW_PRECISION:
-        raise ValueError(
-            f"autocast casts to {' or '.join(LOW_PRECISION)}; got dtype={dtype!r}. For a float32 "
-            "part inside another autocast use autocast(enabled=False)."
-        )
-    return str(name)

@@ -19,9 +19,9 @@ import tensorflow as tf
 
 from tfamp.core import options
 from tfamp.core.dtypes import float_format
-from tfamp.core.loss_scale import LossScaleState
+from tfamp.core.options import LossScaleState
 from tfamp.interop.keras_hooks import as_tensor, require_tensorflow
-from tfamp.interop.tf_functions import as_written
+from tfamp.interop.tf_private import as_written
 from tfamp.training import gradients as gradient_lib
 from tfamp.training import scaling
 from tfamp.training.gradients import Gradients, outside_the_graph

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import threading
 import weakref
@@ -17,7 +16,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION, float_format
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop import tf_private
-from tfamp.interop.tf_private import no_tape_is_active, place_in_trace
+from tfamp.interop.tf_private import place_in_trace
 
 # ---- Modes ---------------------------------------------------------------------------------------
 
@@ -29,7 +28,7 @@ class Mode:
     dtype: str  # The low one.
     targets: dict[str, str]  # By op type the dtype its float inputs get; "" for their widest.
     cache_casts: bool
-    key: Hashable  # What tells this mode's traces from others'.
+    key: Hashable  # Part of the key of a trace.
 
     @classmethod
     def of(cls, dtype: str, lists: OpLists, cache_casts: bool) -> Mode:
@@ -72,16 +71,12 @@ class _Modes:
             block.casts.recording_changed()
         else:
             block = Block(mode, outer, outer.casts, outer.device)
-        block.casts.blocks.append(block)
         self._stack.set(block)
         return block
 
     def leave(self, block: Block) -> None:
         """Ends a block, in whatever order, context and thread."""
         block.left = True
-        block.casts.blocks.remove(block)
-        if not block.casts.blocks:
-            block.casts.forget()
         if self._stack.get() is block:
             self._stack.set(self._innermost())
 
@@ -99,7 +94,7 @@ class _Modes:
 
     @property
     def casts(self) -> Casts | None:
-        """What may be reused here; None outside of every autocast."""
+        """Casts that may be reused here; None outside of every autocast."""
         return getattr(self._innermost(), "casts", None)
 
     @property
@@ -136,58 +131,22 @@ _READ = "ReadVariableOp"
 _ONLY_READ = {_READ, "VariableShape", "VarIsInitializedOp", "ResourceGather", "ResourceGatherNd"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Cast:
-    """A cast that may be used again."""
-
-    result: weakref.ref[Any]  # Weak, as a tensor keeps its graph alive.
-    read: int  # Place in the trace of the read that was cast.
-    made: int  # Place of the cast.
-    recorded: bool  # Whether a tape saw the cast.
-
-
 @dataclass(slots=True)
 class _Trace:
-    """What is known of one graph."""
+    """The casts in one graph, and where recording began."""
 
-    # The last cast of each variable, by its handle and the dtype.
-    casts: dict[tuple[str, str], _Cast] = field(default_factory=dict)
-    # After which places a tape began to record or to watch.
-    recordings: list[int] = field(default_factory=list)
-
-    def recording(self, place: int) -> int:
-        """How often something had begun to record at a place."""
-        return bisect.bisect_left(self.recordings, place)
+    # By a variable's handle and the dtype: its last cast, weak as a tensor keeps its graph alive,
+    # and the place in the trace of the read that was cast.
+    casts: dict[tuple[str, str], tuple[weakref.ref[Any], int]] = field(default_factory=dict)
+    # The last place at which a tape began to record or to watch.
+    recording: int = -1
 
 
 class Casts:
-    """What the blocks in force of one stack may reuse, until the last of them is left."""
+    """The casts of variables that the blocks of one stack may reuse, in the graphs traced there."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
-        self.forget()
-
-    def forget(self) -> None:
-        """Forgets all casts."""
-        # By identity and dtype, each kept no longer than the tensor it was made from.
-        self.eager: dict[tuple[int, str], tuple[weakref.ref[Any], Any]] = {}
-        # Of variables, in the graphs that are traced.
         self._traces: weakref.WeakKeyDictionary[Any, _Trace] = weakref.WeakKeyDictionary()
-
-    def of_eager(self, value: Any, dtype: str) -> Any:
-        """Casts an eager tensor, or takes what it was cast to before."""
-        casts, key = self.eager, (id(value), dtype)
-        if key in casts and casts[key][0]() is value:
-            return casts[key][1]
-
-        def drop(dead: weakref.ref[Any]) -> None:
-            # The number may have been given to a new tensor since.
-            if key in casts and casts[key][0] is dead:
-                del casts[key]
-
-        cast = tf.cast(value, dtype)
-        casts[key] = (weakref.ref(value, drop), cast)
-        return cast
 
     def recording_changed(self) -> None:
         """Notes that a tape begins to record or to watch: it did not see what was made before."""
@@ -195,8 +154,7 @@ class Casts:
             return
         graph = tf.compat.v1.get_default_graph()
         if made := graph.get_operations():
-            trace = self._traces.setdefault(graph, _Trace())
-            trace.recordings.append(place_in_trace(made[-1]))
+            self._traces[graph] = _Trace(recording=place_in_trace(made[-1]))
 
     def of_traced(self, value: Any, dtype: str, cast: Callable[[], Any]) -> Any:
         """Casts a tensor of a graph, or takes what the same variable was cast to before."""
@@ -204,28 +162,20 @@ class Casts:
             return cast()
         handle, read = value.op.inputs[0], place_in_trace(value.op)
         trace = self._traces.setdefault(value.graph, _Trace())
-        known = trace.casts.get((handle.name, dtype))
-        found = None if known is None else known.result()
-        if known is not None and found is not None and _holds(known, trace, handle, read):
-            return found
-        made = cast()
-        place, recorded = place_in_trace(made.op), not no_tape_is_active()
-        trace.casts[handle.name, dtype] = _Cast(weakref.ref(made), read, place, recorded)
-        return made
+        if read <= trace.recording:
+            return cast()  # The tape has not seen this read, and no other one may lend it a cast.
+        last, last_read = trace.casts.get((handle.name, dtype), (None, read))
+        found = None if last is None else last()
+        if found is None or _may_be_assigned(handle, *sorted((last_read, read))):
+            found = cast()
+            trace.casts[handle.name, dtype] = weakref.ref(found), read
+        return found
 
 
-def _holds(known: _Cast, trace: _Trace, handle: Any, read: int) -> bool:
-    """Whether a cast is what casting a read would give now, for values and for gradients."""
-    seen = (
-        known.recorded
-        and trace.recording(known.read) == trace.recording(read)
-        and trace.recording(known.made) == len(trace.recordings)
-    )
-    if not seen and not no_tape_is_active():
-        return False
-    first, last = sorted((known.read, read))
-    return all(
-        op.type in _ONLY_READ or not first < place_in_trace(op) < last for op in handle.consumers()
+def _may_be_assigned(handle: Any, first: int, last: int) -> bool:
+    """Whether anything between two places of a trace may assign the variable of a handle."""
+    return any(
+        op.type not in _ONLY_READ and first < place_in_trace(op) < last for op in handle.consumers()
     )
 
 
@@ -286,15 +236,7 @@ def recast(value: Any, dtype: str) -> Any:
     mode = current_modes.current
     casts = current_modes.casts if mode is not None and mode.cache_casts else None
     with current_modes.set_to(None):
-        return tf.cast(value, dtype) if casts is None else _cast_once(value, dtype, casts)
-
-
-def _cast_once(value: Any, dtype: str, casts: Casts) -> Any:
-    if not tf.executing_eagerly():
+        if casts is None or tf.executing_eagerly():
+            return tf.cast(value, dtype)
         tensor = tf.convert_to_tensor(value) if isinstance(value, tf.Variable) else value
         return casts.of_traced(tensor, dtype, lambda: tf.cast(tensor, dtype))
-    # Immutable tensors only, so no assignment can be missed; off the tape only, because a tape
-    # that did not see the cast would lose the gradient.
-    if not isinstance(value, tf.Tensor) or not no_tape_is_active():
-        return tf.cast(value, dtype)
-    return casts.of_eager(value, dtype)

@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfamp.interop import keras_optimizers
-from tfamp.interop.keras_hooks import native, runs_tensorflow
-from tfamp.interop.keras_optimizers import slot
+from tfamp.interop import keras_hooks
+from tfamp.interop.keras_hooks import native, runs_tensorflow, slot
 from tfamp.interop.tf_private import device_kind_of, xla_works
 from tfamp.training.gradients import Gradients, dtype_name, is_next_value, several_replicas
 from tfamp.training.rounding import FLOAT32, Chance, Form, form_of, widened
@@ -68,7 +67,7 @@ def fused_update(
     if rule is None or not copies or not runs_tensorflow() or why_unruled(optimizer):
         return gradients
     # Warns of gradients that are None, as the optimizer does.
-    values, variables = keras_optimizers.without_missing(
+    values, variables = keras_hooks.without_missing(
         optimizer, gradients.values, gradients.variables
     )
     gradients = replace(gradients, values=values, variables=variables, checked=None)
@@ -79,7 +78,7 @@ def fused_update(
         # Keras clips what is left to it once more, which changes nothing then. It clips what each
         # replica has, and sums then.
         gradients = gradients.unscaled()
-        gradients = replace(gradients, values=keras_optimizers.clipped(optimizer, gradients.values))
+        gradients = replace(gradients, values=keras_hooks.clipped(optimizer, gradients.values))
     own = _chosen(gradients, fits, True)
     if several_replicas() and not own.summed:
         own = own.summed_over_replicas()
@@ -148,7 +147,7 @@ def _update_in_one_pass(
                     _run_compiled(rule, step, group, device)
         for variable in gradients.variables:
             if getattr(variable, "constraint", None) is not None:
-                _constrain(variable, keras_optimizers.index_of(optimizer, variable), chance)
+                _constrain(variable, keras_hooks.index_of(optimizer, variable), chance)
 
 
 def _step_of(optimizer: Any, rule: _Rule, divisor: Any, chance: Chance) -> _Step:
@@ -166,7 +165,7 @@ def _step_of(optimizer: Any, rule: _Rule, divisor: Any, chance: Chance) -> _Step
 
 
 def _update_of(optimizer: Any, rule: _Rule, gradient: Any, variable: Any) -> _Update:
-    target, index = native(variable), keras_optimizers.index_of(optimizer, variable)
+    target, index = native(variable), keras_hooks.index_of(optimizer, variable)
     slots = rule.slots(optimizer, index)
     low = _is_low(target)
     forms = (target.form if low else FLOAT32, *(form_of(dtype_name(each)) for each in slots))
@@ -184,7 +183,7 @@ def _update_of(optimizer: Any, rule: _Rule, gradient: Any, variable: Any) -> _Up
         # Low gradients are cast in the compiled update where there is one, not all beforehand.
         wide = gradient.dtype == tf.float64 or (rule.run is not None and not low)
         given = [tf.cast(gradient, tf.float32) if wide else gradient]
-    return _Update(given, keras_optimizers.decays(optimizer, target), forms, handles, index)
+    return _Update(given, keras_hooks.decays(optimizer, target), forms, handles, index)
 
 
 def _constrain(target: Any, index: int, chance: Chance) -> None:
@@ -342,7 +341,7 @@ def _lion_slots(times: Any, numbers: Any, gradient: Any, squares: Any, mean: Any
 
 def _adafactor_numbers(optimizer: Any, rate: Any) -> tuple[Any, ...]:
     step = tf.cast(optimizer.iterations + 1, tf.float32)
-    if not keras_optimizers.rate_is_called(optimizer) and optimizer.relative_step:
+    if not keras_hooks.rate_is_called(optimizer) and optimizer.relative_step:
         rate = tf.minimum(rate, 1.0 / tf.sqrt(step))
     beta_2 = 1.0 - tf.pow(step, _number(optimizer.beta_2_decay))
     settings = optimizer.epsilon_1, optimizer.epsilon_2, optimizer.clip_threshold

@@ -19,7 +19,7 @@ from keras import ops
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import TfampWarning
-from tfamp.core.loss_scale import LossScaleState, next_state
+from tfamp.core.options import LossScaleState, next_state
 from tfamp.interop.keras_hooks import as_tensor, described
 from tfamp.interop.patching import Patch, level_of_user
 from tfamp.training.gradients import Gradients, dtype_name, widened

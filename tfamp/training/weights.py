@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.interop import keras_optimizers
+from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import as_tensor, keras_symbol, native, runs_tensorflow
 from tfamp.interop.patching import wrap_method
 from tfamp.interop.tf_private import strategy_needs_merge_call, xla_works
@@ -49,7 +49,7 @@ class PlainWeights:
 
     def targets(self, variables: Sequence[Any]) -> list[Any]:
         """Returns what the optimizer updates for each variable."""
-        key = keras_optimizers.key_of(self.optimizer)
+        key = keras_hooks.key_of(self.optimizer)
         return [self._by_key.get(key(v), v) for v in variables]
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -122,8 +122,8 @@ class MasterWeights(PlainWeights):
         """Creates the masters, once, and returns them."""
         if self._pairs or not (low := _low_ones(self.optimizer, variables)):
             return []
-        key = keras_optimizers.key_of(self.optimizer)
-        excluded, _ = keras_optimizers.excluded_from_decay(self.optimizer)
+        key = keras_hooks.key_of(self.optimizer)
+        excluded, _ = keras_hooks.excluded_from_decay(self.optimizer)
         for variable in low:
             master = _beside(variable, _in_float32, "float32")
             master.constraint = getattr(variable, "constraint", None)
@@ -267,7 +267,7 @@ class RoundedWeights(PlainWeights):
                 )
             form = form_of(dtype, self.how)
             beside = [_beside(variable, _zeros, part, f"_{self.how}") for part in form.dtypes[1:]]
-            key = keras_optimizers.key_of(self.optimizer)(variable)
+            key = keras_hooks.key_of(self.optimizer)(variable)
             self._by_key[key] = StoredWeight(variable, key, form, beside, number)
             created += beside
         return created
@@ -518,7 +518,7 @@ def _view_of(optimizer: Any, summed: bool) -> Any:
             native(optimizer._iterations), lambda own: own, group=False
         )
     if "_inner_optimizers" in state:  # MultiOptimizer hands each its share.
-        inner = keras_optimizers.inner_optimizers(optimizer)
+        inner = keras_hooks.inner_optimizers(optimizer)
         state["_inner_optimizers"] = [_view_of(each, summed) for each in inner]
     return view
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfamp.graph.observe import Observer, Seen, observed_scopes
 from tfamp.graph.retype import UNROUNDED, low_dtypes, retyped, seeded
-from tfamp.interop import tf_functions
+from tfamp.interop import tf_private
 
 
 def _graph(function, *specs):
@@ -46,9 +46,9 @@ def test_constants_get_the_values_they_had():
     def note(value, tensor):
         if tensor.dtype == tf.float16:
             proto = tf.make_tensor_proto(np.float32(value))
-            tf_functions.set_attribute(tensor.op, UNROUNDED, proto)
+            tf_private.set_attribute(tensor.op, UNROUNDED, proto)
 
-    with tf_functions.constants_noted(note):
+    with tf_private.constants_noted(note):
         concrete, graph_def = _graph(lambda x: x + 1e-8, tf.TensorSpec((), tf.float16))
     twin = retyped(graph_def, observed_scopes(graph_def), "float32")
     assert _run(concrete, twin, np.float32(0)).max == np.float32(1e-8)

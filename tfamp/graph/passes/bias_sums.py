@@ -16,9 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.edits import FLOAT32_TYPE, add_constant, attributes_of, dims_of
+from tfamp.graph.editor import FLOAT32_TYPE, add_constant, attributes_of, dims_of, first_output
 from tfamp.graph.functions import bodies, replace_nodes
-from tfamp.graph.spelling import first_output
 from tfamp.interop.tf_private import device_kind_of
 from tfamp.planning.structures import FLOAT32, MAIN_GRAPH, NodePlan, Reason, RewritePlan
 

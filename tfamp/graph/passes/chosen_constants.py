@@ -10,10 +10,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfamp.graph.editor import control_inputs_of, renamed_output
 from tfamp.graph.functions import bodies, respell
 from tfamp.graph.index import largest_finite
 from tfamp.graph.passes.frozen_casts import stored_as
-from tfamp.graph.spelling import control_inputs_of, renamed_output
 from tfamp.planning.exact_values import CHOICES
 from tfamp.planning.structures import RewritePlan
 

@@ -19,9 +19,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.edits import add_constant, attributes_of, become, dims_of, set_shape
+from tfamp.graph.editor import (
+    add_constant,
+    attributes_of,
+    become,
+    control_inputs_of,
+    dims_of,
+    first_output,
+    set_shape,
+)
 from tfamp.graph.functions import bodies
-from tfamp.graph.spelling import control_inputs_of, first_output
 from tfamp.interop.tf_private import device_kind_of
 from tfamp.planning.structures import MAIN_GRAPH, free_name
 

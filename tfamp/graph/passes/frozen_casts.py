@@ -17,10 +17,17 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.graph.apply import cast_node
-from tfamp.graph.edits import FLOAT32_TYPE, LOW_TYPES, become, become_identity, own_functions
+from tfamp.graph.editor import (
+    FLOAT32_TYPE,
+    LOW_TYPES,
+    become,
+    become_identity,
+    first_output,
+    renamed_output,
+    tensor_inputs,
+)
 from tfamp.graph.functions import bodies, copied, library_of, replace_nodes, respell
-from tfamp.graph.loop_edits import copies_in
-from tfamp.graph.spelling import first_output, renamed_output, tensor_inputs
+from tfamp.graph.loop_edits import copies_in, own_functions
 from tfamp.planning.structures import node_name, reach
 
 

@@ -32,9 +32,16 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import RewriteError
+from tfamp.graph.editor import (
+    SHAPES,
+    OpSignature,
+    control_inputs_of,
+    first_output,
+    first_ports,
+    registered_signature,
+    tensor_inputs,
+)
 from tfamp.graph.functions import has_old_control_flow, library_of, replace_nodes
-from tfamp.graph.op_signatures import OpSignature, first_ports, registered_signature
-from tfamp.graph.spelling import SHAPES, control_inputs_of, first_output, tensor_inputs
 from tfamp.planning.structures import (
     FLOAT32,
     free_name,

@@ -11,11 +11,18 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from tfamp.graph.edits import FLOAT32_TYPE, become_identity, own_functions
+from tfamp.graph.editor import (
+    FLOAT32_TYPE,
+    PYTHON,
+    SHAPES,
+    become_identity,
+    control_inputs_of,
+    is_control,
+    renamed_output,
+    writes_variable,
+)
 from tfamp.graph.functions import calls_in, library_of, reached_functions, respell
-from tfamp.graph.loop_edits import add_loop_variable, copies_in
-from tfamp.graph.op_signatures import PYTHON, writes_variable
-from tfamp.graph.spelling import SHAPES, control_inputs_of, is_control, renamed_output
+from tfamp.graph.loop_edits import add_loop_variable, copies_in, own_functions
 from tfamp.planning.structures import LOOPS, free_name, node_name, reach
 
 

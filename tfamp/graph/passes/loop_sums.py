@@ -16,11 +16,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.edits import add_constant, attributes_of, dims_of, own_functions, set_shape
+from tfamp.graph.editor import (
+    SHAPES,
+    add_constant,
+    attributes_of,
+    control_inputs_of,
+    dims_of,
+    first_ports,
+    registered_signature,
+    set_shape,
+)
 from tfamp.graph.functions import library_of, replace_nodes
-from tfamp.graph.loop_edits import add_loop_variable, new_place
-from tfamp.graph.op_signatures import first_ports, registered_signature
-from tfamp.graph.spelling import SHAPES, control_inputs_of
+from tfamp.graph.loop_edits import add_loop_variable, new_place, own_functions
 from tfamp.planning.cost import counted_shape
 from tfamp.planning.structures import LOOPS, free_name, node_name
 

@@ -1,19 +1,57 @@
-"""What the definition of an op says about its dtypes, as plain values.
+"""Nodes of a GraphDef: how their tensors are spelled, their ops' signatures, and edits in place.
 
-The definitions come from TensorFlow's registry, or from a graph's function library: a function may
-be called by its name, like an op.
+The definitions of ops come from TensorFlow's registry, or from a graph's function library: a
+function may be called by its name, like an op.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+import tensorflow as tf
+
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import tf_private
-from tfamp.planning.options import SUCCESSORS as SUCCESSORS
+from tfamp.planning.options import SUCCESSORS
 from tfamp.planning.structures import FLOAT32, op_types
+
+# The attribute that holds the shapes of a node's outputs, in a graph exported with shapes.
+SHAPES = "_output_shapes"
+
+
+def is_control(name: str) -> bool:
+    """Whether an input is a node that is waited for ("^node"), not a tensor."""
+    return name.startswith("^")
+
+
+def tensor_inputs(node: Any) -> list[str]:
+    """Returns the tensors that a node takes."""
+    return [name for name in node.input if not is_control(name)]
+
+
+def control_inputs_of(node: Any) -> list[str]:
+    """Returns the inputs that a node only waits for."""
+    return [name for name in node.input if is_control(name)]
+
+
+def first_output(name: str, in_function: bool, output: str = "output") -> str:
+    """Returns the first tensor of a node: "node" in a graph, "node:output:0" in a function.
+
+    In a function it has the name that the op gives this output, which for most is "output".
+    """
+    return f"{name}:{output}:0" if in_function else name
+
+
+def renamed_output(names: Iterable[str], before: str, after: str) -> dict[str, str]:
+    """Returns how the first tensors of nodes of a function are spelled, whose op has changed."""
+    return {first_output(name, True, before): first_output(name, True, after) for name in names}
+
+
+# ---- Signatures of ops ---------------------------------------------------------------------------
 
 # The type attribute the successors have in addition.
 STATISTICS_ATTR = "U"
@@ -141,3 +179,58 @@ def refused_options(node: Any) -> tuple[bool, bool]:
     first = "data_format" in attr and attr["data_format"].s.startswith(b"NC")
     dilated = node.op in _NOT_DILATED and "dilations" in attr
     return first, dilated and any(each > 1 for each in attr["dilations"].list.i)
+
+
+# ---- Edits ---------------------------------------------------------------------------------------
+
+FLOAT32_TYPE = tf.float32.as_datatype_enum
+
+
+LOW_TYPES = {tf.as_dtype(name).as_datatype_enum for name in LOW_PRECISION}
+FLOAT_TYPES = LOW_TYPES | {FLOAT32_TYPE}
+
+
+def attributes_of(nodes: Iterable[Any], function: Any) -> dict[str, Any]:
+    """The attributes of nodes, and of arguments where there are some, by name."""
+    arguments = enumerate(function.signature.input_arg if function else ())
+    known = {arg.name: function.arg_attr[i].attr for i, arg in arguments if i in function.arg_attr}
+    return known | {node.name: node.attr for node in nodes}
+
+
+def dims_of(tensor: str, attrs: Mapping[str, Any]) -> list[int]:
+    """The dimensions of a tensor, -1 for one that the graph does not tell; [] for no known rank."""
+    name, _, place = tensor.partition(":")
+    shapes = attrs[name][SHAPES].list.shape if SHAPES in attrs.get(name, ()) else ()
+    # In functions "name:output:0", where only an op with one output has no other "0".
+    port = int(place) if place.isdigit() else 0
+    if port >= len(shapes) or (":" in place and len(shapes) > 1) or shapes[port].unknown_rank:
+        return []
+    return [int(dim.size) for dim in shapes[port].dim]
+
+
+def set_shape(node: Any, dims: Iterable[int | None]) -> None:
+    """Says of a node that it makes one tensor, and of which shape."""
+    del node.attr[SHAPES].list.shape[:]
+    node.attr[SHAPES].list.shape.append(tf.TensorShape(dims).as_proto())
+
+
+def add_constant(nodes: Any, name: str, values: Any, device: str, dtype: Any = tf.int32) -> Any:
+    """Adds integers, mostly a vector, to nodes."""
+    constant = nodes.add(name=name, op="Const", device=device)
+    constant.attr["dtype"].type = dtype.as_datatype_enum
+    constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(values, dtype))
+    set_shape(constant, np.shape(values))
+    return constant
+
+
+def become(node: Any, op: str) -> None:
+    """Makes a node one of another op, without the attributes of its own."""
+    for name in [name for name in node.attr if not name.startswith("_")]:
+        del node.attr[name]
+    node.op = op
+
+
+def become_identity(node: Any, dtype: int) -> None:
+    """Makes a node hand on its first input."""
+    become(node, "Identity")
+    node.attr["T"].type = dtype

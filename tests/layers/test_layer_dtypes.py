@@ -17,8 +17,7 @@ import tfamp
 from helpers.cases import one_in
 from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
 from helpers.tolerances import assert_close
-from tfamp.layers.float_policies import managed_layers
-from tfamp.layers.output_dtypes import graphs
+from tfamp.layers.layer_dtypes import graphs, managed_layers
 
 pytestmark = pytest.mark.usefixtures("low")
 KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
@@ -155,27 +154,6 @@ def test_float32_outputs_false_leaves_outputs_low(low):
         assert_all_say([low], keras.Sequential([keras.Input((8,)), layers.Dense(2)]), X)
 
 
-def test_a_model_from_an_inner_tensor(low):
-    x = keras.Input((8,))
-    y, made = chain(x, 7, 6, 5)
-    full = keras.Model(x, y)
-    tail = keras.Model(made[1].output, y)
-    assert_float32(tail, np.ones((3, 6), "float32"))
-    assert_float32(full, X)
-    assert compute_dtypes(full) == [low, low, "float32"]
-
-
-def test_a_functional_subclass(low):
-    class Classifier(keras.Model):
-        def __init__(self, units, **kwargs):
-            x = keras.Input((8,))
-            super().__init__(inputs=x, outputs=layers.Dense(units)(layers.Dense(4)(x)), **kwargs)
-
-    model = Classifier(3)
-    assert_float32(model, X)
-    assert compute_dtypes(model) == [low, "float32"]
-
-
 # Layers shared between models
 
 
@@ -309,21 +287,6 @@ def test_an_inner_model_at_the_end_of_one_and_inside_another(low, sequential):
     assert made[1].compute_dtype == low
 
 
-def test_three_levels(low):
-    innermost, deep = inner_model(sequential=True)
-    x = keras.Input((8,))
-    middle = keras.Model(x, innermost(layers.Dense(8)(x)))
-    assert deep[1].compute_dtype == "float32"
-    outer = keras.Model(x, middle(layers.Dense(8)(x)))
-    assert_float32(outer, X)
-    assert deep[1].compute_dtype == "float32"
-    top = keras.Model(x, layers.Dense(3)(outer(x)))
-    assert_float32(top, X)
-    assert [layer.compute_dtype for layer in deep] == [low, low]
-    for model in (outer, middle, innermost):
-        assert_all_say([low], model, X)
-
-
 def test_an_inner_model_with_a_cast_loses_it_inside(low):
     x = keras.Input((8,))
     hidden = layers.Dense(8)
@@ -386,16 +349,6 @@ def test_layers_added_and_taken_off_one_by_one_and_after_one_that_does_not_fit(l
     assert_float32(model, X)
 
 
-def test_pop_and_add_without_rebuild(low):
-    model = keras.Sequential([keras.Input((8,)), layers.Dense(8), layers.Dense(4)])
-    assert model.pop(rebuild=False).compute_dtype == low
-    assert compute_dtypes(model) == [low]
-    model.add(layers.Dense(2), rebuild=False)
-    model.build((None, 8))
-    assert_float32(model, X)
-    assert compute_dtypes(model) == [low, "float32"]
-
-
 def test_built_by_its_first_call_before_or_after_the_policy_has_changed(low):
     model, late = (keras.Sequential([layers.Dense(4), layers.Dense(2)]) for _ in range(2))
     grown, added = keras.Sequential([keras.Input((8,)), layers.Dense(4)]), layers.Dense(3)
@@ -407,16 +360,6 @@ def test_built_by_its_first_call_before_or_after_the_policy_has_changed(low):
     assert_float32(grown, X)
     for each in (model, late, grown):
         assert compute_dtypes(each) == [low, "float32"]
-
-
-def test_made_before_the_policy(low):
-    tfamp.set_global_policy("float32")
-    model = keras.Sequential([keras.Input((8,)), layers.Dense(8)])
-    tfamp.set_global_policy(f"mixed_{low}")
-    model.add(layers.Dense(4))
-    model.add(layers.Dense(2))
-    assert_float32(model, X)
-    assert compute_dtypes(model) == ["float32", low, "float32"]
 
 
 def test_sequential_with_nested_inputs_has_no_graph_and_returns_float32(low):

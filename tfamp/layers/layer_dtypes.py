@@ -1,0 +1,644 @@
+"""The dtypes of layers: what each computes in, which a policy decided, and outputs in float32.
+
+A layer's policy shows whether Keras has quantized its weights: `int8_from_mixed_bfloat16` is
+quantized to int8 and computes in bfloat16. A plain policy on such a layer would make numbers of its
+integers. So whoever wants another dtype names the float part alone, its *float policy*, and a
+quantized layer gets its *counterpart*: the same quantization from that float policy. This is the
+one place where layers get another dtype.
+
+A layer that a mixed policy gave its dtype to is *managed*. For every Functional (a Sequential has
+one inside) its layers have roles, and the rule is:
+
+- Managed layers that make its outputs are *raised* to float32. Where one cannot be raised, a linear
+  Activation of dtype float32, the *cast*, is appended to the model instead.
+- A layer that becomes an interior layer of another model gets its mixed policy back, and a model
+  that thereby lost its float32 output gets the cast.
+- A model that becomes a part of another one has no outputs of its own any more: its output layers
+  get their policy back, and its casts are taken away.
+
+Every layer ends with a plain Keras policy, so a saved model needs nothing of this. What happens
+while a model runs (subclassed models, models called by other layers) is in `model_calls`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import keras
+import tensorflow as tf
+
+from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.interop import keras_hooks
+from tfamp.interop.keras_hooks import copy_annotations
+from tfamp.interop.patching import wrap_method
+from tfamp.policy import Policy
+
+# The attribute of a low tensor with the float32 tensor that it was made of.
+_EXACT = "_tfamp_float32"
+_Value = TypeVar("_Value")
+_numbers = itertools.count()
+
+
+class WeakMap(Generic[_Value]):
+    """Values of objects, each kept on its object and so no longer than that.
+
+    Apart from what Keras tracks and saves, and by identity: users' layers may define `__eq__`.
+    """
+
+    def __init__(self) -> None:
+        self._name = f"_tfamp_{next(_numbers)}"
+
+    def get(self, key: Any) -> _Value | None:
+        """Returns the value of an object, None if it has none."""
+        value: _Value | None = getattr(key, "__dict__", {}).get(self._name)
+        return value
+
+    def set(self, key: Any, value: _Value | None) -> None:
+        """Gives an object a value, in place of the one it has; None takes it out."""
+        vars(key)[self._name] = value
+
+    def discard(self, key: Any) -> None:
+        """Takes an object out, if it is there."""
+        vars(key).pop(self._name, None)
+
+
+# Models, in the order they came; they may end before the layers that they are noted on.
+Models: TypeAlias = weakref.WeakKeyDictionary[Any, None]
+
+
+@dataclass(eq=False)
+class ManagedLayer:
+    """A layer whose dtype came from a mixed policy, and what its roles make of it.
+
+    Attributes:
+        policy: The policy it was created under.
+        output_of: Functionals it is an output layer of.
+        interior_of: Functionals it is an interior layer of.
+        raised: The layer and those of its sublayers that had its policy, while they are raised.
+        follows_input: Whether its own policy is float32, and only its outputs are low: where its
+            input is, and while it is not raised.
+    """
+
+    policy: Policy
+    output_of: Models = field(default_factory=weakref.WeakKeyDictionary)
+    interior_of: Models = field(default_factory=weakref.WeakKeyDictionary)
+    raised: list[Any] = field(default_factory=list)
+    follows_input: bool = False
+
+    @property
+    def policy_name(self) -> str:
+        """Name of the Keras policy that the layer has while it is not raised."""
+        return "float32" if self.follows_input else self.policy.name
+
+
+managed_layers: WeakMap[ManagedLayer] = WeakMap()
+
+
+def is_built_in(layer: Any) -> bool:
+    """Whether Keras itself defines the layer's class."""
+    return type(layer).__module__.partition(".")[0] == "keras"
+
+
+def policy_of(layer: Any) -> Any:
+    """The policy a layer computes under: of a map of policies, its own entry.
+
+    That goes by its path, which it gets when it is built; until then it is the map itself.
+    """
+    policy = layer.dtype_policy
+    if not _is_map(policy) or not layer.built:
+        return policy
+    # Without a path: one that is never built, such as Dropout.
+    return policy[layer.path] if layer.path else policy.default_policy
+
+
+def quantization_of(layer: Any) -> str | None:
+    """How Keras has quantized a layer: "int8", "gptq" and so on; None where it is not."""
+    mode = policy_of(layer).quantization_mode
+    return None if mode is None else str(mode)
+
+
+def is_plain(policy: Any) -> bool:
+    """Whether a Keras policy is one dtype, or a mixed one; no map of policies, not quantized."""
+    plain = (keras.DTypePolicy, keras.FloatDTypePolicy)
+    return type(policy) in plain and policy.compute_dtype in FLOAT_DTYPES
+
+
+def float_policy(layer: Any) -> str | None:
+    """The name of what a layer computes in; None where its policy is neither plain nor quantized.
+
+    Example:
+        >>> float_policy(keras.layers.Dense(4, dtype="int8_from_mixed_bfloat16"))
+        'mixed_bfloat16'
+    """
+    policy = policy_of(layer)
+    if _is_map(policy) or (policy.quantization_mode is None and not is_plain(policy)):
+        return None
+    return _float_name(policy)
+
+
+def policy_with(layer: Any, float_name: str) -> Any:
+    """A new policy for a layer that computes in another dtype; None where it cannot get one.
+
+    A quantized layer gets the counterpart that predicts the same but for rounding: in float32, and
+    in bfloat16 one of int8. Other low dtypes need not hold its scales, the numbers of its groups or
+    its sums of integers; float8 inputs that are rounded before may end a whole step away.
+
+    Example:
+        >>> layer = keras.layers.Dense(4, dtype="int8_from_mixed_bfloat16")
+        >>> policy_with(layer, "float32").name, policy_with(layer, "mixed_float16")
+        ('int8_from_float32', None)
+    """
+    wanted, own = keras.DTypePolicy(float_name), policy_of(layer)
+    if _is_map(own):
+        return None
+    if own.quantization_mode is None:
+        return wanted
+    if _float_name(own) == float_name:
+        return copy.copy(own)
+    exact = wanted.compute_dtype not in LOW_PRECISION and own.quantization_mode != "float8"
+    if not exact and (own.quantization_mode, wanted.compute_dtype) != ("int8", "bfloat16"):
+        return None
+    return type(own).from_config({**own.get_config(), "source_name": float_name})
+
+
+def give_policy(layer: Any, policy: Any) -> None:
+    """Gives a layer a policy or the one of a name; where Keras has quantized it, the counterpart.
+
+    A quantized layer that has no such counterpart stays as it is.
+    """
+    wanted = policy
+    if policy_of(layer).quantization_mode is not None:
+        wanted = policy_with(layer, _float_name(keras.dtype_policies.get(policy)))
+    if wanted is not None:
+        layer.dtype_policy = wanted
+
+
+def in_float32(value: Any) -> Any:
+    """A tensor of a low dtype as float32, with its mask and logits; anything else as it is.
+
+    One that `in_low` made of a float32 tensor becomes that tensor.
+    """
+    given = as_given(value)
+    return _cast_annotated(given, "float32") if is_low(given) else given
+
+
+def as_given(value: Any) -> Any:
+    """The float32 tensor that `in_low` made a tensor of; anything else as it is."""
+    return getattr(value, _EXACT, value)
+
+
+def in_low(value: Any, dtype: str) -> Any:
+    """A tensor, or symbolic one, in a low dtype; `in_float32` returns the given one for it."""
+    if isinstance(value, keras.KerasTensor):
+        return keras.KerasTensor(value.shape, dtype=dtype, sparse=value.sparse)
+    result = _cast_annotated(value, dtype)
+    setattr(result, _EXACT, value)
+    return result
+
+
+def lowered(values: Any, dtype: str) -> Any:
+    """Returns a structure with its float tensors, also symbolic ones, in a dtype, as `in_low`."""
+
+    def lower(x: Any) -> Any:
+        is_tensor = keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor)
+        given = keras.backend.standardize_dtype(x.dtype) if is_tensor else dtype
+        if given not in FLOAT_DTYPES or given == dtype:
+            return x
+        exact = in_float32(x)
+        return in_low(exact, dtype) if dtype in LOW_PRECISION else _cast_annotated(exact, dtype)
+
+    return keras.tree.map_structure(lower, values)
+
+
+def _cast_annotated(value: Any, dtype: str) -> Any:
+    result = keras.ops.cast(value, dtype)
+    copy_annotations(value, result)
+    return result
+
+
+def is_low(value: Any) -> bool:
+    """Whether something is a tensor of a low dtype."""
+    standard = keras.backend.standardize_dtype
+    return keras.ops.is_tensor(value) and standard(value.dtype) in LOW_PRECISION
+
+
+def _is_map(policy: Any) -> bool:
+    return isinstance(policy, keras.dtype_policies.DTypePolicyMap)
+
+
+def _float_name(policy: Any) -> str:
+    # Not the policy's name: a map of policies takes the names of its entries away when it is saved.
+    compute = str(policy.compute_dtype)
+    return compute if compute == policy.variable_dtype else f"mixed_{compute}"
+
+
+# ---- Roles in models -----------------------------------------------------------------------------
+
+# Models are built by many threads, and a layer may be part of models of several.
+_lock = threading.RLock()
+
+
+@dataclass(eq=False)
+class ModelGraph:
+    """A Functional with managed layers, and its roles.
+
+    Attributes:
+        functional: The Functional.
+        owner: The Sequential it is the inside of, if any.
+        output_of: Functionals in which this model makes an output.
+        nested: Whether it is a part of another model, so that its outputs are low.
+        casts: Which of its outputs come from a cast that tfamp appended.
+        inner: `id`s of the layers and ops whose low outputs such a cast and others take.
+    """
+
+    functional: Any
+    owner: Callable[[], Any] = lambda: None
+    output_of: Models = field(default_factory=weakref.WeakKeyDictionary)
+    nested: bool = False
+    casts: set[int] = field(default_factory=set)
+    inner: set[int] = field(default_factory=set)
+
+
+graphs: WeakMap[ModelGraph] = WeakMap()
+# The Functional that a Sequential has built last.
+_insides: WeakMap[weakref.ref[Any]] = WeakMap()
+
+
+def graph_of(layer: Any) -> ModelGraph | None:
+    """The record of a Functional, or of the one that a built Sequential runs."""
+    is_sequential = isinstance(layer, keras.Sequential)
+    return graphs.get(keras_hooks.functional_of(layer) if is_sequential else layer)
+
+
+def settle(functional: Any, owner: Any = None) -> bool:
+    """Gives every layer of a new Functional the dtype of its role; False if it manages none.
+
+    Its owner is the Sequential it is the inside of, where that is known.
+    """
+    layers = [op for op in functional.operations if isinstance(op, keras.Layer)]
+    with _lock:
+        graph = graphs.get(functional)
+        is_new = graph is None and any(managed_layers.get(op) or graph_of(op) for op in layers)
+        if is_new:
+            graph = ModelGraph(functional)
+            graphs.set(functional, graph)
+            _give_roles(graph, layers)
+        if graph is not None and owner is not None:
+            graph.owner = weakref.ref(owner)
+            _insides.set(owner, weakref.ref(functional))
+    return is_new
+
+
+def _give_roles(graph: ModelGraph, layers: list[Any]) -> None:
+    for layer in layers:
+        models_below_become_parts(layer)
+    makers = _output_makers(graph)
+    for layer in layers:
+        if not any(layer is maker for maker in makers):
+            _becomes_interior(layer, graph.functional)
+    for layer in makers:
+        _becomes_output(layer, graph.functional)
+    _cast_low_outputs(graph)
+
+
+def forget_dropped(sequential: Any) -> None:
+    """Ends the roles in the Functional that a Sequential has built before, if it has dropped it.
+
+    A layer that stops being an output layer gets its policy back.
+    """
+    last = _insides.get(sequential)
+    functional = None if last is None else last()
+    if functional is None or functional is keras_hooks.functional_of(sequential):
+        return
+    _insides.discard(sequential)
+    with _lock:
+        graphs.discard(functional)
+        for layer in functional.operations:
+            graph, record = graph_of(layer), managed_layers.get(layer)
+            if graph is not None:
+                graph.output_of.pop(functional, None)
+            if record is not None:
+                record.interior_of.pop(functional, None)
+                record.output_of.pop(functional, None)
+                if not record.output_of:
+                    _unraise(layer, record)
+
+
+def become_part(model: Any) -> None:
+    """Makes a Functional or Sequential a part of another model: its outputs are low from now on."""
+    with _lock:
+        graph = graph_of(model)
+        if graph is None or graph.nested:
+            return
+        graph.nested = True
+        makers = _output_makers(graph)
+        _take_casts_away(graph)
+        graph.casts.clear()
+        graph.inner.clear()
+        for layer in makers:
+            _becomes_interior(layer, graph.functional)
+        _tell_outer(graph)
+
+
+def wants_float32(layer: Any) -> bool:
+    """Whether a layer's output is to be float32 where it is a model's output.
+
+    True for managed layers, and for models any of whose outputs is made by one. False where the
+    user gave the dtype, also by setting `layer.dtype_policy` later.
+    """
+    graph = graph_of(layer)
+    if graph is not None:
+        return any(map(wants_float32, _output_makers(graph)))
+    record = managed_layers.get(layer)
+    if record is None or not record.policy.float32_outputs:
+        return False
+    return bool(record.raised) or float_policy(layer) == record.policy_name
+
+
+def dissolve(functional: Any) -> None:
+    """Takes a Functional out of the registry for good, and the casts appended to it away.
+
+    Its layers and their dtypes are left as they are.
+    """
+    with _lock:
+        graph = graphs.get(functional)
+        if graph is not None:
+            _take_casts_away(graph)
+            graphs.discard(functional)
+
+
+def _take_casts_away(graph: ModelGraph) -> None:
+    if graph.casts:
+        keras_hooks.set_outputs(graph.functional, _uncast_outputs(graph))
+
+
+def models_below_become_parts(layer: Any) -> None:
+    """Makes models that a layer holds (TimeDistributed(model)) parts, before it is ever called.
+
+    A model's code may train the models that it holds, so these are not parts of it before it is
+    built from them.
+    """
+    if graph_of(layer) is None:
+        for sub in keras_hooks.sublayers(layer):
+            if not isinstance(layer, keras.Model):
+                become_part(sub)
+            models_below_become_parts(sub)
+
+
+def is_subclassed_model(layer: Any) -> bool:
+    """Whether a layer is a model whose own code calls what it holds."""
+    graph = keras.Sequential | keras_hooks.functional_class()
+    return isinstance(layer, keras.Model) and not isinstance(layer, graph)
+
+
+def float32_made_of_low(model: Any) -> list[bool]:
+    """Which outputs a Functional or Sequential returns in float32 because of its policy."""
+    graph = graph_of(model)
+    if graph is None or graph.nested:
+        return []
+    outputs = zip(keras_hooks.outputs_of(graph.functional), _uncast_outputs(graph), strict=True)
+    return [
+        output.dtype == "float32" and any(map(wants_float32, output_makers([before])))
+        for output, before in outputs
+    ]
+
+
+def _becomes_interior(layer: Any, functional: Any) -> None:
+    if graph_of(layer) is not None:
+        become_part(layer)
+        return
+    record = managed_layers.get(layer)
+    if record is not None:
+        record.interior_of[functional] = None
+        _unraise(layer, record)
+
+
+def _becomes_output(layer: Any, functional: Any) -> None:
+    graph = graph_of(layer)
+    if graph is not None:
+        graph.output_of[functional] = None
+        return
+    record = managed_layers.get(layer)
+    if record is None or not wants_float32(layer):
+        return
+    record.output_of[functional] = None
+    # Raising an interior layer would slow the other model down: this one gets a cast.
+    if not record.raised and not record.interior_of and _can_be_raised(layer):
+        _raise(layer, record)
+
+
+def _can_be_raised(layer: Any) -> bool:
+    """Whether float32 for a layer and all its sublayers means its own arithmetic and no more.
+
+    A layer of the user's own with sublayers may hold the whole network, as a model does.
+    """
+    if isinstance(layer, keras.Model) or policy_with(layer, "float32") is None:
+        return False
+    inner = keras_hooks.sublayers(layer)
+    return not inner or (is_built_in(layer) and all(_can_be_raised(sub) for sub in inner))
+
+
+def _raise(layer: Any, record: ManagedLayer) -> None:
+    """Sets float32 on a layer and its sublayers. Safe once built: variables are float32 in both."""
+    record.raised = list(_carrying(layer, record.policy_name))
+    for part in record.raised:
+        give_policy(part, "float32")
+    try:
+        _retype(layer)
+    except (TypeError, ValueError, tf.errors.OpError):
+        # The user's code holds on to the low dtype.
+        _restore_policies(record)
+
+
+def _unraise(layer: Any, record: ManagedLayer) -> None:
+    """Gives a raised layer its mixed policy back; models that it made float32 get a cast.
+
+    One that was quantized to int8 since stays float32 where that policy is float16.
+    """
+    if record.raised:
+        _restore_policies(record)
+        _retype(layer)
+        _cast_and_tell(record)
+
+
+def _restore_policies(record: ManagedLayer) -> None:
+    for part in record.raised:
+        give_policy(part, record.policy_name)
+    record.raised = []
+
+
+def _carrying(layer: Any, policy_name: str) -> Iterator[Any]:
+    """The layer and those below it that have the policy; Keras's own layers hand theirs down."""
+    if float_policy(layer) == policy_name:
+        yield layer
+    for sub in keras_hooks.sublayers(layer):
+        yield from _carrying(sub, policy_name)
+
+
+def output_makers(tensors: list[Any]) -> list[Any]:
+    """The layers that make symbolic float tensors, looking through ops that are not layers.
+
+    Not through a Cast: there the user chose a dtype.
+    """
+    found: dict[int, Any] = {}
+    pending, seen = list(tensors), set()
+    while pending:
+        tensor = pending.pop(0)
+        if id(tensor) in seen or tensor.dtype not in FLOAT_DTYPES:
+            continue
+        seen.add(id(tensor))
+        operation, node = keras_hooks.producer(tensor)
+        if isinstance(operation, keras.Layer):
+            found[id(operation)] = operation
+        elif operation is not None and type(operation).__name__ != "Cast":
+            pending.extend(node.input_tensors)
+    return list(found.values())
+
+
+def _output_makers(graph: ModelGraph) -> list[Any]:
+    return output_makers(_uncast_outputs(graph))
+
+
+def _uncast_outputs(graph: ModelGraph) -> list[Any]:
+    """A model's outputs as they were before casts were appended."""
+    outputs = keras_hooks.outputs_of(graph.functional)
+    for i in graph.casts:
+        outputs[i] = keras_hooks.producer(outputs[i])[1].input_tensors[0]
+    return outputs
+
+
+def _cast_low_outputs(graph: ModelGraph) -> None:
+    """Appends a cast to every low output of a model that is to be float32."""
+    if graph.nested:
+        return
+    outputs, casts = keras_hooks.outputs_of(graph.functional), dict[int, Any]()
+    for i, tensor in enumerate(outputs):
+        if tensor.dtype in LOW_PRECISION and any(map(wants_float32, output_makers([tensor]))):
+            if id(tensor) not in casts:
+                casts[id(tensor)] = _cast(tensor)
+            outputs[i] = casts[id(tensor)]
+            graph.casts.add(i)
+    if casts:
+        keras_hooks.set_outputs(graph.functional, outputs)
+        graph.inner = _inner_operations(graph)
+        _tell_outer(graph)
+
+
+def _inner_operations(graph: ModelGraph) -> set[int]:
+    """The `id`s of what makes outputs that are cast and that other outputs are computed from."""
+    pending = outputs = _uncast_outputs(graph)
+    taken: set[int] = set()
+    while pending:
+        nodes = [node for _, node in map(keras_hooks.producer, pending) if node is not None]
+        inputs = {id(x): x for node in nodes for x in node.input_tensors if id(x) not in taken}
+        taken.update(inputs)
+        pending = list(inputs.values())
+    found = [outputs[i] for i in graph.casts if id(outputs[i]) in taken]
+    return {id(keras_hooks.producer(tensor)[0]) for tensor in found}
+
+
+def _cast(tensor: Any) -> Any:
+    # Not keras.ops.cast: an op would drop the mask, and the loss would count padding. Not Identity:
+    # its spec has the input's dtype, not its own.
+    layer = keras.layers.Activation("linear", dtype="float32", autocast=False)
+    # Layer.__call__ would cast too, and drop the logits of a softmax, from which the loss is taken.
+    wrap_method(layer, "call", lambda original, x: original(in_float32(x)))
+    # Unique because Keras's own name is, and says in a summary what it belongs to.
+    layer.name = f"{keras_hooks.producer(tensor)[0].name}_{layer.name}"
+    return layer(tensor)
+
+
+def _retype(layer: Any) -> None:
+    """Corrects what the symbolic outputs of a layer say, in every model it is part of."""
+    nodes = keras_hooks.inbound_nodes(layer)
+    # All of them before any is changed: a user's code may fail in the new dtype.
+    for spec, node in [(_spec_now(node), node) for node in nodes]:
+        _copy_dtypes(spec, node.outputs)
+    retype_followers(layer)
+
+
+def retype_followers(operation: Any) -> None:
+    """Corrects the symbolic outputs of the ops behind a layer, up to the next layers.
+
+    Most layers cast what they get, so theirs stay as they are.
+    """
+    pending = [operation]
+    while pending:
+        for node in keras_hooks.outbound_nodes(pending.pop(0)):
+            follower = node.operation
+            record = managed_layers.get(follower)
+            follows = record is not None and record.follows_input
+            if isinstance(follower, keras.Layer) and not follows:
+                continue
+            if respecify(node):
+                pending.append(follower)
+                if record is not None:
+                    _cast_and_tell(record)
+
+
+def _cast_and_tell(record: ManagedLayer | ModelGraph) -> None:
+    """Appends casts to the models that a layer or model has made low outputs of."""
+    for graph in map(graphs.get, list(record.output_of)):
+        if graph is not None:
+            _cast_low_outputs(graph)
+            _tell_outer(graph)
+
+
+def _tell_outer(graph: ModelGraph) -> None:
+    """Carries changed output dtypes of a model to the models it is called in."""
+    owner, outputs = graph.owner(), keras_hooks.outputs_of(graph.functional)
+    model = graph.functional if owner is None else owner
+    # A list, not any(...) of a generator: every call is to be corrected.
+    changed = [_copy_dtypes(outputs, node.outputs) for node in keras_hooks.inbound_nodes(model)]
+    if any(changed):
+        retype_followers(model)
+        _cast_and_tell(graph)
+
+
+def appended_casts(model: Any) -> list[Any]:
+    """The layers appended to a Functional or Sequential as casts."""
+    graph = graph_of(model)
+    if graph is None:
+        return []
+    outputs = keras_hooks.outputs_of(graph.functional)
+    # One cast may make several outputs.
+    return list(dict.fromkeys(keras_hooks.producer(outputs[i])[0] for i in sorted(graph.casts)))
+
+
+def _spec_now(node: Any) -> list[Any]:
+    """Symbolic tensors as the call of a layer or op would return them now, its inputs cast."""
+    args, kwargs = node.arguments.args, node.arguments.kwargs
+    operation, reads = node.operation, None
+    if isinstance(operation, keras.Layer) and not isinstance(operation, keras.Model):
+        as_called = functools.partial(_as_called, operation)
+        args, kwargs = keras.tree.map_structure(as_called, (args, kwargs))
+        if operation.autocast and operation.compute_dtype in LOW_PRECISION:
+            reads = operation.compute_dtype
+    with keras_hooks.reading_variables_in(reads):
+        return keras.tree.flatten(operation.compute_output_spec(*args, **kwargs))
+
+
+def _as_called(layer: Any, value: Any) -> Any:
+    castable = isinstance(value, keras.KerasTensor) and value.dtype in FLOAT_DTYPES
+    if not castable or not layer.autocast or value.dtype == layer.input_dtype:
+        return value
+    return keras.KerasTensor(value.shape, dtype=layer.input_dtype, sparse=value.sparse)
+
+
+def respecify(node: Any) -> bool:
+    """Corrects what the outputs of one symbolic call say; returns whether they said otherwise."""
+    return _copy_dtypes(_spec_now(node), node.outputs)
+
+
+def _copy_dtypes(sources: list[Any], targets: list[Any]) -> bool:
+    different = [(s, t) for s, t in zip(sources, targets, strict=True) if s.dtype != t.dtype]
+    for source, target in different:
+        keras_hooks.set_symbolic_dtype(target, source.dtype)
+    return bool(different)
