@@ -116,7 +116,7 @@ def test_wrong_usage_is_exit_code_2(run, arguments, message, tmp_path, monkeypat
         (["--placement", "fused"], 1, "give --freeze too, or --placement min_cut"),
         (["--calibrate", "no.npz"], 2, "--calibrate: cannot read 'no.npz': No such file"),
         (["--calibrate", "."], 2, "--calibrate: cannot read '.': Is a directory"),
-        (["--calibrate", __file__], 2, "is no .npz file of numbers; numpy.savez"),
+        (["--calibrate", __file__], 2, "does not hold named arrays of numbers; numpy.savez"),
     ],
 )
 def test_a_wrong_value_is_one_line_in_the_words_of_the_command_line(

@@ -1,8 +1,6 @@
 """Measuring a graph on data, and what a rewrite makes of it."""
 
-import dataclasses
 import itertools
-import warnings
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ import tensorflow as tf
 import tfamp
 from helpers import graph_models, loops
 from helpers.tolerances import assert_close
-from tfamp.core.errors import TfampWarning
 from tfamp.graph import Calibration, RewriteResult
 from tfamp.graph.calibration import measure
 from tfamp.graph.functions import inline_calls
@@ -49,11 +46,11 @@ def traced(function, *shapes):
 
 def largest(ranges, name):
     """Largest magnitude of the first output of every node of a name, in all scopes."""
-    return max(found.max_abs for (_, node, port), found in ranges.tensors.items() if node == name)
+    return max(found.max_abs for (_, node, _), found in ranges.items() if node == name)
 
 
 def in_functions(ranges):
-    return {scope for scope, _, _ in ranges.tensors if scope}
+    return {scope for scope, _, _ in ranges if scope}
 
 
 def filled(value, *shape):
@@ -75,39 +72,34 @@ def test_a_large_value_stays_float32_with_its_number_and_the_result_is_finite():
     x = tf.ones((4, 4))
     without = calibrated(function, None)
     assert not np.isfinite(graph_models.runnable(function, without.graph_def)(x)[0]).any()
-    result = calibrated(function, measured(function, (x,)))
+    ranges = measured(function, (x,))
+    result = calibrated(function, ranges)
     nodes = {node.name: node for node in result.plan.nodes}
-    assert {name: nodes[name].dtype for name in ("big", "small", "last")} == {
-        "big": "float32",
-        "small": "float32",
-        "last": "float16",
-    }
+    dtypes = [nodes[name].dtype for name in ("big", "small", "last")]
+    assert dtypes == ["float32", "float32", "float16"]
     text = "a value of 400000 in its output exceeds data_max 512"
     assert (nodes["big"].reason.rule, nodes["big"].reason.text) == ("calibration", text)
     assert_close(graph_models.runnable(function, result.graph_def)(x)[0], function(x), "float16")
 
+    def products(*args, **options):
+        plan = calibrated(function, ranges, *args, **options).plan
+        return [node.dtype for node in plan.nodes if node.op == "MatMul"]
 
-def test_the_graph_that_is_measured_is_not_modified():
-    function = loops.nested_functions()
-    graph_def = function.graph.as_graph_def()
+    assert products("float16", ["^big$"]) == ["float16", "float16"]
+    assert products("bfloat16") == ["bfloat16", "bfloat16"]
+    limits = Calibration([1.0], data_max=1000).limits("bfloat16")
+    assert products("bfloat16", limits=limits) == ["float32", "bfloat16"]
+
+
+def test_values_in_a_loop_are_seen_over_all_iterations_and_the_graph_is_not_modified():
+    graph_def = loops.loop_v2().graph.as_graph_def()
     before = graph_def.SerializeToString(deterministic=True)
-    measure(graph_def, ["x:0"], [(tf.eye(4),)], (), ["Identity:0"])
-    assert graph_def.SerializeToString(deterministic=True) == before
-
-
-def test_values_in_a_while_loop_are_seen_over_all_iterations():
-    function = loops.loop_v2()
-    ranges = measured(function, (3.0 * np.eye(4),))
-    (scope,) = in_functions(ranges)
+    ranges = measure(graph_def, ["x:0"], [(3.0 * np.eye(4),)], (), ["Identity:0"])
+    assert len(in_functions(ranges)) == 1
     assert largest(ranges, "while/matmul") == 81.0
-    assert {depth for (where, _), depth in ranges.depths.items() if where == scope} == {4}
-
-
-def test_values_in_a_loop_of_tensorflow_1_are_seen():
-    ranges = measure(loops.loop_v1(), ["x:0"], [(filled(1.0, 4, 4),)], (), ["out:0"])
-    # Three times: times four, half of it.
-    assert largest(ranges, "while/Relu") == 16.0
-    assert largest(ranges, "while/Exit_1") == 8.0
+    assert graph_def.SerializeToString(deterministic=True) == before
+    with pytest.raises(tfamp.RewriteError, match="loop or a conditional of TensorFlow 1"):
+        measure(loops.loop_v1(), ["x:0"], [(filled(1.0, 4, 4),)], (), ["out:0"])
 
 
 def test_values_in_nested_functions_and_in_the_branch_that_was_taken_are_seen():
@@ -119,8 +111,8 @@ def test_values_in_nested_functions_and_in_the_branch_that_was_taken_are_seen():
     assert len(in_functions(both)) == 2
 
 
-def test_a_function_in_the_body_of_a_loop_in_a_branch_is_seen():
-    inner = tf.function(lambda y: tf.matmul(y, y, name="inner"), autograph=False)
+def test_a_compiled_function_in_the_body_of_a_loop_in_a_branch_is_seen():
+    inner = tf.function(lambda y: tf.matmul(y, y, name="inner"), jit_compile=True)
 
     def looped(x):
         return tf.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, inner(y)), (0, x))[1]
@@ -128,11 +120,6 @@ def test_a_function_in_the_body_of_a_loop_in_a_branch_is_seen():
     function = traced(lambda x: tf.cond(x[0, 0] > 0.0, lambda: looped(x), lambda: x), (4, 4))
     ranges = measured(function, (3.0 * np.eye(4),))
     assert largest(ranges, "inner") == 81.0
-
-
-def test_a_compiled_function_is_seen():
-    inner = tf.function(lambda x: tf.matmul(x, x, name="inner"), jit_compile=True)
-    assert largest(measured(traced(lambda x: inner(x), (4, 4)), (3.0 * np.eye(4),)), "inner") == 9.0
 
 
 def test_measuring_while_a_function_is_traced_runs_then_and_there():
@@ -159,31 +146,27 @@ def test_what_a_function_captures_is_given_be_it_a_resource_or_a_small_tensor():
     function = tf.function(lambda key: table.lookup(key) * 3.0).get_concrete_function(words)
     assert len(function.captured_inputs) == 2
     assert largest(measured(function, (["a", "c"],)), "mul") == 15.0
-
-
-def test_several_batches_take_the_largest_and_shapes_may_vary():
-    function = traced(lambda x: tf.reduce_sum(tf.nn.relu(x), 0), (None, 4))
-    ranges = measured(function, (filled(1, 2, 4),), (filled(7, 5, 4),), (filled(3, 3, 4),))
-    assert largest(ranges, "Relu") == 7.0
-    assert ranges.depths == {("", "Sum"): 5}
+    indices = tf.TensorSpec((1,), tf.int32)
+    function = tf.function(lambda i: tf.gather(filled(1, 4), i)).get_concrete_function(indices)
+    assert largest(measured(function, (np.array([1]),)), "GatherV2") == 1.0
+    with pytest.raises(ValueError, match=r"takes int32 of shape \(1,\); got float64"):
+        measured(function, (np.array([1.5]),))
 
 
 def test_negative_values_count_by_magnitude_and_empty_tensors_not_at_all():
     function = traced(lambda x: tf.identity(tf.nn.elu(-x) - 900.0), (None, 4))
-    assert largest(measured(function, (filled(1, 2, 4),)), "sub") > 900.0
+    ranges = measured(function, (filled(1, 2, 4),), (filled(7, 5, 4),), (filled(3, 3, 4),))
+    assert 900.9 < largest(ranges, "sub") < 901.0  # The largest of batches of several sizes.
+    assert ranges["", "sub", 0].shape == (5, 4)
     ranges = measured(function, (np.zeros((0, 4), "float32"),))
     assert largest(ranges, "sub") == 0.0
-    assert not any(found.nonfinite for found in ranges.tensors.values())
+    assert not any(found.nonfinite for found in ranges.values())
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_data_that_is_not_finite_keeps_what_it_reaches_and_says_so(value):
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_data_that_is_not_finite_keeps_what_it_reaches(value):
     function = traced(lambda x: -(x @ filled(1, 4, 4)) @ filled(1, 4, 4), (2, 4))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", TfampWarning)
-        ranges = measured(function, (filled(1, 2, 4),), (filled(value, 2, 4),))
-    assert len(caught) == np.isnan(value)  # An infinity may be a mask.
-    assert all("batch 1: the input x:0 holds NaN" in str(each.message) for each in caught)
+    ranges = measured(function, (filled(1, 2, 4),), (filled(value, 2, 4),))
     reasons = {n.op: n.reason for n in calibrated_nodes(function, ranges)}
     assert "not finite in float32 already" in reasons["MatMul"].text
     # The finite batch's result is still known where a NaN's says nothing.
@@ -229,35 +212,6 @@ def test_a_reduction_that_is_too_deep_stays_float32_with_its_number():
     assert (kept.op, kept.reason.text) == ("MatMul", text)
 
 
-def test_a_deep_sum_of_a_list_that_lowers_it_stays_float32():
-    lists = tfamp.OpLists.default("float16").with_changes(allow_add=["Sum"])
-    function = traced(lambda x: tf.identity(tf.reduce_sum(x @ x, 0)), (2100, 2100))
-    ranges = measured(function, (np.eye(2100, dtype="float32") * 0.01,))
-    nodes = calibrated(function, ranges, op_lists=lists).plan.nodes
-    (kept,) = [node for node in nodes if node.reason.rule == "calibration"]
-    assert (kept.op, kept.reason.text[:20]) == ("Sum", "it adds up 2100 valu")
-
-
-def test_bfloat16_is_not_limited_unless_asked_for():
-    function = overflowing()
-    ranges = measured(function, (tf.ones((4, 4)),))
-    plan = calibrated(function, ranges, "bfloat16").plan
-    assert {node.dtype for node in plan.nodes if node.op == "MatMul"} == {"bfloat16"}
-    limits = Calibration([1.0], data_max=1000).limits("bfloat16")
-    plan = calibrated(function, ranges, "bfloat16", limits=limits).plan
-    assert {n.name: n.dtype for n in plan.nodes if n.op == "MatMul"} == {
-        "big": "float32",
-        "last": "bfloat16",
-    }
-
-
-def test_force_low_is_stronger_than_calibration():
-    function = overflowing()
-    ranges = measured(function, (tf.ones((4, 4)),))
-    plan = calibrated(function, ranges, force_low=["^big$"]).plan
-    assert {node.name: node.dtype for node in plan.nodes}["big"] == "float16"
-
-
 def test_a_train_step_leaves_variables_as_they_were_and_sees_its_gradients():
     function = graph_models.concrete("lstm", train=True)
     variables = function.graph.kept_variables
@@ -293,36 +247,13 @@ def test_a_batch_that_fails_leaves_variables_as_they_were():
     [
         ([(1.0, 2.0)], "batch 0 has 2 values; the graph takes 1: x:0"),
         ([(np.ones((3, 4), "float32"),)], r"x:0 takes float32 of shape \(4, 4\); got float32 of s"),
-        ([(np.ones((4, 4), "int32"),)], r"takes float32 .* got int32 of shape \(4, 4\)"),
+        ([(tf.ones((4, 4), tf.int32),)], r"takes float32 .* got int32 of shape \(4, 4\)"),
         ([(np.eye(4, dtype="float32"),), ("text",)], "batch 1: the input x:0 .* got str"),
     ],
 )
 def test_batches_that_do_not_fit_are_refused(batches, message):
     with pytest.raises(ValueError, match=message):
         measured(loops.loop_v2(), *batches)
-
-
-def test_wrong_inputs_and_outputs_are_refused():
-    graph_def = loops.loop_v2().graph.as_graph_def()
-    for inputs, outputs, message in [
-        (["y:0"], (), "no placeholder 'y:0'"),
-        (["x:0"], ["Identity_7:0"], "outputs: the graph has no node 'Identity_7:0'"),
-        ([], ["Identity:0"], "need the placeholder 'x'"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            measure(graph_def, inputs, [(tf.eye(4),)], (), outputs)
-    with pytest.raises(TypeError, match="inputs must be a collection"):
-        measure(graph_def, "x:0", [(tf.eye(4),)])
-
-
-def test_without_outputs_all_is_measured_that_the_inputs_suffice_for():
-    with tf.Graph().as_default() as graph:
-        x = tf.compat.v1.placeholder(tf.float32, (2, 2), name="x")
-        other = tf.compat.v1.placeholder(tf.float32, (2, 2), name="other")
-        tf.identity(tf.nn.relu(x, name="seen"), name="out")
-        tf.identity(tf.nn.relu(x + other, name="unseen"), name="second")
-    ranges = measure(graph.as_graph_def(), ["x:0"], [(filled(2, 2, 2),)])
-    assert {name for _, name, _ in ranges.tensors} == {"x", "seen"}
 
 
 # ---- The data --------------------------------------------------------------------------------
@@ -334,19 +265,13 @@ def test_elements_become_arguments():
     assert calls == [((x, y), {}), ((), {"x": x, "training": False}), ((x,), {})]
 
 
-def test_iterators_and_datasets_can_be_gone_through_twice():
+def test_iterators_and_datasets_can_be_read_twice_and_a_calibration_stays_one():
     for data in (iter([1.0, 2.0]), tf.data.Dataset.from_tensor_slices([1.0, 2.0])):
         calibration = Calibration.of(data)
         for _ in range(2):
             assert [float(args[0]) for args, _ in calibration.calls()] == [1.0, 2.0]
-
-
-def test_a_calibration_is_kept_and_frozen():
-    calibration = Calibration([1.0], data_max=100.0)
-    assert Calibration.of(calibration) is calibration
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        calibration.data_max = 3.0
-    limits = calibration.limits("float16")
+        assert Calibration.of(calibration) is calibration
+    limits = Calibration([1.0], data_max=100.0).limits("float16")
     assert (limits.data_max, limits.constant_max) == (100.0, 65504.0)
 
 
@@ -355,8 +280,8 @@ def test_a_calibration_is_kept_and_frozen():
     [
         ([], ValueError, "at least one call's data"),
         (iter([]), ValueError, "at least one call's data"),
-        ({"x": 1.0}, TypeError, r"got a dict. For one call put it into a list: \[\{...\}\]"),
-        (np.ones((8, 4)), TypeError, r"got ndarray of shape \(8, 4\).*into a list: \[x\]"),
+        ({"x": 1.0}, TypeError, r"got dict. For one call put it into a list: \[x\]"),
+        (np.ones((8, 4)), TypeError, r"got ndarray.*into a list: \[x\]"),
         (tf.ones(3), TypeError, "into a list"),
         ("batch.npz", TypeError, "got str"),
         (3, TypeError, "data must be an iterable"),
@@ -400,13 +325,8 @@ def test_files_that_hold_no_arrays_by_name_are_refused(tmp_path):
     np.savez(tmp_path / "none.npz")
     np.savez(tmp_path / "objects.npz", x=np.array([{}], dtype=object))
     (tmp_path / "text.npz").write_text("no numbers")
-    for name, message in [
-        ("one.npy", "one array without a name"),
-        ("none.npz", "holds no array"),
-        ("objects.npz", "is no .npz file of numbers"),
-        ("text.npz", "is no .npz file of numbers"),
-    ]:
-        with pytest.raises(ValueError, match=message):
+    for name in ("one.npy", "none.npz", "objects.npz", "text.npz"):
+        with pytest.raises(ValueError, match=f"{name} does not hold named arrays of numbers"):
             Calibration.from_npz(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         Calibration.from_npz(tmp_path / "missing.npz")

@@ -12,6 +12,7 @@ from tfamp import lazy_names
 if TYPE_CHECKING:
     from tfamp.diagnostics.comparison import Comparison as Comparison
     from tfamp.diagnostics.comparison import ComparisonRow as ComparisonRow
+    from tfamp.diagnostics.comparison import compare as compare
     from tfamp.diagnostics.device import DeviceReport as DeviceReport
     from tfamp.diagnostics.device import device_report as device_report
     from tfamp.diagnostics.model_plan import ModelReport as ModelReport
@@ -24,12 +25,11 @@ if TYPE_CHECKING:
     from tfamp.diagnostics.operator_stats import op_counts as op_counts
     from tfamp.diagnostics.plots import plot_exponents as plot_exponents
     from tfamp.diagnostics.plots import plot_loss_scale as plot_loss_scale
-    from tfamp.diagnostics.precision_comparison import compare as compare
 
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        ".comparison": ("Comparison", "ComparisonRow"),
+        ".comparison": ("Comparison", "ComparisonRow", "compare"),
         ".device": ("DeviceReport", "device_report"),
         ".model_plan": ("ModelReport", "model_report"),
         ".monitor": ("NumericsMonitor",),
@@ -37,6 +37,5 @@ __all__, __getattr__, __dir__ = lazy_names(
         ".nonfinite_report": ("NonFiniteReport", "ValueRange"),
         ".operator_stats": ("OpCounts", "op_counts"),
         ".plots": ("plot_exponents", "plot_loss_scale"),
-        ".precision_comparison": ("compare",),
     },
 )

@@ -1,29 +1,61 @@
-"""What a comparison of float32 with mixed precision found: errors, rows, text and JSON."""
+"""`compare`: float32 against mixed precision, layer by layer.
+
+The model runs as it is, with its policies replaced while a run lasts: the same variables, nothing
+cloned. Every run starts from the same values of all variables, seeds included.
+"""
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
+import keras
 import numpy as np
+import tensorflow as tf
 
-from tfamp.core.dtypes import float_format
+from tfamp.core.dtypes import FLOAT_DTYPES, float_format
+from tfamp.diagnostics.model_runs import (
+    Around,
+    all_layers,
+    computing_in,
+    layer_path,
+    low_dtype_of,
+    observing_layers,
+    policies_in,
+    unchanged,
+    with_policies,
+)
+from tfamp.interop import keras_hooks
+from tfamp.layers.layer_dtypes import policy_with
+from tfamp.policy import low_dtype
 from tfamp.reports import notebook_html
 from tfamp.reports.text_table import table_lines
+
+# Exceptions of a layer that cannot run in the low dtype on float32 inputs.
+_REFUSALS = (tf.errors.InvalidArgumentError, TypeError, ValueError)
+# A layer's own error counts for itself if it is that many times the largest of a layer in it.
+_OWN_FACTOR = 2.0
+# Each list that is tried is a run of the model.
+_MOST_RUNS = 200
+
+_Tensors: TypeAlias = list[np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """One layer.
+    """A layer of a comparison.
 
     Attributes:
         layer: The layer's path.
         kind: Class of the layer.
-        dtype: What it computes in, in the mixed run.
+        dtype: The dtype it computes in, in the mixed run.
         relative_error: Of its outputs in the mixed run over those in the float32 run: the largest
             difference over the largest magnitude. It holds all errors made up to there; inf where
             a value is not finite that should be.
@@ -32,7 +64,7 @@ class ComparisonRow:
         max: Largest magnitude of its float32 outputs.
         overflow: Share of its float32 outputs that are too large for the low dtype.
         underflow: Share of its float32 outputs that are too small for it, and not 0.
-        calls: How many times it was called; the row tells the largest figures of all calls.
+        calls: How many times it was called; the errors are the largest of all calls.
 
     Example:
         >>> row = ComparisonRow("dense", "Dense", "float16", 0.01, 0.01, 7e4, 0.25, 0.5)
@@ -58,7 +90,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found.
+    """The result of `compare`.
 
     Attributes:
         model: Name of the model.
@@ -71,8 +103,6 @@ class Comparison:
             already, and where no bound was asked for; None where no list brings it there.
         proved_error: The output error of a run with these layers in float32; None without a list.
         runs: How many lists were run to find it.
-        noise: Relative error between two runs in float32: 0 unless the model is random. No error
-            below it means anything.
 
     Example:
         >>> rows = [ComparisonRow(n, "Dense", "float16", e, e, 1.0, 0.0, 0.0) for n, e in
@@ -89,7 +119,6 @@ class Comparison:
     keep_float32: tuple[str, ...] | None = ()
     proved_error: float | None = None
     runs: int = 0
-    noise: float = 0.0
 
     @property
     def worst(self) -> ComparisonRow | None:
@@ -116,11 +145,6 @@ class Comparison:
         yield f"output error of {self.model} in {self.dtype}: {_number(self.output_error)}"
         if not any(row.dtype == self.dtype for row in self.rows):
             yield f"nothing of it computes in {self.dtype}: there was nothing to compare"
-        if self.noise:
-            yield (
-                f"two runs in float32 differ by {_number(self.noise)}: the model is random, and "
-                "smaller errors mean nothing"
-            )
         if self.bound is None:
             return
         bound = _number(self.bound)
@@ -159,30 +183,222 @@ def _number(value: float) -> str:
     return f"{value:.2g}"
 
 
+def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None) -> Comparison:
+    """Compares float32 with mixed precision, and finds the layers to keep in float32.
+
+    A Keras model runs eagerly, as in inference. It is called as if it had a mixed policy: layers
+    that compute in float16 or bfloat16 already do so in `dtype`; of a float32 model, all do but
+    those that a `tfamp.Policy` keeps float32. It is as before afterwards: weights, policies, moving
+    statistics and seeds.
+
+    With a bound, the layers with the largest errors of their own are kept in float32, as few as
+    are found to be enough: first more and more of them, then each that is not needed is taken out
+    again. The list that is returned was run.
+
+    Args:
+        model: A Keras model or layer.
+        x: Its input: arrays or tensors in the structure that the model takes.
+        dtype: "float16" or "bfloat16"; None is the model's own low dtype, or what this machine
+            multiplies natively.
+        bound: Largest relative error of the outputs that is wanted; None searches no list.
+
+    Returns:
+        The comparison. Errors are the largest difference over the largest float32 magnitude.
+
+    Raises:
+        TypeError: `model` is not a model or a layer.
+        ValueError: The dtype or the bound is wrong, or float32 gives nothing to compare with: no
+            example, or no finite output.
+
+    Example:
+        >>> dense = keras.layers.Dense
+        >>> layers = [dense(4, kernel_initializer="ones", name="big"), dense(1, name="small")]
+        >>> model = keras.Sequential([keras.Input((1,)), *layers, keras.layers.ReLU()])
+        >>> found = compare(model, tf.constant([[3e5]]), dtype="float16", bound=0.01)
+        >>> found.worst.layer.rpartition("/")[2], found.worst.own_error
+        ('big', inf)
+        >>> found.output_error
+        inf
+        >>> found.proved_error < 0.01
+        True
+    """
+    if not isinstance(model, keras.Layer):
+        raise TypeError(
+            f"compare takes a Keras model or layer; got {type(model).__name__}. Of a function, put "
+            "the parts to be compared into keras.layers.Layer subclasses, and these into a model."
+        )
+    own = low_dtype_of(model)
+    low = own if dtype in (None, "auto") and own else low_dtype(dtype) or "bfloat16"
+    if bound is not None and not (isinstance(bound, int | float) and bound >= 0):
+        raise ValueError(f"bound must be a relative error, such as 0.01; got {bound!r}.")
+    subject = _Subject(model, x, low)
+    if subject.outputs and not any(np.isfinite(_float64(x)).any() for x in subject.outputs):
+        raise ValueError(
+            "There is nothing to compare with: no output is finite in float32. Give x with at "
+            "least one example, or start with tfamp.diagnostics.find_nonfinite."
+        )
+    rows, error = subject.rows()
+    found = Found((), None, 0)
+    if bound is not None:
+        found = search_list(subject.suspects(), subject.output_error, bound)
+    return Comparison(model.name, low, rows, error, bound, *found)
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Layer:
+    """A layer with its outputs in the float32 run, call by call."""
+
+    layer: Any
+    calls: list[_Tensors]
+    own_error: float | None = None
+
+
+class _Subject:
+    """A model with its float32 run, to compare others with."""
+
+    def __init__(self, model: Any, x: Any, dtype: str) -> None:
+        self._model, self._x, self._dtype = model, x, dtype
+        if not model.built:
+            model(x, training=False)
+        self._low = {
+            id(layer): (layer, name)
+            for layer, name in policies_in(model, dtype)
+            if policy_with(layer, "float32") is not None
+        }
+        self._layers: dict[int, _Layer] = {}  # By `id`, in the order of their first ends.
+        self._is_alone = False
+        with computing_in(model, "float32"):
+            self.outputs = self._run(self._compare_alone)
+
+    def _compare_alone(self, layer: Any, call: Callable[[], Any]) -> Any:
+        """Calls a layer, then once more in the low dtype on the same inputs."""
+        value = call()
+        if self._is_alone or not _has_row(layer):
+            return value
+        found, tensors = self._layers.setdefault(id(layer), _Layer(layer, [])), _arrays(value)
+        found.calls.append(tensors)
+        if tensors and (members := self._members(layer)):
+            self._is_alone = True
+            # Random layers must go on with the numbers that they have in the other runs.
+            with (
+                contextlib.suppress(*_REFUSALS),
+                unchanged(layer.non_trainable_variables),
+                with_policies(members),
+            ):
+                error = largest_error(_arrays(call()), tensors)
+                found.own_error = max(found.own_error or 0.0, error)
+            self._is_alone = False
+        return value
+
+    def rows(self) -> tuple[tuple[ComparisonRow, ...], float]:
+        """Runs in mixed precision; returns the rows, in the order of the run, and the error."""
+        mixed = defaultdict[int, list[_Tensors]](list)
+
+        def record(layer: Any, call: Callable[[], Any]) -> Any:
+            value = call()
+            mixed[id(layer)].append(_arrays(value))
+            return value
+
+        with self._mixed(()):
+            outputs = self._run(record)
+            rows = [self._row(each, mixed[key]) for key, each in self._layers.items()]
+        return tuple(row for row in rows if row is not None), largest_error(outputs, self.outputs)
+
+    def output_error(self, kept: Collection[str]) -> float:
+        """Runs in mixed precision with layers of some paths, and what is in them, in float32."""
+        with self._mixed(kept):
+            return largest_error(self._run(), self.outputs)
+
+    def suspects(self) -> list[str]:
+        """Returns the paths of the layers that are low, those with the largest own error first.
+
+        A layer that holds others comes after these, unless its error is much larger than theirs.
+        """
+        scores: dict[int, float] = {}
+        for layer in reversed(all_layers(self._model)):  # Inner layers before those that hold them.
+            own = (self._layers[id(layer)].own_error or 0.0) if id(layer) in self._layers else 0.0
+            inner = [scores[id(each)] for each in all_layers(layer)[1:] if id(each) in scores]
+            explained = bool(inner) and own <= _OWN_FACTOR * max(inner)
+            scores[id(layer)] = -1.0 / (1 + own) if explained else own
+        units = [x.layer for x in self._layers.values() if any(x.calls) and self._members(x.layer)]
+        units.sort(key=lambda layer: -scores[id(layer)])
+        return list(dict.fromkeys(map(layer_path, units)))
+
+    def _members(self, layer: Any) -> list[tuple[Any, str]]:
+        """The layer and the layers in it that are low in a mixed run."""
+        return [self._low[id(each)] for each in all_layers(layer) if id(each) in self._low]
+
+    @contextlib.contextmanager
+    def _mixed(self, kept: Collection[str]) -> Iterator[None]:
+        """Mixed precision with some layers, and what is in them, in float32."""
+        named = [x for x in all_layers(self._model) if _has_row(x) and layer_path(x) in kept]
+        float32 = {id(each) for layer in named for each in all_layers(layer)}
+        low = [each for key, each in self._low.items() if key not in float32]
+        with computing_in(self._model, "float32"), with_policies(low):
+            yield
+
+    def _run(self, around: Around = lambda _, call: call()) -> _Tensors:
+        """Runs the model with the policies it has now."""
+        with unchanged(self._model.variables), observing_layers(around):
+            return _arrays(self._model(self._x, training=False))
+
+    def _row(self, found: _Layer, mixed: list[_Tensors]) -> ComparisonRow | None:
+        """The row of a layer that returned as many tensors in both runs, at least in one call."""
+        pairs = [(a, b) for a, b in zip(mixed, found.calls, strict=False) if b and len(a) == len(b)]
+        if not pairs:
+            return None
+        return ComparisonRow(
+            layer=layer_path(found.layer),
+            kind=type(found.layer).__name__,
+            dtype=found.layer.compute_dtype,
+            relative_error=max(largest_error(*pair) for pair in pairs),
+            own_error=found.own_error,
+            calls=len(pairs),
+            **range_shares([each for _, tensors in pairs for each in tensors], self._dtype),
+        )
+
+
+def _has_row(layer: Any) -> bool:
+    only_holds = isinstance(layer, keras.Sequential | keras_hooks.functional_class())
+    return not only_holds and not isinstance(layer, keras.layers.InputLayer)
+
+
+def _arrays(value: Any) -> _Tensors:
+    """The float tensors in a structure that have values: none while a function is traced."""
+    leaves = (leaf for leaf in keras.tree.flatten(value) if hasattr(leaf, "numpy"))
+    arrays = map(np.asarray, map(keras.ops.convert_to_numpy, leaves))
+    return [array for array in arrays if array.dtype.name in FLOAT_DTYPES]
+
+
 # ---- Errors --------------------------------------------------------------------------------------
 
 
 def relative_error(value: Any, reference: Any) -> float:
     """Returns the largest difference over the largest magnitude of what is finite in the reference.
 
-    A value that is not finite where the reference is makes the error inf.
+    It is inf for another shape, and for a value that is not finite where the reference is.
     """
     value, reference = _float64(value), _float64(reference)
     if value.shape != reference.shape:
-        raise ValueError(f"The shapes differ: {value.shape} and {reference.shape}.")
+        return math.inf
     finite = np.isfinite(reference)
     value, reference = value[finite], reference[finite]
     if not np.isfinite(value).all():
         return math.inf
     difference = float(np.max(np.abs(value - reference), initial=0.0))
     magnitude = float(np.max(np.abs(reference), initial=0.0))
-    if not difference:
-        return 0.0
-    return difference / magnitude if magnitude else math.inf
+    if not magnitude:
+        return math.inf if difference else 0.0
+    return difference / magnitude
 
 
 def largest_error(values: Sequence[Any], references: Sequence[Any]) -> float:
     """Returns the largest relative error of several tensors; 0 for none."""
+    if len(values) != len(references):
+        return math.inf
     return max(map(relative_error, values, references), default=0.0)
 
 
@@ -202,3 +418,49 @@ def range_shares(values: Sequence[Any], dtype: str) -> dict[str, Any]:
 
 def _float64(value: Any) -> np.ndarray[Any, Any]:
     return np.asarray(value).astype(np.float64)
+
+
+# ---- The search for layers to keep ---------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """The result of a search: the list and its error, None without a list, and the runs it took."""
+
+    names: tuple[str, ...] | None
+    error: float | None
+    runs: int
+
+
+def search_list(
+    suspects: Sequence[str], error_of: Callable[[frozenset[str]], float], bound: float
+) -> Found:
+    """Searches for a short list of names to keep in float32 whose error is at most a bound.
+
+    The suspects are kept one after the other, the first ones first, until the error is low enough;
+    then each of them that is not needed is taken out again. The list is minimal: without any one of
+    its names the error is too large, unless the runs were used up before that was tried. A run with
+    the list proves it.
+    """
+    errors: dict[frozenset[str], float] = {}
+
+    def suffices(names: Sequence[str]) -> bool:
+        key = frozenset(names)
+        if key not in errors:
+            errors[key] = error_of(key)
+        return errors[key] <= bound
+
+    too_short, enough = 0, 0
+    while not suffices(suspects[:enough]):
+        if enough >= len(suspects):
+            return Found(None, None, len(errors))
+        too_short, enough = enough, 2 * enough or 1
+    counts = range(too_short + 1, enough)
+    count = bisect.bisect_left(counts, True, key=lambda n: suffices(suspects[:n]))
+    names = suspects[: too_short + 1 + count] if enough else suspects[:0]
+    for name in reversed(names):
+        fewer = [each for each in names if each != name]
+        if fewer and len(errors) < _MOST_RUNS and suffices(fewer):
+            names = fewer
+    # Of a random model an error of before may have been chance.
+    error, runs = error_of(frozenset(names)), len(errors) + 1
+    return Found(tuple(names), error, runs) if error <= bound else Found(None, None, runs)

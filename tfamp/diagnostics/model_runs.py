@@ -1,7 +1,7 @@
-"""Runs a Keras model as if it were in another dtype, and looks at what its layers return.
+"""Runs a Keras model as if it were in another dtype, and observes the calls of its layers.
 
-The model keeps its variables and, once the run is over, its policies: nothing is cloned, so any
-model will do, subclassed ones too.
+The model keeps its variables and, once the run is over, its policies: nothing is cloned, so that
+any model will do, subclassed ones too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import keras
 
-from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.interop.patching import patched_here
 from tfamp.layers import layer_dtypes
@@ -88,16 +88,14 @@ def check_compute_dtype(dtype: Any) -> None:
 
 
 def policies_in(model: Any, dtype: str | None) -> list[tuple[Any, str]]:
-    """Returns the layers that `computing_in` changes, with the names of their float policies."""
+    """Returns the layers that `computing_in` makes compute in a dtype, with float policies."""
     check_compute_dtype(dtype)
-    layers = all_layers(model)
-    low = [layer for layer in layers if layer.compute_dtype in LOW_PRECISION]
-    name = dtype if dtype == "float32" else f"mixed_{dtype}"
     if dtype is None:
-        wanted = []
-    elif dtype == "float32" or low:
-        wanted = [layer for layer in low if layer.compute_dtype != dtype]
-    else:
+        return []
+    layers = all_layers(model)
+    wanted = [layer for layer in layers if layer.compute_dtype in LOW_PRECISION]
+    name = dtype if dtype == "float32" else f"mixed_{dtype}"
+    if dtype != "float32" and not wanted:
         kept = _kept_float32(model, Policy(name))
         float32 = (layer for layer in layers if layer.compute_dtype == "float32")
         wanted = [layer for layer in float32 if id(layer) not in kept]
@@ -105,25 +103,23 @@ def policies_in(model: Any, dtype: str | None) -> list[tuple[Any, str]]:
 
 
 def _kept_float32(model: Any, policy: Policy) -> set[int]:
-    """The `id`s of the layers that a mixed policy would keep float32, with what they hold."""
-    kept = [maker for maker in _output_layers(model) if _holds_no_users_layers(maker)]
+    """The `id`s of the layers that a mixed policy would keep float32, with the layers in them."""
+    makers = _output_layers(model) if isinstance(model, keras.Model) else []
+    kept = list(filter(_holds_no_users_layers, makers))
     for layer in all_layers(model):
         if policy.keeps_float32(type(layer)) or isinstance(layer, keras.layers.InputLayer):
             kept.append(layer)
     return {id(below) for layer in kept for below in all_layers(layer)}
 
 
-def _output_layers(model: Any) -> list[Any]:
-    """The layers that make a model's outputs, those of the models in it that do so as well."""
-    is_sequential = isinstance(model, keras.Sequential)
-    functional: Any = keras_hooks.functional_of(model) if is_sequential else model
+def _output_layers(layer: Any) -> list[Any]:
+    """The layers that make a model's outputs, in models inside too; of a layer itself."""
+    is_sequential = isinstance(layer, keras.Sequential)
+    functional: Any = keras_hooks.functional_of(layer) if is_sequential else layer
     if isinstance(functional, keras_hooks.functional_class()):
         makers = layer_dtypes.output_makers(list(functional.outputs))  # type: ignore[attr-defined]
-    elif is_sequential:
-        makers = model.layers[-1:]
-    else:
-        return [] if isinstance(model, keras.Model) else [model]
-    return [found for maker in makers for found in _output_layers(maker)]
+        return [found for maker in makers for found in _output_layers(maker)]
+    return [] if isinstance(layer, keras.Model) else [layer]
 
 
 def _holds_no_users_layers(layer: Any) -> bool:
@@ -150,12 +146,3 @@ def unchanged(variables: list[Any]) -> Iterator[None]:
     finally:
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
-
-
-def float_tensors(value: Any) -> list[Any]:
-    """Returns the float tensors in a structure."""
-    return [
-        leaf
-        for leaf in keras.tree.flatten(value)
-        if keras.ops.is_tensor(leaf) and keras.backend.standardize_dtype(leaf.dtype) in FLOAT_DTYPES
-    ]

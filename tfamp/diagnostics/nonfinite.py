@@ -1,36 +1,85 @@
 """`find_nonfinite`: which op made the first NaN or infinity of a step, why, and what to change.
 
-Data, then variables and loss scale, are looked at first; then the step is traced, run in its low
-dtype and in float32, and what was seen of its tensors is analysed. Each stage ends in a finding or
-in nothing; only the report is made of words.
+Data, then variables and loss scale, are checked first; then the step is traced and run in its low
+dtype and in float32, and the values of all float tensors are analysed. A tensor is *bad* if it has
+an infinite value or a NaN. The place to name is the first bad tensor that led to a bad result, made
+by an op from inputs that were all finite. An infinite constant alone is not a fault: masks are made
+of these, and a softmax makes finite values of one. It is to blame when a NaN comes of it, or when a
+result is bad in the end.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import math
-from typing import Any
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.core.dtypes import FLOAT_DTYPES
-from tfamp.diagnostics.model_runs import check_compute_dtype, layer_path
-from tfamp.diagnostics.nonfinite_analysis import Twins, largest_scale, look
+from tfamp.core.dtypes import FLOAT_DTYPES, float_format
+from tfamp.diagnostics.model_runs import check_compute_dtype, layer_path, unchanged
 from tfamp.diagnostics.nonfinite_report import (
     ALSO_IN_FLOAT32,
+    INVALID,
     OVERFLOW,
+    UNDERFLOW,
     Finding,
     NonFiniteReport,
     ValueRange,
     report_of,
 )
-from tfamp.diagnostics.nonfinite_step import Step, trace_function, trace_model
-from tfamp.graph.observe import TensorStats, stats_of
+from tfamp.diagnostics.nonfinite_step import (
+    LOSS_SCOPE,
+    Path,
+    Place,
+    Step,
+    bare_name,
+    shown_name,
+    trace_function,
+    trace_model,
+)
+from tfamp.graph.observe import (
+    Observer,
+    drop_unused_nodes,
+    low_dtypes,
+    observed_scopes,
+    retyped,
+)
+from tfamp.planning.ranges import TensorKey
+from tfamp.planning.structures import (
+    ARGUMENT,
+    MAIN_GRAPH,
+    GraphIndex,
+    IndexedNode,
+    node_name,
+    op_types,
+    reach,
+)
 
 # Where dynamic scales start, and a scale with which many models have been trained.
 _USUAL_START, _USUAL_SCALE = 2.0**16, 2.0**7
+_CONSTANTS = op_types("Const HostConst")
+_READS = op_types("ReadVariableOp ResourceGather")
+_INPUTS = op_types("Placeholder PlaceholderV2")
+# Ops that make an infinity of finite values only if these are large.
+_GROWING = op_types("""
+    AddV2 BatchMatMulV2 Conv2D Cumsum Einsum MatMul Mean Mul Prod Square SquaredDifference Sub
+    Sum
+""")
+_PASSING_ON = op_types("""
+    Cast EnsureShape ExpandDims Identity IdentityN Reshape Squeeze StopGradient Transpose
+""")
+_BACKWARD = re.compile(r"(^|/)(gradient_tape|gradients)/")
+_LOSS = re.compile(r"loss|cross_?entropy", re.IGNORECASE)
 
 
 def find_nonfinite(
@@ -96,10 +145,8 @@ def find_nonfinite(
         ('forward', 'growing', 'Exp', 'overflow')
     """
     _check(model_or_fn, x, dtype)
-    finding = _bad_data(x, y)
-    if finding is None:
-        step = _trace(model_or_fn, x, y, loss, dtype)
-        finding = _bad_variable(step) or _bad_scale(step) or _search(step, dtype)
+    step = _trace(model_or_fn, x, y, loss, dtype)
+    finding = _bad_before(step, x, y) or _search(step, dtype)
     return None if finding is None else report_of(finding)
 
 
@@ -130,82 +177,454 @@ def _trace(model_or_fn: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> St
     return trace_model(model_or_fn, x, y, loss, dtype)
 
 
+def _bad_before(step: Step, x: Any, y: Any) -> Finding | None:
+    """The first of data, loss scale and variables that is not finite before the step is run."""
+    for stage, op, name, value in _values_before(step, x, y):
+        # Ragged tensors and variants cannot become arrays; these have no float dtype.
+        if not getattr(getattr(value, "dtype", None), "is_floating", True):
+            continue
+        array = np.asarray(value)
+        if array.dtype.name not in FLOAT_DTYPES:
+            continue
+        found = ValueRange.of(name, array)
+        if not found.finite or (stage == "loss_scale" and found.max <= 0):
+            index = np.argwhere(~np.isfinite(array.astype(np.float64))).tolist()
+            at = f"{name}: the first such value is at index {index[0]}." if array.ndim else ""
+            is_variable = stage != "input"
+            return Finding(
+                stage=stage,
+                op=op,
+                layer=(name.rpartition("/")[0] or None) if stage == "weights" else None,
+                variable=name if is_variable else None,
+                kind=ALSO_IN_FLOAT32,
+                ranges={"inputs": (), "outputs": (found,)},
+                dtype=found.dtype,
+                note=at,
+                scale=float(array) if stage == "loss_scale" else None,
+            )
+    return None
+
+
+def _values_before(step: Step, x: Any, y: Any) -> Iterator[tuple[str, str, str, Any]]:
+    for name, value in (("x", x), ("y", y)):
+        for number, leaf in enumerate(tf.nest.flatten(value, expand_composites=True)):
+            yield "input", "Placeholder", name if leaf is value else f"{name}, part {number}", leaf
+    if step.scale is not None:
+        yield "loss_scale", "ReadVariableOp", bare_name(step.scale), step.scale.value()
+    for name, variable in step.variables:
+        yield "weights", "ReadVariableOp", name, tf.convert_to_tensor(variable)
+
+
+# ---- Two runs of a step --------------------------------------------------------------------------
+
+
+class Seen(list[ValueRange]):
+    """The ranges of a tensor, execution by execution, up to the first that was not finite."""
+
+    @staticmethod
+    def look(before: Seen | None, values: Any) -> Seen:
+        """Adds an execution, as an `Observer` needs it."""
+        seen = Seen() if before is None else before
+        if not seen.is_bad:
+            seen.append(ValueRange.of("", values))
+        return seen
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether an execution was not finite, the last one then."""
+        return bool(self) and not self[-1].finite
+
+    @property
+    def bad_at(self) -> int:
+        """The execution that was not finite; one after all others where there is none."""
+        return len(self) - 1 if self.is_bad else sys.maxsize
+
+    def at(self, execution: int) -> ValueRange | None:
+        """Returns the range in an execution; the last one that is known for a later one."""
+        return self[min(execution, len(self) - 1)] if self else None
+
+
+_Run: TypeAlias = Mapping[TensorKey, Seen]
+_Keys: TypeAlias = Sequence[TensorKey]
+_NEVER = Seen()
+
+
+class _Twins:
+    """A step to run in its low dtype, or in `dtype`, and node for node the same in float32."""
+
+    def __init__(self, step: Step, dtype: str | None) -> None:
+        self.step = step
+        results = dict.fromkeys([*step.outputs, *step.gradients])
+        self._fetches = [*results, *step.operations]
+        graph = drop_unused_nodes(step.graph_def, step.inputs, self._fetches)
+        indexes = observed_scopes(graph)
+        low = low_dtypes(indexes)
+        if low and dtype is not None and low != [dtype]:
+            graph = retyped(graph, indexes, dtype)
+            indexes = observed_scopes(graph)
+        self._graph, self._indexes = graph, indexes
+        self._low = self._observed(graph, indexes)
+        self.results = list(map(_key_of, results))
+        self.nodes = _Nodes(indexes, self.results)
+
+    def run(self, scale: float) -> _Run:
+        """Runs the step with a loss scale."""
+        return self._run(self._low, scale)
+
+    def run_float32(self, scale: float) -> _Run | None:
+        """Runs the float32 twin; None where the step is that itself."""
+        return None if self._float32 is None else self._run(self._float32, scale)
+
+    @functools.cached_property
+    def _float32(self) -> Observer[Seen] | None:
+        if not low_dtypes(self._indexes):
+            return None
+        graph = retyped(self._graph, self._indexes, "float32")
+        return self._observed(graph, observed_scopes(graph))
+
+    def _observed(self, graph: Any, indexes: Sequence[GraphIndex]) -> Observer[Seen]:
+        return Observer(graph, indexes, self.step.inputs, self._fetches, Seen.look)
+
+    def _run(self, observer: Observer[Seen], scale: float) -> _Run:
+        if self.step.scale is None:
+            return observer.run([self.step.values])
+        with unchanged([self.step.scale]):
+            self.step.scale.assign(scale)
+            return observer.run([self.step.values])
+
+
+def _key_of(tensor: str) -> TensorKey:
+    """The key of a tensor of the graph itself, by its name there."""
+    return MAIN_GRAPH, node_name(tensor), int(tensor.partition(":")[2])
+
+
+class _Nodes:
+    """The nodes of all scopes by place, with their inputs, and outputs that are used."""
+
+    def __init__(self, indexes: Sequence[GraphIndex], results: Iterable[TensorKey]) -> None:
+        self.at: dict[Place, IndexedNode] = {}
+        self.inputs: dict[Place, list[TensorKey]] = defaultdict(list)
+        self.outputs: dict[Place, set[TensorKey]] = defaultdict(set)
+        self.variants: set[TensorKey] = set()
+        self.order: dict[str, list[Place]] = {}  # Of each scope, producers first.
+        for index in indexes:
+            places = [(index.scope, node.name) for node in index.nodes]
+            self.at.update(zip(places, index.nodes, strict=True))
+            self.order[index.scope] = [places[position] for position in index.producers_first()]
+            for edge in index.edges:
+                source, target = index.slots[edge.source], index.slots[edge.target]
+                tensor = (*places[source.node], edge.port)
+                self.inputs[places[target.node]].append(tensor)
+                self.outputs[tensor[:2]].add(tensor)
+                if source.dtype == "variant":
+                    self.variants.add(tensor)
+        for tensor in results:
+            self.outputs[tensor[:2]].add(tensor)
+
+    def sources(self, place: Place) -> list[Place]:
+        """Returns the nodes that make the inputs of a node."""
+        return [tensor[:2] for tensor in self.inputs[place]]
+
+    def bodies(self, place: Place) -> list[str]:
+        """Returns the scopes that a node runs."""
+        return [name for _, name in self.at[place].calls if name in self.order]
+
+    def scopes_in(self, place: Place) -> Iterable[str]:
+        """Returns the scopes that a node runs, and those that these run."""
+        return reach(self.bodies(place), lambda scope: chain(*map(self.bodies, self.order[scope])))
+
+
+class _Runs(NamedTuple):
+    """The values of a step in its low dtype and in float32, which may be the same."""
+
+    step: Step
+    nodes: _Nodes
+    low: _Run
+    float32: _Run
+
+    def observed(self, tensors: Iterable[TensorKey]) -> list[TensorKey]:
+        """Selects the tensors that are floats and were computed."""
+        return [tensor for tensor in tensors if tensor in self.low]
+
+
 def _search(step: Step, dtype: str | None) -> Finding | None:
     """Runs a step; if it is not finite, runs it without a loss scale, to see if that is why."""
-    twins = Twins(step, dtype)
-    finding = look(step, twins, step.scale)
-    if finding is None or step.scale == 1.0:
+    twins = _Twins(step, dtype)
+    scale = 1.0 if step.scale is None else float(step.scale.numpy())
+    finding = _look(twins, scale)
+    if finding is None or scale == 1.0:
         return finding
-    unscaled = look(step, twins, 1.0)
+    unscaled = _look(twins, 1.0)
     if unscaled is not None:
         return unscaled
-    best = largest_scale(step, twins)
-    usual = step.scale <= _USUAL_START and best is not None and best >= _USUAL_SCALE
-    if step.scale_adapts and usual:
-        return None  # A dynamic scale finds its place by itself, in a few skipped steps.
+    # The largest power of two with which the step is finite, as it is with 1.
+    exponents = range(1, max(math.ceil(math.log2(scale)), 1))
+    bad = bisect.bisect_left(exponents, True, key=lambda n: _look(twins, 2.0**n) is not None)
+    best = 2.0**bad
+    if step.scale_adapts and scale <= _USUAL_START and best >= _USUAL_SCALE:
+        return None  # A dynamic scale backs off by itself, in a few skipped steps.
     return dataclasses.replace(
         finding,
         stage="loss_scale",
         kind=OVERFLOW,
         variable=finding.gradient_of or finding.variable,
-        scale=step.scale,
+        scale=scale,
         best_scale=best,
     )
 
 
-# ---- What is not finite before a step is run -----------------------------------------------------
+def _look(twins: _Twins, scale: float) -> Finding | None:
+    """Runs a step with a loss scale; returns the first fault in it."""
+    low = twins.run(scale)
+    if not any(seen.is_bad for seen in low.values()):
+        return None
+    runs = _Runs(twins.step, twins.nodes, low, twins.run_float32(scale) or low)
+    found = _first_bad(runs, twins.results)
+    return None if found is None else _explained(runs, *found)
 
 
-def _bad_data(x: Any, y: Any) -> Finding | None:
-    """The first input that is not finite."""
-    for name, value in (("x", x), ("y", y)):
-        for number, leaf in enumerate(tf.nest.flatten(value, expand_composites=True)):
-            stats = _bad_stats(leaf)
-            if stats is not None:
-                whole = name if leaf is value else f"{name}, part {number}"
-                note = f"{whole}: {_where_bad(leaf)}."
-                return _before("input", "Placeholder", whole, stats, note=note)
+# ---- Where ---------------------------------------------------------------------------------------
+
+_OK, _EXCUSED, _BAD = 0, 1, 2
+_States: TypeAlias = dict[TensorKey, int]
+
+
+def _first_bad(runs: _Runs, results: Iterable[TensorKey]) -> tuple[Path, str] | None:
+    """Finds the first op whose result is not finite although its inputs are.
+
+    It is looked for among what led to bad results; if these are finite, among what is bad only in
+    low precision, or bad because of large numbers. Where it is an infinite constant, the name of
+    the node that made a NaN of it comes with it.
+    """
+    bad_results = [key[:2] for key in results if runs.low.get(key, _NEVER).is_bad]
+    for excuse_constants in (True, False) if bad_results else (True,):
+        walk = _Walk(runs, excuse_constants)
+        states = walk.states(MAIN_GRAPH)
+        leading = reach(bad_results, functools.partial(walk.sources_with, _BAD, states))
+        for origin in walk.origins(MAIN_GRAPH, states):
+            if origin in leading if bad_results else walk.is_fault(origin):
+                return walk.descend(origin, states, ())
     return None
 
 
-def _bad_variable(step: Step) -> Finding | None:
-    """The first variable that is not finite."""
-    for name, variable in step.variables:
-        stats = _bad_stats(tf.convert_to_tensor(variable))
-        if stats is not None:
-            owner = step.owner_of(variable)
-            layer = (name.rpartition("/")[0] or None) if owner is None else layer_path(owner)
-            return _before("weights", "ReadVariableOp", name, stats, variable=name, layer=layer)
+class _Walk:
+    """Judges tensors: fine, infinite because of a constant, or bad."""
+
+    def __init__(self, runs: _Runs, excuse: bool) -> None:
+        self._nodes, self._float32, self._excuse = runs.nodes, runs.float32, excuse
+        self._low = {key: seen for key, seen in runs.low.items() if seen.is_bad}
+        self._bad_scopes = {key[0] for key in self._low}
+
+    def states(self, scope: str, execution: int = sys.maxsize - 1) -> _States:
+        """Returns the states of a scope's tensors; of a function's up to one of its executions."""
+        nodes = self._nodes
+        states: _States = {}
+        constants: set[Place] = set()
+        for place in nodes.order[scope]:
+            worst = max((states.get(each, _OK) for each in nodes.inputs[place]), default=_OK)
+            sources = nodes.sources(place)
+            if nodes.at[place].op in _CONSTANTS or (sources and constants.issuperset(sources)):
+                constants.add(place)
+            excusable = place in constants if worst == _OK else worst == _EXCUSED
+            for tensor in nodes.outputs[place]:
+                if tensor in nodes.variants:
+                    # The elements of a list are seen where they are put in or taken out.
+                    bad = worst == _BAD or self._is_bad_inside(place)
+                    states[tensor] = _BAD if bad else _OK
+                elif (seen := self._low.get(tensor, _NEVER)).bad_at <= execution:
+                    is_excused = self._excuse and excusable and not seen[-1].nans
+                    states[tensor] = _EXCUSED if is_excused else _BAD
+        return states
+
+    def _is_bad_inside(self, place: Place) -> bool:
+        return not self._bad_scopes.isdisjoint(self._nodes.scopes_in(place))
+
+    def sources_with(self, state: int, states: _States, place: Place) -> list[Place]:
+        """Returns the nodes that give a node values of some state."""
+        return [each[:2] for each in self._nodes.inputs[place] if states.get(each) == state]
+
+    def origins(self, scope: str, states: _States) -> list[Place]:
+        """Returns the nodes with a bad output and no bad input, in topological order."""
+        return [
+            place
+            for place in self._nodes.order[scope]
+            if self._nodes.at[place].op != ARGUMENT
+            and (self._is_bad_inside(place) or _BAD in map(states.get, self._nodes.outputs[place]))
+            and not self.sources_with(_BAD, states, place)
+        ]
+
+    def descend(self, place: Place, states: _States, callers: Path) -> tuple[Path, str]:
+        """Returns an origin; of a call, the first one in its functions."""
+        path = (*callers, place)
+        for body in self._nodes.bodies(place) if place not in callers else ():
+            numbers = [seen.bad_at for key, seen in self._low.items() if key[0] == body]
+            inner = self.states(body, min(numbers, default=sys.maxsize - 1))
+            if origins := self.origins(body, inner):
+                return self.descend(origins[0], inner, path)
+        blamed = self._blamed(place, states)
+        return (path, "") if blamed is None else ((*callers, blamed), place[1])
+
+    def _blamed(self, place: Place, states: _States) -> Place | None:
+        """The constant that a NaN comes of, if that is infinite in low precision only."""
+        current = None
+        while excused := self.sources_with(_EXCUSED, states, place):
+            current = place = excused[0]
+        is_its = current is not None and not self._float32.get((*current, 0), _NEVER).is_bad
+        return current if is_its else None
+
+    def is_fault(self, place: Place) -> bool:
+        """Whether a bad value is a fault though all results are finite.
+
+        It is if it, or one inside a call, is bad in low precision only; or was made of large
+        numbers, as the infinite variance that makes a normalization return zeros. Divisions by zero
+        and logarithms of zero are often masked on purpose.
+        """
+        inside = self._nodes.scopes_in(place)
+        return any(
+            self._nodes.at[key[:2]].op in _GROWING
+            or self._float32.get(key, _NEVER).bad_at > seen.bad_at
+            for key, seen in self._low.items()
+            if key[:2] == place or key[0] in inside
+        )
+
+
+# ---- Why -----------------------------------------------------------------------------------------
+
+
+def _explained(runs: _Runs, path: Path, spread: str) -> Finding:
+    step, nodes = runs.step, runs.nodes
+    place = path[-1]
+    inputs = runs.observed(nodes.inputs[place])
+    outputs = runs.observed(sorted(nodes.outputs[place]))
+    bad = [key for key in outputs if runs.low[key].is_bad]
+    execution = min((runs.low[key].bad_at for key in bad), default=0)
+    cause = _cause(runs, path, bad, execution)
+    layer = step.layer_of(path)
+    stage = _stage(runs, path, cause["kind"], layer)
+    gradient_of = _bad_gradient(runs, path)
+    read = _variable_read(runs, place)
+    return Finding(
+        **cause,
+        stage=stage,
+        op=nodes.at[place].op,
+        node=shown_name(place[1]),
+        where=step.where_made(path[0][1]),
+        layer=_layer_or_scope(layer, nodes.at[place]),
+        layer_class=None if layer is None else type(layer).__name__,
+        variable=(gradient_of or read) if stage == "backward" else read,
+        gradient_of=gradient_of,
+        ranges={
+            "inputs": _ranges(runs.low, inputs, execution, "input"),
+            "outputs": _ranges(runs.low, outputs, execution, "output"),
+            "float32_inputs": _ranges(runs.float32, inputs, execution, "input"),
+            "float32": _ranges(runs.float32, outputs, execution, "output"),
+        },
+        rewritten_by=step.rewritten_by,
+        spread=shown_name(spread),
+        callers=tuple(shown_name(caller) for _, caller in path[:-1]),
+        execution=execution,
+    )
+
+
+def _cause(runs: _Runs, path: Path, bad: _Keys, execution: int) -> dict[str, Any]:
+    """Why outputs of an op are not finite, as fields of a finding.
+
+    The execution is that of the function that the op is in.
+    """
+    if not bad:
+        return {"kind": ALSO_IN_FLOAT32, "dtype": "float32"}
+    dtype = _at(runs.low, bad[0], execution).dtype
+    float32 = [_at(runs.float32, key, execution) for key in bad]
+    largest = max((each.max_abs for each in float32 if each.finite), default=None)
+    found: dict[str, Any] = {"dtype": dtype, "float32_max": largest}
+    if largest is None:
+        return found | {"kind": ALSO_IN_FLOAT32}
+    vanished = _first_vanished(runs, path[-1], execution)
+    if vanished is None or largest > float_format(dtype).max:
+        # An infinity within the dtype's range is that of a sum inside, for example.
+        is_infinite = any(_at(runs.low, key, execution).infs for key in bad)
+        is_large = largest > float_format(dtype).max or is_infinite
+        return found | {"kind": OVERFLOW if is_large else INVALID}
+    node = runs.nodes.at[vanished[:2]]
+    is_all = _at(runs.low, vanished, execution).max_abs == 0.0
+    return found | {
+        "kind": UNDERFLOW,
+        "vanished": _at(runs.float32, vanished, execution).max_abs if is_all else None,
+        "vanished_op": node.op,
+        "vanished_layer": _layer_or_scope(runs.step.layer_of((*path[:-1], vanished[:2])), node),
+    }
+
+
+def _at(run: _Run, key: TensorKey, execution: int) -> ValueRange:
+    return run.get(key, _NEVER).at(execution) or ValueRange("", "float32", (), 0.0, 0.0)
+
+
+def _first_vanished(runs: _Runs, place: Place, execution: int) -> TensorKey | None:
+    """The first tensor on the way to an op with values that are zero, but not in float32."""
+    found = None
+    while True:
+        zero = [
+            key
+            for key in runs.observed(runs.nodes.inputs[place])
+            if _at(runs.low, key, execution).zeros > _at(runs.float32, key, execution).zeros
+            and _at(runs.float32, key, execution).finite
+        ]
+        if not zero:
+            return found
+        found = zero[-1]
+        place = found[:2]
+
+
+def _ranges(run: _Run, keys: _Keys, execution: int, name: str) -> tuple[ValueRange, ...]:
+    found = ((i, run.get(key, _NEVER).at(execution)) for i, key in enumerate(keys))
+    named = ((f"{name} {i}", each) for i, each in found if each is not None)
+    return tuple(dataclasses.replace(each, name=name) for name, each in named)
+
+
+def _stage(runs: _Runs, path: Path, kind: str, layer: Any) -> str:
+    nodes, top = runs.nodes, path[0]
+    # By floats alone: a loop of the forward pass takes lists that its gradient needs.
+    sources = reach([top], lambda at: [each[:2] for each in runs.observed(nodes.inputs[at])])
+    if any(_BACKWARD.search(name) for _, name in sources):
+        return "backward"
+    if len(path) == 1 and nodes.at[top].op == "Cast" and kind == OVERFLOW:
+        if _given(nodes, top, _INPUTS):
+            return "input"
+        if _variable_read(runs, top) is not None:
+            return "weights"
+    in_loss = _LOSS.search(top[1]) if layer is None else LOSS_SCOPE in top[1]
+    return "loss" if in_loss else "forward"
+
+
+def _given(nodes: _Nodes, place: Place, ops: frozenset[str]) -> list[Place]:
+    """The nodes of some op types whose values an op takes, perhaps as a cast, nearest first."""
+
+    def passed_on(each: Place) -> list[Place]:
+        passes = each == place or nodes.at[each].op in _PASSING_ON
+        return nodes.sources(each) if passes else []
+
+    return [each for each in reach([place], passed_on) if nodes.at[each].op in ops]
+
+
+def _variable_read(runs: _Runs, place: Place) -> str | None:
+    """The name of a variable whose value an op takes, perhaps as a cast."""
+    nodes, names = runs.nodes, runs.step.reads
+    handles = (name for read in _given(nodes, place, _READS)[:1] for _, name in nodes.sources(read))
+    return next((names[handle] for handle in handles if handle in names), None)
+
+
+def _bad_gradient(runs: _Runs, path: Path) -> str | None:
+    """The first variable whose gradient is not finite because of the fault."""
+    for tensor, variable in runs.step.gradients.items():
+        key = _key_of(tensor)
+        is_bad = runs.low.get(key, _NEVER).is_bad
+        if is_bad and path[0] in reach([key[:2]], runs.nodes.sources):
+            return variable
     return None
 
 
-def _bad_scale(step: Step) -> Finding | None:
-    """A loss scale that is no positive number."""
-    scale, name = step.scale, step.scale_name
-    if math.isfinite(scale) and scale > 0:
-        return None
-    stats = stats_of(np.array(scale, np.float32))
-    return _before("loss_scale", "ReadVariableOp", "loss scale", stats, variable=name, scale=scale)
-
-
-def _before(stage: str, op: str, name: str, stats: TensorStats, **more: Any) -> Finding:
-    facts: dict[str, Any] = {"stage": stage, "op": op, "layer": None, "variable": None} | more
-    facts["ranges"] = {"inputs": (), "outputs": (ValueRange.of(name, stats),)}
-    return Finding(kind=ALSO_IN_FLOAT32, dtype=stats.dtype, **facts)
-
-
-def _bad_stats(value: Any) -> TensorStats | None:
-    """What an array is like that has values that are not finite; None for any other value."""
-    # Not every tensor is an array: a variant is none.
-    if not getattr(getattr(value, "dtype", None), "is_floating", True):
-        return None
-    array = np.asarray(value)
-    stats = stats_of(array) if array.dtype.name in FLOAT_DTYPES else None
-    return stats if stats is not None and stats.nonfinite else None
-
-
-def _where_bad(value: Any) -> str:
-    bad = np.argwhere(~np.isfinite(np.asarray(value).astype(np.float64)))
-    rows = len(np.unique(bad[:, 0])) if bad.shape[1] else 1
-    some = "1 row has one" if rows == 1 else f"{rows} rows have one"
-    return f"the first such value is at index {bad[0].tolist()}, {some}"
+def _layer_or_scope(layer: Any, node: IndexedNode) -> str | None:
+    if layer is not None:
+        return layer_path(layer)
+    names = shown_name(node.name).removeprefix("gradient_tape/").split("/")[:-1]
+    return "/".join(names) or None

@@ -1,4 +1,4 @@
-"""What `find_nonfinite` tells: the report, and how it is written from a finding; framework-free."""
+"""The report of `find_nonfinite`, and how it is written from a finding."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from tfamp.core.dtypes import LOW_PRECISION, float_format
+from tfamp.planning.structures import op_types
 from tfamp.reports import notebook_html
 from tfamp.reports.text_table import table_lines
 
-if TYPE_CHECKING:
-    from tfamp.graph.observe import TensorStats
-
 OVERFLOW, UNDERFLOW, INVALID = "overflow", "underflow", "invalid"
 ALSO_IN_FLOAT32 = "also_in_float32"
-_LOGS = frozenset({"Log", "Log1p", "Xlogy"})
-_DIVISIONS = frozenset({"Div", "DivNoNan", "RealDiv", "Reciprocal", "Inv", "Rsqrt", "RsqrtGrad"})
-_ROOTS = frozenset({"Sqrt", "SqrtGrad"})
-_SQUARES = frozenset({"Square", "SquaredDifference"})
-_SUMS = frozenset({"Mean", "Sum", "Prod", "Cumsum", "BiasAddGrad"})
-_MATMULS = frozenset({"BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"})
-_EXPONENTIALS = frozenset({"Exp", "Expm1", "Pow", "Cosh", "Sinh"})
-_CONSTANTS = frozenset({"Const", "Cast", "Fill", "Neg"})
+_LOGS = op_types("Log Log1p Xlogy")
+_DIVISIONS = op_types("Div DivNoNan RealDiv Reciprocal Inv Rsqrt RsqrtGrad")
+_ROOTS = op_types("Sqrt SqrtGrad")
+_SQUARES = op_types("Square SquaredDifference")
+_SUMS = op_types("Mean Sum Prod Cumsum BiasAddGrad")
+_MATMULS = op_types("BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum MatMul")
+_EXPONENTIALS = op_types("Exp Expm1 Pow Cosh Sinh")
+_CONSTANTS = op_types("Const Cast Fill Neg")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,23 @@ class ValueRange:
     subnormals: int = 0
 
     @classmethod
-    def of(cls, name: str, stats: TensorStats) -> ValueRange:
-        """Returns the range of a tensor from what was seen of it."""
-        fields = {each.name for each in dataclasses.fields(cls)} - {"name"}
-        return cls(name=name, **{each: getattr(stats, each) for each in fields})
+    def of(cls, name: str, values: Any) -> ValueRange:
+        """Returns the range of an array of any float dtype, bfloat16 included.
+
+        Args:
+            name: What the values are.
+            values: The array.
+        """
+        array = np.asarray(values)
+        dtype = array.dtype.name
+        wide = array if dtype == "float64" else array.astype(np.float32)
+        finite = wide[np.isfinite(wide)]
+        low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+        zeros = finite.size - np.count_nonzero(finite)
+        small = np.count_nonzero(np.abs(finite) < float_format(dtype).tiny) - zeros
+        nans = np.count_nonzero(np.isnan(wide))
+        counts = map(int, (wide.size - finite.size - nans, nans, zeros, small))
+        return cls(name, dtype, array.shape, low, high, *counts)
 
     @property
     def max_abs(self) -> float:
@@ -86,7 +99,7 @@ class ValueRange:
         return f"{text}, {', '.join(found)} of {size}" if found else text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NonFiniteReport:
     """The first thing in a step that is not finite, why, and what to change.
 
@@ -166,11 +179,6 @@ class NonFiniteReport:
         """Returns the report as one JSON object."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns what `to_json` writes, as a dict."""
-        found: dict[str, Any] = json.loads(self.to_json())
-        return found
-
 
 @dataclass(frozen=True)
 class Finding(NonFiniteReport):
@@ -216,201 +224,156 @@ def _details(finding: Finding) -> list[str]:
 
 # ---- What to change ------------------------------------------------------------------------------
 
+_FIXES = {
+    "data": (
+        "Clean the data: the input itself has values that are not finite. Look for missing values, "
+        "divisions by zero and logarithms of zero in the preprocessing."
+    ),
+    "large data": (
+        "Scale the input: its largest magnitude {exceeds}. Divide it by its range or standardize "
+        'it (keras.layers.Rescaling or Normalization with dtype="float32").{bfloat16}'
+    ),
+    "weights": (
+        'The variable "{variable}" was not finite before this step: load an earlier checkpoint. '
+        "tfamp.LossScaleOptimizer skips bad steps; a lower learning rate makes them rarer."
+    ),
+    "large weights": (
+        'The variable "{variable}" is finite, but its largest magnitude {exceeds}. {keep} Weights '
+        "this large also suggest a smaller learning rate or weight decay.{bfloat16}"
+    ),
+    "bad scale": (
+        "The loss scale is {power}. Use tfamp.LossScaleOptimizer, whose scale stays within "
+        "min_scale and max_scale, and start again from a scale such as 2**15."
+    ),
+    "large scale": (
+        "The loss scale {power} is too large. The largest power of two with which this step is "
+        "finite is {best}: tfamp.LossScaleOptimizer(optimizer, initial_scale={best}). A dynamic "
+        "scale backs off by itself, in a few skipped steps. bfloat16 needs no loss scale."
+    ),
+    "constant": (
+        "The constant is infinite in {dtype}: its magnitude {exceeds}. For a mask use -6e+04 in "
+        "float16, or half of x.dtype.min, or add the mask in float32.{bfloat16}"
+    ),
+    "overflow": "The result {exceeds}.{advice} {keep}{bfloat16}",
+    "log of softmax": (
+        "{vanished}. Take the logarithm and the {vanished_op} in one: tf.nn.log_softmax or "
+        "tf.math.log_sigmoid, or a loss with from_logits=True. {keep}"
+    ),
+    "epsilon": (
+        "{vanished}. It is an epsilon too small for {dtype}, whose smallest normal number is "
+        "{tiny:.1e}: use an epsilon of {larger:.0e} or larger. {keep}{bfloat16}"
+    ),
+    "underflow": (
+        "{vanished}. Before {op} add an epsilon of {tiny:.1e} or larger, or compute both in "
+        "float32. {keep}{bfloat16}"
+    ),
+    "invalid": (
+        "{op} made a NaN of finite values in {dtype} and does not in float32: rounding took a "
+        "value out of its domain, such as a variance, a difference, below zero. {keep}"
+    ),
+    "also in float32": (
+        "Precision is not the cause: float32 has it too. {advice}. If it appeared in the course of "
+        "training, lower the learning rate or clip gradients."
+    ),
+}
+# More about an overflow in ops of some types.
+_LARGE = {
+    _SUMS: " Add up in float32: each result is the sum{count}.",
+    _EXPONENTIALS: (
+        " {op} exceeds it for anything above {log:.3g}: compute it in float32, subtract the "
+        "maximum first, or clip its argument."
+    ),
+    _SQUARES: " A square exceeds it from {root:.3g} on: compute variances and norms in float32.",
+    _MATMULS: " Of attention logits, scale the queries by 1/sqrt(depth) and normalize them.",
+}
+_IN_FLOAT32 = {
+    _LOGS: "Clip its argument away from zero, or take log_softmax or from_logits=True",
+    _DIVISIONS: "Add an epsilon to its divisor, or use tf.math.divide_no_nan",
+    _ROOTS: "Keep its argument above zero: the gradient of a square root at 0 is infinite",
+    _EXPONENTIALS: "Clip its argument, or subtract the maximum first",
+}
+
 
 def _fix(finding: Finding) -> str:
-    by_stage = {"input": _input, "weights": _weights, "loss_scale": _loss_scale}
-    by_kind = {OVERFLOW: _overflow, UNDERFLOW: _underflow, INVALID: _invalid}
-    by_kind[ALSO_IN_FLOAT32] = _in_float32_too
-    return by_stage.get(finding.stage, by_kind[finding.kind])(finding)
+    limits = float_format(finding.dtype)
+    # What underflowed may have been cast to float32 since.
+    low = float_format(finding.dtype if finding.dtype in LOW_PRECISION else "float16")
+    size = "" if finding.float32_max is None else f"{finding.float32_max:.4g} "
+    maker = finding.vanished_op or "an earlier op"
+    maker += f' in layer "{finding.vanished_layer}"' if finding.vanished_layer else ""
+    maker += f" ({finding.vanished:.4g} in float32)" if finding.vanished else ""
+    words = vars(finding) | {
+        "exceeds": f"{size}exceeds {finding.dtype}'s {limits.max:g}",
+        "keep": _keep(finding),
+        "bfloat16": "",
+        "power": _power(finding.scale),
+        "best": _power(finding.best_scale),
+        "vanished": f"A value that is not zero in float32 became zero in {maker}",
+        "tiny": low.tiny,
+        "larger": max(1e-4, 10.0 ** math.ceil(math.log10(low.tiny))),
+        "log": math.log(limits.max),
+        "root": math.sqrt(limits.max),
+        "count": _count(finding),
+    }
+    if finding.dtype == "float16":
+        words["bfloat16"] = " Or use bfloat16, which has float32's range."
+    table, otherwise = _LARGE, ""
+    if finding.kind == ALSO_IN_FLOAT32:
+        table, otherwise = _IN_FLOAT32, "Look at the ranges of its inputs"
+    advice = next((text for ops, text in table.items() if finding.op in ops), otherwise)
+    words["advice"] = advice.format(**words)
+    return _FIXES[_case(finding, low.tiny)].format(**words)
 
 
-def _input(finding: Finding) -> str:
-    if finding.kind == OVERFLOW:
-        return (
-            f"Scale the input: its largest magnitude is {_number(finding.float32_max)} and "
-            f"{finding.dtype} ends at {_end(finding)}. Divide it by its range or standardize it "
-            f'(keras.layers.Rescaling or Normalization with dtype="float32")'
-            f"{_or_bfloat16(finding)}."
-        )
-    return (
-        "Clean the data: the input itself has values that are not finite. Look for missing values, "
-        "divisions by zero and logarithms of zero in the preprocessing; drop or replace these."
-    )
+def _case(finding: Finding, tiny: float) -> str:
+    """Returns which of the fixes it is."""
+    is_large = finding.kind == OVERFLOW
+    if finding.stage == "loss_scale":
+        return "bad scale" if finding.best_scale is None else "large scale"
+    if finding.stage in ("input", "weights"):
+        name = "data" if finding.stage == "input" else "weights"
+        return f"large {name}" if is_large else name
+    if is_large:
+        is_constant = finding.op in ("Const", "HostConst") or finding.spread
+        return "constant" if is_constant else "overflow"
+    if finding.kind != UNDERFLOW:
+        return finding.kind.replace("_", " ")
+    if finding.vanished_op in ("Softmax", "Sigmoid") or (
+        finding.op in _LOGS and "oftmax" in str(finding.vanished_layer)
+    ):
+        return "log of softmax"
+    is_epsilon = finding.vanished_op in _CONSTANTS and (finding.vanished or math.inf) < tiny
+    return "epsilon" if is_epsilon else "underflow"
 
 
-def _weights(finding: Finding) -> str:
-    name = f'"{finding.variable}"'
-    if finding.kind == OVERFLOW:
-        return (
-            f"The variable {name} is finite, but its largest magnitude {_exceeds(finding)}. "
-            f"{_keep(finding)} Weights this large also suggest a smaller learning rate or weight "
-            f"decay{_or_bfloat16(finding)}."
-        )
-    return (
-        f"The variable {name} was not finite before this step: load a checkpoint from before that. "
-        "So that a bad step cannot write into the weights again, train with "
-        "tfamp.LossScaleOptimizer, which skips it, and lower the learning rate."
-    )
-
-
-def _loss_scale(finding: Finding) -> str:
-    scale = finding.scale
-    if scale is not None and (not math.isfinite(scale) or scale <= 0):
-        return (
-            f"The loss scale is {scale:g}. Use tfamp.LossScaleOptimizer, whose scale stays within "
-            "min_scale and max_scale, and start again from a scale such as 2**15."
-        )
-    text = f"The loss scale {_power(scale)} is too large."
-    if finding.best_scale is not None:
-        best = _power(finding.best_scale)
-        text += (
-            f" The largest power of two with which this step is finite is {best}: "
-            f"tfamp.LossScaleOptimizer(optimizer, initial_scale={best}), and max_scale={best} "
-            "where this goes on."
-        )
-    return text + (
-        " A dynamic scale backs off by itself; that skips a few steps and does no harm."
-        " bfloat16 needs no loss scale."
-    )
-
-
-def _overflow(finding: Finding) -> str:
-    if finding.op in ("Const", "HostConst") or finding.spread:
-        return _constant(finding)
-    start, largest = f"{_exceeds(finding)}.", float_format(finding.dtype).max
-    if finding.op in _SUMS:
-        values = f" of {count} values" if (count := _added_up(finding)) else ""
-        start = f"Add up in float32: each result is the sum{values}."
-        if finding.stage == "backward":
-            start = f"{_exceeds(finding, f'The sum{values}')}: add up in float32."
-    elif finding.op in _EXPONENTIALS:
-        start += (
-            f" {finding.op} of anything above {math.log(largest):.3g} does so in {finding.dtype}: "
-            "compute it in float32, subtract the maximum first, or clip its argument."
-        )
-    elif finding.op in _SQUARES:
-        start += (
-            f" A square does so from {math.sqrt(largest):.3g} on, so that variances and norms of "
-            "large activations have to be computed in float32."
-        )
-    elif finding.op in _MATMULS:
-        start += (
-            " If these are attention logits, scale the queries by 1/sqrt(depth) before the product "
-            "and normalize queries and keys."
-        )
-    return f"{start} {_keep(finding)}{_bfloat16_sentence(finding)}"
-
-
-def _added_up(finding: Finding) -> int:
-    """How many values a sum adds up for each result; 0 where that is not known."""
+def _count(finding: Finding) -> str:
+    """How many values a sum adds up for each result; nothing where that is not known."""
     inputs, outputs = (
         [math.prod(each.shape) for each in finding.ranges[key]] for key in ("inputs", "outputs")
     )
     is_known = inputs and outputs and outputs[0] and finding.op != "Cumsum"
-    return inputs[0] // outputs[0] if is_known else 0
+    return f" of {inputs[0] // outputs[0]} values" if is_known else ""
 
 
-def _constant(finding: Finding) -> str:
-    given = "" if finding.float32_max is None else f" of magnitude {_number(finding.float32_max)}"
-    return (
-        f"The constant{given} does not fit into {finding.dtype}, which ends at {_end(finding)}, "
-        f"and became infinite. For a mask use {-6e4:.0e} in float16, or half of x.dtype.min, or "
-        f"add the mask in float32{_or_bfloat16(finding)}."
-    )
-
-
-def _underflow(finding: Finding) -> str:
-    tiny = float_format("float16" if finding.dtype not in LOW_PRECISION else finding.dtype).tiny
-    layer = f' in layer "{finding.vanished_layer}"' if finding.vanished_layer else ""
-    where = f"{finding.vanished_op or 'an earlier op'}{layer}"
-    size = f" ({_number(finding.vanished)} in float32)" if finding.vanished else ""
-    start = f"A value that is not zero in float32 became zero in {where}{size}."
-    if finding.vanished_op in ("Softmax", "Sigmoid") or (
-        finding.op in _LOGS and "oftmax" in str(finding.vanished_layer)
-    ):
-        return (
-            f"{start} Take the logarithm and the {finding.vanished_op} in one: tf.nn.log_softmax "
-            "or tf.math.log_sigmoid, or a loss with from_logits=True. Otherwise clip to at least "
-            f"{tiny:.1e} before {finding.op}. {_keep(finding)}"
-        )
-    advice = (
-        f"Before {finding.op} add an epsilon of {tiny:.1e} or larger, or compute both in float32"
-    )
-    if finding.vanished_op in _CONSTANTS and (finding.vanished or math.inf) < tiny:
-        larger = max(1e-4, 10.0 ** math.ceil(math.log10(tiny)))
-        advice = (
-            f"It is an epsilon too small for float16, whose smallest normal number is {tiny:.1e}: "
-            f"use an epsilon of {larger:.0e} or larger"
-        )
-    return f"{start} {advice}. {_keep(finding)}{_bfloat16_sentence(finding)}"
-
-
-def _invalid(finding: Finding) -> str:
-    return (
-        f"{finding.op} made a NaN of finite values in {finding.dtype} and does not in float32: "
-        "rounding took a value out of its domain, as when a variance is computed as a difference "
-        f"and becomes negative. {_keep(finding)}"
-    )
-
-
-def _in_float32_too(finding: Finding) -> str:
-    advice = {
-        _LOGS: "Clip its argument away from zero, or take log_softmax or from_logits=True",
-        _DIVISIONS: "Add an epsilon to what it divides by, or use tf.math.divide_no_nan",
-        _ROOTS: "Keep its argument above zero: the gradient of a square root at 0 is infinite",
-        _EXPONENTIALS: "Clip its argument, or subtract the maximum first",
-    }
-    found = (text for ops, text in advice.items() if finding.op in ops)
-    fix = next(found, "Look at the ranges of its inputs")
-    return (
-        f"Precision is not the cause: float32 has it too. {fix}. Lower the learning rate or "
-        "clip gradients if it appeared in the course of training."
-    )
+def _power(value: float | None) -> str:
+    if value is None or not 0 < value < math.inf or not math.log2(value).is_integer():
+        return f"{value}"
+    return f"2**{int(math.log2(value))}"
 
 
 def _keep(finding: Finding) -> str:
-    if finding.rewritten_by == "prepare":
-        if finding.layer_class is None:
-            return 'Level "O2" computes in float32 what is in no layer.'
-        return (
-            f'Keep layer "{finding.layer}" float32: '
-            f'tfamp.prepare(..., keep_float32=["{finding.layer}"]).'
-        )
-    if finding.rewritten_by:
+    """How the op is kept in float32."""
+    layer, of_layer = finding.layer, f'Keep layer "{finding.layer}" float32: '
+    if finding.rewritten_by == "prepare" and finding.layer_class is not None:
+        return f'{of_layer}tfamp.prepare(..., keep_float32=["{layer}"]).'
+    if finding.rewritten_by == "rewrite":
         return f'Keep it float32: tfamp.rewrite(..., keep_float32=["{finding.node}"]).'
-    if finding.layer is not None and finding.layer_class is not None:
+    if layer is not None and finding.layer_class is not None:
         return (
-            f'Keep layer "{finding.layer}" float32: dtype="float32" where it is made, or '
+            f'{of_layer}dtype="float32" where it is made, or '
             f"tfamp.Policy(..., float32_layers=[{finding.layer_class}])."
         )
     return (
         "Compute it in float32: tf.cast(x, tf.float32) before it, or, under autocast, "
         "`with tfamp.autocast(enabled=False)` around it."
     )
-
-
-def _bfloat16_sentence(finding: Finding) -> str:
-    return " Or use bfloat16, which has float32's range." if finding.dtype == "float16" else ""
-
-
-def _or_bfloat16(finding: Finding) -> str:
-    return ", or use bfloat16, which has float32's range" if finding.dtype == "float16" else ""
-
-
-def _exceeds(finding: Finding, what: str = "") -> str:
-    return f"{what or _number(finding.float32_max)} exceeds {finding.dtype}'s {_end(finding)}"
-
-
-def _end(finding: Finding) -> str:
-    return f"{float_format(finding.dtype).max:g}"
-
-
-def _number(value: float | None) -> str:
-    return "A value" if value is None else f"{value:.4g}"
-
-
-def _power(value: float | None) -> str:
-    if value is None:
-        return "in use"
-    exponent = math.log2(value)
-    return f"2**{int(exponent)}" if exponent == int(exponent) else f"{value:g}"

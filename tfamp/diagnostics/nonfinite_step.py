@@ -1,4 +1,4 @@
-"""The step of a model or a function as one graph that says which layer each op belongs to."""
+"""The step of a model or a function as one graph whose ops are marked with their layers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -18,10 +19,9 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
-from tfamp.diagnostics.model_runs import all_layers, computing_in, float_tensors, observing_layers
+from tfamp.diagnostics.model_runs import all_layers, computing_in, observing_layers
 from tfamp.graph.functions import bodies, inline_calls, unshare_branches
-from tfamp.graph.observe import observed_scopes
-from tfamp.graph.retype import UNROUNDED, low_dtypes, seeded
+from tfamp.graph.observe import UNROUNDED, low_dtypes, observed_scopes, seeded
 from tfamp.interop import keras_hooks, tf_private
 from tfamp.interop.patching import rewrap_methods, wrapped_methods
 from tfamp.layers.layer_dtypes import in_float32
@@ -34,7 +34,7 @@ Place: TypeAlias = tuple[str, str]  # Scope and name of a node.
 # Of the nodes whose functions an op runs in, the outermost first, then of the op.
 Path: TypeAlias = tuple[Place, ...]
 
-LOSS_SCOPE, SCALE_SCOPE = "tfamp_loss", "tfamp_loss_scale"
+LOSS_SCOPE = "tfamp_loss"
 _LAYER = "_tfamp_layer"
 _MARKER = re.compile(r"tfamp_layer_(\d+)(?:_\d+)?(?:/|$)")
 _SCALE = re.compile(r"(^|/)(dynamic_scale|loss_scale)(_\d+)?$")
@@ -47,8 +47,7 @@ class Step:
     graph_def: Any  # Its calls are inlined.
     traced: Any  # The `FuncGraph` it is from.
     inputs: tuple[str, ...]
-    values: tuple[Any, ...]  # Of the inputs, handles of variables included.
-    given: int  # How many of these are arguments; the rest is captured.
+    values: tuple[Any, ...]  # Of the inputs: arguments, then captures with handles of variables.
     outputs: tuple[str, ...]
     gradients: Mapping[str, str]  # Names of variables by the tensors that are their gradients.
     operations: tuple[str, ...]  # What has to run as well.
@@ -56,13 +55,16 @@ class Step:
     variables: tuple[tuple[str, Any], ...]  # Name and `tf.Variable` of what has to be finite.
     reads: Mapping[str, str]  # Names of variables by the input that is their handle or value.
     rewritten_by: str = ""
-    scale: float = 1.0  # The loss scale; 1 where there is none.
-    scale_name: str | None = None  # That of the variable that holds it.
+    scale: Any = None  # The variable that holds the loss scale, if one does.
     scale_adapts: bool = True
-    scale_at: int | None = None  # Its position, or that of its handle, among the values.
 
     def layer_of(self, path: Path) -> Any:
-        """Returns the layer of an op, by the marks of the tracing; None if it is in none."""
+        """Returns the layer of an op; None if it is in none.
+
+        It is the mark of the tracing: an attribute or, of the ops of a tape, which have the name
+        scopes of those that they are the gradients of, a name scope. In a rewritten function, whose
+        names stay as they are, it is that of other ops in the name scope.
+        """
         marks: dict[Place, int] = {}
         by_name_scope: dict[str, set[int]] = defaultdict(set)
         for scope, nodes, _ in bodies(self.graph_def):
@@ -71,38 +73,27 @@ class Step:
                     marks[scope, node.name] = int(node.attr[_LAYER].s)
                     by_name_scope[node.name.rpartition("/")[0]].add(marks[scope, node.name])
         for place in reversed(path):
-            found = marks.get(place)
-            if found is None and (named := _MARKER.findall(place[1])):
-                found = int(named[-1])
+            marked = [marks[place]] if place in marks else _MARKER.findall(place[1])[-1:]
+            found = set(map(int, marked))
             scope = place[1].rpartition("gradient_tape/")[2]
-            while found is None and "/" in scope:
+            while len(found) != 1 and "/" in scope:
                 scope = scope.rpartition("/")[0]
-                if len(by_name_scope[scope]) == 1:
-                    (found,) = by_name_scope[scope]
-            if found is not None:
-                return self.layers[found]
+                found = by_name_scope[scope]
+            if len(found) == 1:
+                return self.layers[next(iter(found))]
         return None
-
-    def owner_of(self, variable: Any) -> Any:
-        """Returns the innermost layer that holds a `tf.Variable`; None if no layer does."""
-        holders = [
-            layer for layer in self.layers if any(v is variable for _, v in _named(layer.variables))
-        ]
-        return min(holders, key=lambda layer: len(all_layers(layer)), default=None)
 
     def where_made(self, node: str) -> str | None:
         """Returns the line of the user's code that made an op, if it is known."""
         try:
-            operation = self.traced.get_operation_by_name(node)
+            traceback = self.traced.get_operation_by_name(node).traceback or ()
         except (KeyError, ValueError):  # It was inlined, and has another name where it was made.
             return None
-        modules = (tf, keras, tfamp)
-        libraries = tuple(os.path.dirname(os.path.abspath(str(m.__file__))) for m in modules)
-        for frame in reversed(operation.traceback or ()):
+        # TensorFlow and others name generated code "<...>".
+        libraries = ("<", os.path.dirname(tfamp.__file__))
+        for frame in reversed(traceback):
             file = frame.filename
-            installed = "site-packages" in file or "dist-packages" in file
-            # TensorFlow and others name code that they generate "<...>", and put it into no folder.
-            if not (installed or file.startswith(("<", *libraries))):
+            if "-packages" not in file and not file.startswith(libraries):
                 return f"{file}:{frame.lineno} in {frame.name}"
         return None
 
@@ -116,63 +107,56 @@ def trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Ste
     Without targets and a loss only the forward pass is traced. At level O1 it is rewritten, as the
     steps of `fit` are.
     """
-    compute_loss = _loss_function(model, y, loss)
-    trained = [variable.value for variable in model.trainable_variables]
-
-    def body(x: Any, y: Any, scale: Any) -> tuple[list[Any], list[Any]]:
-        with tf.GradientTape() as tape:
-            outputs = model(x, training=compute_loss is not None)
-            if dtype is not None:  # As a policy of tfamp's would have it.
-                outputs = keras.tree.map_structure(in_float32, outputs)
-            results = float_tensors(outputs)
-            if compute_loss is None:
-                return results, []
-            with tf.name_scope(LOSS_SCOPE):
-                loss = compute_loss(x, y, outputs)
-            with tf.name_scope(SCALE_SCOPE):
-                # In float32, as a scaled loss easily exceeds float16's range.
-                scaled = tf.cast(loss, tf.float32) * scale
-        gradients = tape.gradient(scaled, trained)
-        return [*results, loss, scaled], gradients
-
+    compute_loss = _loss_of_model(model, y, loss)
     optimizer = getattr(model, "optimizer", None)
-    variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
-    scale, scale_name = _loss_scale(optimizer)
-    args = (*keras.tree.map_structure(_as_input, (x, y)), tf.constant(1.0))
+
+    def forward(x: Any) -> Any:
+        outputs = model(x, training=compute_loss is not None)
+        # As a policy of tfamp's would have it.
+        return outputs if dtype is None else keras.tree.map_structure(in_float32, outputs)
+
+    function, trained, args = forward, [], [x]
+    if compute_loss is not None:
+        scaled: Callable[[Any], Any] = tf.identity
+        # Keras's optimizer with a loss scale has none before it is built.
+        names = ("dynamic_scale", "loss_scale_factor")
+        if optimizer and any(getattr(optimizer, name, None) is not None for name in names):
+            scaled = optimizer.scale_loss
+        trained = [variable.value for variable in model.trainable_variables]
+        function, args = _with_loss(forward, compute_loss, scaled, trained), [x, y]
     # As in `fit`, AutoGraph leaves the code of layers as it is.
-    body = tf.autograph.experimental.do_not_convert(body)
-    rewrite = _rewrite_of(model) if dtype is None else None
+    function = tf.autograph.experimental.do_not_convert(function)
+    is_alone = model.distribute_strategy.num_replicas_in_sync == 1 and not model.run_eagerly
+    train_step = wrapped_methods(model).get("train_step") if is_alone and dtype is None else None
+    rewrite = getattr(train_step, "rewrite", None)
     if rewrite is not None:
-        body = rewrite(tf.function(body, autograph=False))
+        function = rewrite(tf.function(function, autograph=False))
     with computing_in(model, dtype), _losses_kept(model):
-        step = _trace(body, args, trained)
+        inputs = tuple(keras.tree.map_structure(_as_input, args))
+        step = _trace(function, inputs, trained)
+    variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
     return dataclasses.replace(
         step,
         rewritten_by="" if rewrite is None else "prepare",
         variables=tuple(_named(variables)),
-        scale=scale,
-        scale_name=scale_name,
-        scale_adapts=hasattr(optimizer, "dynamic_scale") and getattr(optimizer, "dynamic", True),
-        scale_at=step.given - 1,
+        scale_adapts=getattr(optimizer, "dynamic", True),
     )
 
 
-def _rewrite_of(model: Any) -> Callable[..., Any] | None:
-    """What rewrites the steps of `fit` at level O1; not where autocast runs them instead."""
-    if model.run_eagerly or model.distribute_strategy.num_replicas_in_sync > 1:
-        return None
-    return getattr(wrapped_methods(model).get("train_step"), "rewrite", None)
+def _loss_of_model(model: Any, y: Any, given: Any) -> Callable[..., Any] | None:
+    """A function of outputs, inputs and targets that returns the loss; None if there is none."""
+    if given is not None:
+        loss = _checked_loss(given)
 
+        def with_regularizers(outputs: Any, x: Any, y: Any) -> Any:
+            value = tf.reduce_mean(loss(y, outputs))
+            return sum((tf.cast(extra, value.dtype) for extra in model.losses), value)
 
-def _loss_function(model: Any, y: Any, loss: Any) -> Callable[[Any, Any, Any], Any] | None:
-    """What computes the loss from inputs, targets and outputs; None if there is none."""
-    if loss is not None:
-        given = _checked_loss(loss)
-        return lambda x, y, outputs: _mean_loss(model, given(y, outputs))
+        return with_regularizers
     own = getattr(type(model), "compute_loss", keras.Model.compute_loss)
     has_loss = y is not None or own is not keras.Model.compute_loss
     if has_loss and getattr(model, "compiled", False):
-        return lambda x, y, outputs: model.compute_loss(x, y, outputs, training=True)
+        return lambda outputs, x, y: model.compute_loss(x, y, outputs, training=True)
     if y is not None:
         raise ValueError(
             "find_nonfinite got targets y, but no loss: the model is not compiled. Give loss=, as "
@@ -181,42 +165,39 @@ def _loss_function(model: Any, y: Any, loss: Any) -> Callable[[Any, Any, Any], A
     return None
 
 
-def _mean_loss(model: Any, values: Any) -> Any:
-    mean = tf.reduce_mean(values) if values.shape.rank != 0 else values
-    return sum((tf.cast(extra, mean.dtype) for extra in model.losses), mean)
-
-
 def _checked_loss(given: Any) -> Callable[[Any, Any], Any]:
-    """A loss of targets and outputs; of outputs alone where it takes one argument only."""
+    """A loss of targets and outputs."""
     if not isinstance(given, str) and not callable(given):
         raise TypeError(
             f"loss must be the name of a Keras loss, a keras.losses.Loss or a function of targets "
             f"and outputs; got {given!r}."
         )
-    loss: Any = keras.losses.get(given)
-
-    def call(y: Any, outputs: Any) -> Any:
-        takes_y = y is not None or isinstance(loss, keras.losses.Loss)
-        args = (y, outputs) if takes_y or _required_arguments(loss) != 1 else (outputs,)
-        return tf.convert_to_tensor(loss(*args))
-
-    return call
+    loss: Callable[[Any, Any], Any] = keras.losses.get(given)
+    return loss
 
 
-def _required_arguments(function: Callable[..., Any]) -> int:
-    return sum(
-        each.default is each.empty
-        and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-        for each in inspect.signature(function).parameters.values()
-    )
+def _with_loss(
+    forward: Callable[..., Any],
+    loss: Callable[..., Any],
+    scaled: Callable[[Any], Any] = tf.identity,
+    trained: Sequence[Any] | None = None,
+) -> Callable[..., Any]:
+    """A step of a forward pass's arguments and the targets: results, and gradients.
 
+    They are those of the variables that are trained; None is all that the forward pass uses.
+    """
 
-def _loss_scale(optimizer: Any) -> tuple[float, str | None]:
-    dynamic = getattr(optimizer, "dynamic_scale", None)
-    if dynamic is not None:
-        return float(keras.ops.convert_to_numpy(dynamic)), str(dynamic.path)
-    fixed = getattr(optimizer, "loss_scale_factor", None)
-    return (float(fixed), "loss_scale_factor") if fixed else (1.0, None)
+    def step(*given: Any) -> tuple[list[Any], Any]:
+        with tf.GradientTape() as tape:
+            outputs = forward(*given[:-1])
+            with tf.name_scope(LOSS_SCOPE):
+                value = loss(outputs, *given)
+            total = scaled(value)
+        variables = tape.watched_variables() if trained is None else trained
+        results = [*tf.nest.flatten(outputs, expand_composites=True), value, total]
+        return results, tape.gradient(total, variables) if variables else []
+
+    return step
 
 
 @contextlib.contextmanager
@@ -252,43 +233,27 @@ def trace_function(function: Any, x: Any, y: Any, loss: Any, dtype: str | None) 
     if rewritten and low is not None:
         function = function.copy(low)
     args = _arguments(function, x, None if loss is not None else y)
-    step = _trace(*_with_loss(function, args, y, loss))
+
+    def traced(function: Any) -> Step:
+        if loss is None:
+            return _trace(function, args)
+        given = _checked_loss(loss)
+        step = _with_loss(function, lambda out, *all_: tf.reduce_mean(given(all_[-1], out)))
+        return _trace(step, (*args, y))
+
+    step = traced(function)
     if not rewritten and low is not None and not low_dtypes(observed_scopes(step.graph_def)):
         rewritten = True
-        function = rewrite(function, dtype=low, placement="lists")
-        step = _trace(*_with_loss(function, args, y, loss))
+        step = traced(rewrite(function, dtype=low, placement="lists"))
     return dataclasses.replace(step, rewritten_by="rewrite" if rewritten else "")
 
 
 def _arguments(function: Callable[..., Any], x: Any, y: Any) -> tuple[Any, ...]:
     """`x` and `y` as arguments; a tuple `x` is all of them where the function takes as many."""
-    if y is not None:
-        return (x, y)
-    if not isinstance(x, tuple):
-        return (x,)
-    try:
-        count = _required_arguments(getattr(function, "python_function", function))
-    except (TypeError, ValueError):
-        return (x,)
-    return x if len(x) == count > 1 else (x,)
-
-
-def _with_loss(function: Any, args: tuple[Any, ...], y: Any, loss: Any) -> tuple[Any, Any]:
-    """A function of outputs, loss and gradients where a loss is given, and its arguments."""
-    if loss is None:
-        return function, args
-    loss = _checked_loss(loss)
-
-    def step(*given: Any) -> Any:
-        with tf.GradientTape() as tape:
-            outputs = function(*given[:-1])
-            with tf.name_scope(LOSS_SCOPE):
-                value = tf.reduce_mean(loss(given[-1], outputs))
-        if variables := tape.watched_variables():
-            tape.gradient(value, variables)
-        return [*tf.nest.flatten(outputs, expand_composites=True), value]
-
-    return step, (*args, y)
+    if y is not None or not isinstance(x, tuple):
+        return (x,) if y is None else (x, y)
+    parameters = inspect.signature(getattr(function, "python_function", function)).parameters
+    return x if len(x) == len(parameters) > 1 else (x,)
 
 
 # ---- Tracing -------------------------------------------------------------------------------------
@@ -296,7 +261,7 @@ def _with_loss(function: Any, args: tuple[Any, ...], y: Any, loss: Any) -> tuple
 
 @dataclass(eq=False)
 class _Notes:
-    """What is noted while a step is traced."""
+    """The layers that are called and the gradients that are taken while a step is traced."""
 
     mark_names: bool
     layers: dict[int, Any] = field(default_factory=dict)  # By `id`.
@@ -307,9 +272,7 @@ class _Notes:
             return call()
         self.layers.setdefault(id(layer), layer)
         number = list(self.layers).index(id(layer))
-        # What a tape computes from these ops is named after their name scope, and has no attribute.
-        name = f"tfamp_layer_{number}"
-        scope = tf.name_scope(name) if self.mark_names else contextlib.nullcontext()
+        scope = tf.name_scope(f"tfamp_layer_{number}") if self.mark_names else nullcontext()
         with tf_private.ops_marked(_LAYER, str(number)), scope:
             return call()
 
@@ -331,12 +294,10 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
     graph, captured = traced.graph, traced.captured_inputs
     layers = tuple(notes.layers.values())
     paths = {id(v): path for layer in layers for path, v in _named(layer.variables)}
-    variables = [(paths.get(id(v), _bare(v)), v) for v in graph.variables]
+    variables = [(paths.get(id(v), bare_name(v)), v) for v in graph.variables]
     handles = {id(variable.handle): name for name, variable in variables}
-    scale = next((v for v in graph.variables if _SCALE.search(_bare(v))), None)
     inputs = [tensor.name for tensor in traced.inputs]
     values = (*call.tensors, *captured)
-    places = (i for i, value in enumerate(values) if scale is not None and value is scale.handle)
     outputs = tuple(dict.fromkeys(tensor.name for tensor in traced.outputs))
     if sources:
         notes.take_gradient(sources, traced.structured_outputs[1])
@@ -350,7 +311,6 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
         traced=graph,
         inputs=tuple(inputs),
         values=values,
-        given=len(call.tensors),
         outputs=outputs,
         gradients=gradients,
         operations=operations,
@@ -361,9 +321,7 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
             for tensor, value in zip(inputs, values, strict=True)
             if id(value) in handles
         },
-        scale=1.0 if scale is None else float(scale.numpy()),
-        scale_name=None if scale is None else _bare(scale),
-        scale_at=next(places, None),
+        scale=next((v for v in graph.variables if _SCALE.search(bare_name(v))), None),
     )
 
 
@@ -374,23 +332,21 @@ def _note_rounding(value: Any, tensor: Any) -> None:
     with np.errstate(all="ignore"):
         given = np.asarray(value, np.float64)
         rounded = given.astype(tensor.dtype.as_numpy_dtype).astype(np.float64)
-    if given.size and not np.array_equal(given, rounded, equal_nan=True):
-        shaped = np.broadcast_to(given, tensor.shape) if given.size == 1 else given
-        proto = tf.make_tensor_proto(shaped.reshape(tensor.shape).astype(np.float32))
+    if not np.array_equal(given, rounded, equal_nan=True):
+        # One value stands for all elements of a filled constant.
+        proto = tf.make_tensor_proto(given.astype(np.float32), shape=tensor.shape)
         tf_private.set_attribute(tensor.op, UNROUNDED, proto)
 
 
 def _traced(function: Any, call: FlatCall) -> Any:
-    """The concrete function of a call; its inputs are the call's tensors, then what it captures."""
+    """The concrete function of a call; its inputs are the call's tensors, then its captures."""
     if isinstance(function, RewrittenFunction):
         function = function.copy().concrete(*call.args)  # Traced now, with notes.
-    elif not isinstance(function, tf.types.experimental.ConcreteFunction):
-        return TracedFunction.of(function).trace(call)
-    given = len(function.inputs) - len(function.captured_inputs)
-    if given == len(call.tensors):
+    # Arguments that are not tensors here may be constants or tensors of a concrete function.
+    is_concrete = isinstance(function, tf.types.experimental.ConcreteFunction)
+    if is_concrete and len(function.inputs) - len(function.captured_inputs) == len(call.tensors):
         return function
-    # It has arguments that are no tensors: what was made of them is known inside a call only.
-    return TracedFunction.of(lambda *args: function(*args)).trace(call)
+    return TracedFunction.of(function).trace(call)
 
 
 def _as_tensor(value: Any) -> Any:
@@ -406,18 +362,19 @@ def _gradients(
         is_here = tf.is_tensor(values) and getattr(values, "graph", None) is graph
         if is_here and isinstance(variable, tf.Variable) and values.dtype.name in FLOAT_DTYPES:
             with graph.as_default():  # What is fetched is made by an Identity.
-                yield tf.identity(values).name, paths.get(id(variable), _bare(variable))
+                yield tf.identity(values).name, paths.get(id(variable), bare_name(variable))
 
 
 def _named(variables: Iterable[Any]) -> list[tuple[str, Any]]:
     """The paths of Keras variables, and names of others, with the `tf.Variable`s behind them."""
-    return [(getattr(v, "path", None) or _bare(v), keras_hooks.native(v)) for v in variables]
+    return [(getattr(v, "path", None) or bare_name(v), keras_hooks.native(v)) for v in variables]
 
 
-def _bare(variable: Any) -> str:
+def bare_name(variable: Any) -> str:
+    """Returns the name of a `tf.Variable` without its output."""
     return str(variable.name).partition(":")[0]
 
 
 def shown_name(node: str) -> str:
-    """Returns a node's name as it would be without the marks of the tracing."""
+    """Returns a node's name without the marks of the tracing."""
     return _MARKER.sub("", node)

@@ -1,26 +1,24 @@
-"""How many ops of each type run in each dtype: for a function, a model or a train step."""
+"""`op_counts`: the number of ops of each type and dtype of a function, a model or a train step."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES
-from tfamp.graph.editor import OpSignature, registered_signature
-from tfamp.graph.functions import called_functions
-from tfamp.interop import tf_private
-from tfamp.planning.structures import op_types
+from tfamp.graph.index import build_indexes
+from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, op_types
 from tfamp.reports.text_table import table_lines
 
-# Ops that compute nothing: they hold or pass on a value, or call what is counted itself.
-_NOT_COUNTED = op_types("""
+# Ops that compute nothing: they hold or pass on a value, or call functions that are counted.
+_NOT_COUNTED = {ARGUMENT, RESULT} | op_types("""
     Case Const Identity IdentityN If NoOp PartitionedCall Placeholder StatefulPartitionedCall
     StatelessCase StatelessIf StatelessWhile SymbolicGradient While
 """)
-# What Paddle's table shows, then all the rest.
+# Paddle's columns.
 _COLUMNS = ("float16", "bfloat16", "float32")
 _STEP_ARGUMENTS = (2, 3)
 
@@ -96,8 +94,8 @@ def op_counts(fn: Any, /, *args: Any, **kwargs: Any) -> OpCounts:
         {'bfloat16': 1}
     """
     graph = _traced(fn, args, kwargs).graph.as_graph_def()
-    library = {function.signature.name: function for function in graph.library.function}
-    counts: Counter[tuple[str, str]] = Counter(_places(graph.node, library))
+    indexes = {index.scope: index for index in build_indexes(graph)}
+    counts = Counter(_computed(MAIN_GRAPH, indexes))
     found = OpCounts()
     for op, dtype in sorted(counts):
         found.setdefault(op, {})[dtype] = counts[op, dtype]
@@ -121,31 +119,19 @@ def _traced(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return tf.function(lambda *a, **k: fn(*a, **k)).get_concrete_function(*args, **kwargs)
 
 
-def _places(nodes: Iterable[Any], library: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _computed(scope: str, indexes: Mapping[str, GraphIndex]) -> Iterator[tuple[str, str]]:
     """Every op with its dtype, those of called functions once for each call."""
-    for node in nodes:
-        for name in called_functions(node):
-            if name in library:
-                yield from _places(library[name].node_def, library)
-        if node.op not in _NOT_COUNTED and node.op not in library:
-            dtype = _dtype(node)
-            if dtype is not None:
-                yield node.op, dtype
-
-
-def _dtype(node: Any) -> str | None:
-    own = registered_signature(node.op)
-    if own is None:
-        return None
-    arguments = (*own.outputs, *own.inputs)
-    dtypes = [dtype for each in arguments for dtype in _dtypes(each, node, own)]
-    return next((each for each in dtypes if each in FLOAT_DTYPES), next(iter(dtypes), None))
-
-
-def _dtypes(arg: Any, node: Any, own: OpSignature) -> tuple[str, ...]:
-    """Dtypes of the tensors that an argument of a node stands for."""
-    attr = arg.type_list_attr or arg.type_attr
-    if not attr:
-        return (tf_private.dtype_name(arg.type),)
-    value = own.value(node, attr)
-    return value if isinstance(value, tuple) else (str(value),)
+    index = indexes[scope]
+    dtypes = defaultdict[int, list[str]](list)
+    # Outputs before inputs.
+    for edge in sorted(index.edges, key=lambda edge: edge.port):
+        dtypes[index.slots[edge.source].node].append(index.slots[edge.source].dtype)
+    for edge in sorted(index.edges, key=lambda edge: edge.input):
+        dtypes[index.slots[edge.target].node].append(index.slots[edge.target].dtype)
+    for position, node in enumerate(index.nodes):
+        called = [name for _, name in node.calls if name in indexes]
+        for name in called:
+            yield from _computed(name, indexes)
+        own = [*dtypes[position], *(index.slots[slot].dtype for slot in node.slots)]
+        if own and node.op not in _NOT_COUNTED and node.op not in called:
+            yield node.op, next((each for each in own if each in FLOAT_DTYPES), own[0])

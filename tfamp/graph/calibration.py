@@ -1,11 +1,10 @@
-"""Data to calibrate a graph with, and the range of every tensor of a float32 graph on it."""
+"""Calibration data, and the range of every tensor of a float32 graph on it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import os
-import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.core.errors import TfampWarning
-from tfamp.graph.functions import bodies
 from tfamp.graph.observe import Observer, drop_unused_nodes, input_specs, observed_scopes
-from tfamp.planning.cost import reduction_depth
-from tfamp.planning.ranges import Limits, Ranges, TensorKey, TensorRange
-from tfamp.planning.structures import GraphIndex
+from tfamp.planning.ranges import Limits, Ranges, TensorRange
 
 _EMPTY = "Calibration needs at least one call's data; got none."
 _EXPECTED = (
@@ -105,7 +100,7 @@ class Calibration:
 
         Raises:
             OSError: The file cannot be read.
-            ValueError: It is no such file, is empty, or holds an array of objects.
+            ValueError: It does not hold named arrays of numbers.
 
         Example:
             >>> import tempfile
@@ -115,9 +110,16 @@ class Calibration:
             >>> [(name, array.shape) for name, array in calibration.data[0].items()]
             [('x', (8, 4))]
         """
-        arrays = _read_npz(path)
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = dict(file)
+        except (zipfile.BadZipFile, EOFError, TypeError, ValueError):
+            arrays = {}
         if not arrays:
-            raise ValueError(f"{os.fspath(path)} holds no array; save one for each input.")
+            raise ValueError(
+                f"{os.fspath(path)} does not hold named arrays of numbers; "
+                "numpy.savez(path, x=array) writes such a file."
+            )
         return Calibration([arrays], data_max=data_max, reduction_depth=reduction_depth)
 
     def calls(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -155,17 +157,13 @@ def _check_data(data: Any) -> None:
     if _is_dataset(data):
         if int(data.cardinality()) == tf.data.INFINITE_CARDINALITY:
             raise ValueError("data must end; this dataset repeats for ever. Use dataset.take(n).")
-        return
-    if isinstance(data, Mapping):
-        raise TypeError(f"{_EXPECTED}; got a dict. For one call put it into a list: [{{...}}].")
-    if isinstance(data, str | bytes) or not isinstance(data, Iterable):
-        raise TypeError(f"{_EXPECTED}; got {type(data).__name__}.")
-    if hasattr(data, "shape"):
-        # Its elements would be single examples, where a batch is meant.
+    # The elements of an array would be single examples, where a batch is meant.
+    elif isinstance(data, Mapping) or hasattr(data, "shape"):
         raise TypeError(
-            f"{_EXPECTED}; got {type(data).__name__} of shape {tuple(data.shape)}. For one call "
-            "put it into a list: [x]."
+            f"{_EXPECTED}; got {type(data).__name__}. For one call put it into a list: [x]."
         )
+    elif isinstance(data, str | bytes) or not isinstance(data, Iterable):
+        raise TypeError(f"{_EXPECTED}; got {type(data).__name__}.")
 
 
 def _is_dataset(data: Any) -> bool:
@@ -177,22 +175,8 @@ def _check_limit(name: str, value: Any) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise TypeError(f"{name} must be a number or None; got {value!r}.")
-    if math.isnan(value) or value <= 0:
+    if not value > 0:
         raise ValueError(f"{name} must be more than 0; got {value!r}.")
-
-
-def _read_npz(path: str | os.PathLike[str]) -> dict[str, Any]:
-    name = os.fspath(path)
-    try:
-        loaded = np.load(path, allow_pickle=False)
-        if not isinstance(loaded, np.ndarray):
-            with loaded:
-                return {each: loaded[each] for each in loaded.files}
-    except (zipfile.BadZipFile, EOFError, ValueError) as error:
-        raise ValueError(
-            f"{name} is no .npz file of numbers; numpy.savez(path, name=array) writes one."
-        ) from error
-    raise ValueError(f"{name} holds one array without a name; use numpy.savez.")
 
 
 # ---- Measuring -----------------------------------------------------------------------------------
@@ -202,119 +186,51 @@ def measure(
     graph_def: Any,
     inputs: Sequence[str],
     batches: Iterable[Sequence[Any]],
-    captures: Sequence[Any] = (),
-    outputs: Sequence[str] = (),
+    captures: Sequence[Any],
+    outputs: Sequence[str],
 ) -> Ranges:
-    """Runs a graph on data and returns the range of each float tensor.
+    """Runs a graph on data and returns the range of each float tensor that the outputs need.
 
-    The inputs get a batch's values each, then the captures. Seen is what the outputs need, or all
-    that the inputs suffice for. Variables are as before afterwards; the state of random number
-    generators, tables and iterators is not restored.
+    The inputs get the values of one batch after another, then the captures. Variables are as before
+    afterwards; the state of random number generators, tables and iterators is not restored.
     """
-    specs = input_specs(graph_def, inputs)
     used = drop_unused_nodes(graph_def, inputs, outputs)
-    indexes = observed_scopes(used)
-    observer = Observer(used, indexes, inputs, outputs, _range_after)
-    count = len(inputs) - len(captures)
-    given = [tf.TensorSpec(s.shape, s.dtype, n) for s, n in zip(specs, inputs, strict=True)][:count]
-    found = observer.run([*values, *captures] for values in _fitting(batches, given))
-    tensors = {**_constants(used, indexes), **found}
-    return Ranges(tensors, _depths(indexes, tensors))
-
-
-def _fitting(batches: Iterable[Sequence[Any]], specs: Sequence[Any]) -> Iterator[list[Any]]:
-    """The values of each batch as tensors of the right dtypes."""
-    warned = False
-    for number, batch in enumerate(batches):
-        values = list(batch) if isinstance(batch, list | tuple) else [batch]
-        if len(values) != len(specs):
-            raise ValueError(
-                f"Calibration batch {number} has {len(values)} values; the graph takes "
-                f"{len(specs)}: {', '.join(spec.name for spec in specs)}."
-            )
-        tensors = [_tensor(number, *each) for each in zip(values, specs, strict=True)]
-        if not warned and (name := _nan_input(tensors, specs)):
-            warned = True
-            text = (
-                f"Calibration batch {number}: the input {name} holds NaN. What is computed from it "
-                "cannot be measured and stays float32. Give data without NaN, unless the model is "
-                "made for it."
-            )
-            warnings.warn(text, TfampWarning, stacklevel=2)
-        yield tensors
-
-
-def _nan_input(values: Sequence[Any], specs: Sequence[Any]) -> str | None:
-    """The name of the first input that holds NaN, which few models know what to do with."""
-    for value, spec in zip(values, specs, strict=True):
-        if value.dtype.is_floating and np.isnan(tf.cast(value, tf.float32).numpy()).any():
-            return str(spec.name)
-    return None
-
-
-def _tensor(number: int, value: Any, spec: Any) -> Any:
-    try:
-        tensor = tf.convert_to_tensor(value, spec.dtype if _converts(value, spec) else None)
-    except (TypeError, ValueError) as error:
-        raise _misfit(number, spec, f"{type(value).__name__} ({error})") from error
-    if tensor.dtype != spec.dtype or not spec.shape.is_compatible_with(tensor.shape):
-        raise _misfit(number, spec, f"{tensor.dtype.name} of shape {tensor.shape}")
-    return tensor
-
-
-def _misfit(number: int, spec: Any, found: str) -> ValueError:
-    shape = "any shape" if spec.shape.rank is None else f"shape {spec.shape}"
-    return ValueError(
-        f"Calibration batch {number}: the input {spec.name} takes {spec.dtype.name} of {shape}; "
-        f"got {found}."
+    observer = Observer(used, observed_scopes(used), inputs, outputs, _range_after)
+    given = list(zip(inputs, input_specs(graph_def, inputs), strict=True))
+    given = given[: len(inputs) - len(captures)]
+    return observer.run(
+        [*_tensors(number, batch, given), *captures] for number, batch in enumerate(batches)
     )
 
 
-def _converts(value: Any, spec: Any) -> bool:
-    """Whether TensorFlow may convert a value: one of Python's, or an array of another width."""
-    if not hasattr(value, "dtype"):
-        return True
-    is_array = isinstance(value, np.ndarray | np.generic)
-    return is_array and value.dtype.kind == np.dtype(spec.dtype.as_numpy_dtype).kind
+def _tensors(number: int, batch: Any, given: Sequence[tuple[str, Any]]) -> Iterator[Any]:
+    """The values of a batch as tensors of the dtypes that the inputs have."""
+    values = list(batch) if isinstance(batch, list | tuple) else [batch]
+    if len(values) != len(given):
+        raise ValueError(
+            f"Calibration batch {number} has {len(values)} values; the graph takes "
+            f"{len(given)}: {', '.join(name for name, _ in given)}."
+        )
+    for value, (name, spec) in zip(values, given, strict=True):
+        try:
+            tensor = tf.convert_to_tensor(value, spec.dtype)
+            fits = spec.shape.is_compatible_with(tensor.shape)
+        except (TypeError, ValueError):
+            fits = False
+        if not fits or (spec.dtype.is_integer and np.asarray(value).dtype.kind == "f"):
+            dtype = getattr(value, "dtype", type(value).__name__)
+            raise ValueError(
+                f"Calibration batch {number}: the input {name} takes {spec.dtype.name} of shape "
+                f"{spec.shape}; got {getattr(dtype, 'name', dtype)} of shape {np.shape(value)}."
+            )
+        yield tensor
 
 
 def _range_after(before: TensorRange | None, value: Any) -> TensorRange:
-    """The look for an `Observer`."""
+    """Adds one execution to the range of a tensor, as an `Observer` needs it."""
     low, high = (float(value.min()), float(value.max())) if value.size else (0.0, 0.0)
     largest = max(abs(low), abs(high))
-    # An execution that had a NaN says nothing of how large values are.
-    found = TensorRange(
-        0.0 if math.isnan(low) else largest, not math.isfinite(largest), value.shape
-    )
+    # An execution that had a NaN does not tell how large values are.
+    size = 0.0 if math.isnan(low) else largest
+    found = TensorRange(size, not math.isfinite(largest), value.shape)
     return found if before is None else before.joined(found)
-
-
-def _constants(graph_def: Any, indexes: Sequence[GraphIndex]) -> dict[TensorKey, TensorRange]:
-    """The ranges of constants, which need no run: that of their branch may not be among them."""
-    scopes = {index.scope for index in indexes}
-    return {
-        (scope, node.name, 0): _range_after(None, tf.make_ndarray(node.attr["value"].tensor))
-        for scope, nodes, _ in bodies(graph_def)
-        for node in nodes
-        if scope in scopes and node.op == "Const"
-        if node.attr["dtype"].type == tf.float32.as_datatype_enum
-    }
-
-
-def _depths(
-    indexes: Sequence[GraphIndex], tensors: Mapping[TensorKey, TensorRange]
-) -> dict[tuple[str, str], int]:
-    depths = {}
-    for index in indexes:
-        inputs: dict[int, dict[int, tuple[int, ...]]] = {}
-        for edge in index.edges:
-            found = tensors.get((index.scope, index.node_of(edge.source).name, edge.port))
-            if found is not None and found.shape is not None:
-                inputs.setdefault(index.slots[edge.target].node, {})[edge.input] = found.shape
-        for position, node in enumerate(index.nodes):
-            output = tensors.get((index.scope, node.name, 0))
-            shape = None if output is None else output.shape
-            depth = reduction_depth(node.op, inputs.get(position, {}), shape, node.equation)
-            if depth is not None:
-                depths[index.scope, node.name] = depth
-    return depths

@@ -1,25 +1,29 @@
-"""Runs a graph and looks at every value of its float tensors, in loops, branches and functions too.
+"""Runs a graph, also in another dtype, and looks at every value of its float tensors.
 
-Behind each tensor comes an op that hands it to Python. In a scope they run one after another, in
-the order of the graph, and loops do one iteration at a time, so that the number of an execution is
-that of the iteration.
+Behind each tensor, in loops, branches and functions too, an op hands it to Python. In a scope these
+run one after another, in the order of the graph, and loops do one iteration at a time: the number
+of an execution is that of the iteration.
+
+The graph in another dtype is the same node for node, so that values can be compared. Variables that
+are themselves low and random numbers keep their dtypes; Casts come between these and the rest.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import functools
-import math
+import itertools
+import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from tfamp.core.dtypes import FLOAT_DTYPES, float_format
+from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.core.errors import RewriteError
+from tfamp.graph.apply import cast_node, connect
+from tfamp.graph.editor import PYTHON
 from tfamp.graph.functions import (
     bodies,
     copied,
@@ -32,16 +36,18 @@ from tfamp.graph.functions import (
 from tfamp.graph.index import build_indexes
 from tfamp.interop import tf_private
 from tfamp.planning.ranges import TensorKey
-from tfamp.planning.structures import MAIN_GRAPH, RESULT, GraphIndex, node_name, reach
+from tfamp.planning.structures import MAIN_GRAPH, GraphIndex, free_name, node_name, reach
 
 T = TypeVar("T")
 
-_PLACEHOLDERS = ("Placeholder", "PlaceholderV2", "PlaceholderWithDefault")
-_MUST_BE_FED = _PLACEHOLDERS[:2]
+# The attribute with the value of a constant before it was rounded.
+UNROUNDED = "_tfamp_unrounded"
+_LOW = {tf.as_dtype(name).as_datatype_enum for name in LOW_PRECISION}
+_RANDOM = re.compile(r"Random|(Uniform|Normal|Multinomial)(Int|V2)?$")
+_SEEDS = ("seed", "seed2")
+
 # Tensors handed to Python at once, which stay in memory until all are computed.
 _GROUP = 16
-# How many executions of an op are known one by one.
-_KEPT = 100
 # A recording op has an effect: what calls it must not be taken for free of effects.
 _WITH_EFFECTS = {
     "PartitionedCall": "StatefulPartitionedCall",
@@ -55,30 +61,15 @@ _COMPILE_ATTRS = ("_XlaMustCompile", "_XlaCompile")
 
 
 def drop_unused_nodes(graph_def: Any, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
-    """Returns a copy of a graph without the nodes that a run does not need.
-
-    Without outputs the run is of all that needs no other placeholder than the inputs.
-    """
+    """Returns a copy of a graph with its inputs and what the outputs are computed from."""
     nodes = {node.name: node for node in graph_def.node}
     fed = set(map(node_name, inputs))
-    unfed = [n for n, node in nodes.items() if node.op in _MUST_BE_FED and n not in fed]
-    taken = {n: [*map(node_name, () if n in fed else node.input)] for n, node in nodes.items()}
-    if missing := [name for name in outputs if node_name(name) not in nodes]:
-        raise ValueError(f"outputs: the graph has no node {missing[0]!r}.")
-    if outputs:
-        needed = set(reach(map(node_name, outputs), taken.__getitem__))
-        for name in sorted(needed.intersection(unfed)):
-            raise ValueError(
-                f"The outputs need the placeholder {name!r}, which inputs does not hold; it "
-                f"holds {list(inputs)}."
-            )
-    else:
-        consumers = collections.defaultdict[str, list[str]](list)
-        for name, each in ((name, each) for name, sources in taken.items() for each in sources):
-            consumers[each].append(name)
-        needed = nodes.keys() - reach(unfed, consumers.__getitem__)
+
+    def taken(name: str) -> Iterable[str]:
+        return () if name in fed else map(node_name, nodes[name].input)
+
+    needed = fed.union(reach(map(node_name, outputs), taken))
     result = copied(graph_def)
-    needed |= fed
     replace_nodes(result.node, (node for node in result.node if node.name in needed))
     return result
 
@@ -98,26 +89,21 @@ def observed_scopes(graph_def: Any) -> list[GraphIndex]:
 
 
 def input_specs(graph_def: Any, inputs: Sequence[str]) -> list[Any]:
-    """Returns what the inputs of a graph take, by the names of their tensors."""
-    if isinstance(inputs, str):
-        raise TypeError(f"inputs must be a collection of strings; got the string {inputs!r}.")
-    # TensorFlow makes a constant of a captured tensor that is small.
-    nodes = {node.name: node for node in graph_def.node if node.op in (*_PLACEHOLDERS, "Const")}
-    specs = []
-    for name in inputs:
-        if node_name(name) not in nodes:
-            raise ValueError(f"inputs: the graph has no placeholder {name!r}.")
-        attrs = nodes[node_name(name)].attr
-        shape = tf.TensorShape(attrs["shape"].shape if "shape" in attrs else None)
-        specs.append(tf.TensorSpec(shape, tf.as_dtype(attrs["dtype"].type)))
-    return specs
+    """Returns dtypes and shapes of the inputs of a graph, by the names of their tensors."""
+    # Small captured tensors are constants: these have no shape attribute.
+    attrs = {node.name: node.attr for node in graph_def.node}
+    found = [attrs[node_name(name)] for name in inputs]
+    return [
+        tf.TensorSpec(each["shape"].shape if "shape" in each else None, each["dtype"].type)
+        for each in found
+    ]
 
 
 class Observer(Generic[T]):
-    """A graph to run, and what is made of the values of each of its float tensors.
+    """A graph to run, and a record of the values of each of its float tensors.
 
-    `look` makes, of what was seen of a tensor before (None at first) and a value, what is seen now.
-    Looked at are the tensors of the scopes that an op takes, and those that are fetched.
+    `look` makes the record of a tensor from the one before, None at first, and a value. Observed
+    are the tensors of the scopes that an op takes, and those that are fetched.
     """
 
     def __init__(
@@ -219,12 +205,11 @@ def _runnable(
 
 
 class _Tensor(NamedTuple):
-    """A tensor, as its consumers spell it; `consumer` is one that can wait until it is seen."""
+    """A tensor, with its name in its scope."""
 
     key: TensorKey
     dtype: str
     name: str
-    consumer: str
 
 
 def _add_recorders(
@@ -237,22 +222,21 @@ def _add_recorders(
     for scope, nodes, function in bodies(graph_def):
         if scope not in by_scope:
             continue
-        index = by_scope[scope]
+        if has_old_control_flow(nodes):
+            raise RewriteError(
+                "The values in a loop or a conditional of TensorFlow 1 cannot be observed, for a "
+                "calibration or by find_nonfinite. Use tf.while_loop and tf.cond of TensorFlow 2."
+            )
         calls = [node.name for node in nodes if node.op in _CALLS or node.op in functions]
         for node in nodes:
             _allow_effects(node)
-        tensors = _float_tensors(index, fetches if function is None else ())
-        if has_old_control_flow(nodes):
-            # Some tensors have no value: each is on its own.
-            names = [_add_recorder(nodes, [tensor], record) for tensor in tensors]
-            names = _let_consumers_wait(nodes, tensors, names)
-        else:
-            names = []
-            for start in range(0, len(tensors), _GROUP):
-                group = tensors[start : start + _GROUP]
-                names.append(_add_recorder(nodes, group, record, names[-1:]))
-            # A call is not kept for a recording op in its function alone.
-            names += calls
+        tensors = _float_tensors(by_scope[scope], fetches if function is None else ())
+        names: list[str] = []
+        for start in range(0, len(tensors), _GROUP):
+            group = tensors[start : start + _GROUP]
+            names.append(_add_recorder(nodes, group, record, names[-1:]))
+        # A call is not kept for a recording op in its function alone.
+        names += calls
         if function is None:
             fetched = names
         else:
@@ -273,31 +257,25 @@ def _allow_python(node_or_function: Any) -> None:
 
 
 def _float_tensors(index: GraphIndex, fetches: Sequence[str]) -> list[_Tensor]:
-    found: dict[tuple[int, int], tuple[str, str, str]] = {}
+    found: dict[tuple[int, int], tuple[str, str]] = {}
     for edge in index.edges:
-        source, target = index.slots[edge.source], index.node_of(edge.target)
-        # What goes into a Merge, or through a reference, is the same where it comes out.
-        merged = target.op == "Merge" or index.nodes[source.node].uses_references
-        if source.dtype in FLOAT_DTYPES and not merged:
-            known = found.get((source.node, edge.port), ("", "", ""))[2]
-            consumer = known or ("" if target.op == RESULT else target.name)
-            found[source.node, edge.port] = source.dtype, edge.tensor, consumer
+        source = index.slots[edge.source]
+        found[source.node, edge.port] = source.dtype, edge.tensor
     positions = {node.name: i for i, node in enumerate(index.nodes)}
     for name in (each for each in fetches if ":" in each):  # Others are operations.
         place = positions[node_name(name)], int(name.partition(":")[2])
         dtypes = {index.slots[slot].dtype for slot in index.nodes[place[0]].slots}
         # What is fetched is made by an Identity, or is an input: either has one dtype.
-        if place not in found and len(dtypes) == 1 and dtypes <= set(FLOAT_DTYPES):
-            found[place] = dtypes.pop(), name, ""
+        if len(dtypes) == 1:
+            found.setdefault(place, (dtypes.pop(), name))
     return [
-        _Tensor((index.scope, index.nodes[position].name, port), *found[position, port])
-        for position, port in sorted(found)
+        _Tensor((index.scope, index.nodes[position].name, port), dtype, name)
+        for (position, port), (dtype, name) in sorted(found.items())
+        if dtype in FLOAT_DTYPES
     ]
 
 
-def _add_recorder(
-    nodes: Any, group: Sequence[_Tensor], record: Any, before: Sequence[str] = ()
-) -> str:
+def _add_recorder(nodes: Any, group: Sequence[_Tensor], record: Any, before: Sequence[str]) -> str:
     """Adds the op that hands over a group of tensors, after another op."""
     arguments = [tf.compat.v1.placeholder(tensor.dtype) for tensor in group]
     op = tf.numpy_function(functools.partial(record, group), arguments, tf.int64).op
@@ -306,19 +284,6 @@ def _add_recorder(
     node.name = f"tfamp_observed_{len(nodes)}"
     node.input[:] = [*(tensor.name for tensor in group), *(f"^{name}" for name in before)]
     return str(node.name)
-
-
-def _let_consumers_wait(nodes: Any, tensors: Sequence[_Tensor], names: Sequence[str]) -> list[str]:
-    """Makes ops run that cannot be fetched from within a loop of TensorFlow 1.
-
-    Returns the names of those that nothing waits for.
-    """
-    by_name = {node.name: node for node in nodes}
-    consumers = {n: by_name.get(each.consumer) for each, n in zip(tensors, names, strict=True)}
-    for name, consumer in consumers.items():
-        if consumer is not None:
-            consumer.input.append(f"^{name}")
-    return [name for name, consumer in consumers.items() if consumer is None]
 
 
 def _run_always(function: Any, names: Sequence[str]) -> None:
@@ -332,110 +297,87 @@ def _run_always(function: Any, names: Sequence[str]) -> None:
         function.control_ret[result] = name
 
 
-# ---- A look that counts what there is ------------------------------------------------------------
+# ---- The same graph in another dtype -------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TensorStats:
-    """What a tensor's values are like; `min` and `max` are of the finite ones, 0 without any."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    min: float
-    max: float
-    infs: int = 0
-    nans: int = 0
-    zeros: int = 0
-    subnormals: int = 0
-
-    @property
-    def size(self) -> int:
-        """Number of values."""
-        return math.prod(self.shape)
-
-    @property
-    def max_abs(self) -> float:
-        """Largest magnitude of a finite value."""
-        return max(abs(self.min), abs(self.max))
-
-    @property
-    def nonfinite(self) -> bool:
-        """Whether a value is infinite or NaN."""
-        return bool(self.infs or self.nans)
-
-    def joined(self, other: TensorStats) -> TensorStats:
-        """Returns what this tensor is like over two executions, all finite, counts added."""
-        ranges = [each for each in (self, other) if each.size] or [self]
-        return dataclasses.replace(
-            self,
-            shape=max(self.shape, other.shape, key=math.prod),
-            min=min(each.min for each in ranges),
-            max=max(each.max for each in ranges),
-            zeros=self.zeros + other.zeros,
-            subnormals=self.subnormals + other.subnormals,
-        )
+def low_dtypes(indexes: Sequence[GraphIndex]) -> list[str]:
+    """Returns the low dtypes in a graph, the most frequent first."""
+    found = [slot.dtype for index in indexes for slot in index.slots if slot.dtype in LOW_PRECISION]
+    return sorted(set(found), key=found.count, reverse=True)
 
 
-def stats_of(values: Any) -> TensorStats:
-    """Returns what the values of an array of any float dtype are like, bfloat16 included."""
-    array = np.asarray(values)
-    dtype = array.dtype.name
-    wide = array if dtype == "float64" else array.astype(np.float32)
-    finite = wide[np.isfinite(wide)]
-    nans = int(np.isnan(wide).sum())
-    zeros = int(finite.size - np.count_nonzero(finite))
-    return TensorStats(
-        dtype=dtype,
-        shape=array.shape,
-        min=float(finite.min()) if finite.size else 0.0,
-        max=float(finite.max()) if finite.size else 0.0,
-        infs=wide.size - finite.size - nans,
-        nans=nans,
-        zeros=zeros,
-        subnormals=int(np.count_nonzero(np.abs(finite) < float_format(dtype).tiny)) - zeros,
-    )
+def seeded(graph_def: Any) -> Any:
+    """Gives random ops seeds, so that every run has the same numbers; in place."""
+    nodes = itertools.chain.from_iterable(body for _, body, _ in bodies(graph_def))
+    for number, node in enumerate(nodes):
+        if all(seed in node.attr for seed in _SEEDS) and not any(node.attr[s].i for s in _SEEDS):
+            node.attr["seed"].i = 1
+            node.attr["seed2"].i = number + 1
+    return graph_def
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What was seen of a tensor: up to its first execution that was bad, then, and one by one."""
+def retyped(graph_def: Any, indexes: Sequence[GraphIndex], dtype: str) -> Any:
+    """Returns a copy of a graph that computes in another dtype where it computes in a low one.
 
-    executions: int = 0
-    good: TensorStats | None = None
-    bad: TensorStats | None = None
-    bad_at: int = -1
-    first: tuple[TensorStats, ...] = ()
-
-    @property
-    def stats(self) -> TensorStats | None:
-        """What it was like where it first was not finite, else over all executions."""
-        return self.good if self.bad is None else self.bad
-
-    def at(self, execution: int) -> TensorStats | None:
-        """Returns what it was like in one execution; of a late one, what it was like up to then."""
-        if execution < len(self.first):
-            return self.first[execution]
-        return self.bad if self.is_bad_by(execution) else self.good
-
-    def is_bad_by(self, execution: int) -> bool:
-        """Whether it was not finite in an execution up to this one."""
-        return self.bad is not None and self.bad_at <= execution
-
-    def then(self, values: Any) -> Seen:
-        """Returns what was seen after one more execution."""
-        number, stats = self.executions, stats_of(values)
-        first = (*self.first, stats) if number < _KEPT else self.first
-        if self.bad is not None:
-            return dataclasses.replace(self, executions=number + 1, first=first)
-        if stats.nonfinite:
-            return Seen(number + 1, self.good, stats, number, first)
-        joined = stats if self.good is None else self.good.joined(stats)
-        return Seen(number + 1, joined, first=first)
-
-    @staticmethod
-    def look(before: Seen | None, values: Any) -> Seen:
-        """The look for an `Observer`."""
-        return (before or NEVER).then(values)
+    Changed are the scopes that have an index. Names are the same, Casts come in addition.
+    """
+    result = copied(graph_def)
+    by_scope = {index.scope: index for index in indexes}
+    for scope, nodes, function in bodies(result):
+        if scope in by_scope:
+            _change(by_scope[scope], nodes, function, tf.as_dtype(dtype).as_datatype_enum)
+    return result
 
 
-NEVER = Seen()
+def _change(index: GraphIndex, nodes: Any, function: Any, dtype: int) -> None:
+    """Changes one scope."""
+    by_name = {node.name: node for node in nodes}
+    keeping = _keeping(index)
+    for name, node in by_name.items():
+        if name not in keeping:
+            _retype_node(node, dtype)
+    if function is not None:
+        for arg in (*function.signature.input_arg, *function.signature.output_arg):
+            arg.type = dtype if arg.type in _LOW else arg.type
+    casts: dict[tuple[str, int], str] = {}
+    for edge in index.edges:
+        own = tf.as_dtype(index.slots[edge.source].dtype).as_datatype_enum
+        target = index.node_of(edge.target)
+        made = own if index.node_of(edge.source).name in keeping else dtype
+        wanted = own if target.name in keeping else dtype
+        if own not in _LOW or made == wanted:
+            continue
+        if (edge.tensor, wanted) not in casts:
+            name = free_name(f"tfamp_retyped/cast_{len(casts)}", by_name)
+            nodes.append(cast_node(name, edge.tensor, made, wanted))
+            casts[edge.tensor, wanted] = name
+        connect(function, by_name, casts[edge.tensor, wanted], [(target.name, edge.input)])
+
+
+def _keeping(index: GraphIndex) -> set[str]:
+    """Names of the nodes that keep their dtypes."""
+    slots = index.slots
+    at_resources = {
+        slots[e.target].node for e in index.edges if slots[e.target].dtype == "resource"
+    }
+    return {
+        node.name
+        for position, node in enumerate(index.nodes)
+        if node.op in (*PYTHON, "Bitcast", "VarHandleOp")
+        or (not node.calls and (position in at_resources or _RANDOM.search(node.op)))
+    }
+
+
+def _retype_node(node: Any, dtype: int) -> None:
+    for name, value in node.attr.items():
+        if name.startswith("_"):
+            continue
+        if value.type in _LOW:
+            value.type = dtype
+        if value.list.type:
+            value.list.type[:] = [dtype if each in _LOW else each for each in value.list.type]
+        if value.tensor.dtype in _LOW:
+            given = node.attr[UNROUNDED].tensor if UNROUNDED in node.attr else value.tensor
+            with np.errstate(over="ignore"):
+                values = tf.make_ndarray(given).astype(tf.as_dtype(dtype).as_numpy_dtype)
+            value.tensor.CopyFrom(tf.make_tensor_proto(values))

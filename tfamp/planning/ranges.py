@@ -12,33 +12,25 @@ may be as large as they like: they are float32 whatever becomes of the images.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from tfamp.core.dtypes import float_format
-from tfamp.planning.cost import FLOP_RULES
-from tfamp.planning.structures import FLOAT32, GraphIndex, IndexedNode, Reason, Tensor, reach
+from tfamp.planning.cost import FLOP_RULES, Shape, reduction_depth
+from tfamp.planning.structures import FLOAT32, GraphIndex, Reason, Tensor, op_types, reach
 
 RULE = "calibration"
 # Scope, node, output port.
 TensorKey: TypeAlias = tuple[str, str, int]
 
 _DATA_MAX = {"float16": 512.0, "bfloat16": math.inf}
-# What these give is as stored, not computed from data.
-_STORED = frozenset({"Const", "HostConst", "ReadVariableOp", "Variable", "VariableV2"})
-_PASSING_ON = frozenset(
-    {
-        "Enter",
-        "ExpandDims",
-        "Identity",
-        "Reshape",
-        "Snapshot",
-        "Squeeze",
-        "StopGradient",
-        "Transpose",
-    }
-)
+# Their results are as stored, not computed from data.
+_STORED = op_types("Const HostConst ReadVariableOp Variable VariableV2")
+_PASSING_ON = op_types("""
+    Enter ExpandDims Identity Reshape Snapshot Squeeze StopGradient Transpose
+""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +82,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class TensorRange:
-    """What was seen of a float32 tensor.
+    """Range of a float32 tensor's values.
 
     Attributes:
         max_abs: Largest magnitude; `math.inf` if a value was infinite. An execution that had a NaN
             is left out.
         nonfinite: Whether a value was infinite or NaN.
-        shape: Its shape, the largest if it varied; None where no rule asks for it.
+        shape: Its shape, the largest if it varied; None if it is not known.
     """
 
     max_abs: float
@@ -104,7 +96,7 @@ class TensorRange:
     shape: tuple[int, ...] | None = None
 
     def joined(self, other: TensorRange) -> TensorRange:
-        """Returns what was seen of a tensor in two runs."""
+        """Returns the range over two runs."""
         shapes = [each.shape for each in (self, other) if each.shape is not None]
         return TensorRange(
             max(self.max_abs, other.max_abs),
@@ -113,18 +105,9 @@ class TensorRange:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Ranges:
-    """What was measured of a graph and its functions.
-
-    Attributes:
-        tensors: Range of each tensor, by scope, node and output port. The scope of the graph itself
-            is "", an argument of a function is a node with its name.
-        depths: Number of values a node adds up for each result, by scope and node.
-    """
-
-    tensors: Mapping[TensorKey, TensorRange] = field(default_factory=dict)
-    depths: Mapping[tuple[str, str], int] = field(default_factory=dict)
+# The measured tensors of a graph and its functions. The scope of the graph itself is "", an
+# argument of a function is a node with its name.
+Ranges: TypeAlias = Mapping[TensorKey, TensorRange]
 
 
 def too_large(index: GraphIndex, ranges: Ranges, limits: Limits) -> dict[int, Reason]:
@@ -132,36 +115,49 @@ def too_large(index: GraphIndex, ranges: Ranges, limits: Limits) -> dict[int, Re
 
     Args:
         index: The scope.
-        ranges: What was measured. A tensor that is not in it was never computed and has no say.
+        ranges: The measured tensors. One that is not in it was never computed; only of constants
+            the values are known then.
         limits: From where on float32 is needed.
 
     Returns:
         Positions of nodes with the reason, which holds the number. Left out are nodes that stay
         float32 anyway: sources, calls, and those without a kernel.
     """
-    stored = _stored_nodes(index)
-    left_out = _fixed_nodes(index)
+    stored, left_out = _stored_nodes(index), _fixed_nodes(index)
+    seen = _measured(index, ranges)
     worst: dict[int, tuple[float, Reason]] = {}
-    for position, (producer, port) in _ends(index):
-        name = index.nodes[producer].name
-        found = ranges.tensors.get((index.scope, name, port))
+    for position, tensor in _ends(index):
+        producer = tensor[0]
+        found = seen.get(tensor)
         if found is None or position in left_out:
             continue
-        where = "its output" if position == producer else f"its input {name}"
-        rule = "data_max"
+        name = index.nodes[producer].name
+        rule, where = "data_max", "its output" if position == producer else f"its input {name}"
         if producer in stored:
             rule, where = "constant_max", f"the constant {name}"
         verdict = _judge(found, rule, getattr(limits, rule), where)
         if verdict and (position not in worst or verdict[0] > worst[position][0]):
             worst[position] = verdict
     chosen = {position: reason for position, (_, reason) in worst.items()}
-    for position, node in enumerate(index.nodes):
-        depth = ranges.depths.get((index.scope, node.name), 0)
-        reason = _judge_depth(node, depth, limits)
+    for position, depth in _depths(index, seen):
+        node = index.nodes[position]
+        limit = limits.matmul_depth if node.op in FLOP_RULES else limits.sum_depth
         can_be_low = any(index.slots[slot].can_be_low for slot in node.slots)
-        if reason and position not in left_out and can_be_low:
-            chosen.setdefault(position, reason)
+        if depth > limit and can_be_low and position not in left_out:
+            text = f"it adds up {depth} values for each result, more than reduction_depth"
+            chosen.setdefault(position, Reason(RULE, f"{text} {limit:.6g}"))
     return chosen
+
+
+def _measured(index: GraphIndex, ranges: Ranges) -> dict[Tensor, TensorRange]:
+    """The ranges of a scope's tensors; of constants also in branches that never ran."""
+    positions = {node.name: position for position, node in enumerate(index.nodes)}
+    constants = {(position, 0): TensorRange(size) for position, size in index.largest.items()}
+    return constants | {
+        (positions[name], port): found
+        for (scope, name, port), found in ranges.items()
+        if scope == index.scope and name in positions
+    }
 
 
 def _ends(index: GraphIndex) -> Iterator[tuple[int, Tensor]]:
@@ -186,13 +182,13 @@ def _fixed_nodes(index: GraphIndex) -> frozenset[int]:
 
 def _stored_nodes(index: GraphIndex) -> frozenset[int]:
     """Nodes that give a constant or a variable, as it is or in another shape."""
-    passing: dict[int, list[int]] = {}
+    passing = defaultdict[int, list[int]](list)
     for edge in index.edges:
         source, target = index.slots[edge.source].node, index.slots[edge.target].node
         if edge.input == 0 and index.nodes[target].op in _PASSING_ON:
-            passing.setdefault(source, []).append(target)
+            passing[source].append(target)
     roots = (i for i, node in enumerate(index.nodes) if node.op in _STORED)
-    return frozenset(reach(roots, lambda node: passing.get(node, ())))
+    return frozenset(reach(roots, lambda node: passing[node]))
 
 
 def _judge(found: TensorRange, name: str, limit: float, where: str) -> tuple[float, Reason] | None:
@@ -204,9 +200,15 @@ def _judge(found: TensorRange, name: str, limit: float, where: str) -> tuple[flo
     return found.max_abs, Reason(RULE, text)
 
 
-def _judge_depth(node: IndexedNode, depth: int, limits: Limits) -> Reason | None:
-    limit = limits.matmul_depth if node.op in FLOP_RULES else limits.sum_depth
-    if depth <= limit:
-        return None
-    text = f"it adds up {depth} values for each result, more than reduction_depth {limit:.6g}"
-    return Reason(RULE, text)
+def _depths(index: GraphIndex, ranges: Mapping[Tensor, TensorRange]) -> Iterator[tuple[int, int]]:
+    """Number of values that nodes add up for each result, by the measured shapes."""
+    shapes = {tensor: each.shape for tensor, each in ranges.items() if each.shape is not None}
+    inputs = defaultdict[int, dict[int, Shape]](dict)
+    for edge in index.edges:
+        if (tensor := index.tensor(edge)) in shapes:
+            inputs[index.slots[edge.target].node][edge.input] = shapes[tensor]
+    for position, node in enumerate(index.nodes):
+        output = shapes.get((position, 0))
+        depth = reduction_depth(node.op, inputs[position], output, node.equation)
+        if depth is not None:
+            yield position, depth

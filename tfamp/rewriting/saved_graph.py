@@ -253,8 +253,7 @@ def measure_meta_graph(
     for args, kwargs in calibration.calls():
         name, values = _matching(signatures, args, kwargs, src)
         calls.setdefault(name, []).append(values)
-    tensors: dict[TensorKey, TensorRange] = {}
-    depths: dict[tuple[str, str], int] = {}
+    ranges: dict[TensorKey, TensorRange] = {}
     for name, batches in calls.items():
         inputs = sorted(signatures[name].inputs.items())
         feeds = [*(info.name for _, info in inputs), *captured]
@@ -267,11 +266,9 @@ def measure_meta_graph(
                 f"The signature {name!r} of {src} cannot be run on the calibration data: "
                 f"{first_line(error)}"
             ) from error
-        for key, each in found.tensors.items():
-            tensors[key] = each.joined(tensors.get(key, each))
-        for node, depth in found.depths.items():
-            depths[node] = max(depth, depths.get(node, 0))
-    return Ranges(tensors, depths)
+        for key, each in found.items():
+            ranges[key] = each.joined(ranges.get(key, each))
+    return ranges
 
 
 def _matching(

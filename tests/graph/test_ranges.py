@@ -9,7 +9,7 @@ import tensorflow as tf
 from helpers import graph_dsl, loops
 from tfamp.graph.index import build_indexes
 from tfamp.planning.cost import FLOP_RULES, SUMS, reduction_depth
-from tfamp.planning.ranges import Limits, Ranges, TensorRange, too_large
+from tfamp.planning.ranges import Limits, TensorRange, too_large
 
 
 def index_of(text):
@@ -17,11 +17,8 @@ def index_of(text):
     return build_indexes(graph_def, dtype="float16", device="cpu")[0]
 
 
-def decide(index, tensors=None, depths=None, limits=None):
-    ranges = Ranges(
-        {(index.scope, name, 0): found for name, found in (tensors or {}).items()},
-        {(index.scope, name): depth for name, depth in (depths or {}).items()},
-    )
+def decide(index, tensors=None, limits=None):
+    ranges = {(index.scope, name, 0): found for name, found in (tensors or {}).items()}
     found = too_large(index, ranges, limits or Limits.default("float16"))
     return {index.nodes[position].name: reason for position, reason in found.items()}
 
@@ -70,6 +67,8 @@ def test_constants_have_a_limit_of_their_own_also_in_another_shape():
     chosen = decide(_scaled_by(1e5), measured)
     text = "a value of 100000 in the constant flat exceeds constant_max 65504"
     assert chosen["scaled"].text == text
+    # A constant is known also in a branch that never ran.
+    assert set(decide(_scaled_by(1e5))) == {"flat"}
     # No data makes a constant larger, so that it needs no margin.
     assert decide(_scaled_by(1e4), {name: TensorRange(1e4) for name in ("scale", "flat")}) == {}
 
@@ -89,15 +88,16 @@ def test_statistics_that_are_float32_anyway_do_not_keep_the_node():
 
 def test_a_deep_sum_stays_float32_and_a_deep_matmul_does_not_by_default():
     with tf.Graph().as_default() as graph:
-        x = tf.compat.v1.placeholder(tf.float32, (4, 4), name="x")
+        x = tf.compat.v1.placeholder(tf.float32, (5000, 5000), name="x")
         tf.reduce_sum(tf.matmul(x, x, name="product"), 0, name="sum")
     index = build_indexes(graph.as_graph_def(), dtype="float16", device="cpu")[0]
-    depths = {"product": 5000, "sum": 5000}
-    chosen = decide(index, depths=depths)
+    square = TensorRange(1.0, shape=(5000, 5000))
+    seen = {"x": square, "product": square, "sum": TensorRange(1.0, shape=(5000,))}
+    chosen = decide(index, seen)
     text = "it adds up 5000 values for each result, more than reduction_depth 2048"
     assert {name: reason.text for name, reason in chosen.items()} == {"sum": text}
     limits = Limits(512.0, 65504.0, 4096.0, 4096.0)
-    assert set(decide(index, depths=depths, limits=limits)) == {"product", "sum"}
+    assert set(decide(index, seen, limits)) == {"product", "sum"}
 
 
 def test_bfloat16_has_no_limit_for_data_and_its_own_for_constants_and_sums():
@@ -183,7 +183,5 @@ def test_functions_are_judged_by_what_happened_in_them():
     (product,) = [node.name for node in body.nodes if node.op == "MatMul"]
     assert body.scope
     assert product in decide(body, {product: TensorRange(1e4)})
-    assert (
-        too_large(body, Ranges({("", product, 0): TensorRange(1e4)}), Limits.default("float16"))
-        == {}
-    )
+    elsewhere = {("", product, 0): TensorRange(1e4)}
+    assert too_large(body, elsewhere, Limits.default("float16")) == {}
