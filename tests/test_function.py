@@ -189,7 +189,7 @@ class TestChoices:
             assert dtypes("Exp", **kept_and_forced) == {"bfloat16": 2, "float32": 1}
         for choices, message in (
             # The conditional itself is float32 in any case: what the pattern means is inside.
-            ({"keep_float32": ["gate/.*cond$"]}, "no effect.*gate/.*cond.*could be"),
+            ({"keep_float32": ["gate/.*cond$"]}, "gate/.*cond.* has no effect"),
             ({"keep_float32": ["Exp"]}, "'Exp' has no effect: without it"),
             ({"force_low": ["Variable"]}, "'Variable' has no effect.*a resource"),
         ):

@@ -83,12 +83,9 @@ def test_a_scale_restored_from_elsewhere_is_brought_back_into_range():
     assert float(next_state(DynamicLossScale(growth_steps=100), beyond, True, np).scale) == 16.0
 
 
-def test_fixed_scale_counts_skips_and_never_changes():
+def test_fixed_scale_counts_skips_if_it_skips_and_never_changes():
     state = advance(FixedLossScale(128.0), [True, False, False])
     assert [float(each) for each in state[:1] + state[2:4]] == [128.0, 2.0, 2.0]
-
-
-def test_fixed_scale_that_does_not_skip_counts_nothing():
     rule = FixedLossScale(128.0, skip_nonfinite=False)
     assert advance(rule, [False, True, False]) == initial_state(rule)
 

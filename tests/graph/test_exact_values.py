@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.cases import first_of
+from helpers.cases import first_of, one_of_each
 from helpers.tolerances import assert_close
 
 DTYPES = ("bfloat16", "float16")
@@ -105,8 +105,7 @@ def test_what_is_before_the_last_product_may_be_low_though_a_residual_leads_past
     assert [node.dtype for node in added] == ["bfloat16", "bfloat16", "float32"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("placement", "dtype"), one_of_each(PLACEMENTS, DTYPES))
 def test_probabilities_add_up_to_one(placement, dtype):
     fast = tfamp.rewrite(
         tf.function(lambda x: tf.nn.softmax(hidden(x) * 4)), dtype=dtype, placement=placement

@@ -3,7 +3,7 @@
 import pytest
 
 from tfamp.graph.op_lists import OpLists
-from tfamp.planning import grappler_lists
+from tfamp.planning import op_sets
 from tfamp.planning.cost import FLOP_RULES, FREE_OPS, MOVING_OPS, SPECIAL_OPS
 
 IMAGE, FILTER, MADE = (2, 8, 8, 3), (3, 3, 3, 16), (2, 4, 4, 16)
@@ -58,6 +58,6 @@ def test_every_allowed_op_that_multiplies_is_counted():
     allowed = OpLists.default("float16", "gpu").allow | OpLists.default("bfloat16", "cpu").allow
     assert allowed - FLOP_RULES.keys() == {"LSTMBlockCellGrad"}
     assert not (allowed - {"LSTMBlockCellGrad"}) & (FREE_OPS | MOVING_OPS | SPECIAL_OPS)
-    assert grappler_lists.FLOAT16_ALLOW - FLOP_RULES.keys() >= grappler_lists.EXTERNAL - {
+    assert op_sets.FLOAT16_ALLOW - FLOP_RULES.keys() >= op_sets.EXTERNAL - {
         "FusedConv2DBiasActivation"
     }

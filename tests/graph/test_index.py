@@ -112,22 +112,6 @@ def test_sizes_come_from_shapes_that_are_known():
     assert [index.size((node, 0)) for node in range(3)] == [None, None, 6]
 
 
-def test_shapes_are_known_in_part_and_go_through_casts():
-    with tf.Graph().as_default() as graph:
-        x = tf.compat.v1.placeholder(tf.float32, (None, 3), name="x")
-        y = tf.cast(tf.cast(x, tf.bfloat16), tf.int32, name="y")
-        tf.identity(y, name="z")
-    graph_def = graph.as_graph_def(add_shapes=True)
-    for node in graph_def.node:
-        if node.op == "Cast":
-            del node.attr["_output_shapes"]
-    graph_def.node.sort(key=lambda node: node.name)  # a Cast may come before what it casts
-    (index,) = build_indexes(graph_def, dtype="float16", device="cpu")
-    found = {index.nodes[position].op: shape for (position, _), shape in index.shapes.items()}
-    assert found == dict.fromkeys(("Placeholder", "Cast", "Identity"), (None, 3))
-    assert len(index.shapes) == 4
-
-
 def test_einsums_have_their_equation_and_arguments_their_shapes():
     inner = tf.function(lambda x: tf.einsum("ab,bc->ac", x, x), autograph=False)
     function = tf.function(lambda x: inner(x), autograph=False)

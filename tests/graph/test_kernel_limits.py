@@ -58,12 +58,3 @@ def test_what_the_kernels_of_a_cpu_refuse_stays_float32(function, x, refused, dt
             assert all(found[op] == {dtype} for op in refused if "Conv" in op)
         for value, expected in zip(fast(x), step(x), strict=True):
             assert_close(value, expected, dtype, depth=64)
-
-
-def test_gradients_from_outside_run_too():
-    with tf.device("CPU:0"):
-        fast = tfamp.rewrite(lambda x: dilated(x) @ tf.eye(4), dtype="float16")
-        with tf.GradientTape() as tape:
-            tape.watch(IMAGES)
-            y = fast(IMAGES)
-        assert tape.gradient(y, IMAGES).shape == IMAGES.shape

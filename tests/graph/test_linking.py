@@ -105,23 +105,17 @@ def test_gradients_of_weights_add_up_in_float32(dtype):
     assert_close(gradient, expected, dtype, depth=STEPS)
 
 
-def test_a_loop_off_the_clear_list_keeps_its_boundary():
+def test_a_loop_off_the_clear_list_and_a_fetched_one_keep_their_dtypes():
     function = loops.loop_v2()
     lists = tfamp.OpLists.default("bfloat16").with_changes(deny_add=["While", "StatelessWhile"])
     result = rewritten(function, "bfloat16", op_lists=lists)
     (loop,) = [node for node in result.plan.nodes if "While" in node.op]
     assert (loop.dtype, loop.reason.rule) == ("float32", "boundary")
-
-
-def test_a_fetched_loop_keeps_its_dtype():
-    function = loops.loop_v2()
-    graph_def = function.graph.as_graph_def()
-    (loop,) = [node for node in graph_def.node if "While" in node.op]
     result = rewrite_graph_def(
-        graph_def, [f"{loop.name}:{i}" for i in range(4)], dtype="bfloat16", placement="lists"
+        function.graph.as_graph_def(), [loop.name], dtype="bfloat16", placement="lists"
     )
-    (planned,) = [node for node in result.plan.nodes if "While" in node.op]
-    assert (planned.dtype, planned.reason.rule) == ("float32", "fetches")
+    (loop,) = [node for node in result.plan.nodes if "While" in node.op]
+    assert (loop.dtype, loop.reason.rule) == ("float32", "fetches")
 
 
 def test_a_body_that_two_loops_share_keeps_its_boundary():

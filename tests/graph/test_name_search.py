@@ -2,26 +2,21 @@
 
 import pytest
 
-from tfamp.planning.choices import (
-    MOST_CALLERS,
-    caller_names,
-    full_name,
-    nearest_names,
-)
+from tfamp.planning.options import MOST_CALLERS, caller_names, full_name, nearest_names
 
 
 def test_a_function_has_the_names_of_all_its_callers_and_ends_where_it_calls_itself():
     calls = {
-        "": [("one", ["f"]), ("two/cond", ["f", "g"])],
-        "f": [("cond/while", ["body"])],
-        "body": [("again", ["f", "body"])],
+        "": [("one", "f"), ("two/cond", "f"), ("two/cond", "g")],
+        "f": [("cond/while", "body")],
+        "body": [("again", "f"), ("again", "body")],
     }
-    found = caller_names(calls, "")
-    assert found["g"] == ("two/cond",)
-    assert found["f"][:2] == ("one", "two/cond")
-    assert found["body"][:2] == ("one/cond/while", "two/cond/while")
-    doubling = {str(i): [("a", [str(i + 1)]), ("b", [str(i + 1)])] for i in range(64)}
-    assert len(caller_names(doubling, "0")["64"]) == MOST_CALLERS
+    found = caller_names(calls)
+    assert found["g"] == ["two/cond"]
+    assert found["f"][:2] == ["one", "two/cond"]
+    assert found["body"][:2] == ["one/cond/while", "two/cond/while"]
+    doubling = {str(i or ""): [("a", str(i + 1)), ("b", str(i + 1))] for i in range(64)}
+    assert len(caller_names(doubling)["64"]) == MOST_CALLERS
 
 
 def test_a_name_that_repeats_its_callers_is_not_written_twice():

@@ -250,7 +250,7 @@ def test_model_explorer_gets_every_node_with_its_dtype_and_the_casts_between(pla
     casts = [each for each in plan.casts if not each.scope]
     assert casts
     for each in casts:
-        assert shown[each.name]["label"] == f"Cast to {each.target}"
+        assert shown[each.name]["label"] == f"Cast to {each.to}"
         for consumer, _ in each.consumers:
             if consumer in shown:
                 sources = [edge["sourceNodeId"] for edge in shown[consumer]["incomingEdges"]]

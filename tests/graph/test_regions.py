@@ -18,12 +18,17 @@ def fixed(index, regions):
     return {index.node_of(slot).name: reason.rule for slot, reason in regions.fixed.items()}
 
 
-def test_a_tensor_list_is_a_group_with_its_values_way():
+def test_a_tensor_list_is_a_group_with_its_values_way_and_unsafe_with_a_fixed_member():
     index, regions = regions_of(loops.tensor_list().graph.as_graph_def())
     (group,) = regions.lists
     ops = sorted(index.node_of(slot).op for slot in group)
     assert ops == ["TensorListGetItem"] * 2 + ["TensorListReserve"] + ["TensorListSetItem"] * 2
     assert not regions.unsafe
+    name = next(node.name for node in index.nodes if node.op == "TensorListReserve")
+    fetched = {name: Reason("fetches", "it is fetched")}
+    _, unsafe = regions_of(loops.tensor_list().graph.as_graph_def(), fetched)
+    assert all("which is fixed" in reason.text for reason in unsafe.unsafe.values())
+    assert unsafe.unsafe.keys() == set(group)
     ways = {tuple(index.node_of(slot).op for slot in pair) for pair in regions.implied}
     assert ways == {("TensorListSetItem", "TensorListGetItem")}
 
@@ -35,24 +40,11 @@ def test_a_tensor_list_that_goes_into_a_loop_is_unsafe():
     assert all("goes through map/while (StatelessWhile)" in text for text in unsafe.values())
 
 
-def test_a_tensor_list_with_a_fixed_member_is_unsafe():
-    index, _ = regions_of(loops.tensor_list().graph.as_graph_def())
-    name = next(node.name for node in index.nodes if node.op == "TensorListReserve")
-    _, regions = regions_of(
-        loops.tensor_list().graph.as_graph_def(), {name: Reason("fetches", "it is fetched")}
-    )
-    (reason,) = set(regions.unsafe.values())
-    assert "which is fixed" in reason.text
-
-
-def test_sources_calls_and_chosen_nodes_are_fixed():
+def test_sources_calls_resources_and_chosen_nodes_are_fixed():
     graph_def = loops.nested_functions().graph.as_graph_def()
     index, regions = regions_of(graph_def, {"Identity": Reason("fetches", "it is fetched")})
     assert set(fixed(index, regions).values()) == {"source", "boundary", "fetches"}
     assert fixed(index, regions)["x"] == "source"
-
-
-def test_resources_are_fixed():
     index, regions = regions_of(graph_models.concrete("mlp", train=True).graph.as_graph_def())
     rules = {index.node_of(s).op: r.rule for s, r in regions.fixed.items()}
     assert rules["ReadVariableOp"] == rules["AssignSubVariableOp"] == "variable"
@@ -65,10 +57,9 @@ def test_a_loop_of_tensorflow_1_ties_next_iteration_to_merge():
     assert [index.node_of(merge).op for merge in merges] == ["Merge"]
 
 
-def test_a_variable_of_tensorflow_1_is_fixed_and_its_reads_are_known():
+def test_a_variable_of_tensorflow_1_is_fixed():
     with tf.Graph().as_default() as graph:
         variable = tf.raw_ops.VariableV2(shape=(4, 4), dtype=tf.float32, name="v")
-        tf.identity(tf.identity(variable, name="read"), name="not_a_read")
+        tf.identity(variable, name="read")
     index, regions = regions_of(graph.as_graph_def())
     assert fixed(index, regions) == {"v": "variable"}
-    assert {index.node_of(slot).name for slot in regions.variable_reads} == {"read"}

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import tensorflow as tf
+from hypothesis import strategies as st
 
 SIZE = 4
 # Letter -> op with one input and with two; the same colour in Grappler's lists of both dtypes.
@@ -148,11 +148,15 @@ def casts(graph_def) -> int:
     return sum(node.op == "Cast" for node in nodes)
 
 
-def run(made: DslGraph, graph_def) -> list[np.ndarray]:
-    """The outputs of a graph with the names of `made`, for an input that is always the same."""
-    random = np.random.default_rng(3)
-    x = (random.uniform(0.1, 0.4, (SIZE, SIZE))).astype("float32")
-    function = tf.compat.v1.wrap_function(
-        lambda: tf.graph_util.import_graph_def(graph_def, name=""), []
-    ).prune(made.feeds[0], made.fetches)
-    return [np.asarray(value) for value in function(tf.constant(x))]
+@st.composite
+def random_graphs(draw):
+    """A DAG of up to 14 nodes of all colours with one or two inputs each."""
+    inputs = {"x": []}
+    for position in range(draw(st.integers(1, 14))):
+        sources = st.sampled_from(list(inputs))
+        name = f"{draw(st.sampled_from('aaiiiddcccn'))}{position}"
+        inputs[name] = draw(st.lists(sources, min_size=1, max_size=2))
+    order = list(inputs)
+    if draw(st.booleans()):  # The order of a graph's nodes says nothing.
+        order = draw(st.permutations(order))
+    return from_inputs({name: inputs[name] for name in order})

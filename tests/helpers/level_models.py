@@ -34,17 +34,10 @@ class Stubborn(layers.Layer):
         return tf.add(tf.convert_to_tensor(x), tf.ones((1, 8), tf.float32))
 
 
-def sequential() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input(SHAPE),
-            layers.Conv2D(4, 3),
-            layers.BatchNormalization(),
-            layers.Flatten(),
-            layers.Dense(8, activation="relu"),
-            layers.Dense(CLASSES),
-        ]
-    )
+def sequential(*last: keras.layers.Layer) -> keras.Model:
+    features = [layers.Conv2D(4, 3), layers.BatchNormalization(), layers.Flatten()]
+    hidden = layers.Dense(8, activation="relu")
+    return keras.Sequential([keras.Input(SHAPE), *features, hidden, *last])
 
 
 def functional() -> keras.Model:
@@ -57,20 +50,11 @@ def functional() -> keras.Model:
 
 def nested() -> keras.Model:
     inputs = keras.Input(SHAPE)
-    backbone = keras.Sequential(
-        [
-            keras.Input(SHAPE),
-            layers.Conv2D(4, 3),
-            layers.BatchNormalization(),
-            layers.Flatten(),
-            layers.Dense(8, activation="relu"),
-        ]
-    )
-    return keras.Model(inputs, layers.Dense(CLASSES)(backbone(inputs)))
+    return keras.Model(inputs, layers.Dense(CLASSES)(sequential()(inputs)))
 
 
 KINDS = {
-    "sequential": sequential,
+    "sequential": lambda: sequential(layers.Dense(CLASSES)),
     "functional": functional,
     "nested": nested,
     "subclassed": Subclassed,

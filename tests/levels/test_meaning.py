@@ -35,8 +35,9 @@ def test_auto_goes_by_the_device(where, level, dtype):
     assert any(reason.startswith(f"level: auto is {level}") for reason in found.reasons)
 
 
-def test_auto_does_not_take_float16_to_a_cpu():
-    found = effective_level(PrecisionConfig(level="auto", dtype="float16"), BF16_CPU)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_auto_does_not_take_float16_to_a_cpu(dtype):
+    found = effective_level(PrecisionConfig(level="auto", dtype=dtype), BF16_CPU)
     assert found.level == "O0"
 
 
@@ -53,7 +54,7 @@ def test_the_default_loss_scale_is_that_of_the_table(level, dtype):
 def test_a_loss_scale_that_is_given_holds_at_every_level(level):
     config = PrecisionConfig(level=level, dtype="bfloat16", loss_scale=128)
     assert effective_level(config, PLAIN_CPU).loss_scale == FixedLossScale(128.0)
-    config = config.with_changes(loss_scale="none")
+    config = PrecisionConfig(level=level, loss_scale="none")
     assert effective_level(config, PLAIN_CPU).optimizer_rule is None
 
 
@@ -65,10 +66,16 @@ def test_a_machine_without_low_precision_gets_one_all_the_same_and_a_warning():
 
 
 def test_clipping_and_masters_need_a_wrapper_that_scales_by_one():
-    config = PrecisionConfig(dtype="bfloat16", grad_clip=1.0)
+    config = PrecisionConfig(dtype="bfloat16", grad_clip=1.0, loss_scale="none")
     assert effective_level(config, BF16_CPU).optimizer_rule == FixedLossScale(1.0)
 
 
 def test_auto_refuses_masters_where_weights_are_float32():
     with pytest.raises(ValueError, match="level 'auto' is O1 here"):
         effective_level(PrecisionConfig(level="auto", master_weights=True), BF16_CPU)
+
+
+def test_split_weights_are_bfloat16():
+    config = PrecisionConfig(level="O3", dtype="float16", weight_rounding="split")
+    with pytest.raises(ValueError, match="goes with bfloat16, and the dtype here is float16"):
+        effective_level(config, BF16_CPU)

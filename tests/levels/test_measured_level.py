@@ -3,12 +3,11 @@
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import tfamp
 from helpers import level_models
 from helpers.graph_asserts import op_dtypes
-from tfamp.levels import measured_level
+from tfamp.levels import preparation
 from tfamp.machine import hardware
 from tfamp.rewriting import tuning
 
@@ -35,7 +34,7 @@ def timed(monkeypatch):
         found = op_dtypes(call.func.get_concrete_function(*call.args))
         return "bfloat16" not in set().union(*found.values())
 
-    monkeypatch.setattr(measured_level, "compare_candidates", compare)
+    monkeypatch.setattr(preparation, "compare_candidates", compare)
     monkeypatch.setattr(tuning, "together", together)
     return seconds, measured
 
@@ -102,18 +101,11 @@ def test_what_cannot_be_measured_is_refused():
         tfamp.prepare(model, level="O1", example_batch=example())
     with pytest.raises(TypeError, match=r"must be a tuple as fit takes it, .*; got ndarray"):
         tfamp.prepare(model, level="auto", example_batch=example()[0])
-    with pytest.raises(TypeError, match=r"sample_weight\); got 4 of them"):
+    with pytest.raises(TypeError, match=r"sample_weight\); got tuple"):
         tfamp.prepare(model, level="auto", example_batch=example() * 2)
-    for wrong in ([1.0, 2.0], tf.TensorSpec((8, 4)), keras.Input((4,))):
-        with pytest.raises(TypeError, match="must hold arrays or tensors with values"):
-            tfamp.prepare(model, level="auto", example_batch=(wrong, example()[1]))
-    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
-        distributed = level_models.compiled("functional")
-    with pytest.raises(ValueError, match="under a OneDeviceStrategy, whose steps are not measured"):
-        tfamp.prepare(distributed, level="auto", example_batch=example())
     with pytest.raises(ValueError, match="is not compiled"):
         fresh = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         tfamp.prepare(fresh, level="auto", example_batch=example())
     low, _ = tfamp.prepare(model, level="O3", dtype="bfloat16")
-    with pytest.raises(ValueError, match="stores its weights in low precision"):
+    with pytest.raises(ValueError, match="Weights stored in low precision are not measured"):
         tfamp.prepare(low, level="auto", example_batch=example())

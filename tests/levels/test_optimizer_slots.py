@@ -75,10 +75,8 @@ class OwnSGD(keras.optimizers.SGD):
 def test_optimizers_of_users_count_as_what_they_are_made_from():
     optimizer, said = _prepared(Own(0.1), dtype="bfloat16")
     assert optimizer.master_weights
-    assert len(said) == 1
-    assert "not known what own (Own) keeps" in said[0]
-    for wanted in (True, False):
-        assert len(_prepared(Own(0.1), dtype="bfloat16", master_weights=wanted)[1]) == (not wanted)
+    assert said == []
+    assert len(_prepared(Own(0.1), dtype="bfloat16", master_weights=False)[1]) == 1
     assert _prepared(OwnSGD(), dtype="bfloat16")[1] == []
     assert not _prepared(OwnSGD(), dtype="bfloat16")[0].master_weights
     assert _prepared(OwnSGD(use_ema=True), dtype="float16")[0].master_weights  # an average
@@ -94,8 +92,6 @@ def test_optimizers_of_a_later_compile_are_told_the_same():
     model.compile("sgd", "mse")
     assert not model.optimizer.master_weights
     assert not tfamp.precision_settings(model).master_weights
-    with pytest.warns(tfamp.TfampWarning, match="not known what"):
-        model.compile(Own(0.1), "mse")
     model, _ = tfamp.prepare(_model(), level="O3", dtype="bfloat16", master_weights=False)
     with pytest.warns(tfamp.TfampWarning, match="keeps sums of squared gradients"):
         model.compile("ftrl", "mse")
@@ -122,8 +118,8 @@ def _loss_after_training(optimizer, **arguments):
     return model.evaluate(x, y, batch_size=256, verbose=0)
 
 
-# What others do not: a table by class, slots of other shapes, a step of its own.
-_IN_CI = ("Adafactor", "Ftrl", "Muon", "ScheduleFreeAdamW")
+# What others do not: slots of other shapes, and sums.
+_IN_CI = ("Adafactor", "Ftrl")
 
 
 @pytest.mark.parametrize(

@@ -60,17 +60,6 @@ def test_layers_frozen_since_keep_their_exact_values_and_slots():
     _fit(model)
 
 
-def test_layers_frozen_in_place_of_others_do_not_get_the_others_values():
-    model = _three_layers()
-    model.layers[0].trainable = False
-    model = _with_masters(model, keras.optimizers.SGD(0.01, momentum=0.9))
-    before = _float32(model.weights)
-    model.layers[0].trainable, model.layers[1].trainable = True, False
-    restored, _ = tfamp.prepare(model, level="O0")
-    for old, new in zip(before, _float32(restored.weights), strict=True):
-        np.testing.assert_allclose(old, new, rtol=2**-8)
-
-
 def test_weights_assigned_since_the_last_step_lead_back_to_o0():
     model = _with_masters(_three_layers(), keras.optimizers.SGD(0.1))
     best = model.get_weights()

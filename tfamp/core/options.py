@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import numbers
-from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 from tfamp.core.dtypes import float_format
+
+_Options = TypeVar("_Options")
 
 # What may decide which nodes of a graph are converted, of those that are safe.
 PLACEMENTS = ("min_cut", "lists", "fused")
@@ -54,12 +57,52 @@ WEIGHT_ROUNDINGS = ("stochastic", "split")
 SLOTS = ("bfloat16", "float16", "float32")
 
 
-def checked_word(name: str, value: Any, words: tuple[str, ...]) -> str:
-    """Returns `value` after checking that it is one of some words."""
-    if value not in words:
-        known = ", ".join(map(repr, words))
-        raise ValueError(f"{name} must be one of {known}, or None; got {value!r}.")
-    return str(value)
+def checked_word(name: str, value: Any, words: Iterable[str]) -> str:
+    """Returns the one of some words that `value` is, whatever its capitals."""
+    expected = f"{name} must be one of {', '.join(map(repr, words))}"
+    if not isinstance(value, str):
+        raise TypeError(f"{expected}; got {value!r} of type {type(value).__name__}.")
+    known = {word.lower(): word for word in words}
+    if value.lower() not in known:
+        raise ValueError(f"{expected}; got {value!r}.")
+    return known[value.lower()]
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """Returns the known name that is spelled most like a name; "" where none is known."""
+    lower = {each.lower(): each for each in known}
+    found = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.0)
+    return lower[found[0]] if found else ""
+
+
+def from_mapping(
+    kind: type[_Options], what: str, values: Any, names: Mapping[str, str] | None = None
+) -> _Options:
+    """Makes a dataclass of a dict, such as a configuration file holds.
+
+    `names` maps the keys to fields, where other keys than the fields are known. An error says
+    `what` was read, and which key is unknown, missing, or the second one for its field.
+    """
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            f"{what} must be a dict such as {{{fields[0].name!r}: ...}}; got {values!r} of type "
+            f"{type(values).__name__}."
+        )
+    names = names or {each.name: each.name for each in fields}
+    for key in values:
+        if key not in names:
+            raise ValueError(
+                f"{what} has no key {key!r}; did you mean {nearest(key, names)!r}? "
+                f"Known: {', '.join(names)}."
+            )
+    arguments = {names[key]: value for key, value in values.items()}
+    if len(arguments) < len(values):
+        raise ValueError(f"{what} gives one value twice, under two names: {', '.join(values)}.")
+    for each in fields:
+        if each.default is dataclasses.MISSING and each.name not in arguments:
+            raise ValueError(f"{what} needs the key {each.name!r}; got {dict(values)!r}.")
+    return kind(**arguments)
 
 
 def resolve_weight_rounding(
@@ -69,12 +112,11 @@ def resolve_weight_rounding(
     if rounding is None:
         if slots is not None:
             raise ValueError(
-                f"slots={slots!r} is the dtype of what an optimizer keeps of low weights whose "
-                "updates are rounded in another way than to nearest: give weight_rounding too, "
-                "one of " + ", ".join(map(repr, WEIGHT_ROUNDINGS)) + "."
+                f"slots={slots!r} is the dtype of an optimizer's slots for weights whose updates "
+                f"are not rounded to nearest: give weight_rounding too, one of {WEIGHT_ROUNDINGS}."
             )
         return None
-    checked_word("weight_rounding", rounding, WEIGHT_ROUNDINGS)
+    rounding = checked_word("weight_rounding", rounding, WEIGHT_ROUNDINGS)
     if master_weights:
         raise ValueError(
             f"weight_rounding={rounding!r} is there so that low weights need no float32 masters; "
@@ -159,8 +201,6 @@ class DynamicLossScale:
         consecutive_hysteresis: False counts overflows for `hysteresis` since the scale last grew,
             finite steps between them or not: Megatron's rule, and DeepSpeed's with its option of
             this name off.
-        min: The same as `min_scale`.
-        max: The same as `max_scale`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -180,13 +220,8 @@ class DynamicLossScale:
     min_scale: float = 2.0**-32
     max_scale: float = 2.0**32
     consecutive_hysteresis: bool = True
-    min: InitVar[float | None] = field(default=None, kw_only=True)
-    max: InitVar[float | None] = field(default=None, kw_only=True)
 
-    def __post_init__(self, min: float | None, max: float | None) -> None:
-        for name, value in (("min_scale", min), ("max_scale", max)):
-            if value is not None:
-                object.__setattr__(self, name, value)
+    def __post_init__(self) -> None:
         checked_flag("consecutive_hysteresis", self.consecutive_hysteresis)
         low = checked_scale("min_scale", self.min_scale)
         high = checked_scale("max_scale", self.max_scale)
@@ -351,27 +386,14 @@ class GradClip:
             The same as the class called with the values.
 
         Raises:
-            TypeError: A value has the wrong type, or `values` is no dict.
+            TypeError: A value has the wrong type, or `values` is not a dict.
             ValueError: A key is unknown or missing, or a value is out of range.
 
         Example:
             >>> GradClip.from_dict({"max_norm": 35, "norm_type": "inf"})
             GradClip(max_norm=35.0, norm_type=inf)
         """
-        if not isinstance(values, Mapping):
-            raise TypeError(
-                f"grad_clip must be a dict such as {{'max_norm': 1.0}}; got {values!r}."
-            )
-        for name in values:
-            if name not in cls.__slots__:
-                close = difflib.get_close_matches(str(name), cls.__slots__, n=1, cutoff=0.0)
-                raise ValueError(
-                    f"grad_clip has no key {name!r}; it takes max_norm and norm_type. The nearest "
-                    f"is {close[0]!r}."
-                )
-        if "max_norm" not in values:
-            raise ValueError(f"grad_clip needs the key 'max_norm'; got {dict(values)!r}.")
-        return cls(**values)
+        return from_mapping(cls, "grad_clip", values)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as `from_dict` takes them, of types that JSON and TOML have.
@@ -385,15 +407,9 @@ class GradClip:
 
 
 def _checked_norm_type(value: Any) -> float:
-    if value == "inf":
-        return math.inf
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"norm_type must be 1, 2 or inf; got {value!r} of type {type(value).__name__}."
-        )
-    if value not in (1, 2, math.inf):
+    if isinstance(value, bool) or value not in (1, 2, math.inf, "inf"):
         raise ValueError(f"norm_type must be 1, 2 or inf; got {value!r}.")
-    return math.inf if value == math.inf else int(float(value))
+    return math.inf if value in (math.inf, "inf") else int(value)
 
 
 def resolve_grad_clip(value: GradClip | Mapping[str, Any] | float | None) -> GradClip | None:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping
+from collections import ChainMap, defaultdict
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.errors import RewriteError
 from tfamp.interop import tf_private
 from tfamp.planning.options import SUCCESSORS
-from tfamp.planning.structures import FLOAT32, op_types
+from tfamp.planning.structures import FLOAT32, MAIN_GRAPH, free_name, node_name, op_types
 
 # The attribute that holds the shapes of a node's outputs, in a graph exported with shapes.
 SHAPES = "_output_shapes"
@@ -36,19 +38,6 @@ def tensor_inputs(node: Any) -> list[str]:
 def control_inputs_of(node: Any) -> list[str]:
     """Returns the inputs that a node only waits for."""
     return [name for name in node.input if is_control(name)]
-
-
-def first_output(name: str, in_function: bool, output: str = "output") -> str:
-    """Returns the first tensor of a node: "node" in a graph, "node:output:0" in a function.
-
-    In a function it has the name that the op gives this output, which for most is "output".
-    """
-    return f"{name}:{output}:0" if in_function else name
-
-
-def renamed_output(names: Iterable[str], before: str, after: str) -> dict[str, str]:
-    """Returns how the first tensors of nodes of a function are spelled, whose op has changed."""
-    return {first_output(name, True, before): first_output(name, True, after) for name in names}
 
 
 # ---- Signatures of ops ---------------------------------------------------------------------------
@@ -143,7 +132,7 @@ def writes_variable(op: str) -> bool:
 def first_ports(own: OpSignature, node: Any) -> dict[str, int]:
     """Returns which output of a node is the first of each output its op names."""
     values = (own.value(node, arg.type_list_attr or arg.number_attr, 1) for arg in own.outputs)
-    counts = (len(value) if isinstance(value, tuple) else value for value in values)
+    counts = (len(value) if isinstance(value, tuple) else int(value or 0) for value in values)
     firsts = itertools.accumulate(counts, initial=0)
     return {arg.name: first for arg, first in zip(own.outputs, firsts, strict=False)}
 
@@ -184,53 +173,294 @@ def refused_options(node: Any) -> tuple[bool, bool]:
 # ---- Edits ---------------------------------------------------------------------------------------
 
 FLOAT32_TYPE = tf.float32.as_datatype_enum
-
-
 LOW_TYPES = {tf.as_dtype(name).as_datatype_enum for name in LOW_PRECISION}
 FLOAT_TYPES = LOW_TYPES | {FLOAT32_TYPE}
+_COLOCATION, _WITH = "_class", "loc:@"
+_NOTHING = tf.compat.v1.AttrValue()
 
 
-def attributes_of(nodes: Iterable[Any], function: Any) -> dict[str, Any]:
-    """The attributes of nodes, and of arguments where there are some, by name."""
-    arguments = enumerate(function.signature.input_arg if function else ())
-    known = {arg.name: function.arg_attr[i].attr for i, arg in arguments if i in function.arg_attr}
-    return known | {node.name: node.attr for node in nodes}
+def attribute(node: Any, name: str) -> Any:
+    """Returns an attribute of a node, an empty one if it has none: reading `attr` would add it."""
+    return node.attr.get(name, _NOTHING)
 
 
-def dims_of(tensor: str, attrs: Mapping[str, Any]) -> list[int]:
-    """The dimensions of a tensor, -1 for one that the graph does not tell; [] for no known rank."""
-    name, _, place = tensor.partition(":")
-    shapes = attrs[name][SHAPES].list.shape if SHAPES in attrs.get(name, ()) else ()
-    # In functions "name:output:0", where only an op with one output has no other "0".
-    port = int(place) if place.isdigit() else 0
-    if port >= len(shapes) or (":" in place and len(shapes) > 1) or shapes[port].unknown_rank:
-        return []
-    return [int(dim.size) for dim in shapes[port].dim]
+class GraphEditor:
+    """Adds, replaces, rewires and drops nodes of one body of a graph, in place.
+
+    A body is the graph itself or a function of its library. A tensor is spelled "node" or "node:1"
+    in a graph, and "node:output:0", with the name that the op gives the output, in a function.
+
+    Args:
+        graph: A `tf.compat.v1.GraphDef`, or a function of one.
+        kept: Tensors or nodes of the graph that are used from outside; of a function, its results.
+        library: The editors of the other functions, for one that is a function.
+
+    Attributes:
+        graph: The graph or function.
+        is_function: Whether it is a function.
+        nodes: Its nodes.
+        library: The editors of the graph's functions, by name, which all bodies share.
+        weights: Arguments of loops' functions that hold weights, as (function, argument).
+    """
+
+    def __init__(
+        self,
+        graph: Any,
+        kept: Iterable[str] = (),
+        library: dict[str, GraphEditor] | None = None,
+    ) -> None:
+        self.graph = graph
+        self.is_function = hasattr(graph, "node_def")
+        self.nodes = graph.node_def if self.is_function else graph.node
+        self.library = {} if library is None else library
+        for each in () if self.is_function else graph.library.function:
+            self.library[each.signature.name] = GraphEditor(each, (), self.library)
+        self.weights: set[tuple[str, str]] = set()
+        self._fetched = frozenset(map(node_name, kept))
+        self._respelled: dict[str, str] = {}
+
+    @property
+    def scope(self) -> str:
+        """Name of the function; "" for the graph itself."""
+        return str(self.graph.signature.name) if self.is_function else MAIN_GRAPH
+
+    @property
+    def bodies(self) -> tuple[GraphEditor, ...]:
+        """The graph and its functions."""
+        return self, *self.library.values()
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Any]:
+        """The nodes by name."""
+        return {node.name: node for node in self.nodes}
+
+    @functools.cached_property
+    def by_op(self) -> defaultdict[str, list[Any]]:
+        """The nodes by op type, those included that have become another op since."""
+        found = defaultdict[str, list[Any]](list)
+        for node in self.by_name.values():
+            found[node.op].append(node)
+        return found
+
+    def of_types(self, *ops: str) -> list[Any]:
+        """Returns the nodes of some op types."""
+        return [node for op in ops for node in self.by_op.get(op, ()) if node.op == op]
+
+    @functools.cached_property
+    def consumers(self) -> defaultdict[str, list[str]]:
+        """For each node the names of those that take from it or wait for it, once an input."""
+        found = defaultdict[str, list[str]](list)
+        for node in self.by_name.values():
+            for name in node.input:
+                found[node_name(name)].append(node.name)
+        return found
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Names of the nodes that are used from outside."""
+        if not self.is_function:
+            return self._fetched
+        results = itertools.chain(self.graph.ret.values(), self.graph.control_ret.values())
+        return frozenset(map(node_name, results))
+
+    def uses(self, name: str) -> int:
+        """Returns how often a node is used, from outside included."""
+        return len(self.consumers[name]) + (name in self.kept)
+
+    def signature(self, node: Any) -> OpSignature:
+        """Returns the signature of a node's op; a RewriteError names an op that is not known."""
+        if node.op in self.library:
+            return signature(self.library[node.op].graph.signature)
+        own = registered_signature(node.op)
+        if own is None:
+            cause = "TensorFlow does not know this op; load its library before the rewrite"
+            raise self.error(node, cause)
+        return own
+
+    def error(self, node: Any, cause: str) -> RewriteError:
+        """Returns an error that names a node and its function."""
+        place = f" of function {self.scope!r}" if self.is_function else ""
+        return RewriteError(f"Node {node.name!r} ({node.op}){place}: {cause}.")
+
+    def tensor(self, node: Any, port: int = 0) -> str:
+        """Returns how an output of a node is spelled."""
+        if not self.is_function:
+            return f"{node.name}:{port}" if port else str(node.name)
+        firsts = first_ports(self.signature(node), node)
+        output, first = [each for each in firsts.items() if each[1] <= port][-1]
+        return f"{node.name}:{output}:{port - first}"
+
+    def port(self, tensor: str) -> int:
+        """Returns which output of its node a tensor is; -1 if it is none."""
+        name, _, rest = tensor.partition(":")
+        output, _, number = rest.rpartition(":")
+        if not (number or "0").isdecimal():
+            return -1
+        if not output:
+            return int(number or 0)
+        node = self.by_name.get(name)
+        ports = {} if node is None else first_ports(self.signature(node), node)
+        return ports[output] + int(number) if output in ports else -1
+
+    def shape(self, tensor: str) -> list[int] | None:
+        """Returns the dimensions of a tensor, -1 for unknown ones; None for an unknown rank."""
+        node = self.by_name.get(node_name(tensor))
+        attrs, port = self._argument_attrs(tensor) if node is None else node.attr, self.port(tensor)
+        shapes = attrs[SHAPES].list.shape if SHAPES in attrs else ()
+        if not 0 <= port < len(shapes) or shapes[port].unknown_rank:
+            return None
+        return [int(dim.size) for dim in shapes[port].dim]
+
+    def dims(self, tensor: str) -> list[int]:
+        """Returns the same, but [] for an unknown rank."""
+        return self.shape(tensor) or []
+
+    def _argument_attrs(self, name: str) -> Any:
+        """The attributes of an argument of the function."""
+        arguments = self.graph.signature.input_arg if self.is_function else ()
+        position = next((i for i, each in enumerate(arguments) if each.name == name), -1)
+        known = position in self.graph.arg_attr if arguments else False
+        return self.graph.arg_attr[position].attr if known else {}
+
+    def free_name(self, wanted: str) -> str:
+        """Returns a name that no node and no argument or result of the function has."""
+        wanted = node_name(wanted)  # The node of a broken graph may have the name of a tensor.
+        if not self.is_function:
+            return free_name(wanted, self.by_name)
+        signature = self.graph.signature
+        taken = dict.fromkeys(each.name for each in (*signature.input_arg, *signature.output_arg))
+        return free_name(wanted, ChainMap(self.by_name, taken))
+
+    def add(
+        self,
+        name: str,
+        op: str,
+        inputs: Iterable[str] = (),
+        dims: Iterable[int] | None = None,
+        device: str = "",
+        **attrs: Any,
+    ) -> str:
+        """Adds a node under a free name; returns its first tensor.
+
+        Dimensions that are not known are -1.
+        """
+        name = self.free_name(name)
+        by_op, node = self.by_op, self.nodes.add(name=name, op=op, device=device)
+        by_op[op].append(node)
+        self.by_name[name] = node
+        self.set_inputs(node, inputs)
+        self._fill(node, dims, attrs)
+        return self.tensor(node)
+
+    def constant(self, name: str, values: Any, device: str = "", dtype: tf.DType = tf.int32) -> str:
+        """Adds a constant; returns its tensor."""
+        value = tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(values, dtype))
+        return self.add(name, "Const", (), np.shape(values), device, dtype=dtype, value=value)
+
+    def become(
+        self,
+        node: Any,
+        op: str,
+        inputs: Iterable[str],
+        dims: Iterable[int] | None = None,
+        **attrs: Any,
+    ) -> None:
+        """Makes a node one of another op and other inputs; it keeps its control inputs.
+
+        `settle` has its consumers take its output where the new op gives that another name.
+        """
+        before = self.tensor(node)
+        for name in [name for name in node.attr if not name.startswith("_")]:
+            del node.attr[name]
+        node.op = op
+        self.by_op[op].append(node)
+        self.set_inputs(node, [*inputs, *control_inputs_of(node)])
+        self._fill(node, dims, attrs)
+        if self.tensor(node) != before:
+            self._respelled[before] = self.tensor(node)
+
+    def become_identity(self, node: Any, dtype: int) -> None:
+        """Makes a node pass on its first input."""
+        self.become(node, "Identity", node.input[:1], T=tf.as_dtype(dtype))
+
+    def settle(self) -> None:
+        """Rewires the consumers of nodes whose output has another name since `become`."""
+        spelled, self._respelled = self._respelled, {}
+        self.rewire(spelled)
+
+    def rewire(self, spelled: Mapping[str, str]) -> None:
+        """Has all that takes some tensors take others, results of the function included."""
+        users = {each for tensor in spelled for each in self.consumers[node_name(tensor)]}
+        for node in (self.by_name[name] for name in sorted(users)):
+            self.set_inputs(node, [spelled.get(name, name) for name in node.input])
+        for name, tensor in list(self.graph.ret.items() if self.is_function else ()):
+            self.graph.ret[name] = spelled.get(tensor, tensor)
+
+    def set_inputs(self, node: Any, inputs: Iterable[str]) -> None:
+        """Gives a node other inputs."""
+        before = list(node.input)
+        node.input[:] = inputs
+        if "consumers" in self.__dict__:
+            for name in before:
+                self.consumers[node_name(name)].remove(node.name)
+            for name in node.input:
+                self.consumers[node_name(name)].append(node.name)
+
+    def drop(self, names: Set[str]) -> None:
+        """Removes nodes, and wishes to be on the device of one of them."""
+        if names:
+            self.replace_nodes(node for node in self.nodes if node.name not in names)
+            places = {f"{_WITH}{name}".encode() for name in names}
+            for node in self.nodes:
+                if _COLOCATION in node.attr:
+                    found = node.attr[_COLOCATION].list.s
+                    found[:] = [each for each in found if each not in places]
+                    if not found:
+                        del node.attr[_COLOCATION]
+
+    def replace_nodes(self, left: Iterable[Any]) -> None:
+        """Replaces all nodes."""
+        replace_nodes(self.nodes, left)
+        for name in ("by_name", "by_op", "consumers"):
+            self.__dict__.pop(name, None)
+
+    def _fill(self, node: Any, dims: Iterable[int] | None, attrs: Mapping[str, Any]) -> None:
+        for name, value in attrs.items():
+            node.attr[name].CopyFrom(_attr_value(value))
+        if dims is not None:
+            set_shape(node, dims)
 
 
-def set_shape(node: Any, dims: Iterable[int | None]) -> None:
-    """Says of a node that it makes one tensor, and of which shape."""
+def set_shape(node: Any, dims: Iterable[int]) -> None:
+    """Records the shape of a node with one output."""
+    shape = tf.TensorShape([None if size < 0 else size for size in dims])
     del node.attr[SHAPES].list.shape[:]
-    node.attr[SHAPES].list.shape.append(tf.TensorShape(dims).as_proto())
+    node.attr[SHAPES].list.shape.append(shape.as_proto())
 
 
-def add_constant(nodes: Any, name: str, values: Any, device: str, dtype: Any = tf.int32) -> Any:
-    """Adds integers, mostly a vector, to nodes."""
-    constant = nodes.add(name=name, op="Const", device=device)
-    constant.attr["dtype"].type = dtype.as_datatype_enum
-    constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(values, dtype))
-    set_shape(constant, np.shape(values))
-    return constant
+def _attr_value(value: Any) -> Any:
+    """A plain value as an `AttrValue`."""
+    made = tf.compat.v1.AttrValue()
+    if isinstance(value, tf.compat.v1.AttrValue):
+        return value
+    if isinstance(value, tf.DType):
+        made.type = value.as_datatype_enum
+    elif isinstance(value, bool):
+        made.b = value
+    elif isinstance(value, bytes):
+        made.s = value
+    elif isinstance(value, int):
+        made.i = value
+    else:
+        made.list.SetInParent()
+        types = [each.as_datatype_enum for each in value if isinstance(each, tf.DType)]
+        made.list.type.extend(types)
+        made.list.i.extend([] if types else value)
+    return made
 
 
-def become(node: Any, op: str) -> None:
-    """Makes a node one of another op, without the attributes of its own."""
-    for name in [name for name in node.attr if not name.startswith("_")]:
-        del node.attr[name]
-    node.op = op
-
-
-def become_identity(node: Any, dtype: int) -> None:
-    """Makes a node hand on its first input."""
-    become(node, "Identity")
-    node.attr["T"].type = dtype
+def replace_nodes(nodes: Any, left: Iterable[Any]) -> None:
+    """Replaces the nodes of a graph or a function."""
+    kept = list(left)
+    del nodes[:]
+    nodes.extend(kept)

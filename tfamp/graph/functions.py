@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from tfamp.core.errors import RewriteError
 from tfamp.graph.editor import (
-    OpSignature,
+    GraphEditor,
+    attribute,
     control_inputs_of,
-    first_ports,
     is_control,
-    registered_signature,
-    signature,
     tensor_inputs,
 )
 from tfamp.interop import tf_private
@@ -40,7 +38,7 @@ def library_of(graph_def: Any) -> dict[str, Any]:
 
 def attribute_text(node: Any, attr: str) -> str:
     """Returns the text that an attribute of a node holds, "" if it has none."""
-    return as_text(node, attr, node.attr[attr].s) if attr in node.attr else ""
+    return as_text(node, attr, attribute(node, attr).s)
 
 
 def as_text(node: Any, attr: str, data: bytes) -> str:
@@ -59,21 +57,6 @@ def bodies(graph_def: Any) -> Iterator[tuple[str, Any, Any]]:
     yield MAIN_GRAPH, graph_def.node, None
     for function in graph_def.library.function:
         yield function.signature.name, function.node_def, function
-
-
-def replace_nodes(nodes: Any, left: Iterable[Any]) -> None:
-    """Puts nodes in the place of those that a graph or a function has."""
-    kept = list(left)
-    del nodes[:]
-    nodes.extend(kept)
-
-
-def respell(function: Any, spelled: Mapping[str, str]) -> None:
-    """Gives tensors of a function other names wherever they are used."""
-    for node in function.node_def if spelled else ():
-        node.input[:] = [spelled.get(name, name) for name in node.input]
-    for name, tensor in list(function.ret.items()):
-        function.ret[name] = spelled.get(tensor, tensor)
 
 
 def new_suffix() -> str:
@@ -185,6 +168,12 @@ def reached_functions(library: Mapping[str, Any], names: Iterable[str]) -> set[s
     return set(reach(filter(library.__contains__, names), called))
 
 
+def reached_bodies(graph: GraphEditor, nodes: Iterable[Any]) -> list[GraphEditor]:
+    """The functions that nodes of a graph call, directly or not."""
+    library = {name: each.graph for name, each in graph.library.items()}
+    return [graph.library[name] for name in reached_functions(library, calls_in(nodes))]
+
+
 def calls_in(nodes: Iterable[Any]) -> Iterator[str]:
     """The names by which nodes may call functions."""
     return itertools.chain.from_iterable(map(called_functions, nodes))
@@ -206,8 +195,8 @@ CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _OPAQUE = ("_noinline", "_XlaMustCompile", "_XlaCompile", "_tpu_replicate")
 # Loops and conditionals of TensorFlow 1: a node is in one by what its inputs come from, so that a
 # body's constants would be left outside.
-_FRAMES = frozenset({"Enter", "RefEnter"})
-_OLD_CONTROL_FLOW = _FRAMES | {"Merge", "Switch", "RefMerge", "RefSwitch"}
+FRAMES = frozenset({"Enter", "RefEnter"})
+_OLD_CONTROL_FLOW = FRAMES | {"Merge", "Switch", "RefMerge", "RefSwitch"}
 
 
 def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
@@ -230,223 +219,193 @@ def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
         >>> [node.name for node in inline_calls(graph).node]
         ['x', 'PartitionedCall/add', 'PartitionedCall/Identity', 'mul/y', 'mul', 'Identity']
     """
-    expanded = _Bodies(graph_def)
+    graph = GraphEditor(graph_def, keep)
+    inliner = _Inliner(graph)
     try:
-        for name in library_of(graph_def):
-            expanded.expand(name)
+        for name in graph.library:
+            inliner.expand_function(name)
     except RecursionError:
         raise RewriteError(
             "The functions of the graph call one another hundreds deep, which is deeper than "
             "Python can follow."
         ) from None
-    _Scope(expanded, graph_def.node, set(map(node_name, keep)), flat=True).expand()
+    inliner.expand(graph)
     return graph_def
 
 
-class _Bodies:
-    """The functions of a library, each expanded once, those it calls before it."""
+class _Inliner:
+    """Expands the functions of a graph once each, those that a function calls before it."""
 
-    def __init__(self, graph_def: Any) -> None:
-        self._functions = library_of(graph_def)
+    def __init__(self, graph: GraphEditor) -> None:
+        self._functions = graph.library
         self._is_expanded: dict[str, bool] = {}  # False while it is being expanded.
         self._room = MOST_NEW_NODES
 
-    def expand(self, name: str) -> None:
+    def expand_function(self, name: str) -> None:
         """Expands a function, if that has not begun."""
-        if name in self._is_expanded:
-            return
-        self._is_expanded[name] = False
-        function = self._functions[name]
-        keep = set(function.control_ret.values())
-        scope = _Scope(self, function.node_def, keep, flat=False)
-        scope.expand()
-        for output, tensor in list(function.ret.items()):
-            function.ret[output] = scope.resolve(tensor)
-        self._is_expanded[name] = True
+        if name not in self._is_expanded:
+            self._is_expanded[name] = False
+            self.expand(self._functions[name])
+            self._is_expanded[name] = True
 
-    def called_by(self, node: Any) -> Any | None:
-        """The expanded function to put in the place of a node; None if the node must stay."""
+    def expand(self, body: GraphEditor) -> None:
+        """Replaces the calls of a graph or a function with the nodes of the functions."""
+        if has_old_control_flow(body.nodes):
+            return
+        calls = [(node, self._called(node)) for node in body.nodes]
+        if all(function is None for _, function in calls):
+            return
+        taken = set(body.by_name)
+        moved: dict[str, str] = {}
+        stand_ins: set[str] = set()
+        nodes: list[Any] = []
+        for node, function in calls:
+            if function is None:
+                nodes.append(node)
+                continue
+            copy = _Copy(body, node, function, taken)
+            made = list(copy.nodes())
+            taken |= {each.name for each in made}
+            stand_ins.add(node.name)
+            moved |= copy.results
+            nodes += made
+        resolve = functools.partial(_resolve, moved)
+        for node in nodes:
+            node.input[:] = map(resolve, node.input)
+        awaited = {name[1:] for node in nodes for name in control_inputs_of(node)}
+        controls = body.graph.control_ret.values() if body.is_function else body.kept
+        unused = stand_ins - awaited - set(controls)
+        body.replace_nodes(node for node in nodes if node.name not in unused)
+        for output, tensor in list(body.graph.ret.items() if body.is_function else ()):
+            body.graph.ret[output] = resolve(tensor)
+
+    def _called(self, node: Any) -> GraphEditor | None:
+        """The expanded function to inline for a node; None if the node must stay."""
         name = node.attr["f"].func.name if node.op in CALLS else node.op
         function = self._functions.get(name)
         if function is None:
             return None
-        _check_arguments(node, function)
-        stays = any(map(_is_opaque, (node, function))) or has_old_control_flow(function.node_def)
-        if stays or self._is_expanded.get(name) is False:
+        _check_arguments(node, function.graph)
+        opaque = any(map(_is_opaque, (node, function.graph)))
+        recursive = self._is_expanded.get(name) is False
+        if opaque or recursive or has_old_control_flow(function.nodes):
             return None
-        self.expand(name)
-        if len(function.node_def) > self._room:
+        self.expand_function(name)
+        if len(function.nodes) > self._room:
             return None
-        self._room -= len(function.node_def)
+        self._room -= len(function.nodes)
         return function
 
-    def signature(self, op: str) -> OpSignature:
-        """The signature of an op, or of a function that is called like one."""
-        own = registered_signature(op)
-        if own is None and op in self._functions:
-            own = signature(self._functions[op].signature)
-        if own is None:
-            raise RewriteError(f"TensorFlow does not know the op {op!r} of a function's node.")
-        return own
+
+def _resolve(moved: Mapping[str, str], tensor: str) -> str:
+    """The tensor that has the value of an output of a call that is inlined."""
+    if tensor not in moved:
+        return tensor
+    *_, end = reach([tensor], lambda name: filter(None, [moved.get(name)]))
+    if end in moved:
+        raise RewriteError(f"The value of {tensor!r} is computed from nothing but itself.")
+    return end
 
 
-class _Scope:
-    """The nodes of a graph or a function while calls among them are expanded.
+class _Copy:
+    """The nodes of a function as they are named where a call of it stood.
 
-    `keep` has the names of nodes that are used from outside; `flat` tells whether outputs are
-    spelled "node:1" as in a graph, not "node:output:0".
+    Attributes:
+        results: For each output of the call the tensor that has its value now.
     """
 
-    def __init__(self, expanded: _Bodies, nodes: Any, keep: set[str], flat: bool) -> None:
-        self.bodies = expanded
-        self.flat = flat
-        self._nodes = nodes
-        self._keep = keep
-        self._taken = {node.name for node in nodes}
-        self._moved: dict[str, str] = {}
-        self._stand_ins: set[str] = set()
+    def __init__(
+        self, caller: GraphEditor, call: Any, function: GraphEditor, taken: Container[str]
+    ) -> None:
+        self._caller, self._call, self._function = caller, call, function
+        numbers = itertools.chain([call.name], (f"{call.name}_{n}" for n in itertools.count(1)))
+        names = function.by_name
+        free = (p for p in numbers if not any(f"{p}/{name}" in taken for name in names))
+        self._prefix = f"{next(free)}/"
+        self._signature = function.graph.signature
+        arguments = (arg.name for arg in self._signature.input_arg)
+        self._given = dict(zip(arguments, tensor_inputs(call), strict=True))
+        outputs = [self._tensor(function.graph.ret[arg.name]) for arg in self._signature.output_arg]
+        self.results = {caller.tensor(call, port): made for port, made in enumerate(outputs)}
+        if not caller.is_function and outputs:
+            self.results[f"{call.name}:0"] = outputs[0]
 
-    def expand(self) -> None:
-        """Puts the nodes of called functions in the place of the calls."""
-        if has_old_control_flow(self._nodes):
-            return
-        nodes: list[Any] = []
-        for node in self._nodes:
-            function = self.bodies.called_by(node)
-            nodes += [node] if function is None else self._inlined(node, function)
-        if not self._stand_ins:
-            return
-        for node in nodes:
-            node.input[:] = [self.resolve(name) for name in node.input]
-        awaited = {name[1:] for node in nodes for name in control_inputs_of(node)}
-        unused = self._stand_ins - self._keep - awaited
-        replace_nodes(self._nodes, (node for node in nodes if node.name not in unused))
-
-    def resolve(self, tensor: str) -> str:
-        """The tensor that has the value of an output of a call that is no longer there."""
-        if tensor not in self._moved:
-            return tensor
-        *_, end = reach([tensor], lambda name: filter(None, [self._moved.get(name)]))
-        if end in self._moved:
-            raise RewriteError(f"The value of {tensor!r} is computed from nothing but itself.")
-        return end
-
-    def _inlined(self, call: Any, function: Any) -> Iterator[Any]:
-        inner = _Inner(self, call, function)
-        self._stand_ins.add(call.name)
-        waits = control_inputs_of(call)
-        for node in function.node_def:
-            copy = inner.copy(node)
-            self._taken.add(copy.name)
+    def nodes(self) -> Iterator[Any]:
+        """The copies, Identities of the arguments where they are needed, and the stand-in."""
+        call, waits = self._call, control_inputs_of(self._call)
+        has_gradient = False
+        for node in self._function.nodes:
+            copy = self._copied(node)
+            has_gradient |= GRADIENT in node.attr
             if _has_side_effects(copy.op):
                 copy.input.extend(each for each in waits if each not in copy.input)
             yield copy
-        yield from inner.arguments()
-        results = [inner.tensor(function.ret[each.name]) for each in function.signature.output_arg]
+        # A custom gradient may use the arguments.
+        for position, arg in enumerate(self._signature.input_arg if has_gradient else ()):
+            name = argument_name(self._prefix, position)
+            node = tf.compat.v1.NodeDef(name=name, op="Identity", device=call.device)
+            node.input.append(self._given[arg.name])
+            node.attr["T"].type = arg.type
+            yield node
         stands_in = tf.compat.v1.NodeDef(name=call.name, op="NoOp", device=call.device)
-        if self.flat and call.name in self._keep and results:
+        if not self._caller.is_function and call.name in self._caller.kept and self.results:
             stands_in.op = "IdentityN"
-            stands_in.input.extend(results)
+            outputs = self._signature.output_arg
+            tensors = (self.results[self._caller.tensor(call, i)] for i in range(len(outputs)))
+            stands_in.input.extend(tensors)
             given = call.attr["Tout"].list.type if call.op in CALLS else ()
-            types = given or [each.type for each in function.signature.output_arg]
-            stands_in.attr["T"].list.type.extend(types)
-        self._note_results(call, function, results)
+            stands_in.attr["T"].list.type.extend(given or [each.type for each in outputs])
         # The order of a protobuf map is not that of the file, and not the same in every process.
-        ends = [inner.control(f"^{name}") for name in sorted(function.control_ret.values())]
+        controls = sorted(self._function.graph.control_ret.values())
+        ends = [self._control(f"^{name}") for name in controls]
         stands_in.input.extend(dict.fromkeys(ends or waits))
         yield stands_in
 
-    def _note_results(self, call: Any, function: Any, results: list[str]) -> None:
-        outputs = zip(function.signature.output_arg, results, strict=True)
-        for position, (output, tensor) in enumerate(outputs):
-            name = f"output:{position}" if call.op in CALLS else f"{output.name}:0"
-            self._moved[f"{call.name}:{position if self.flat else name}"] = tensor
-        if self.flat and results:
-            self._moved[call.name] = results[0]
-
-    def prefix(self, call: Any, function: Any) -> str:
-        """What the names of a function's nodes start with where a call of it stood."""
-        names = [node.name for node in function.node_def]
-        numbers = itertools.chain([call.name], (f"{call.name}_{n}" for n in itertools.count(1)))
-        free = (p for p in numbers if not any(f"{p}/{name}" in self._taken for name in names))
-        return f"{next(free)}/"
-
-
-class _Inner:
-    """How a function's names read where a call of it stood."""
-
-    def __init__(self, scope: _Scope, call: Any, function: Any) -> None:
-        self._scope = scope
-        self._call = call
-        self._function = function
-        self._prefix = scope.prefix(call, function)
-        self._nodes = nodes = {node.name: node for node in function.node_def}
-        data = tensor_inputs(call)
-        names = [arg.name for arg in function.signature.input_arg]
-        self._given = dict(zip(names, data, strict=True))
-        own = scope.bodies.signature
-        self._first_ports = functools.cache(
-            lambda name: first_ports(own(nodes[name].op), nodes[name])
-        )
-
-    def copy(self, node: Any) -> Any:
-        """A node of the function, as a node of the caller."""
+    def _copied(self, node: Any) -> Any:
         copy = tf.compat.v1.NodeDef()
         copy.CopyFrom(node)
         copy.name = f"{self._prefix}{node.name}"
         copy.device = node.device or self._call.device
         copy.input[:] = [
-            self.control(name) if is_control(name) else self.tensor(name) for name in node.input
+            self._control(name) if is_control(name) else self._tensor(name) for name in node.input
         ]
         for name, value in node.attr.items():
             if value.placeholder:  # The caller gives the attribute of a polymorphic function.
                 copy.attr[name].CopyFrom(self._call.attr[value.placeholder])
         if "_class" in copy.attr:
-            copy.attr["_class"].list.s[:] = list(self._colocated(node))
+            names = (as_text(node, "_class", each) for each in node.attr["_class"].list.s)
+            inner = (name.removeprefix("loc:@") for name in names)
+            copy.attr["_class"].list.s[:] = [
+                f"loc:@{self._prefix}{name}".encode()
+                for name in inner
+                if name in self._function.by_name
+            ]
         if GRADIENT in node.attr:
             before = attribute_text(node, INLINED_INTO)
             copy.attr[INLINED_INTO].s = f"{self._prefix}{before}".encode()
         return copy
 
-    def arguments(self) -> Iterator[Any]:
-        """Identities "prefix/argument/0" of the arguments, where a custom gradient may ask."""
-        asked = any(GRADIENT in node.attr for node in self._function.node_def)
-        for position, arg in enumerate(self._function.signature.input_arg if asked else ()):
-            name = argument_name(self._prefix, position)
-            node = tf.compat.v1.NodeDef(name=name, op="Identity", device=self._call.device)
-            node.input.append(self._given[arg.name])
-            node.attr["T"].type = arg.type
-            yield node
-
-    def tensor(self, name: str) -> str:
-        """A tensor of the function, spelled as in the caller."""
+    def _tensor(self, name: str) -> str:
+        """A tensor of the function, as it is spelled in the caller."""
         if name in self._given:
             return self._given[name]
-        node, _, rest = name.partition(":")
-        if not self._scope.flat:
+        if self._caller.is_function:
             return f"{self._prefix}{name}"
-        output, _, number = rest.rpartition(":")
-        ports = self._first_ports(node) if node in self._nodes else {}
-        if output not in ports or not number.isdecimal():
+        node = node_name(name)
+        port = self._function.port(name) if node in self._function.by_name else -1
+        if port < 0:
             raise RewriteError(
-                f"Function {self._function.signature.name!r}: {name!r} is used, and is no output "
-                "of its nodes."
+                f"Function {self._signature.name!r}: {name!r} is used, and is not an output of its "
+                "nodes."
             )
-        port = ports[output] + int(number)
         return f"{self._prefix}{node}:{port}" if port else f"{self._prefix}{node}"
 
-    def control(self, name: str) -> str:
-        """A control input of the function, spelled as in the caller."""
+    def _control(self, name: str) -> str:
+        """A control input of the function, as it is spelled in the caller."""
         name = name.removeprefix("^")
         if name in self._given:
             return f"^{node_name(self._given[name])}"
         return f"^{self._prefix}{name}"
-
-    def _colocated(self, node: Any) -> Iterator[bytes]:
-        for each in node.attr["_class"].list.s:
-            name = as_text(node, "_class", each).removeprefix("loc:@")
-            if name in self._nodes:
-                yield f"loc:@{self._prefix}{name}".encode()
 
 
 def _check_arguments(call: Any, function: Any) -> None:
@@ -473,11 +432,6 @@ def _has_side_effects(op: str) -> bool:
 def has_old_control_flow(nodes: Iterable[Any]) -> bool:
     """Whether there is control flow of TensorFlow 1 among nodes."""
     return any(node.op in _OLD_CONTROL_FLOW for node in nodes)
-
-
-def has_frames(graph_def: Any) -> bool:
-    """Whether there are loops of TensorFlow 1: what is in one cannot take a new constant."""
-    return any(node.op in _FRAMES for _, nodes, _ in bodies(graph_def) for node in nodes)
 
 
 def _is_opaque(owner: Any) -> bool:

@@ -18,21 +18,13 @@ import numpy as np
 from tfamp.core.errors import RewriteError
 from tfamp.graph.editor import (
     SHAPES,
+    GraphEditor,
     OpSignature,
-    first_ports,
     refused_options,
-    registered_signature,
     signature,
     tensor_inputs,
 )
-from tfamp.graph.functions import (
-    attribute_text,
-    bodies,
-    calls_in,
-    function_attributes,
-    library_of,
-    reached_functions,
-)
+from tfamp.graph.functions import attribute_text, function_attributes, reached_bodies
 from tfamp.interop.tf_private import device_kind_of, dtype_name, has_kernel
 from tfamp.machine.hardware import detect
 from tfamp.planning.options import SUCCESSORS
@@ -46,7 +38,6 @@ from tfamp.planning.structures import (
     IndexedNode,
     TypeSlot,
     node_name,
-    reach,
 )
 
 # Attribute, position in it if it is a list, dtype.
@@ -76,15 +67,15 @@ def build_indexes(
     Raises:
         RewriteError: The graph is not valid, or has an op TensorFlow does not know.
     """
-    library = library_of(graph_def)
-    if MAIN_GRAPH in library:
+    graph = GraphEditor(graph_def)
+    if MAIN_GRAPH in graph.library:
         raise RewriteError("The graph has a function without a name.")
-    signatures = {name: signature(function.signature) for name, function in library.items()}
-    reached = reached_functions(library, calls_in(graph_def.node)) if library else set()
+    reached = {id(body) for body in reached_bodies(graph, graph.nodes)}
     return tuple(
-        _Indexer(name, signatures, dtype, device).index(nodes, function)
-        for name, nodes, function in bodies(graph_def)
-        if function is None or (name in reached and not signatures[name].allowed)
+        _Indexer(body, dtype, device).index()
+        for body in graph.bodies
+        if not body.is_function
+        or (id(body) in reached and not signature(body.graph.signature).allowed)
     )
 
 
@@ -106,8 +97,7 @@ class _Kind(NamedTuple):
 class _Indexer:
     """Builds the index of one scope."""
 
-    scope: str
-    functions: Mapping[str, OpSignature]
+    body: GraphEditor
     dtype: str | None
     device: str
     nodes: list[IndexedNode] = field(default_factory=list)
@@ -117,8 +107,6 @@ class _Indexer:
     tensors: list[list[str]] = field(default_factory=list)
     inputs: list[list[int]] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
-    # For each node the first port of each named output; only functions name them.
-    first_ports: list[dict[str, int]] = field(default_factory=list)
     shapes: dict[tuple[int, int], _Shape] = field(default_factory=dict)
     largest: dict[int, float] = field(default_factory=dict)
     # Those first reads by what they wait for.
@@ -130,14 +118,16 @@ class _Indexer:
         """Whether a CPU runs the dtype with TensorFlow's own kernels, not oneDNN's."""
         return self.dtype == "float16" or not detect().cpu_bfloat16
 
-    def index(self, nodes: Any, function: Any) -> GraphIndex:
-        for position, arg in enumerate(function.signature.input_arg if function else ()):
+    def index(self) -> GraphIndex:
+        function = self.body.graph
+        is_function = self.body.is_function
+        for position, arg in enumerate(function.signature.input_arg if is_function else ()):
             self._add_boundary(arg.name, ARGUMENT, arg, [])
             if position in function.arg_attr:
                 self._add_shapes(position, ARGUMENT, function.arg_attr[position].attr)
-        for node in nodes:
+        for node in self.body.nodes:
             self._add_node(node)
-        for arg in function.signature.output_arg if function else ():
+        for arg in function.signature.output_arg if is_function else ():
             # A result may have the name of a node.
             self._add_boundary(f"{RESULT}{arg.name}", RESULT, arg, [function.ret[arg.name]])
         return self._finish()
@@ -146,13 +136,9 @@ class _Indexer:
         places: tuple[tuple[_Place, bool], ...] = ((("", None, dtype_name(arg.type)), False),)
         kind = _Kind(places, (0,) if op == RESULT else (), (0,) if op == ARGUMENT else ())
         self._register(IndexedNode(name, op, "", (), False, ()), kind, tensors)
-        self.first_ports.append({name: 0})
 
     def _add_node(self, node: Any) -> None:
-        own = self.functions.get(node.op) or registered_signature(node.op)
-        if own is None:
-            cause = "TensorFlow does not know this op; load its library before the rewrite"
-            raise self.error(node, cause)
+        own = self.body.signature(node)
         values = {attr: self._value(node, own, attr) for attr in (*own.allowed, *own.numbers)}
         refused = self.dtype is not None and refused_options(node)
         key = node.op, node.device, refused, tuple(values.values())
@@ -160,7 +146,7 @@ class _Indexer:
         if kind is None:
             kind = self.kinds[key] = self._kind(node, own, values)
         calls = tuple(function_attributes(node))
-        if node.op in self.functions:
+        if node.op in self.body.library:
             calls = (("", node.op), *calls)
         position = len(self.nodes)
         equation = attribute_text(node, "equation") if node.op == "Einsum" else ""
@@ -171,7 +157,6 @@ class _Indexer:
         if node.op == "ReadVariableOp":
             time = (node.device, *sorted(node.input))
             self.positions[node.name] = self.reads.setdefault(time, position)
-        self.first_ports.append(first_ports(own, node) if self.scope else {})
         self._add_shapes(position, node.op, node.attr)
         if node.op == "Const" and self.dtype is not None and values.get("dtype") == (FLOAT32,):
             self.largest[position] = largest_finite(node.attr["value"].tensor)
@@ -192,7 +177,7 @@ class _Indexer:
 
     def _register(self, node: IndexedNode, kind: _Kind, tensors: list[str]) -> None:
         if node.name in self.positions:
-            raise self.error(node, "another node has the same name")
+            raise self.body.error(node, "another node has the same name")
         position, first = len(self.nodes), len(self.slots)
         self.positions[node.name] = position
         self.slots += [TypeSlot(position, *place, low) for place, low in kind.places]
@@ -206,13 +191,13 @@ class _Indexer:
         """The dtypes that an attribute holds, or its number of tensors."""
         value = own.value(node, attr)
         if value is None:
-            raise self.error(node, f"the attribute {attr} is missing")
+            raise self.body.error(node, f"the attribute {attr} is missing")
         if attr in own.numbers:
             if not isinstance(value, int) or not 0 <= value <= _MOST_TENSORS:
-                raise self.error(node, f"the attribute {attr} is {value}, a wrong count")
+                raise self.body.error(node, f"the attribute {attr} is {value}, a wrong count")
             return value
         if isinstance(value, int) or isinstance(value, tuple) != (attr in own.lists):
-            raise self.error(node, f"the attribute {attr} holds no dtype")
+            raise self.body.error(node, f"the attribute {attr} holds no dtype")
         return value if isinstance(value, tuple) else (value,)
 
     def _can_be_low(
@@ -245,20 +230,6 @@ class _Indexer:
                 dims = (dim.size if dim.size >= 0 else None for dim in shape.dim)
                 self.shapes[position, port] = tuple(dims)
 
-    def _pass_on_shapes(self, edges: Iterable[Edge]) -> None:
-        """Gives a Cast the shape of its input: the Casts of a rewrite tell none."""
-        made = {
-            self.slots[edge.target].node: (self.slots[edge.source].node, edge.port)
-            for edge in edges
-            if self.nodes[self.slots[edge.target].node].op == "Cast"
-        }
-        for cast, given in made.items():
-            chain = reach([given], lambda tensor: [made[tensor[0]]] if tensor[0] in made else [])
-            known = (self.shapes[tensor] for tensor in chain if tensor in self.shapes)
-            shape = next(known, None)
-            if shape is not None:
-                self.shapes.setdefault((cast, 0), shape)
-
     def _finish(self) -> GraphIndex:
         edges: list[Edge] = []
         for position, (names, wanted) in enumerate(zip(self.tensors, self.inputs, strict=True)):
@@ -272,9 +243,8 @@ class _Indexer:
                     raise self._wrong(position, f"its input {tensor!r} is {made}, not {taken}")
                 tensor = tensor.replace(node_name(tensor), self.nodes[producer].name, 1)
                 edges.append(Edge(source, target, port, i, tensor))
-        self._pass_on_shapes(edges)
         return GraphIndex(
-            scope=self.scope,
+            scope=self.body.scope,
             nodes=tuple(self.nodes),
             slots=tuple(self.slots),
             edges=tuple(edges),
@@ -283,25 +253,17 @@ class _Indexer:
         )
 
     def _producer(self, consumer: int, tensor: str) -> tuple[int, int]:
-        name, _, rest = tensor.partition(":")
+        name = node_name(tensor)
         producer = self.positions.get(name)
         if producer is None:
             raise self._wrong(consumer, f"its input {tensor!r} is no node's output")
-        output, _, number = rest.rpartition(":")
-        outputs = len(self.outputs[producer])
-        port = int(number or 0) if (number or "0").isdecimal() else outputs
-        if output:
-            port += self.first_ports[producer].get(output, outputs)
-        if port >= outputs:
+        port = self.body.port(tensor)
+        if not 0 <= port < len(self.outputs[producer]):
             raise self._wrong(consumer, f"its input {tensor!r} is no output of {name!r}")
         return producer, port
 
     def _wrong(self, position: int, cause: str) -> RewriteError:
-        return self.error(self.nodes[position], cause)
-
-    def error(self, node: Any, cause: str) -> RewriteError:
-        place = f" of function {self.scope!r}" if self.scope else ""
-        return RewriteError(f"Node {node.name!r} ({node.op}){place}: {cause}.")
+        return self.body.error(self.nodes[position], cause)
 
 
 def largest_finite(tensor: Any) -> float:

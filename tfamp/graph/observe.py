@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import RewriteError
 from tfamp.graph.apply import cast_node, connect
-from tfamp.graph.editor import PYTHON
+from tfamp.graph.editor import PYTHON, replace_nodes
 from tfamp.graph.functions import (
     bodies,
     copied,
@@ -31,7 +31,6 @@ from tfamp.graph.functions import (
     library_of,
     new_suffix,
     rename_functions,
-    replace_nodes,
 )
 from tfamp.graph.index import build_indexes
 from tfamp.interop import tf_private

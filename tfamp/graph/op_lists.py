@@ -1,8 +1,8 @@
 """Which ops may run in the low precision, as an immutable value; framework-free.
 
-TensorFlow's own lists are in `planning.grappler_lists`; what autocast needs beyond the four
-colours is in `planning.autocast_lists`. This file holds the value, how tfamp's defaults differ
-from TensorFlow's, and how a user changes them.
+TensorFlow's own lists, and what autocast needs beyond the four colours, are in `planning.op_sets`.
+This file holds the value, how tfamp's defaults differ from TensorFlow's, and how a user changes
+them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import tfamp.planning.autocast_lists as _autocast
-import tfamp.planning.grappler_lists as _grappler
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import checked_flag
+from tfamp.planning import op_sets
 from tfamp.planning.options import COLORS, DEVICES, Color, OpColors, check_choice
 from tfamp.planning.structures import LOOPS
 
@@ -38,7 +37,7 @@ _FLOAT16_ALLOW_ADDED_ON_GPU = frozenset({"BatchMatMulV3"})
 _FLOAT16_ALLOW_DROPPED = frozenset({"GRUBlockCell", "GRUBlockCellGrad"})
 
 # Two are newer than Grappler's lists. Those for bfloat16 are of CPUs; on GPUs cuDNN's have kernels.
-_BFLOAT16_ALLOW_ADDED = _grappler.CUDNN_RNN | {"BatchMatMulV3", "Conv"}
+_BFLOAT16_ALLOW_ADDED = op_sets.CUDNN_RNN | {"BatchMatMulV3", "Conv"}
 # bfloat16 has float32's range, so what it costs to lower these is rounding: about eps for a power,
 # 2 eps for the gradient of rsqrt. A denied op keeps all that follows in float32, as the gradients
 # of tanh-GELU and of a squared loss, and an op on no list stops what is around it, as the gradient
@@ -53,8 +52,8 @@ _BFLOAT16_INFER_DROPPED = frozenset({"BiasAddGrad"})
 _CLEAR_ADDED = LOOPS
 
 # Ops that need inputs of one dtype, whichever list they are on.
-_SAME_DTYPE = _autocast.JOINING | _grappler.FLOAT16_ALLOW | _grappler.BFLOAT16_ALLOW
-_FLOAT32 = _autocast.PRECISE | _autocast.FLOAT32_KERNELS
+_SAME_DTYPE = op_sets.JOINING | op_sets.FLOAT16_ALLOW | op_sets.BFLOAT16_ALLOW
+_FLOAT32 = op_sets.PRECISE | op_sets.FLOAT32_KERNELS
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -75,7 +74,7 @@ class OpLists(OpColors):
         exact_statistics: Whether a rewrite computes normalizations in float32, from low inputs,
             whatever lists their ops are on: the mean, the variance, its root, and what these
             make of the data. They are found by what they compute, see
-            `planning/normalizations.py`. `default` has it, `grappler` has not.
+            `planning/exact_values.py`. `default` has it, `grappler` has not.
 
     Raises:
         TypeError: An argument is not a collection of strings, or `exact_statistics` is no bool.
@@ -237,10 +236,11 @@ class OpLists(OpColors):
         """
         added = _op_sets("add", allow_add, infer_add, deny_add, clear_add)
         removed = _op_sets("remove", allow_remove, infer_remove, deny_remove, clear_remove)
-        _refuse_contradictions(added, removed)
-        added_ops, touched = _union(added), _union(added) | _union(removed)
+        _refuse_op_on_two_lists(added, "_add")
+        added_ops = frozenset[str]().union(*added.values())
+        touched = added_ops.union(*removed.values())
         self._refuse_unknown(touched)
-        self._refuse_removing_absent(removed)
+        self._refuse_removals(added, removed)
         freed = added["infer"] | added["clear"] | (removed["deny"] - added_ops)
         exact = self.exact_statistics if exact_statistics is None else exact_statistics
         return OpLists(
@@ -261,8 +261,12 @@ class OpLists(OpColors):
                     "tf.load_op_library has loaded it."
                 )
 
-    def _refuse_removing_absent(self, removed: _Changes) -> None:
+    def _refuse_removals(self, added: _Changes, removed: _Changes) -> None:
         for color in COLORS:
+            for op in sorted(removed[color] & added[color]):
+                raise ValueError(
+                    f"got {op!r} in both {color}_add and {color}_remove; keep it in one of them."
+                )
             for op in sorted(removed[color] - getattr(self, color)):
                 raise ValueError(
                     f"{color}_remove must hold ops that are on {color}; got {op!r}, but it is on "
@@ -276,7 +280,7 @@ _Changes = Mapping[str, frozenset[str]]
 @functools.cache
 def _grappler_lists(dtype: str) -> OpLists:
     names = {color: f"{dtype}_{color}".upper() for color in COLORS}
-    return OpLists(**{color: getattr(_grappler, name) for color, name in names.items()})
+    return OpLists(**{color: getattr(op_sets, name) for color, name in names.items()})
 
 
 @functools.cache
@@ -292,8 +296,8 @@ def _default_lists(dtype: str, device: str) -> OpLists:
             # Their results are float32, which XLA does not compile gradients of.
             clear=lists.clear - {"ResizeBilinear"},
         )
-    allow = lists.allow - _grappler.EXTERNAL - _FLOAT16_ALLOW_DROPPED | _FLOAT16_ALLOW_ADDED
-    # Grappler infers _grappler.FLOAT16_CPU_INFER on CPUs; the square of 256 is inf in float16.
+    allow = lists.allow - op_sets.EXTERNAL - _FLOAT16_ALLOW_DROPPED | _FLOAT16_ALLOW_ADDED
+    # Grappler infers squares in float16 on CPUs; the square of 256 is inf in float16.
     on_gpu = _FLOAT16_ALLOW_ADDED_ON_GPU if device == "gpu" else frozenset()
     return dataclasses.replace(lists, allow=allow | on_gpu)
 
@@ -317,25 +321,12 @@ def _op_sets(change: str, *given: Iterable[str]) -> _Changes:
     return {color: _op_set(f"{color}_{change}", ops) for color, ops in named}
 
 
-def _union(changes: _Changes) -> frozenset[str]:
-    return frozenset().union(*changes.values())
-
-
 def _refuse_op_on_two_lists(lists: _Changes, suffix: str = "") -> None:
     for (one, held), (other, ops) in itertools.combinations(lists.items(), 2):
         if both := sorted(held & ops):
             raise ValueError(
                 f"an op must be on one list at most; got {both[0]!r} in both {one}{suffix} and "
                 f"{other}{suffix}. Keep it in one of them."
-            )
-
-
-def _refuse_contradictions(added: _Changes, removed: _Changes) -> None:
-    _refuse_op_on_two_lists(added, "_add")
-    for color in COLORS:
-        if both := sorted(added[color] & removed[color]):
-            raise ValueError(
-                f"got {both[0]!r} in both {color}_add and {color}_remove; keep it in one of them."
             )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import importlib
 import importlib.metadata
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,14 +17,11 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.profile import MachineProfile
-from tfamp.graph.apply import apply_plan, control_inputs, verify_rewrite
-from tfamp.graph.functions import bodies, copied, has_frames, inline_calls
+from tfamp.graph.apply import apply_plan, verify_rewrite
+from tfamp.graph.editor import GraphEditor
+from tfamp.graph.functions import FRAMES, copied, inline_calls
 from tfamp.graph.index import build_indexes
 from tfamp.graph.op_lists import OpLists
-from tfamp.graph.passes.attention_products import as_batches
-from tfamp.graph.passes.bias_sums import as_sums, sums_are_better, without_idle_sums
-from tfamp.graph.passes.chosen_constants import keep_choices_finite
-from tfamp.graph.passes.loop_reads import read_before_loops
 from tfamp.interop import tf_private
 from tfamp.interop.patching import level_of_user
 from tfamp.machine import profile_choice
@@ -32,7 +30,6 @@ from tfamp.planning.exact_values import CHOICES
 from tfamp.planning.options import GraphUse, RewriteOptions, check_choice
 from tfamp.planning.ranges import RULE as CALIBRATION
 from tfamp.planning.structures import (
-    FLOAT32,
     LOOPS,
     GraphIndex,
     RewritePlan,
@@ -171,56 +168,91 @@ def _collector_paused() -> Iterator[None]:
 
 
 class Pass(NamedTuple):
-    """A change in place, with the same results but for rounding, of graphs with one of some ops."""
+    """A rewrite of a whole graph, in place: the function `run` of a file of `tfamp.graph.passes`.
 
-    ops: frozenset[str]
-    run: Callable[[Any, RewriteOptions, GraphUse], None]
+    It takes the editor of the graph and the options, behind the decision the plan too.
 
+    Attributes:
+        file: The file, which is loaded where there is work for it.
+        ops: Op types, of which a graph has to have one; None for any graph.
+        applies: Whether the pass pays, or is asked for, with some options.
+        carries_plan: Whether it runs behind the decision, on the graph that the plan made.
+        in_frames: Whether it can run on graphs with loops of TensorFlow 1.
+    """
 
-def sums_behind_loops(graph_def: Any, options: RewriteOptions, use: GraphUse) -> None:
-    """Makes what loops of gradients add up one op behind the loop."""
-    from tfamp.graph.passes.loop_sums import add_up_behind_loops  # Nothing else needs it.
-
-    add_up_behind_loops(graph_def, use.names)
-
-
-def gradients_by_filters(graph_def: Any, options: RewriteOptions, use: GraphUse) -> None:
-    """Makes gradients of convolutions by their filters ops that are faster."""
-    from tfamp.graph.passes.filter_gradients import by_faster_ops  # Nothing else needs it.
-
-    peaks = options.machine.peaks["matmul"]
-    by_faster_ops(graph_def, options.device, peaks[options.dtype] > peaks[FLOAT32])
+    file: str
+    ops: frozenset[str] | None
+    applies: Callable[[RewriteOptions], bool]
+    carries_plan: bool = False
+    in_frames: bool = False
 
 
-# What makes a graph cheaper before it is decided about, in the order in which it runs.
+def _not_grapplers(options: RewriteOptions) -> bool:
+    """Grappler's own lists give Grappler's result, node by node."""
+    return options.updates != "low"
+
+
+def _on_cpus(options: RewriteOptions) -> bool:
+    return options.device == "cpu" and _not_grapplers(options)
+
+
+def _in_bfloat16(options: RewriteOptions) -> bool:
+    return options.dtype == "bfloat16" and _not_grapplers(options)
+
+
+_FILTER_GRADIENTS = op_types("Conv2DBackpropFilter DepthwiseConv2dNativeBackpropFilter")
+_BIAS_SUMS = Pass("bias_sums", frozenset({"BiasAddGrad"}), _in_bfloat16, carries_plan=True)
+# All passes, in the order in which they run. The first ones make a graph faster, with the same
+# results but for rounding; then it is indexed and decided about, and the plan is carried out. The
+# others make low ops more accurate, or have XLA compile them.
 PASSES = (
-    Pass(frozenset({"Einsum"}), as_batches),
-    Pass(LOOPS, sums_behind_loops),
-    Pass(
-        op_types("Conv2DBackpropFilter DepthwiseConv2dNativeBackpropFilter"), gradients_by_filters
-    ),
+    Pass("attention_products", frozenset({"Einsum"}), _on_cpus),
+    Pass("loop_sums", LOOPS, _not_grapplers),
+    Pass("filter_gradients", _FILTER_GRADIENTS, _on_cpus),
+    Pass("loop_reads", LOOPS, lambda options: True),
+    _BIAS_SUMS,
+    Pass("constants", CHOICES, _not_grapplers, carries_plan=True, in_frames=True),
+    Pass("fusion", None, lambda options: options.placement == "fused", carries_plan=True),
 )
+
+
+def _passes_for(graph: GraphEditor, options: RewriteOptions, carries_plan: bool) -> list[Pass]:
+    """The passes before or behind the decision that have work to do on a graph."""
+    ops = frozenset(op for body in graph.bodies for op in body.by_op)
+    framed = not FRAMES.isdisjoint(ops)
+    return [
+        each
+        for each in PASSES
+        if each.carries_plan == carries_plan
+        and (each.in_frames or not framed)
+        and (each.ops is None or not each.ops.isdisjoint(ops))
+        and each.applies(options)
+    ]
+
+
+def _run(passes: Iterable[Pass], *args: Any) -> None:
+    for each in passes:
+        importlib.import_module(f"tfamp.graph.passes.{each.file}").run(*args)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedGraph:
-    """A graph behind its passes, with its index: what every decision about it starts from.
+    """A graph behind its first passes, with its index: the start of every decision about it.
 
     Attributes:
-        graph_def: The graph.
+        graph: The graph.
         indexes: The index of the graph, then those of its functions.
         weights: Arguments of loops' functions that hold weights.
-        sums: What became of gradients of biases, by name.
     """
 
-    graph_def: Any
+    graph: GraphEditor
     indexes: Sequence[GraphIndex]
     weights: Collection[tuple[str, str]]
-    sums: Mapping[tuple[str, str], Any]
 
     def copy(self) -> PreparedGraph:
         """Returns the same with a graph of its own."""
-        return dataclasses.replace(self, graph_def=copied(self.graph_def))
+        graph = GraphEditor(copied(self.graph.graph), self.graph.kept)
+        return dataclasses.replace(self, graph=graph)
 
 
 def convert(graph_def: Any, options: RewriteOptions, use: GraphUse) -> Decision:
@@ -235,53 +267,35 @@ def convert(graph_def: Any, options: RewriteOptions, use: GraphUse) -> Decision:
 
 @_collector_paused()
 def prepare(graph_def: Any, options: RewriteOptions, use: GraphUse) -> PreparedGraph:
-    """Runs the passes on a graph of the caller's own, in place, and indexes it.
+    """Runs the first passes on a graph of the caller's own, in place, and indexes it.
 
     The result does not depend on the placement, nor on patterns.
     """
-    framed = has_frames(graph_def)
-    ops = {node.op for _, nodes, _ in bodies(graph_def) for node in nodes}
-    # Grappler's own lists give Grappler's result, node by node.
-    if options.updates != "low" and not framed:
-        for each in PASSES:
-            if not each.ops.isdisjoint(ops):
-                each.run(graph_def, options, use)
-    has_biases = not framed and "BiasAddGrad" in ops
-    better = has_biases and sums_are_better(options.colors, options.dtype)
-    sums = as_sums(graph_def, options.device) if better else {}
+    graph = GraphEditor(graph_def, use.names)
+    _run(_passes_for(graph, options, carries_plan=False), graph, options)
     indexes = build_indexes(graph_def, dtype=options.dtype, device=options.device)
-    # Behind the index, which refuses graphs that are not valid.
-    weights = frozenset() if LOOPS.isdisjoint(ops) else read_before_loops(graph_def, use.names)
-    if weights:
-        indexes = build_indexes(graph_def, dtype=options.dtype, device=options.device)
-    return PreparedGraph(graph_def, indexes, weights, sums)
+    return PreparedGraph(graph, indexes, graph.weights)
 
 
 @_collector_paused()
 def convert_prepared(prepared: PreparedGraph, options: RewriteOptions, use: GraphUse) -> Decision:
     """Decides about a graph, and converts it in place."""
-    graph_def = prepared.graph_def
-    decision = decide(prepared.indexes, prepared.weights, options, use)
-    before = control_inputs(graph_def)
-    apply_plan(graph_def, decision.plan)
-    nodes = (node for index in prepared.indexes for node in index.nodes)
-    if options.updates != "low" and any(node.op in CHOICES for node in nodes):
-        keep_choices_finite(graph_def, decision.plan)
-    verify_rewrite(before, graph_def, decision.scopes, decision.plan)
-    plan = decision.plan
-    if prepared.sums:
-        plan = without_idle_sums(graph_def, plan, prepared.sums)
-    if options.placement == "fused":
-        from tfamp.graph.passes.fusion import fuse  # Nothing else needs it.
+    graph = prepared.graph
+    passes = _passes_for(graph, options, carries_plan=True)
+    if _BIAS_SUMS in passes:
+        from tfamp.graph.passes.bias_sums import with_sums  # Few graphs need it.
 
-        fuse(graph_def, use.names)
+        options = with_sums(options, prepared.indexes)
+    decision = decide(prepared.indexes, prepared.weights, options, use)
+    apply_plan(graph, decision.plan)
+    verify_rewrite(graph.graph, decision.scopes, decision.plan)
+    _run(passes, graph, options, decision.plan)
     for text in decision.idle:
         warnings.warn(text, TfampWarning, stacklevel=level_of_user())
-    if not plan.summary.low_nodes:
-        warnings.warn(
-            _nothing_converted(plan, decision), NothingConvertedWarning, stacklevel=level_of_user()
-        )
-    return dataclasses.replace(decision, plan=plan)
+    if not decision.plan.summary.low_nodes:
+        text = _nothing_converted(decision.plan, decision)
+        warnings.warn(text, NothingConvertedWarning, stacklevel=level_of_user())
+    return decision
 
 
 def _nothing_converted(plan: RewritePlan, decision: Decision) -> str:

@@ -11,27 +11,26 @@ import keras
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.options import DynamicLossScale, FixedLossScale, GradClip, LossScale
+from tfamp.core.options import FixedLossScale, GradClip, LossScale
 from tfamp.layers.layer_dtypes import managed_layers, quantization_of
-from tfamp.levels.layer_policies import layers_before, set_by_hand
-from tfamp.levels.model_structure import computing_layers_of, layers_of, path_of
-from tfamp.levels.precision_config import EffectiveLevel
-from tfamp.optimizer import LossScaleOptimizer
+from tfamp.levels.layer_policies import (
+    computing_layers_of,
+    layers_before,
+    layers_of,
+    path_of,
+    set_by_hand,
+)
+from tfamp.levels.precision_config import LEVELS, EffectiveLevel
+from tfamp.levels.prepared_optimizer import rule_of
 from tfamp.policy import prepares_data
 from tfamp.reports import notebook_html
 from tfamp.reports.text_table import table_lines
-
-_HOW = {
-    "O0": "nothing changes",
-    "O1": "graph rewrite in graph mode, autocast when eager",
-    "O2": "layer policies",
-    "O3": "layer policies, nothing kept",
-}
 
 _ROUNDED = {
     "stochastic": "updates rounded stochastically",
     "split": "the float32 rest beside them in the optimizer",
 }
+_HEAD = ("layer", "class", "compute", "variables", "why")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +63,8 @@ class PrecisionSettings:
         level: "O0", "O1", "O2" or "O3", never "auto"; None for a model that `prepare` did not make.
         dtype: The low dtype, "float32" at level O0. Without a level the low dtype that most layers
             compute in, "float32" where none does.
-        loss_scale: The rule of the loss scale, None for none. Without a level that of the model's
-            optimizer.
+        loss_scale: The rule of the loss scale, None for none. Without a level, the rule of the
+            model's optimizer.
         grad_clip: How gradients are clipped, None for not at all.
         master_weights: Whether low weights have float32 copies in the optimizer.
         weight_rounding: How their updates are rounded where they have none, None for to nearest.
@@ -141,167 +140,119 @@ class PrecisionSettings:
         )
 
     def _facts(self) -> list[tuple[str, str]]:
-        copies = ", float32 copies in the optimizer" if self.master_weights else ""
-        copies += "" if self.weight_rounding is None else f", {_ROUNDED[self.weight_rounding]}"
-        copies += "" if self.slots is None else f", {self.slots} slots"
-        is_low = self.level == "O3" or bool(copies)
-        stored = sorted({layer.variable_dtype for layer in self.layers}) or ["float32"]
-        own = ", ".join(stored) + copies
         level = "none (the layers' own policies)"
+        if self.level is not None:
+            level = f"{self.level} ({LEVELS[self.level]})"
+        weights = sorted({layer.variable_dtype for layer in self.layers}) or ["float32"]
+        if self.master_weights:
+            weights.append("float32 copies in the optimizer")
+        if self.weight_rounding is not None:
+            weights.append(_ROUNDED[self.weight_rounding])
+        if self.slots is not None:
+            weights.append(f"{self.slots} slots")
+        clip = self.grad_clip
+        clipped = (
+            "" if clip is None else f"clipped to norm {clip.max_norm:g} of type {clip.norm_type}"
+        )
         return [
-            ("level", level if self.level is None else f"{self.level} ({_HOW[self.level]})"),
+            ("level", level),
             ("dtype", self.dtype),
-            (
-                "weights",
-                own if self.level is None else f"{self.dtype}{copies}" if is_low else "float32",
-            ),
+            ("weights", ", ".join(weights)),
             ("loss scale", _rule_text(self.loss_scale)),
-            ("gradients", _clip_text(self.grad_clip)),
+            ("gradients", clipped),
             ("kept float32", ", ".join(self.keep_float32) or "none by name"),
             *(("", reason) for reason in self.reasons),
         ]
 
     def _rows(self) -> list[tuple[str, ...]]:
-        return [
-            (x.path, x.kind, x.compute_dtype, x.variable_dtype, _why_text(x)) for x in self.layers
-        ]
-
-
-_HEAD = ("layer", "class", "compute", "variables", "why")
+        rows: list[tuple[str, ...]] = []
+        for x in self.layers:
+            note = "" if x.quantization is None else f"; quantized to {x.quantization}"
+            rows.append((x.path, x.kind, x.compute_dtype, x.variable_dtype, x.why + note))
+        return rows
 
 
 def settings_of(
     model: Any,
-    level: EffectiveLevel,
-    kept: tuple[Any, ...],
-    rewrite: Callable[..., Any] | None,
-    reasons: tuple[str, ...] = (),
+    level: EffectiveLevel | None,
+    kept: tuple[Any, ...] = (),
+    rewrite: Callable[..., Any] | None = None,
 ) -> PrecisionSettings:
-    """The settings of a model at a level, of which a user keeps layers, rewritten or not."""
-    kept_below = {id(layer) for layer in layers_of(*kept)}
+    """Returns the settings of a model at a level, or by its layers' own policies where it has none.
+
+    Layers that the user keeps in float32, and what rewrites the model's steps, are given.
+    """
     optimizer = model.optimizer if model.compiled else None
-    has_masters = getattr(optimizer, "master_weights", False)
-    rounding = getattr(optimizer, "weight_rounding", None) or level.config.weight_rounding
+    layers = [x for x in computing_layers_of(model) if not isinstance(x, keras.Model)]
+    below = {id(layer) for layer in layers_of(*kept)}
+    low = Counter(x.compute_dtype for x in layers if x.compute_dtype in LOW_PRECISION)
+    values: dict[str, Any] = {
+        "level": None,
+        "dtype": max(sorted(low), key=lambda dtype: low[dtype], default="float32"),
+        "loss_scale": rule_of(optimizer),
+        "grad_clip": getattr(optimizer, "grad_clip", None),
+        "master_weights": bool(getattr(optimizer, "master_weights", False)),
+        "weight_rounding": getattr(optimizer, "weight_rounding", None),
+        "reasons": ("prepare has not made it: each layer has the policy it was made with.",),
+    }
+    if level is not None:
+        values |= {
+            name: getattr(level, name) for name in ("level", "dtype", "loss_scale", "reasons")
+        }
+        values["grad_clip"] = level.config.grad_clip
+        values["master_weights"] |= level.master_weights
+        values["weight_rounding"] = values["weight_rounding"] or level.config.weight_rounding
     return PrecisionSettings(
-        level=level.level,
-        dtype=level.dtype,
-        loss_scale=level.loss_scale,
-        grad_clip=level.config.grad_clip,
-        master_weights=level.master_weights or bool(has_masters),
         keep_float32=tuple(path_of(layer) for layer in kept),
-        reasons=(*level.reasons, *reasons),
-        layers=tuple(
-            _row(layer, level, id(layer) in kept_below) for layer in _single_layers_of(model)
-        ),
+        layers=tuple(_row(layer, level, id(layer) in below) for layer in layers),
         graph_rewrite=rewrite,
-        weight_rounding=rounding,
-        slots=_slots_of(optimizer),
+        # Where slots=None was given, the optimizer's own choice.
+        slots=getattr(getattr(optimizer, "stored_weights", None), "slots", None),
+        **values,
     )
 
 
-def own_settings_of(model: Any) -> PrecisionSettings:
-    """What a model computes in that no level was put on, by the policies of its layers."""
-    layers = _single_layers_of(model)
-    low = Counter(each.compute_dtype for each in layers if each.compute_dtype in LOW_PRECISION)
-    optimizer = model.optimizer if model.compiled else None
-    return PrecisionSettings(
-        level=None,
-        dtype=max(sorted(low), key=lambda dtype: low[dtype], default="float32"),
-        loss_scale=_rule_of(optimizer),
-        grad_clip=getattr(optimizer, "grad_clip", None),
-        master_weights=bool(getattr(optimizer, "master_weights", False)),
-        keep_float32=(),
-        reasons=("prepare has not made it: each layer has the policy it was made with.",),
-        layers=tuple(_described(layer, layer.compute_dtype, _own_why(layer)) for layer in layers),
-        weight_rounding=getattr(optimizer, "weight_rounding", None),
-        slots=_slots_of(optimizer),
-    )
-
-
-def _slots_of(optimizer: Any) -> str | None:
-    # Of what was given as None, the optimizer's own choice.
-    return getattr(getattr(optimizer, "stored_weights", None), "slots", None)
-
-
-def _single_layers_of(model: Any) -> list[Any]:
-    return [each for each in computing_layers_of(model) if not isinstance(each, keras.Model)]
-
-
-def _rule_of(optimizer: Any) -> LossScale | None:
-    """How an optimizer scales the loss: tfamp's, Keras's own or any other."""
-    if isinstance(optimizer, LossScaleOptimizer):
-        return optimizer.rule
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        steps = optimizer.dynamic_growth_steps
-        return DynamicLossScale(optimizer.initial_scale, growth_steps=steps)
-    factor = getattr(optimizer, "loss_scale_factor", None)
-    return None if factor is None else FixedLossScale(factor)
-
-
-def _row(layer: Any, level: EffectiveLevel, is_kept: bool) -> LayerSettings:
-    left = is_kept or quantization_of(layer) is not None or layer.compute_dtype != "float32"
-    by_lists = level.level == "O1" and not left
-    compute = f"{level.dtype} by op" if by_lists else layer.compute_dtype
-    return _described(layer, compute, _why(layer, level, is_kept))
-
-
-def _described(layer: Any, compute: str, why: str) -> LayerSettings:
+def _row(layer: Any, level: EffectiveLevel | None, is_kept: bool) -> LayerSettings:
     mode = quantization_of(layer)
-    has_weights = bool(layer.weights) and mode is None
-    stored = layer.weights[0].dtype if has_weights else layer.variable_dtype
+    compute, stored = layer.compute_dtype, layer.variable_dtype
+    if layer.weights and mode is None:
+        stored = layer.weights[0].dtype
+    why = _why(layer, level, is_kept)
+    if why == "op lists" and level is not None:
+        compute = f"{level.dtype} by op"
     return LayerSettings(path_of(layer), type(layer).__name__, compute, stored, why, mode)
 
 
-def _own_why(layer: Any) -> str:
-    """What decided over the dtype of a layer that no level was put on."""
+def _why(layer: Any, level: EffectiveLevel | None, is_kept: bool) -> str:
+    """Returns the first reason for a layer's dtype that holds, at a level or without one."""
     record, policy = managed_layers.get(layer), layer.dtype_policy.name
-    reasons = {
-        "set by hand": set_by_hand.get(layer),
-        "statistics": record and record.follows_input and not record.raised,
-        "output": record and record.raised,
-        f"policy {policy}": policy.startswith("mixed_"),
-        "data preparation": record and prepares_data(type(layer)),
-        "float32": policy == "float32",
-    }
-    return next((reason for reason, holds in reasons.items() if holds), f"policy {policy}")
-
-
-def _why(layer: Any, level: EffectiveLevel, is_kept: bool) -> str:
-    record, low = managed_layers.get(layer), layer.compute_dtype in LOW_PRECISION
-    is_moved = layers_before.get(layer) is not None
-    stores_low = level.level == "O2" and level.low_weights
-    # The first that holds.
+    raised = record is not None and bool(record.raised)
     reasons = {
         "keep_float32": is_kept,
         "set by hand": set_by_hand.get(layer),
-        "op lists": level.level == "O1" and not low and quantization_of(layer) is None,
-        "own dtype": level.level == "O1" and not low,
-        "statistics": record and record.follows_input and not record.raised,
-        "output": (record and record.raised) or (stores_low and is_moved and not low),
-        "level O0": level.level == "O0" and not low,
-        "data preparation": prepares_data(type(layer)),
-        f"level {level.level}": is_moved or (low and layer.compute_dtype == level.dtype),
+        "statistics": record is not None and record.follows_input and not raised,
+        "output": raised,
     }
-    return next((reason for reason, holds in reasons.items() if holds), "own dtype")
-
-
-def _why_text(row: LayerSettings) -> str:
-    return row.why if row.quantization is None else f"{row.why}; quantized to {row.quantization}"
-
-
-def _clip_text(clip: GradClip | None) -> str:
-    if clip is None:
-        return "not clipped"
-    return f"clipped to norm {clip.max_norm:g} of type {clip.norm_type:g}"
+    if level is None:
+        own = policy if policy == "float32" else f"policy {policy}"
+        return next((why for why, holds in reasons.items() if holds), own)
+    is_low, is_moved = layer.compute_dtype in LOW_PRECISION, layers_before.get(layer) is not None
+    if level.level == "O1" and not is_low:
+        by_lists = quantization_of(layer) is None and layer.compute_dtype == "float32"
+        reasons |= {"op lists": by_lists, "own dtype": True}
+    stores_low = level.level == "O2" and level.low_weights
+    reasons["output"] = raised or (stores_low and is_moved and not is_low)
+    reasons |= {
+        "level O0": level.level == "O0" and not is_low,
+        "data preparation": prepares_data(type(layer)),
+        f"level {level.level}": is_moved or (is_low and layer.compute_dtype == level.dtype),
+    }
+    return next((why for why, holds in reasons.items() if holds), "own dtype")
 
 
 def _rule_text(rule: LossScale | None) -> str:
     if rule is None:
         return "none"
-    if isinstance(rule, FixedLossScale):
-        skips = ", steps that are not finite are skipped" if rule.skip_nonfinite else ""
-        return f"fixed at {rule.scale:g}{skips}"
-    return (
-        f"dynamic from {rule.initial_scale:g}, times {rule.growth_factor:g} after "
-        f"{rule.growth_steps} finite steps, times {rule.backoff_factor:g} after an overflow"
-    )
+    start = "fixed at" if isinstance(rule, FixedLossScale) else "dynamic from"
+    skips = ", steps that are not finite are skipped" if rule.skip_nonfinite else ""
+    return f"{start} {rule.initial_scale:g}{skips}"

@@ -1,20 +1,17 @@
-"""`PrecisionConfig`: everything `prepare` is told, as one value; and what it means on a machine.
+"""`PrecisionConfig`: the arguments of `prepare` as one value; and what they mean on a machine.
 
 Framework-free, and pure but for reading a file. `preparation` carries out what is decided here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
 import importlib
 import json
 import numbers
 import os
-import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,41 +26,48 @@ from tfamp.core.options import (
     FixedLossScale,
     GradClip,
     LossScale,
+    checked_flag,
+    checked_scale,
+    checked_word,
+    from_mapping,
     resolve_grad_clip,
     resolve_weight_rounding,
 )
 from tfamp.machine import hardware
 from tfamp.machine.hardware import Hardware
-from tfamp.policy import Policy
+from tfamp.policy import Policy, low_dtype
 
-LEVELS = ("O0", "O1", "O2", "O3", "auto")
-_LEVELS = {level.lower(): level for level in LEVELS}
-_DTYPES = {
-    **{name: name for name in LOW_PRECISION},
-    **{f"mixed_{name}": name for name in LOW_PRECISION},
-    "half": "float16",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "float32": "float32",
+# How each level is carried out.
+LEVELS = {
+    "O0": "nothing changes",
+    "O1": "graph rewrite in graph mode, autocast when eager",
+    "O2": "layer policies",
+    "O3": "layer policies, nothing kept",
 }
+# The levels that an argument goes with, and why the others refuse it.
+_GOES_WITH = {
+    "master_weights": (("O2", "O3"), "has float32 weights"),
+    "weight_rounding": (("O2", "O3"), "has float32 weights"),
+    "placement": (("O1",), "rewrites no graph"),
+}
+_WORDS = {"placement": PLACEMENTS, "weight_rounding": WEIGHT_ROUNDINGS, "slots": SLOTS}
 
-# The variables that tfamp reads; `machine.profile_choice` says what they mean.
+# The variables that tfamp reads; `machine.profile_choice` explains them.
 _VARIABLES = ("TFAMP_PROFILE",)
 
 # What the pages on migration show of other systems' names: torch and mmdetection, DeepSpeed.
 _DYNAMIC_NAMES = {
-    **{name: name for name in DynamicLossScale.__dataclass_fields__},
+    **{each.name: each.name for each in dataclasses.fields(DynamicLossScale)},
     "init_scale": "initial_scale",
     "growth_interval": "growth_steps",
     "loss_scale_window": "growth_steps",
     "min_loss_scale": "min_scale",
 }
-_FIXED_NAMES = tuple(FixedLossScale.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """What `tfamp.prepare` is to do, as one value.
+    """The arguments of `tfamp.prepare`, as one value.
 
     Args:
         level: "O0", "O1", "O2", "O3" or "auto".
@@ -103,9 +107,23 @@ class PrecisionConfig:
     slots: str | None = None
 
     def __post_init__(self) -> None:
-        for name, read in _READERS.items():
-            object.__setattr__(self, name, read(getattr(self, name)))
-        _check_together(self)
+        checked = {
+            "level": checked_word("level", self.level, (*LEVELS, "auto")),
+            "dtype": read_dtype(self.dtype),
+            "loss_scale": _read_loss_scale(self.loss_scale),
+            "grad_clip": resolve_grad_clip(self.grad_clip),
+            "keep_float32": _as_tuple(self.keep_float32),
+        }
+        if self.master_weights is not None:
+            checked_flag("master_weights", self.master_weights)
+        for name, words in _WORDS.items():
+            if getattr(self, name) is not None:
+                checked[name] = checked_word(name, getattr(self, name), words)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.level != "auto":
+            _check_level(self, self.level, f"level {self.level!r}")
+        resolve_weight_rounding(self.weight_rounding, self.slots, self.master_weights)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrecisionConfig:
@@ -118,7 +136,7 @@ class PrecisionConfig:
             The configuration.
 
         Raises:
-            TypeError: A value has the wrong type, or `values` is no dict.
+            TypeError: A value has the wrong type, or `values` is not a dict.
             ValueError: A key is unknown (the message names the nearest), a value is out of range,
                 or two contradict each other.
 
@@ -128,11 +146,7 @@ class PrecisionConfig:
             >>> config.loss_scale, config.grad_clip.max_norm
             (512.0, 35.0)
         """
-        if not isinstance(values, Mapping):
-            example = "{'level': 'O2', 'loss_scale': 512.0}"
-            raise wrong_type(f"A configuration is a dict such as {example}", values)
-        _check_keys("PrecisionConfig", values, _READERS)
-        return cls(**values)
+        return from_mapping(cls, "PrecisionConfig", values)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> PrecisionConfig:
@@ -148,31 +162,28 @@ class PrecisionConfig:
         Raises:
             OSError: The file cannot be read.
             TypeError, ValueError: As `from_dict`, naming the file; or it ends otherwise.
-            ImportError: It is TOML, and this is Python 3.10 without the package tomli.
+            ImportError: It is TOML, and this is Python 3.10.
         """
         path = Path(path)
-        values = _parsed(path)
-        if isinstance(values, Mapping) and isinstance(values.get("tfamp"), Mapping):
-            values = values["tfamp"]
+        if path.suffix.lower() not in (".json", ".toml"):
+            raise ValueError(f"A configuration is a .json or .toml file; got {str(path)!r}.")
+        # Python 3.10 has no module that reads TOML.
+        parse = json if path.suffix.lower() == ".json" else importlib.import_module("tomllib")
         try:
-            return cls.from_dict(values)
+            values = parse.loads(path.read_text(encoding="utf-8"))
+            is_nested = isinstance(values, Mapping) and "tfamp" in values
+            return cls.from_dict(values["tfamp"] if is_nested else values)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{path}: {error}") from error
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields that differ from their defaults, and the level, for JSON or TOML.
 
         Returns:
-            A dict that `from_dict` makes an equal configuration of.
-
-        Raises:
-            TypeError: `keep_float32` holds classes or layers: only names can be written down.
+            A dict that `from_dict` makes an equal configuration of. Classes and layers of
+            `keep_float32` are in it as they are, and no file holds them.
         """
-        for each in self.keep_float32:
-            if not isinstance(each, str):
-                raise TypeError(
-                    f"keep_float32 holds {each!r}, which no file can; name the layer instead."
-                )
         scale = self.loss_scale
         plain = vars(self) | {
             "loss_scale": dataclasses.asdict(scale) if isinstance(scale, LossScale) else scale,
@@ -181,73 +192,26 @@ class PrecisionConfig:
         }
         return {name: value for name, value in plain.items() if value is not None}
 
-    def with_changes(self, **changes: Any) -> PrecisionConfig:
-        """Returns one that differs in the fields given.
-
-        Example:
-            >>> PrecisionConfig(level="O1").with_changes(dtype="bfloat16").to_dict()
-            {'level': 'O1', 'dtype': 'bfloat16'}
-        """
-        return dataclasses.replace(self, **changes)
-
     @property
     def rewrite_placement(self) -> str:
-        """What decides which ops a rewrite converts, where nothing was asked for too."""
+        """The placement of a rewrite, given or by default."""
         return self.placement or ("min_cut" if self.level == "auto" else "lists")
 
 
-def _check_together(config: PrecisionConfig) -> None:
-    """Raises where two fields cannot both hold."""
-    if config.dtype == "float32" and config.level in ("O1", "O2", "O3"):
+def _check_level(config: PrecisionConfig, level: str, subject: str) -> None:
+    """Raises where a level, the subject of a clause, and another argument cannot both hold."""
+    if config.dtype == "float32" and level != "O0":
         raise ValueError(
-            f"level {config.level!r} computes in low precision and dtype 'float32' is none; give "
+            f"dtype='float32' goes with level O0, and {subject} computes in low precision; give "
             "level='O0', or dtype 'float16' or 'bfloat16'."
         )
-    if config.master_weights and config.level in ("O0", "O1"):
-        raise ValueError(
-            f"master_weights=True goes with weights in a low dtype, and those of level "
-            f"{config.level!r} are float32; give level='O2' or 'O3', or leave master_weights out."
-        )
-    if config.placement and config.level not in ("O1", "auto"):
-        raise ValueError(
-            f"placement={config.placement!r} says what a rewrite converts, and level "
-            f"{config.level!r} rewrites no graph; give level='O1', or leave placement out."
-        )
-    if config.weight_rounding and config.level not in ("O2", "O3"):
-        raise ValueError(
-            f"weight_rounding={config.weight_rounding!r} goes with weights in a low dtype, and "
-            f"those of level {config.level!r} are float32, or may be; give level='O3' or 'O2', or "
-            "leave weight_rounding out."
-        )
-    if config.weight_rounding == "split" and config.dtype == "float16":
-        raise ValueError(
-            "weight_rounding='split' keeps the lower half of a float32 number beside a bfloat16 "
-            "weight; got dtype='float16'. Give dtype='bfloat16', or weight_rounding='stochastic'."
-        )
-    resolve_weight_rounding(config.weight_rounding, config.slots, config.master_weights)
-
-
-def _parsed(path: Path) -> Any:
-    suffix = path.suffix.lower()
-    if suffix not in (".json", ".toml"):
-        raise ValueError(f"A configuration is a .json or .toml file; got {str(path)!r}.")
-    parse = json.loads if suffix == ".json" else _toml()
-    try:
-        return parse(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply for a configuration.") from None
-    except ValueError as error:  # Common base of the two parsers' errors and UnicodeDecodeError.
-        raise ValueError(f"{path} is no valid {suffix[1:].upper()}: {error}") from error
-
-
-def _toml() -> Any:
-    for name in ("tomllib", "tomli"):
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(name).loads
-    raise ImportError(
-        "Python 3.10 reads no TOML by itself: install tomli, use Python 3.11 or later, or write "
-        "the configuration as JSON."
-    )
+    for name, (levels, why) in _GOES_WITH.items():
+        value = getattr(config, name)
+        if value and level not in levels:
+            raise ValueError(
+                f"{name}={value!r} goes with level {' or '.join(levels)}, and {subject} {why}; "
+                f"give level={levels[0]!r}, or leave {name} out."
+            )
 
 
 def warn_of_variables(environ: Mapping[str, str]) -> None:
@@ -263,159 +227,39 @@ def warn_of_variables(environ: Mapping[str, str]) -> None:
             )
 
 
-def wrong_type(expected: str, value: Any) -> TypeError:
-    """The error for a value of another type than is expected, which a clause says."""
-    return TypeError(f"{expected}; got {value!r} of type {type(value).__name__}.")
-
-
-def nearest(name: object, known: Iterable[str]) -> str:
-    """The known name that is spelled most like a name."""
-    names = list(known)
-    lower = {each.lower(): each for each in names}
-    found = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.0)
-    return lower[found[0]] if found else names[0]
-
-
-def _check_keys(what: str, given: Iterable[object], known: Iterable[str]) -> None:
-    """Raises a ValueError that names the first unknown key and the nearest known one."""
-    known = tuple(known)
-    for key in given:
-        if key not in known:
-            raise ValueError(
-                f"{what} has no key {key!r}; did you mean {nearest(key, known)!r}? "
-                f"Known: {', '.join(known)}."
-            )
-
-
-def _read_level(value: Any) -> str:
-    """The level, "O0" to "O3" or "auto", whatever its capitals; the number 0 to 3 will do."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = f"O{value}"
-    is_zero = isinstance(value, str) and re.fullmatch(r"0[0-3]", value)
-    hint = " Levels begin with the letter O, not with a zero." if is_zero else ""
-    return _read_word("level", value, f"one of {', '.join(LEVELS)}", _LEVELS, hint)
-
-
 def read_dtype(value: Any) -> str | None:
-    """The name of a low dtype or float32, in its many spellings; None or "auto" gives None."""
+    """Returns the name of a low dtype or float32; None for the machine's choice."""
     name = getattr(value, "name", getattr(value, "__name__", value))
-    if name is None or (isinstance(name, str) and name.lower() == "auto"):
+    if name is None or name == "auto":
         return None
-    return _read_word("dtype", name, "'float16', 'bfloat16' or None", _DTYPES)
-
-
-def _read_word(
-    field: str, value: Any, expected: str, known: Mapping[str, str], hint: str = ""
-) -> str:
-    """What one of the known words means, whatever its capitals; an error names the nearest."""
-    if not isinstance(value, str):
-        raise wrong_type(f"{field} must be {expected}", value)
-    if value.lower() not in known:
-        meant = known[nearest(value, known)]
-        raise ValueError(
-            f"{field} must be {expected}; got {value!r}, did you mean {meant!r}?{hint}"
-        )
-    return known[value.lower()]
+    return "float32" if name == "float32" else low_dtype(value)
 
 
 def _read_loss_scale(value: Any) -> LossScale | str | float | None:
-    """A loss scale as `LossScaleOptimizer` takes it, "none" or False for none at all."""
+    """Returns a loss scale as `LossScaleOptimizer` takes it, or "none" for none at all."""
     if value is None or isinstance(value, LossScale):
         return value
-    if value is False:
-        return "none"
     if isinstance(value, Mapping):
-        return _loss_scale_of_dict(value)
+        # mmdetection names the rule in a key of its own.
+        values = {key: x for key, x in value.items() if (key, x) != ("mode", "dynamic")}
+        if "scale" in values:
+            return from_mapping(FixedLossScale, "loss_scale", values)
+        return from_mapping(DynamicLossScale, "loss_scale", values, _DYNAMIC_NAMES)
     if isinstance(value, str) and value.lower() in ("dynamic", "none"):
         return value.lower()
-    words = "a number, 'dynamic', 'none', a dict, a FixedLossScale or a DynamicLossScale"
-    wrong = wrong_type(f"loss_scale must be {words}", value)
-    if isinstance(value, bool) or not isinstance(value, numbers.Real | str):
-        raise wrong
-    try:
-        number = float(value)
-    except ValueError:
-        raise ValueError(str(wrong)) from None
-    return FixedLossScale(number).scale
-
-
-def _loss_scale_of_dict(given: Mapping[Any, Any]) -> LossScale:
-    values = dict(given)
-    # mmdetection says with a word of its own which of the two it is.
-    mode = values.pop("mode", "dynamic")
-    if mode == "static":
-        values = {"scale": values.get("init_scale", FixedLossScale.scale)}
-    elif mode != "dynamic":
-        raise ValueError(f"loss_scale has mode {mode!r}; it is 'dynamic' or 'static'.")
-    _check_keys("loss_scale", values, (*_DYNAMIC_NAMES, *_FIXED_NAMES))
-    fixed = [key for key in values if key in _FIXED_NAMES]
-    dynamic = [key for key in values if key in _DYNAMIC_NAMES]
-    if fixed and dynamic:
-        raise ValueError(
-            f"loss_scale has {fixed[0]!r}, which is of a fixed scale, and {dynamic[0]!r}, which is "
-            "of a dynamic one; give the keys of one of them."
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        kind = ValueError if isinstance(value, str) else TypeError
+        raise kind(
+            "loss_scale must be a number, 'dynamic', 'none', a dict, a FixedLossScale or a "
+            f"DynamicLossScale; got {value!r} of type {type(value).__name__}."
         )
-    if fixed:
-        return FixedLossScale(**values)
-    arguments = {_DYNAMIC_NAMES[key]: value for key, value in values.items()}
-    if len(arguments) < len(values):
-        raise ValueError(f"loss_scale gives one value twice, under two names: {', '.join(values)}.")
-    return DynamicLossScale(**arguments)
+    return checked_scale("loss_scale", value)
 
 
-def _read_keep_float32(value: Any) -> tuple[Any, ...]:
-    """What is to stay float32 as a tuple; a single thing will do."""
-    if value is None:
-        return ()
-    single = isinstance(value, str | type) or not isinstance(value, Iterable)
-    kept = (value,) if single else tuple(value)
-    for each in kept:
-        if isinstance(each, str):
-            check_pattern("keep_float32", each)
-        elif isinstance(each, bool | int | float | bytes | Mapping):
-            expected = "names of layers, regular expressions, layer classes and layers"
-            raise wrong_type(f"keep_float32 takes {expected}", each)
-    return kept
-
-
-def check_pattern(argument: str, pattern: str) -> None:
-    """Raises a ValueError for what is no regular expression."""
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(
-            f"{argument} holds {pattern!r}, which is no regular expression: {error}."
-        ) from error
-
-
-def _read_master_weights(value: Any) -> bool | None:
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"master_weights must be True, False or None; got {value!r}.")
-    return value
-
-
-def _read_grad_clip(value: Any) -> GradClip | None:
-    # False is no clipping in some systems' files.
-    return None if value is False else resolve_grad_clip(value)
-
-
-def _reader_of(field: str, words: tuple[str, ...]) -> Callable[[Any], str | None]:
-    expected = f"{', '.join(map(repr, words))} or None"
-    known = {word: word for word in words}
-    return lambda value: None if value is None else _read_word(field, value, expected, known)
-
-
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "level": _read_level,
-    "dtype": read_dtype,
-    "loss_scale": _read_loss_scale,
-    "grad_clip": _read_grad_clip,
-    "keep_float32": _read_keep_float32,
-    "master_weights": _read_master_weights,
-    "placement": _reader_of("placement", PLACEMENTS),
-    "weight_rounding": _reader_of("weight_rounding", WEIGHT_ROUNDINGS),
-    "slots": _reader_of("slots", SLOTS),
-}
+def _as_tuple(kept: Any) -> tuple[Any, ...]:
+    """Returns the values of `keep_float32` as a tuple; a single one will do."""
+    is_single = isinstance(kept, str | type) or not isinstance(kept, Iterable)
+    return (kept,) if is_single else tuple(kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,7 +273,7 @@ class EffectiveLevel:
         master_weights: Whether low weights have float32 copies in the optimizer.
         config: The configuration, with what the user chose or left open.
         reasons: A sentence for every choice that was left open.
-        warning: What the user has to be told, if anything.
+        warning: A warning for the user, if there is one.
     """
 
     level: str
@@ -447,13 +291,6 @@ class EffectiveLevel:
         return self.level == "O3" or self.master_weights or is_rounded
 
     @property
-    def needs_wrapper(self) -> bool:
-        """Whether training needs more of the wrapper than that it skips steps."""
-        rule, config = self.optimizer_rule, self.config
-        features = (config.grad_clip, config.weight_rounding, self.master_weights or None)
-        return rule is not None and (rule.initial_scale != 1.0 or features != (None, None, None))
-
-    @property
     def optimizer_rule(self) -> LossScale | None:
         """The rule of the optimizer's wrapper; None where the optimizer needs none.
 
@@ -469,7 +306,7 @@ class EffectiveLevel:
 def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLevel:
     """Makes every choice that a configuration leaves open, by what a machine multiplies natively.
 
-    A ValueError says what does not go together once the level is known.
+    A ValueError names arguments that do not go with the level.
 
     Example:
         >>> cpu = Hardware("", cpu_bfloat16=True, cpu_float16=False, gpus=(), tpu=False)
@@ -482,16 +319,7 @@ def effective_level(config: PrecisionConfig, machine: Hardware) -> EffectiveLeve
     if level == "auto":
         level, reason = _automatic_level(config.dtype, machine)
         reasons.append(f"level: auto is {level}: {reason}.")
-        if config.master_weights and level in ("O0", "O1"):
-            raise ValueError(
-                f"level 'auto' is {level} here ({reason}), whose weights are float32: "
-                "master_weights=True does not go with it. Give level='O2'."
-            )
-        if config.placement and level != "O1":
-            raise ValueError(
-                f"level 'auto' is {level} here ({reason}), which rewrites no graph: "
-                f"placement={config.placement!r} does not go with it. Give level='O1'."
-            )
+        _check_level(config, level, f"level 'auto' is {level} here ({reason}), which")
     dtype, warning = "float32", None
     if level != "O0":
         dtype, warning = _dtype(config.dtype, machine, reasons)
@@ -544,19 +372,15 @@ def _dtype(given: str | None, machine: Hardware, reasons: list[str]) -> tuple[st
 
 def _loss_scale(given: Any, level: str, dtype: str, reasons: list[str]) -> LossScale | None:
     if given is None:
-        given, why = _default_loss_scale(level, dtype)
+        # A scale of 1 only skips steps that are not finite.
+        given, why = "dynamic", f"the default of level {level} in {dtype}"
+        if level == "O0":
+            given, why = "none", "the default of level O0"
+        elif dtype == "bfloat16":
+            given, why = 1.0, "as bfloat16 has float32's range"
+        elif level == "O3":
+            given, why = 1.0, "the default of level O3"
         reasons.append(f"loss scale: {given}, {why}.")
     if isinstance(given, str):
         return DynamicLossScale() if given == "dynamic" else None
     return given if isinstance(given, LossScale) else FixedLossScale(given)
-
-
-def _default_loss_scale(level: str, dtype: str) -> tuple[str | int, str]:
-    """Returns the default and the reason; a scale of 1 only skips steps that are not finite."""
-    if level == "O0":
-        return "none", "the default of level O0"
-    if dtype == "bfloat16":
-        return 1, "as bfloat16 has float32's range"
-    if level == "O3":
-        return 1, "the default of level O3"
-    return "dynamic", f"the default of level {level} in {dtype}"

@@ -1,65 +1,69 @@
 """`prepare`: puts a level of mixed precision on a model and its optimizer, in one line.
 
-In place where the model's weights stay what they are, else on a copy.
+In place where the model's weights stay what they are, else on a copy. At level O1 the steps that
+`fit`, `evaluate` and `predict` call are replaced on the one model: while Keras traces them, each is
+a rewritten function. Whatever else calls the model, eager code or a custom loop's own
+`tf.function`, runs under autocast, so that no way to run the model silently computes in float32.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-import operator
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.options import GradClip, LossScale
-from tfamp.interop.keras_hooks import described
-from tfamp.interop.patching import level_of_user
-from tfamp.layers import fused_norms
+from tfamp.interop.keras_hooks import described, reading_variables_in
+from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
 from tfamp.layers.layer_dtypes import (
-    ManagedLayer,
     WeakMap,
     become_part,
+    give_policy,
+    in_float32,
     is_plain,
     managed_layers,
-    quantization_of,
 )
 from tfamp.layers.model_calls import cast_outermost, manage, protect_values
 from tfamp.levels import layer_policies, prepared_optimizer
-from tfamp.levels.effective_settings import PrecisionSettings, own_settings_of, settings_of
-from tfamp.levels.measured_level import check_measurable, measured_level, train_step_of
+from tfamp.levels.effective_settings import PrecisionSettings, settings_of
+from tfamp.levels.layer_policies import computing_layers_of, layers_of, select
 from tfamp.levels.model_copy import copy_model, same_layers
-from tfamp.levels.model_structure import (
-    computing_layers_of,
-    correct_symbolic_dtypes,
-    drop_traced_functions,
-    functionals_of,
-    is_graph,
-    layers_of,
-    models_held_by_models,
-    path_of,
-    select,
-)
 from tfamp.levels.precision_config import (
     EffectiveLevel,
     PrecisionConfig,
     effective_level,
     warn_of_variables,
-    wrong_type,
 )
-from tfamp.levels.step_rewriting import rewrite_steps_of
 from tfamp.machine import hardware
+from tfamp.planning.options import RewriteOptions
+from tfamp.planning.structures import FLOAT32
 from tfamp.policy import Policy, prepares_data
+from tfamp.rewriting.function import RewrittenFunction
+from tfamp.rewriting.function_state import kept_random_states
+from tfamp.rewriting.pipeline import traces_for_a_rewrite
+from tfamp.rewriting.tuning import (
+    CANDIDATES,
+    Candidate,
+    TuneReport,
+    candidates_of,
+    compare_candidates,
+    time_text,
+)
+from tfamp.torch_style.context import autocast
 
 
 class _NotGiven(str):
-    """The default of an argument: equal to it, but not given by anyone."""
+    """The default of an argument, which nobody has given."""
 
     __slots__ = ()
 
@@ -69,7 +73,7 @@ _DEFAULT_LEVEL = _NotGiven("O2")
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A prepared model's level, the names of the layers kept in float32, and what rewrites it."""
+    """A prepared model's level, the names of the layers kept in float32, and its rewriting."""
 
     level: EffectiveLevel
     kept: tuple[str, ...]
@@ -77,14 +81,19 @@ class _Record:
 
 
 _prepared: WeakMap[_Record] = WeakMap()
-# The mixed policy that a prepared model's layers had before.
-_made_under: WeakMap[str] = WeakMap()
 
 
-class Prepared(tuple[Any, Any]):
-    """What `prepare` returns: a pair of model and optimizer, and the settings in force.
+class _Pair(NamedTuple):
+    model: Any
+    optimizer: Any
+
+
+class Prepared(_Pair):
+    """A pair of model and optimizer, as `prepare` returns it, with the settings in force.
 
     Attributes:
+        model: The model to use from now on.
+        optimizer: The optimizer to use from now on; None where there is none.
         settings: The settings; `print(prepared.settings)` is a table of them.
 
     Example:
@@ -97,22 +106,6 @@ class Prepared(tuple[Any, Any]):
     """
 
     settings: PrecisionSettings
-
-    def __new__(cls, model: Any, optimizer: Any, settings: PrecisionSettings) -> Prepared:
-        """Makes the pair."""
-        pair = super().__new__(cls, (model, optimizer))
-        pair.settings = settings
-        return pair
-
-    @property
-    def model(self) -> Any:
-        """The model to use from now on."""
-        return self[0]
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer to use from now on; None where there is none."""
-        return self[1]
 
 
 def prepare(
@@ -211,35 +204,36 @@ def prepare(
         dtype=dtype,
         loss_scale=loss_scale,
         grad_clip=grad_clip,
-        keep_float32=None if isinstance(keep_float32, tuple) and not keep_float32 else keep_float32,
+        keep_float32=keep_float32 if keep_float32 != () else None,
         master_weights=master_weights,
         placement=placement,
         weight_rounding=weight_rounding,
         slots=slots,
     )
-    given = _optimizer(model, optimizer)
+    given = prepared_optimizer.read_optimizer(model, optimizer)
     wanted = prepared_optimizer.with_needed_masters(
         effective_level(chosen, hardware.detect()), given
     )
     kept = tuple(select(layers_of(model)[1:], chosen.keep_float32, "keep_float32"))
     if example_batch is not None:
-        wanted = _measured(model, wanted, kept, example_batch)
+        wanted = _measured_level(model, wanted, kept, example_batch)
     if wanted.warning is not None:
         warnings.warn(wanted.warning, TfampWarning, stacklevel=level_of_user())
-    is_there = _is_stored_so(model, wanted, kept)
-    policy_before = _policy_before(model)
+    record = _prepared.get(model)
+    is_there = record is not None and record.level == wanted and wanted.low_weights
     if not is_there and (wanted.low_weights or _stores_low(model)):
         model, made = _level_on_copy(model, given, wanted, kept)
     else:
-        made = None if given is None else prepared_optimizer.for_level(given, wanted)
+        made = None if given is None else prepared_optimizer.wrapped(given, wanted)
         if not is_there:
             _level_in_place(model, wanted, kept)
     prepared_optimizer.warn_of_slots(made, wanted)
     prepared_optimizer.warn_of_own_optimizers(model, wanted)
     if model.compiled and made is not None:
         prepared_optimizer.give_optimizer(model, made)
-    _made_under.set(model, policy_before)
-    return Prepared(model, made, precision_settings(model))
+    prepared = Prepared(model, made)
+    prepared.settings = precision_settings(model)
+    return prepared
 
 
 def precision_settings(model: Any) -> PrecisionSettings:
@@ -253,7 +247,7 @@ def precision_settings(model: Any) -> PrecisionSettings:
         The settings; `print` shows them as a table, layer by layer, and so does a notebook.
 
     Raises:
-        TypeError: It is no Keras model.
+        TypeError: It is not a Keras model.
 
     Example:
         >>> import keras, tfamp
@@ -265,12 +259,9 @@ def precision_settings(model: Any) -> PrecisionSettings:
     _check_model(model, "precision_settings")
     record = _prepared.get(model)
     if record is None:
-        return own_settings_of(model)
+        return settings_of(model, None)
     kept = tuple(layer for layer in layers_of(model) if layer.name in record.kept)
-    before = _made_under.get(model)
-    text = f"policy: the layers were made under {before}, whose place the level has taken."
-    reasons = () if before is None else (text,)
-    return settings_of(model, record.level, kept, record.rewrite, reasons)
+    return settings_of(model, record.level, kept, record.rewrite)
 
 
 def _check_model(model: Any, caller: str) -> None:
@@ -281,67 +272,19 @@ def _check_model(model: Any, caller: str) -> None:
         )
 
 
-def _policy_before(model: Any) -> str | None:
-    """The mixed policy that a model's layers were made under; None if there was none."""
-    if _prepared.get(model) is not None:
-        return _made_under.get(model)
-    own = layer_policies.default_policy(model)
-    return own if own.startswith("mixed_") else None
-
-
 def _config(config: Any, **given: Any) -> PrecisionConfig:
     warn_of_variables(os.environ)
-    if config is None:
-        found = PrecisionConfig()
-    elif isinstance(config, PrecisionConfig):
-        found = config
-    elif isinstance(config, Mapping):
+    found = PrecisionConfig() if config is None else config
+    if isinstance(config, Mapping):
         found = PrecisionConfig.from_dict(config)
     elif isinstance(config, str | os.PathLike):
         found = PrecisionConfig.from_file(config)
-    else:
-        raise wrong_type("config must be a PrecisionConfig, a dict or the path of a file", config)
-    return found.with_changes(**{name: x for name, x in given.items() if x is not None})
-
-
-def _optimizer(model: Any, optimizer: Any) -> Any:
-    if optimizer is None:
-        return model.optimizer if model.compiled else None
-    if isinstance(optimizer, str | dict):
-        return keras.optimizers.get(optimizer)
-    prepared_optimizer.check_optimizer(optimizer)
-    return optimizer
-
-
-def _measured(
-    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], batch: Any
-) -> EffectiveLevel:
-    """The fastest level for a model, measured on a batch; the model is as before then."""
-    check_measurable(model, level.config, batch)
-    if _stores_low(model):
-        raise ValueError(
-            f"{model.name} stores its weights in low precision, so that float32 cannot be measured "
-            "on it: lead it back with prepare(model, level='O0') first."
+    if not isinstance(found, PrecisionConfig):
+        raise TypeError(
+            "config must be a PrecisionConfig, a dict or the path of a file; got "
+            f"{config!r} of type {type(config).__name__}."
         )
-    with contextlib.ExitStack() as undo:
-        undo.callback(layer_policies.note_state(model))
-        chosen = layer_policies.take_off(model, keep_by_hand=True)
-        for functional, _ in functionals_of(model):
-            correct_symbolic_dtypes(functional)
-        mixed_step = functools.partial(_mixed_step, model, level, kept, chosen)
-        return measured_level(model, level, kept, batch, mixed_step)
-
-
-def _mixed_step(
-    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], chosen: Iterable[int], data: Any
-) -> Any:
-    """The train step of a float32 model, traced as at level O2; the model is as before then."""
-    with contextlib.ExitStack() as undo:
-        undo.callback(layer_policies.note_state(model))
-        _put_level_on(model, level, kept, chosen)
-        step = train_step_of(model)
-        step.get_concrete_function(data)
-    return step
+    return dataclasses.replace(found, **{name: x for name, x in given.items() if x is not None})
 
 
 def _stores_low(model: Any) -> bool:
@@ -352,25 +295,12 @@ def _stores_low(model: Any) -> bool:
     return layer_policies.default_policy(model) in LOW_PRECISION
 
 
-def _is_stored_so(model: Any, level: EffectiveLevel, kept: tuple[Any, ...]) -> bool:
-    """Whether a model is at this very level already, and is one that needed a copy."""
-    record = _prepared.get(model)
-    if record is None or not level.low_weights:
-        return False
-    choices = operator.attrgetter(
-        "level", "dtype", "master_weights", "config.weight_rounding", "config.slots"
-    )
-    names = tuple(layer.name for layer in kept)
-    return record.kept == names and choices(record.level) == choices(level)
-
-
 def _level_in_place(model: Any, level: EffectiveLevel, kept: tuple[Any, ...]) -> None:
     """Puts a level on a model whose weights are float32."""
     with contextlib.ExitStack() as undo:
         undo.callback(layer_policies.note_state(model))
         chosen = layer_policies.take_off(model, keep_by_hand=level.level != "O0")
-        for functional, _ in functionals_of(model):
-            correct_symbolic_dtypes(functional)
+        layer_policies.correct_symbolic_dtypes(model)
         rewrite = _put_level_on(model, level, kept, chosen)
         undo.pop_all()
     _finish(model, level, kept, rewrite)
@@ -380,14 +310,14 @@ def _put_level_on(
     model: Any, level: EffectiveLevel, kept: Iterable[Any], chosen: Iterable[int]
 ) -> Callable[..., Any] | None:
     if level.level == "O2":
-        # For layers that do not exist yet too: those of the classes kept.
-        classes = tuple(each for each in level.config.keep_float32 if isinstance(each, type))
-        name = f"mixed_{level.dtype}"
-        policy = Policy(name, float32_layers=classes) if classes else Policy(name)
+        # Layers of these classes that are made later stay float32 too.
+        classes = [each for each in level.config.keep_float32 if isinstance(each, type)]
+        policy = Policy(f"mixed_{level.dtype}", float32_layers=("BatchNormalization", *classes))
         layer_policies.put_on(model, policy, kept=kept, chosen=chosen)
     if level.level != "O1":
         return None
-    return rewrite_steps_of(model, level.dtype, kept, placement=level.config.rewrite_placement)
+    options = _step_options(level.dtype, level.config.rewrite_placement)
+    return _rewrite_steps_of(model, options, kept)
 
 
 def _finish(
@@ -397,7 +327,7 @@ def _finish(
         for layer in layers_of(model):
             protect_values(layer)
     prepared_optimizer.wrap_compile(model, level)
-    drop_traced_functions(model)
+    layer_policies.drop_traced_functions(model)
     names = tuple(layer.name for layer in kept)
     _prepared.set(model, _Record(level, names, rewrite))
     layers = [layer for layer in layers_of(model) if not isinstance(layer, keras.Model)]
@@ -412,10 +342,13 @@ def _finish(
         )
 
 
+# ---- Weights of another dtype --------------------------------------------------------------------
+
+
 def _level_on_copy(
     model: Any, optimizer: Any, level: EffectiveLevel, kept: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """Makes a model anew at a level whose weights are stored in another dtype, and its optimizer.
+    """Makes a new model at a level whose weights are stored in another dtype, and its optimizer.
 
     The new model is compiled as the given one, which is left as it was, and so is its optimizer.
     """
@@ -424,98 +357,267 @@ def _level_on_copy(
             f"{model.name} has no weights yet that could be stored in another dtype. Build it "
             "first: with an Input, with model.build(input_shape), or by calling it once."
         )
-    _check_not_quantized(model, level)
+    names = layer_policies.quantized_names(layers_of(model))
+    if names:  # A copy could not get their integers, nor their calibration.
+        raise ValueError(
+            f"Keras has quantized layers of {model.name}: {names}. Level {level.level} stores its "
+            "weights in another dtype here, and quantized ones cannot be. Put the level on the "
+            "model before it is quantized, or take one that keeps its weights: O0, O1 or O2 "
+            "without master_weights for float32 weights."
+        )
     with contextlib.ExitStack() as undo:
         undo.callback(layer_policies.note_state(model))
         chosen = layer_policies.take_off(model, keep_by_hand=level.level != "O0")
-        policies = _float32_for_low(model)
+        # The given model gets the policies of the copy, for as long as it is copied.
+        for layer in _low_layers(model):
+            give_policy(layer, "float32")
         # For the way back, what the layers are without a level.
-        base = {id(x): policies.get(id(x), x.dtype_policy) for x in layers_of(model)}
-        if level.level == "O3":
-            policies |= _pure_policies(model, level.dtype, kept, chosen)
-        values = functools.partial(prepared_optimizer.exact_values, optimizer)
-        made = copy_model(model, policies, values)
-        kept_numbers = {id(layer) for layer in kept}
-        made_chosen = {id(layer) for layer in _copies_of(chosen, model, made)}
-        made_kept = _copies_of(kept_numbers, model, made)
-        rewrite = _put_level_on(made, level, made_kept, made_chosen)
-        if level.level == "O2" and level.low_weights:
-            made = _stored_low(made, level)
-        _note_base(model, made, level, base)
+        base = {id(layer): layer.dtype_policy for layer in layers_of(model)}
+        mixed = level.level == "O2" and level.low_weights
+        if mixed:
+            _put_level_on(model, level, kept, chosen)
+        _make_pure(model, level, kept, chosen)
+        made = copy_model(model, functools.partial(prepared_optimizer.exact_values, optimizer))
+        pairs = same_layers(model, made)
+        made_kept = tuple(new for old, new in pairs if any(old is each for each in kept))
+        if mixed:
+            rewrite = None
+            _manage_as(pairs, made, level)
+        else:
+            made_chosen = {id(new) for old, new in pairs if id(old) in chosen}
+            rewrite = _put_level_on(made, level, made_kept, made_chosen)
+        for old, new in pairs:
+            layer_policies.set_by_hand.set(new, layer_policies.set_by_hand.get(old))
+            if level.low_weights and not isinstance(new, keras.layers.InputLayer):
+                own = base.get(id(old), old.dtype_policy)  # the latter for appended casts
+                before = layer_policies.Before(own, new.autocast, new.dtype_policy.name)
+                layer_policies.layers_before.set(new, before)
         made_optimizer = None
         if optimizer is not None:
             made_optimizer = prepared_optimizer.for_copy(optimizer, level, model, made)
         if model.compiled:
             prepared_optimizer.compile_like(made, model, made_optimizer)
-        _finish(made, level, _copies_of(kept_numbers, model, made), rewrite)
+        _finish(made, level, made_kept, rewrite)
     return made, made_optimizer
 
 
-def _note_base(model: Any, made: Any, level: EffectiveLevel, base: dict[int, Any]) -> None:
-    """Notes on a copy which dtypes were set by hand, and what low layers are without the level."""
-    for old, new in same_layers(model, made):
-        layer_policies.set_by_hand.set(new, layer_policies.set_by_hand.get(old))
-        if level.low_weights and not isinstance(new, keras.layers.InputLayer):
-            own = keras.dtype_policies.get(base[id(old)])
-            before = layer_policies.Before(own, new.autocast, new.dtype_policy.name)
-            layer_policies.layers_before.set(new, before)
-
-
-def _copies_of(numbers: set[int], model: Any, made: Any) -> tuple[Any, ...]:
-    """The layers that a copy has for those of some numbers."""
-    return tuple(new for old, new in same_layers(model, made) if id(old) in numbers)
-
-
-def _float32_for_low(model: Any) -> dict[int, str]:
-    """Float32 for the layers that have a low policy as all have; others keep theirs."""
+def _low_layers(model: Any) -> list[Any]:
+    """The layers that have a low policy as all have, so that no user chose it for them."""
     default = layer_policies.default_policy(model)
-    layers = layers_of(model) if default in LOW_PRECISION else ()
-    own = [layer for layer in layers if layer.dtype_policy.name == default]
-    return {id(layer): "float32" for layer in own if is_plain(layer.dtype_policy)}
+    own = [layer for layer in layers_of(model) if layer.dtype_policy.name == default]
+    return [x for x in own if default in LOW_PRECISION and is_plain(x.dtype_policy)]
 
 
-def _pure_policies(
-    model: Any, dtype: str, kept: tuple[Any, ...], chosen: set[int]
-) -> dict[int, str]:
-    """One dtype for all layers, but for what is kept or chosen, and what prepares data."""
-    layers = computing_layers_of(model)
-    preparing = [layer for layer in layers if prepares_data(type(layer))]
-    left = {id(layer) for layer in layers_of(*kept, *preparing)} | chosen
-    plain = [layer for layer in layers if is_plain(layer.dtype_policy)]
-    return {id(layer): dtype for layer in plain if id(layer) not in left}
+def _make_pure(model: Any, level: EffectiveLevel, kept: tuple[Any, ...], chosen: set[int]) -> None:
+    """Gives the layers whose weights a level stores low a policy of the low dtype alone.
+
+    At O3 all layers, but for those kept or chosen, and those that prepare data; at O2 those that
+    compute in the low dtype.
+    """
+    layers = []
+    if level.level == "O3":
+        layers = computing_layers_of(model)
+        preparing = [layer for layer in layers if prepares_data(type(layer))]
+        left = {id(layer) for layer in layers_of(*kept, *preparing)} | chosen
+        layers = [x for x in layers if is_plain(x.dtype_policy) and id(x) not in left]
+    elif level.low_weights:
+        for held in layer_policies.models_held_by_models(model):
+            become_part(held)  # a model's own code makes all weights of those it holds low
+        layers = [x for x in layers_of(model) if x.dtype_policy.name == f"mixed_{level.dtype}"]
+    for layer in layers:
+        give_policy(layer, level.dtype)
 
 
-def _check_not_quantized(model: Any, level: EffectiveLevel) -> None:
-    """Raises where a copy could not get the integers of quantized layers, nor their calibration."""
-    quantized = [layer for layer in layers_of(model) if quantization_of(layer) is not None]
-    if quantized:
-        names = ", ".join(f"{path_of(layer)} ({quantization_of(layer)})" for layer in quantized)
+def _manage_as(pairs: list[tuple[Any, Any]], made: Any, level: EffectiveLevel) -> None:
+    """Gives a copy with low weights the kernels and outputs of the O2 model it was made from."""
+    policy = Policy(f"mixed_{level.dtype}")
+    for old, new in pairs:
+        record = managed_layers.get(old)
+        if record is not None and record.follows_input and not record.raised:
+            manage(new, policy)
+    for held in layer_policies.models_held_by_models(made):
+        cast_outermost(held)
+    layer_policies.correct_symbolic_dtypes(made)
+    if not layer_policies.is_graph(made):
+        manage(made, policy)  # its outermost call returns float32
+
+
+# ---- The steps of a model at level O1 ------------------------------------------------------------
+
+
+# Nodes of kept layers, and of their gradients, are under this scope. The scopes that Keras gives
+# layers would not do: the second trace of a layer called dense is under dense_1.
+_KEPT_SCOPE = "tfamp_keep_float32"
+_KEPT_NODES = rf"(^|/){_KEPT_SCOPE}(_\d+)?/"
+
+
+def _rewrite_steps_of(
+    model: Any, options: RewriteOptions, kept: Iterable[Any]
+) -> Callable[..., Any]:
+    """Makes a model without a level run at level O1, kept layers in float32.
+
+    Returns the function that rewrites another one the same way.
+    """
+    rewrite = functools.partial(RewrittenFunction, options=options)
+    _keep_in_float32(kept)
+    for layer in layers_of(model):
+        # In place of `call` once Keras has quantized the layer; autocast leaves it alone itself.
+        wrap_method(layer, "quantized_call", _under_kept_scope)
+    wrap_method(model, "call", functools.partial(_under_autocast, options.dtype))
+    for name in ("train_step", "test_step", "predict_step"):
+        _rewrite_step_of(model, name, options.dtype, rewrite)
+    return rewrite
+
+
+def _step_options(dtype: str, placement: str) -> RewriteOptions:
+    """Returns how steps are rewritten; a step need not run every layer that is kept in float32."""
+    return RewriteOptions(dtype=dtype, placement=placement).keeping((_KEPT_NODES,))
+
+
+def _keep_in_float32(kept: Iterable[Any]) -> contextlib.ExitStack:
+    """Makes layers compute in float32 at level O1; closing what it returns ends this."""
+    undo = contextlib.ExitStack()
+    for layer in computing_layers_of(*kept):
+        undo.callback(wrap_method(layer, "call", _in_float32))
+    return undo
+
+
+def _rewrite_step_of(model: Any, name: str, dtype: str, rewrite: Callable[..., Any]) -> None:
+    # Keras traces its steps without AutoGraph.
+    rewritten = rewrite(tf.function(getattr(model, name), autograph=False))
+
+    def around(original: Callable[..., Any], data: Any) -> Any:
+        if not tf.executing_eagerly():
+            if tf.distribute.get_strategy().num_replicas_in_sync == 1:
+                return rewritten(data)
+            warnings.warn(
+                "At level O1 on several replicas each op is cast as it is traced (autocast): "
+                "TensorFlow lets no replica trace a step of its own. To have the graph rewritten "
+                "as a whole, write the loop and pass the function that calls strategy.run to "
+                "settings.rewrite.",
+                TfampWarning,
+                stacklevel=level_of_user(),
+            )
+        with autocast(dtype):
+            return original(data)
+
+    wrap_method(model, name, around)
+    wrapped_methods(model)[name].rewrite = rewrite  # type: ignore[attr-defined]
+
+
+def _under_autocast(dtype: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if traces_for_a_rewrite():
+        return original(*args, **kwargs)
+    with autocast(dtype):
+        outputs = original(*args, **kwargs)
+    return keras.tree.map_structure(in_float32, outputs)
+
+
+def _under_kept_scope(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not traces_for_a_rewrite():
+        return original(*args, **kwargs)
+    with tf.name_scope(_KEPT_SCOPE):
+        return original(*args, **kwargs)
+
+
+def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if traces_for_a_rewrite():
+        return _under_kept_scope(original, *args, **kwargs)
+    with autocast(enabled=False), reading_variables_in(None):
+        args, kwargs = keras.tree.map_structure(in_float32, (args, kwargs))
+        return original(*args, **kwargs)
+
+
+# ---- Level "auto" by measurement -----------------------------------------------------------------
+
+
+def _measured_level(
+    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], batch: Any
+) -> EffectiveLevel:
+    """Returns the fastest level for a model, measured on a batch; the model is as before then.
+
+    `level` is what the device suggests.
+    """
+    config = level.config
+    _check_measurable(model, config, batch)
+    if config.dtype == FLOAT32:
+        return level
+    low = effective_level(dataclasses.replace(config, level="O1"), hardware.detect())
+    options = _step_options(low.dtype, low.config.rewrite_placement)
+    names = (config.placement,) if config.placement else CANDIDATES
+    data = keras.tree.map_structure(_as_fit_gives, tuple(batch))
+    with contextlib.ExitStack() as undo:
+        undo.callback(layer_policies.note_state(model))
+        chosen = layer_policies.take_off(model, keep_by_hand=True)
+        layer_policies.correct_symbolic_dtypes(model)
+        ways = candidates_of(_train_step_of(model), options, names)
+        if level.level == "O2":
+            mixed = _mixed_step(model, level, kept, chosen, data)
+            ways.append(Candidate("O2", mixed, fresh=lambda: None, is_copy=True))
+        with _keep_in_float32(kept):
+            report = compare_candidates(ways, (data,), name=model.name, dtype=low.dtype)
+    return _found(report, config)
+
+
+def _check_measurable(model: Any, config: PrecisionConfig, batch: Any) -> None:
+    """Raises a ValueError or TypeError where there is no train step to measure on a batch."""
+    if config.level != "auto":
         raise ValueError(
-            f"Keras has quantized layers of {model.name}: {names}. At level {level.level} here its "
-            "weights are stored in another dtype, and quantized ones cannot be. Put the level on "
-            "the model before it is quantized, or take a level for which it keeps its weights: "
-            "of a model with float32 weights O0, O1, or O2 without master_weights."
+            f"example_batch is what level='auto' is measured on; level is {config.level!r}. Leave "
+            "example_batch out, or give level='auto'."
+        )
+    if not isinstance(batch, tuple | list) or not 1 <= len(batch) <= 3:
+        raise TypeError(
+            "example_batch must be a tuple as fit takes it, (x,), (x, y) or (x, y, sample_weight); "
+            f"got {type(batch).__name__}. Of a dataset give next(iter(dataset))."
+        )
+    if config.master_weights or config.weight_rounding or _stores_low(model):
+        raise ValueError(
+            "Weights stored in low precision are not measured: leave example_batch out, or lead "
+            f"{model.name} back with prepare(model, level='O0') first."
+        )
+    if not model.compiled:
+        raise ValueError(
+            f"{model.name} is not compiled, so that it has no train step to measure: call "
+            "model.compile(optimizer, loss) before prepare(level='auto', example_batch=...)."
         )
 
 
-def _stored_low(mixed: Any, level: EffectiveLevel) -> Any:
-    """A model of level O2 anew, with low weights where it computes low."""
-    policy = Policy(f"mixed_{level.dtype}")
-    # The code of a model makes all weights of those that it holds low.
-    held = models_held_by_models(mixed)
-    for each in held:
-        become_part(each)
-    low = [layer for layer in layers_of(mixed) if layer.dtype_policy.name == policy.name]
-    made = copy_model(mixed, {id(layer): level.dtype for layer in low})
-    for old, new in same_layers(mixed, made):
-        record = managed_layers.get(old)
-        if record is not None and record.follows_input and not record.raised:
-            managed_layers.set(new, ManagedLayer(policy, follows_input=True))
-            fused_norms.fuse(new, level.dtype)
-        if any(old is each for each in held):
-            cast_outermost(new)
-    for functional, _ in functionals_of(made):
-        correct_symbolic_dtypes(functional)
-    if not is_graph(made):
-        manage(made, policy)  # its outermost call returns float32
-    return made
+def _mixed_step(
+    model: Any, level: EffectiveLevel, kept: tuple[Any, ...], chosen: Iterable[int], data: Any
+) -> Any:
+    """Traces the train step of a float32 model as at level O2; the model is as before then."""
+    with contextlib.ExitStack() as undo:
+        undo.callback(layer_policies.note_state(model))
+        _put_level_on(model, level, kept, chosen)
+        step = _train_step_of(model)
+        with kept_random_states():  # Python code that is traced may draw.
+            step.get_concrete_function(data)
+    return step
+
+
+def _found(report: TuneReport, config: PrecisionConfig) -> EffectiveLevel:
+    chosen = report.chosen
+    name = {FLOAT32: "O0", "O2": "O2"}.get(chosen.candidate, "O1")
+    placement = chosen.candidate if name == "O1" else None
+    found = dataclasses.replace(config, level=name, placement=placement)
+    level = effective_level(found, hardware.detect())
+    times = time_text(chosen.seconds)
+    if name != "O0":
+        times += f" ({chosen.candidate}), and {time_text(report.rows[0].seconds)} in float32"
+    reason = f"level: auto is {name}, the fastest on the example batch: a step takes {times}."
+    # A warning would be of a guess, where this was measured.
+    return dataclasses.replace(level, reasons=(reason, *level.reasons), warning=None)
+
+
+def _train_step_of(model: Any) -> Any:
+    """Returns the train step of a compiled model as `fit` traces it."""
+    return tf.function(model.train_step, autograph=False, jit_compile=model.jit_compile or None)
+
+
+def _as_fit_gives(value: Any) -> Any:
+    """An array as a tensor; numbers of any other float dtype become Keras's default one."""
+    if value is None:
+        return None
+    tensor = tf.convert_to_tensor(value)
+    return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor

@@ -1,20 +1,19 @@
-"""The passes that colour the slots of a scope; framework-free.
+"""The passes that colour the slots of a scope, and what its structure demands; framework-free.
 
 The rules are those of TensorFlow's own pass, `grappler/optimizers/auto_mixed_precision.cc`, with
 two differences: a slot is converted only where the device has a kernel for it, and the input of a
-Cast follows its producer. Each pass is a pure function. In the chains below A, I, D and C stand for
+Cast follows its producer. Each pass adds to a painting. In the chains below A, I, D and C stand for
 an allow, infer, deny and clear node, lower case for one that is not converted.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from tfamp.planning.cost import FLOP_RULES
-from tfamp.planning.grappler_lists import LIST_READERS, LIST_WRITERS
+from tfamp.planning.op_sets import LIST_READERS, LIST_WRITERS
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,
@@ -38,7 +37,7 @@ REDUCTIONS = frozenset({"BiasAddGrad", "Mean", "SegmentSum", "Sum", "UnsortedSeg
 
 
 class Rules:
-    """A scope with everything the passes need to know of it.
+    """A scope with everything the passes need.
 
     Args:
         index: The scope.
@@ -67,8 +66,7 @@ class Rules:
         updates: Updates = "float32",
     ) -> None:
         self.index, self.regions, self.forced, self.updates = index, regions, forced, updates
-        by_node = [colors.get(node.op) for node in index.nodes]
-        self.colors = [by_node[slot.node] for slot in index.slots]
+        self.colors = [colors.get(index.node_of(slot).op) for slot in range(len(index.slots))]
         # Grappler's own lists give Grappler's result.
         self.integers = [] if updates == "low" else _integer_sums(index, self.colors)
         for slot in self.integers:
@@ -79,7 +77,7 @@ class Rules:
             self.fanout[source] = (*self.fanout[source], target)
 
     def is_free(self, slot: int) -> bool:
-        """Whether a slot can be low as far as its op and the structure go."""
+        """Whether the op and the structure allow a slot to be low."""
         return self.index.slots[slot].can_be_low and slot not in self.regions.fixed
 
     def may_join(self, slot: int, painting: Painting, *colors: str) -> bool:
@@ -87,22 +85,21 @@ class Rules:
         return self.colors[slot] in colors and self.is_free(slot) and slot not in painting.denied
 
     def may_infer(self, slot: int, painting: Painting) -> bool:
-        """Whether a slot may follow what is before it, none of which needs float32."""
-        return self.may_join(slot, painting, "infer") and not any(
-            source in painting.denied for source in self.fanin[slot]
+        """Whether a slot may follow its producers, none of which needs float32."""
+        return self.may_join(slot, painting, "infer") and painting.denied.keys().isdisjoint(
+            self.fanin[slot]
         )
 
-    def is_clear(self, slot: int, painting: Painting) -> bool:
-        """Whether a slot may follow its neighbours on either side."""
-        reads = self.regions.variable_reads
-        return self.may_join(slot, painting, "clear") and slot not in reads
+    def name(self, slot: int) -> str:
+        """Returns the name of the node of a slot."""
+        return self.index.node_of(slot).name
 
 
 def paint(rules: Rules) -> Painting:
     """Runs all passes; returns what to lower and what needs float32, with reasons."""
     painting = Painting({}, {})
     for each in PASSES:
-        painting = each(rules, painting)
+        each(rules, painting)
     return painting
 
 
@@ -114,33 +111,27 @@ def safe_slots(rules: Rules, painting: Painting) -> frozenset[int]:
     A -> c -> i, the passes leave i in float32 and this returns it. What is denied is never safe,
     nor are infer nodes that no allow node leads to, or that the passes leave in float32 on the way
     to a variable: learning rates and moments keep their digits.
-
-    Args:
-        rules: The scope, with updates in float32.
-        painting: What the passes made of it.
     """
-    updates = _ways_to_variables(rules)
+    updates = _ways_to_variables(rules, reduced=False)
+
+    def is_clear(slot: int) -> bool:
+        return rules.may_join(slot, painting, "clear")
 
     def follows(slot: int) -> bool:
-        return rules.is_clear(slot, painting) or (
-            slot not in updates and rules.may_infer(slot, painting)
-        )
+        return is_clear(slot) or (slot not in updates and rules.may_infer(slot, painting))
 
-    low = (slot for slot in painting.low if rules.index.node_of(slot).op != "Cast")
-    behind = reach(low, _along(follows, rules.fanout))
-    is_clear = functools.partial(rules.is_clear, painting=painting)
+    roots = (slot for slot in painting.low if rules.index.node_of(slot).op != "Cast")
+    behind = reach(roots, _along(follows, rules.fanout))
     safe = reach(behind, _along(is_clear, rules.fanin, rules.fanout))
-    return frozenset(_whole_groups(rules, painting, safe))
-
-
-def _whole_groups(rules: Rules, painting: Painting, safe: Iterable[int]) -> set[int]:
-    """Adds the rest of each TensorList and loop of which a part is safe, or drops the part."""
+    # A TensorList or a loop of which a part is safe is safe as a whole, or not at all.
     low = dict.fromkeys(safe, Reason("safe", "it may be converted"))
-    whole = set(match_lists(rules, Painting(low, painting.denied)).low)
+    whole = Painting(low, dict(painting.denied))
+    match_lists(rules, whole)
+    found = set(whole.low)
     for slots in rules.regions.loops:
-        if len(slots) == 1 or not whole.issuperset(slots):
-            whole.difference_update(slots)
-    return whole
+        if len(slots) == 1 or not found.issuperset(slots):
+            found.difference_update(slots)
+    return frozenset(found)
 
 
 def _integer_sums(index: GraphIndex, colors: Sequence[str | None]) -> list[int]:
@@ -164,38 +155,36 @@ def _integer_sums(index: GraphIndex, colors: Sequence[str | None]) -> list[int]:
 
     products: list[int] = []
     for node in index.nodes:
-        given = {source for slot in node.slots for source in index.fanin[slot]}
-        if given and node.op in FLOP_RULES:
+        if node.op in FLOP_RULES:
+            given = (source for slot in node.slots for source in index.fanin[slot])
             origins = [slot for slot in reach(given, sources) if not sources(slot)]
             if origins and all(map(is_integer, origins)):
                 products += node.slots
     return [slot for slot in reach(products, consumers) if index.slots[slot].dtype == FLOAT32]
 
 
-def deny_by_structure(rules: Rules, painting: Painting) -> Painting:
+def deny_by_structure(rules: Rules, painting: Painting) -> None:
     """Pass 0: sums of integers, and TensorLists that leave the scope or cannot be low."""
-    slots_of = rules.index.slots
-    unforced = (slot for slot in rules.integers if slots_of[slot].node not in rules.forced)
     reason = Reason("integers", "it holds sums of products of integers, exact in float32 only")
-    denied = {**painting.denied, **dict.fromkeys(unforced, reason)}
-    return Painting(painting.low, {**denied, **rules.regions.unsafe})
+    slots = rules.index.slots
+    unforced = (slot for slot in rules.integers if slots[slot].node not in rules.forced)
+    painting.denied.update(dict.fromkeys(unforced, reason))
+    painting.denied.update(rules.regions.unsafe)
 
 
-def convert_allow_nodes(rules: Rules, painting: Painting) -> Painting:
+def convert_allow_nodes(rules: Rules, painting: Painting) -> None:
     """Pass 1: allow nodes are converted, and those the user forces. a -> A."""
-    low = dict(painting.low)
     for slot, found in enumerate(rules.index.slots):
         if not rules.is_free(slot) or slot in painting.denied:
             continue
         if found.node in rules.forced:
-            low[slot] = Reason("force_low", "its name matches force_low")
+            painting.low[slot] = Reason("force_low", "its name matches force_low")
         elif rules.colors[slot] == "allow":
             op = rules.index.nodes[found.node].op
-            low[slot] = Reason("allow", f"{op} is on the allow list")
-    return Painting(low, painting.denied)
+            painting.low[slot] = Reason("allow", f"{op} is on the allow list")
 
 
-def spread_deny_forward(rules: Rules, painting: Painting) -> Painting:
+def spread_deny_forward(rules: Rules, painting: Painting) -> None:
     """Pass 2: deny goes forward up to the next deny or infer node, through infer and clear.
 
     D -> I -> C -> I -> C -> A becomes D -> D -> D -> D -> C -> A: the last C has no infer or deny
@@ -204,26 +193,25 @@ def spread_deny_forward(rules: Rules, painting: Painting) -> Painting:
     slots = range(len(rules.index.slots))
     ends = [slot for slot in slots if rules.colors[slot] in ("deny", "infer")]
     leads_there = reach(ends, _along(lambda slot: rules.colors[slot] == "clear", rules.fanin))
-    denied = dict(painting.denied)
+    denied = set(painting.denied)
     roots = [s for s in slots if rules.colors[s] == "deny" and s not in painting.low]
-    for slot in roots:
-        op = rules.index.node_of(slot).op
-        denied.setdefault(slot, Reason("deny", f"{op} is on the deny list"))
 
     def follows(slot: int) -> bool:
         is_forced = rules.index.slots[slot].node in rules.forced
-        return slot in leads_there and slot not in painting.denied and not is_forced
+        return slot in leads_there and slot not in denied and not is_forced
 
     for slot, cause in reach(roots, _along(follows, rules.fanout)).items():
-        name = rules.index.node_of(cause).name
-        text = f"it is computed from {name}, which needs float32"
-        denied.setdefault(slot, Reason("behind deny", text))
-    return Painting(painting.low, denied)
+        reason = Reason(
+            "behind deny", f"it is computed from {rules.name(cause)}, which needs float32"
+        )
+        if slot == cause:
+            reason = Reason("deny", f"{rules.index.node_of(slot).op} is on the deny list")
+        painting.denied.setdefault(slot, reason)
 
 
-def match_lists(rules: Rules, painting: Painting) -> Painting:
+def match_lists(rules: Rules, painting: Painting) -> None:
     """Passes 3 and 7: all slots of a TensorList get one colour; one denied slot denies all."""
-    low, denied = dict(painting.low), dict(painting.denied)
+    low, denied = painting.low, painting.denied
     for slots in rules.regions.lists:
         if any(slot in denied for slot in slots):
             for slot in slots:
@@ -232,10 +220,9 @@ def match_lists(rules: Rules, painting: Painting) -> Painting:
         elif any(slot in low for slot in slots):
             for slot in slots:
                 low.setdefault(slot, Reason("TensorList", "its TensorList is converted"))
-    return Painting(low, denied)
 
 
-def convert_between_allow(rules: Rules, painting: Painting) -> Painting:
+def convert_between_allow(rules: Rules, painting: Painting) -> None:
     """Pass 4: infer and clear nodes on a way from one allow node to another are converted.
 
     A -> i -> c -> A becomes A -> I -> C -> A, and A -> i -> c stays.
@@ -245,71 +232,68 @@ def convert_between_allow(rules: Rules, painting: Painting) -> Painting:
         return rules.may_join(slot, painting, "infer", "clear")
 
     behind = reach(painting.low, _along(joins, rules.fanout))
-    low = dict(painting.low)
     for slot in reach(painting.low, _along(behind.__contains__, rules.fanin)):
-        low.setdefault(slot, Reason("between", "it is between converted nodes"))
-    return Painting(low, painting.denied)
+        painting.low.setdefault(slot, Reason("between", "it is between converted nodes"))
 
 
-def convert_infer_behind_converted(rules: Rules, painting: Painting) -> Painting:
+def convert_infer_behind_converted(rules: Rules, painting: Painting) -> None:
     """Pass 5: an infer node directly behind a converted one joins it. A -> i becomes A -> I.
 
     In graph order, so that a chain of infer nodes follows as a whole. Not where another of its
     inputs comes from a denied node, nor, unless the rules allow it, on the way to a variable.
     """
-    low = dict(painting.low)
-    updates = set() if rules.updates == "low" else _ways_to_variables(rules)
+    reduced = rules.updates == "reduced"
+    updates = set() if rules.updates == "low" else _ways_to_variables(rules, reduced)
     for slot, sources in enumerate(rules.fanin):
-        cause = next((source for source in sources if source in low), None)
+        cause = next((source for source in sources if source in painting.low), None)
         if cause is not None and slot not in updates and rules.may_infer(slot, painting):
-            text = f"it is computed from {rules.index.node_of(cause).name}, which is converted"
-            low.setdefault(slot, Reason("behind low", text))
-    return Painting(low, painting.denied)
+            text = f"it is computed from {rules.name(cause)}, which is converted"
+            painting.low.setdefault(slot, Reason("behind low", text))
 
 
-def convert_clear_beside_converted(rules: Rules, painting: Painting) -> Painting:
+def convert_clear_beside_converted(rules: Rules, painting: Painting) -> None:
     """Pass 6: clear nodes joined to a converted node through clear nodes are converted.
 
     c -> c -> A -> c becomes C -> C -> A -> C.
     """
-    is_clear = functools.partial(rules.is_clear, painting=painting)
-    low = dict(painting.low)
-    for slot, cause in reach(low, _along(is_clear, rules.fanin, rules.fanout)).items():
-        name = rules.index.node_of(cause).name
-        low.setdefault(slot, Reason("beside low", f"it is next to {name}, which is converted"))
-    return Painting(low, painting.denied)
+
+    def is_clear(slot: int) -> bool:
+        return rules.may_join(slot, painting, "clear")
+
+    near = reach(painting.low, _along(is_clear, rules.fanin, rules.fanout))
+    for slot, cause in near.items():
+        text = f"it is next to {rules.name(cause)}, which is converted"
+        painting.low.setdefault(slot, Reason("beside low", text))
 
 
-def match_loops(rules: Rules, painting: Painting) -> Painting:
+def match_loops(rules: Rules, painting: Painting) -> None:
     """Pass 8: a NextIteration and the Merges it feeds get one colour, as no Cast fits between."""
-    low = dict(painting.low)
-    for slots in rules.regions.loops:
-        following, *merges = slots
-        if all(merge in low for merge in merges) and rules.is_free(following) and merges:
+    low = painting.low
+    for following, *merges in rules.regions.loops:
+        if merges and all(merge in low for merge in merges) and rules.is_free(following):
             low.setdefault(following, Reason("loop", "the loop variable is converted"))
         else:
-            for slot in slots:
+            for slot in (following, *merges):
                 low.pop(slot, None)
-    return Painting(low, painting.denied)
 
 
-def repaint_casts(rules: Rules, painting: Painting) -> Painting:
-    """Pass 9: a Cast of the graph makes the dtype its consumers want, and takes what it is given.
+def repaint_casts(rules: Rules, painting: Painting) -> None:
+    """Pass 9: a Cast of the graph makes the dtype of its consumers, and takes its producer's.
 
     A Cast to float32 whose consumers are all converted makes the low dtype, and one whose producer
     is converted takes the low dtype, so that no second Cast is put behind or before it.
     """
     kept = {*rules.regions.fixed, *painting.denied}
     reason = Reason("cast", "every tensor it takes or gives here is converted")
-    casts = {
-        slot: reason
+    casts = [
+        slot
         for slot, ends in rules.index.cast_ends()
         if slot not in kept and all(end in painting.low for end in ends)
-    }
-    return Painting({**painting.low, **casts}, painting.denied)
+    ]
+    painting.low.update(dict.fromkeys(casts, reason))
 
 
-PASSES: tuple[Callable[[Rules, Painting], Painting], ...] = (
+PASSES: tuple[Callable[[Rules, Painting], None], ...] = (
     deny_by_structure,
     convert_allow_nodes,
     spread_deny_forward,
@@ -323,26 +307,25 @@ PASSES: tuple[Callable[[Rules, Painting], Painting], ...] = (
 )
 
 
-def _ways_to_variables(rules: Rules) -> set[int]:
+def _ways_to_variables(rules: Rules, reduced: bool) -> Iterable[int]:
     """Slots whose values get to a node that has resources, with no allow or deny node between.
 
-    Nor a reduction, where updates may be low up to the last one.
+    If updates may be low up to the last reduction (`reduced`), no reduction between either.
     """
     index = rules.index
     # What a loop writes is found in its body, where that is joined with its caller.
     roots = [
         slot
         for node in index.nodes
-        if (node.op not in LOOPS or node.calls)
-        and any(index.slots[slot].dtype == "resource" for slot in node.slots)
+        if (node.op not in LOOPS or node.calls) and index.uses(node, "resource")
         for slot in node.slots
     ]
 
     def leads_on(slot: int) -> bool:
-        reduces = rules.updates == "reduced" and index.node_of(slot).op in REDUCTIONS
+        reduces = reduced and index.node_of(slot).op in REDUCTIONS
         return rules.colors[slot] not in ("allow", "deny") and not reduces
 
-    return set(reach(roots, _along(leads_on, rules.fanin)))
+    return reach(roots, _along(leads_on, rules.fanin))
 
 
 def _along(enters: Callable[[int], bool], *tables: _Table) -> Callable[[int], Iterable[int]]:
@@ -357,13 +340,12 @@ _CARRIERS = op_types("""
     AddN Enter Exit Identity IdentityN Merge NextIteration Snapshot StopGradient Switch
     ZerosLike
 """)
-_VARIABLES = frozenset({"Variable", "VariableV2"})
 
 _FIXED_OPS = {
     ARGUMENT: Reason("boundary", "an argument of the function keeps its dtype"),
     RESULT: Reason("boundary", "a result of the function keeps its dtype"),
     **dict.fromkeys(
-        # They put tensors into a variant and take them out, whose dtypes no edge tells.
+        # They put tensors into a variant and take them out; no edge has these tensors' dtypes.
         ("OptionalFromValue", "OptionalGetValue"),
         Reason("optional", "what a branch keeps for its gradient keeps its dtype"),
     ),
@@ -383,27 +365,29 @@ def find_regions(
     Returns:
         The regions.
     """
-    lists = list(_lists(index))
-    fixed = {
-        slot: reason
-        for position, node in enumerate(index.nodes)
-        if (reason := chosen.get(position) or _structural_reason(index, node)) is not None
+    fixed = dict(kept or {})
+    for position, node in enumerate(index.nodes):
+        reason = chosen.get(position) or _structural_reason(index, node)
+        if reason is not None:
+            fixed.update(dict.fromkeys(node.slots, reason))
+    lists: list[tuple[int, ...]] = []
+    unsafe: dict[int, Reason] = {}
+    implied: list[tuple[int, int]] = []
+    for handles, elements in _lists(index):
+        lists.append(elements)
+        implied += _implied_edges(index, elements)
+        reason = _why_unsafe(index, handles, elements, fixed)
+        if reason is not None:
+            unsafe.update(dict.fromkeys(elements, reason))
+    # In loops of TensorFlow 1.
+    loops = tuple(
+        (slot, *(s for s in index.fanout[slot] if index.node_of(s).op == "Merge"))
+        for node in index.nodes
+        if node.op == "NextIteration"
         for slot in node.slots
-    }
-    fixed = {**(kept or {}), **fixed}
-    return Regions(
-        fixed=fixed,
-        lists=tuple(tuple(members) for _, members in lists),
-        unsafe={
-            slot: reason
-            for cluster, members in lists
-            if (reason := _why_unsafe(index, cluster, members, fixed)) is not None
-            for slot in members
-        },
-        implied=tuple(pair for _, members in lists for pair in _implied_edges(index, members)),
-        loops=_loop_edges(index),
-        variable_reads=_variable_reads(index),
+        if index.slots[slot].dtype == FLOAT32
     )
+    return Regions(fixed, tuple(lists), unsafe, tuple(implied), loops)
 
 
 def _structural_reason(index: GraphIndex, node: IndexedNode) -> Reason | None:
@@ -415,25 +399,25 @@ def _structural_reason(index: GraphIndex, node: IndexedNode) -> Reason | None:
         return None
     if node.uses_references:
         return Reason("variable", "it refers to the memory of a variable")
-    if any(index.slots[slot].dtype == "resource" for slot in node.slots):
+    if index.uses(node, "resource"):
         return Reason("variable", "it uses a resource, whose values keep their dtype")
     has_inputs = any(index.fanin[slot] for slot in node.slots)
     return None if has_inputs else Reason("source", "it has no inputs: its value is given")
 
 
-# TensorLists: the handle is a variant tensor, so that no edge tells the dtype of the elements
+# TensorLists: the handle is a variant tensor, so that no edge has the dtype of the elements.
 
 
-def _lists(index: GraphIndex) -> Iterator[tuple[list[int], list[int]]]:
+def _lists(index: GraphIndex) -> Iterator[tuple[list[int], tuple[int, ...]]]:
     """Yields the variant slots that handles connect, with the slots of the elements."""
     seen: set[int] = set()
     for root, slot in enumerate(index.slots):
         if slot.dtype == "variant" and root not in seen:
-            cluster = sorted(reach([root], _linked_handles(index, index.fanin, index.fanout)))
-            seen.update(cluster)
-            elements = (_element_slot(index, index.node_of(handle)) for handle in cluster)
-            if members := [element for element in elements if element is not None]:
-                yield cluster, members
+            handles = sorted(reach([root], _linked_handles(index, index.fanin, index.fanout)))
+            seen.update(handles)
+            elements = [_element_slot(index, index.node_of(handle)) for handle in handles]
+            if found := tuple(element for element in elements if element is not None):
+                yield handles, found
 
 
 def _linked_handles(index: GraphIndex, *tables: _Table) -> Callable[[int], Iterable[int]]:
@@ -451,9 +435,7 @@ def _handles(index: GraphIndex, slot: int) -> list[int]:
 
 
 def _element_slot(index: GraphIndex, node: IndexedNode) -> int | None:
-    if "TensorList" not in node.op:
-        return None
-    for slot in node.slots:
+    for slot in node.slots if "TensorList" in node.op else ():
         found = index.slots[slot]
         if found.attr and found.index is None and found.dtype == FLOAT32:
             return slot
@@ -461,14 +443,13 @@ def _element_slot(index: GraphIndex, node: IndexedNode) -> int | None:
 
 
 def _why_unsafe(
-    index: GraphIndex, cluster: Sequence[int], members: Sequence[int], fixed: Mapping[int, Reason]
+    index: GraphIndex, handles: Iterable[int], elements: Iterable[int], fixed: Mapping[int, Reason]
 ) -> Reason | None:
-    for slot in cluster:
-        node = index.node_of(slot)
+    for node in map(index.node_of, handles):
         linked = node.op in LOOPS and not node.calls
         if "TensorList" not in node.op and node.op not in _CARRIERS and not linked:
             return Reason("TensorList", f"its TensorList goes through {node.name} ({node.op})")
-    for slot in members:
+    for slot in elements:
         node = index.node_of(slot)
         if slot in fixed:
             return Reason("TensorList", f"its TensorList is used by {node.name}, which is fixed")
@@ -477,36 +458,12 @@ def _why_unsafe(
     return None
 
 
-def _implied_edges(index: GraphIndex, members: Sequence[int]) -> Iterator[tuple[int, int]]:
-    for reader in members:
+def _implied_edges(index: GraphIndex, elements: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Pairs (written, read) of elements of a list: values go from the first to the second."""
+    for reader in elements:
         handles = _handles(index, reader) if index.node_of(reader).op in LIST_READERS else ()
         for slot in sorted(reach(handles, _linked_handles(index, index.fanin))):
             writer = index.node_of(slot)
             element = _element_slot(index, writer) if writer.op in LIST_WRITERS else None
             if element is not None:
                 yield element, reader
-
-
-# Loops of TensorFlow 1
-
-
-def _loop_edges(index: GraphIndex) -> tuple[tuple[int, ...], ...]:
-    return tuple(
-        (slot, *(s for s in index.fanout[slot] if index.node_of(s).op == "Merge"))
-        for node in index.nodes
-        if node.op == "NextIteration"
-        for slot in node.slots
-        if index.slots[slot].dtype == FLOAT32
-    )
-
-
-def _variable_reads(index: GraphIndex) -> frozenset[int]:
-    """Slots of nodes that pass on a variable of TensorFlow 1, through an Enter also."""
-
-    def behind(slots: Iterable[int], op: str) -> set[int]:
-        near = (each for slot in slots for each in index.fanout[slot])
-        return {slot for slot in near if index.node_of(slot).op == op}
-
-    variables = (slot for node in index.nodes if node.op in _VARIABLES for slot in node.slots)
-    reads = behind(variables, "Identity")
-    return frozenset(reads | behind(reads, "Enter"))

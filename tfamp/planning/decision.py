@@ -9,16 +9,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tfamp.planning.choices import ChosenNodes, Place, choose_nodes, nearest_names
 from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, crossing_tensors, estimate, scope_seconds
-from tfamp.planning.exact_values import ends_of, exact_slots
-from tfamp.planning.normalizations import ROOTS, statistics
-from tfamp.planning.options import GraphUse, RewriteOptions
+from tfamp.planning.exact_values import ends_of, exact_slots, statistics
+from tfamp.planning.options import (
+    ChosenNodes,
+    GraphUse,
+    RewriteOptions,
+    choose_nodes,
+)
 from tfamp.planning.placement import place
 from tfamp.planning.ranges import too_large
 from tfamp.planning.structures import (
@@ -33,9 +36,7 @@ from tfamp.planning.structures import (
     GraphIndex,
     IndexedNode,
     NodePlan,
-    Painting,
     Reason,
-    Regions,
     Retype,
     RewritePlan,
     RewriteSummary,
@@ -55,7 +56,7 @@ class PaintedScope:
         index: The scope.
         low: Slots that are to be converted, with the reason.
         kept: Slots that need float32 or are cheaper in it, with the reason.
-        costs: What everything takes.
+        costs: The time of each part.
         rounds: How often the scope is run for each run of the graph, as far as loops go.
     """
 
@@ -68,11 +69,11 @@ class PaintedScope:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was decided.
+    """The decisions about a graph.
 
     Attributes:
         scopes: The graph and its functions, with their colours and costs.
-        plan: What to change.
+        plan: The changes.
         idle: A text for each pattern of the caller's that changes nothing.
     """
 
@@ -100,42 +101,53 @@ def decide(
     """
     chosen = choose_nodes(indexes, options, use)
     joined = join(indexes, options.colors, weights)
-    rules = _Rules(joined, options, chosen, _exact_slots(joined, options, chosen))
-    found = {
-        (number, position): reason
-        for number, index in enumerate(indexes)
-        for position, reason in _found_float32(index, options, use).items()
-        if (number, position) not in chosen.forced
-    }
-    regions, painting = rules.paint({**found, **chosen.kept})
-    costs = [estimate(i, options.machine, options.dtype) for i in indexes]
+    found = _unforced(_float32_nodes(joined, options, use), chosen.forced)
+    forced_slots = {slot for node in chosen.forced for slot in joined.index.nodes[node].slots}
+    exact = _unforced(_float32_slots(joined, options, chosen), forced_slots)
+    regions = find_regions(joined.index, {**found, **chosen.kept}, {**exact, **joined.kept})
+    rules = Rules(joined.index, regions, options.colors, chosen.forced, options.updates)
+    painting = paint(rules)
+    costs = [estimate(index, options.machine, options.dtype) for index in indexes]
     if options.placement != "lists":
-        safe = rules.safe(regions, painting)
+        safe = safe_slots(rules, painting)
         least_gain = options.machine.least_gain
         joined_costs = joined.join_costs(costs, safe)
         painting = place(joined.index, regions, painting, safe, joined_costs, least_gain)
     why_float32 = {**painting.left, **painting.denied, **regions.fixed}
     scopes = tuple(
         PaintedScope(
-            index, joined.split(painting.low, n), joined.split(why_float32, n), costs[n], rounds
+            index=index,
+            low=joined.split(painting.low, number),
+            kept=joined.split(why_float32, number),
+            costs=costs[number],
+            rounds=joined.rounds[number],
         )
-        for n, (index, rounds) in enumerate(zip(indexes, joined.rounds, strict=True))
+        for number, index in enumerate(indexes)
     )
     nodes = tuple(node for scope in scopes for node in _node_plans(scope, options))
     plans = tuple(_plan_scope(scope, options.dtype) for scope in scopes)
     plan = make_plan(options.dtype, nodes, plans, _speed_up(scopes))
-    return Decision(scopes, plan, tuple(_without_effect(rules, found, scopes, plan)))
+    could = set(_convertible(rules, exact)) - found.keys() - chosen.used.keys()
+    low = {joined.index.slots[slot].node for slot in painting.low}
+    return Decision(scopes, plan, tuple(_idle_patterns(indexes, chosen, could, low, plan)))
 
 
-def _found_float32(index: GraphIndex, options: RewriteOptions, use: GraphUse) -> dict[int, Reason]:
+def _unforced(found: Mapping[int, Reason], forced: Collection[int]) -> dict[int, Reason]:
+    return {each: reason for each, reason in found.items() if each not in forced}
+
+
+def _float32_nodes(joined: Joined, options: RewriteOptions, use: GraphUse) -> dict[int, Reason]:
     """Nodes that need float32 for their place in the graph or for their values."""
     found: dict[int, Reason] = {}
-    if options.exact_statistics and not ROOTS.isdisjoint(node.op for node in index.nodes):
-        found.update(statistics(index))
-    if use.ranges and use.limits:
-        found.update(too_large(index, use.ranges, use.limits))
-    if options.device == "gpu" and options.updates != "low":
-        found.update(_added_up_low(index))
+    for offset, index in zip(joined.offsets, joined.scopes, strict=True):
+        of_scope: dict[int, Reason] = {}
+        if options.exact_statistics:
+            of_scope.update(statistics(index))
+        if use.ranges and use.limits:
+            of_scope.update(too_large(index, use.ranges, use.limits))
+        if options.device == "gpu" and options.updates != "low":
+            of_scope.update(_added_up_low(index))
+        found.update((offset + position, reason) for position, reason in of_scope.items())
     return found
 
 
@@ -147,7 +159,6 @@ def _added_up_low(index: GraphIndex) -> Iterator[tuple[int, Reason]]:
     """Gradients by depthwise filters that a GPU's own kernel adds up in the low dtype.
 
     It adds groups of pixels to the result atomically: in bfloat16 25 % off over 25,000 pixels.
-
     Source: `core/kernels/depthwise_conv_op_gpu.h` and `core/util/use_cudnn.cc` of TensorFlow.
     """
     for position, node in enumerate(index.nodes):
@@ -158,86 +169,47 @@ def _added_up_low(index: GraphIndex) -> Iterator[tuple[int, Reason]]:
                 yield position, Reason("sum", text)
 
 
-def _exact_slots(joined: Joined, options: RewriteOptions, chosen: ChosenNodes) -> dict[int, Reason]:
-    """Slots that need float32 for what they hold; with exactly Grappler's lists there are none."""
+def _float32_slots(
+    joined: Joined, options: RewriteOptions, chosen: ChosenNodes
+) -> dict[int, Reason]:
+    """Slots that need float32 for their values; with exactly Grappler's lists there are none."""
     if options.updates == "low":
         return {}
-    fetched = [node for (_, node), reason in chosen.used.items() if reason.rule == "fetches"]
+    fetched = [node for node, reason in chosen.used.items() if reason.rule == "fetches"]
     ends = ends_of(joined.scopes, joined.slots, fetched)
-    found = exact_slots(joined.index, options.colors, ends, options.dtype)
-    forced = {
-        joined.slots[number][slot]
-        for number, position in chosen.forced
-        for slot in joined.scopes[number].nodes[position].slots
-    }
-    return {slot: reason for slot, reason in found.items() if slot not in forced}
+    return exact_slots(joined.index, options.colors, ends, options.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rules:
-    """What decides which slots are converted, whatever they cost."""
-
-    joined: Joined
-    options: RewriteOptions
-    chosen: ChosenNodes
-    exact: Mapping[int, Reason]
-
-    def paint(self, kept: Mapping[Place, Reason]) -> tuple[Regions, Painting]:
-        """Returns what is to be converted if some nodes stay as they are."""
-        joined, options = self.joined, self.options
-        nodes = [(n, i) for n, scope in enumerate(joined.scopes) for i in range(len(scope.nodes))]
-        fixed = {number: kept[place] for number, place in enumerate(nodes) if place in kept}
-        forced = frozenset(n for n, place in enumerate(nodes) if place in self.chosen.forced)
-        regions = find_regions(joined.index, fixed, {**self.exact, **joined.kept})
-        rules = Rules(joined.index, regions, options.colors, forced, options.updates)
-        return regions, paint(rules)
-
-    def safe(self, regions: Regions, painting: Painting) -> frozenset[int]:
-        """Returns the slots that may be low, Casts left out."""
-        return safe_slots(Rules(self.joined.index, regions, self.options.colors), painting)
-
-    def lowerable(self, found: Mapping[Place, Reason]) -> set[Place]:
-        """Returns the nodes that could be low if the caller kept none, only what was found is."""
-        regions, painting = self.paint({**found, **self.chosen.used})
-        low = {*self.safe(regions, painting), *painting.low}
-        return {
-            (number, scope.slots[slot].node)
-            for number, scope in enumerate(self.joined.scopes)
-            for slot, joined in enumerate(self.joined.slots[number])
-            if joined in low
-        }
+def _convertible(rules: Rules, exact: Collection[int]) -> Iterator[int]:
+    """The nodes that could be low by their ops and values."""
+    for slot, found in enumerate(rules.index.slots):
+        listed = rules.colors[slot] in ("allow", "infer", "clear") and slot not in exact
+        is_cast = rules.index.node_of(slot).op == "Cast"
+        if found.can_be_low and (listed or is_cast or found.node in rules.forced):
+            yield found.node
 
 
-def _without_effect(
-    rules: _Rules,
-    found: Mapping[Place, Reason],
-    scopes: Sequence[PaintedScope],
+def _idle_patterns(
+    indexes: Sequence[GraphIndex],
+    chosen: ChosenNodes,
+    could: Set[int],
+    low: Set[int],
     plan: RewritePlan,
 ) -> Iterator[str]:
-    """A warning for each pattern that changes no node."""
-    chosen = rules.chosen
-    if any(each.argument == "keep_float32" for each in chosen.must_matter):
-        lowerable = rules.lowerable(found)
-        for each in chosen.idle("keep_float32", lowerable):
-            could = sorted(lowerable & chosen.names.keys())
-            near = nearest_names(each.pattern, map(chosen.names.__getitem__, could))
-            advice = f" Nodes that could be {plan.dtype} are {', '.join(map(repr, near))}."
-            yield (
-                f"keep_float32: {each.pattern!r} has no effect: without it, too, {each.text()} "
-                f"would stay in float32.{advice if near else ''}"
-            )
-    low = {(n, scope.index.slots[s].node) for n, scope in enumerate(scopes) for s in scope.low}
-    reasons = {(node.scope, node.name): node.reason.text for node in plan.nodes}
-    for each in chosen.idle("force_low", low):
-        indexes = [(scopes[number].index, position) for number, position in each.nodes]
-        known = (reasons.get((i.scope, i.nodes[position].name)) for i, position in indexes)
-        why = next(filter(None, known), "it holds no float32")
-        yield (f"force_low: {each.pattern!r} has no effect: {each.text()} stays as it is; {why}.")
+    """A warning for each pattern that changes no node, given which could be and which are low."""
+    reasons = {(node.scope, node.name): node.reason for node in plan.nodes}
+    places = [(index.scope, node.name) for index in indexes for node in index.nodes]
+    for (argument, pattern), nodes in chosen.matches.items():
+        names = ", ".join(map(repr, itertools.islice(nodes.values(), 3)))
+        if argument == "keep_float32" and could.isdisjoint(nodes):
+            yield f"{argument}: {pattern!r} has no effect: without it, too, {names} stays float32."
+        elif argument == "force_low" and low.isdisjoint(nodes):
+            known = (reasons[places[node]] for node in nodes if places[node] in reasons)
+            why = next(known, "it holds no float32")
+            yield f"{argument}: {pattern!r} has no effect: {names} stays as it is; {why}."
 
 
 # ---- The plan ------------------------------------------------------------------------------------
-
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def make_plan(
@@ -267,29 +239,28 @@ def _speed_up(scopes: Sequence[PaintedScope]) -> float | None:
 
 
 def _plan_scope(scope: PaintedScope, dtype: str) -> ScopePlan:
-    index, low = scope.index, scope.low
+    index = scope.index
     retypes = tuple(
         Retype(index.node_of(slot).name, index.slots[slot].attr, index.slots[slot].index)
-        for slot in sorted(low)
+        for slot in sorted(scope.low)
     )
-    return ScopePlan(index.scope, retypes, tuple(_casts(scope, dtype)))
+    return ScopePlan(index.scope, retypes, tuple(_casts(index, scope.low, dtype)))
 
 
-def _casts(scope: PaintedScope, dtype: str) -> Iterator[CastSite]:
-    index, low = scope.index, scope.low
+def _casts(index: GraphIndex, low: Collection[int], dtype: str) -> Iterator[CastSite]:
     taken = {node.name for node in index.nodes}
     # All edges of a tensor that need a Cast need the same one: the producer has one dtype.
     for tensor, edges in sorted(crossing_tensors(index, low).items()):
-        source, target = (dtype, FLOAT32) if edges[0].source in low else (FLOAT32, dtype)
+        from_, to = (dtype, FLOAT32) if edges[0].source in low else (FLOAT32, dtype)
         node, elements = index.nodes[tensor[0]], index.size(tensor)
-        name = free_name(f"{node.name}-{tensor[1]}-CastTo-{target}", taken)
+        name = free_name(f"{node.name}-{tensor[1]}-CastTo-{to}", taken)
         taken.add(name)
         yield CastSite(
             scope=index.scope,
             tensor=edges[0].tensor,
-            source=source,
-            target=target,
-            bytes=None if elements is None else elements * (_BYTES[source] + _BYTES[target]),
+            from_=from_,
+            to=to,
+            bytes=None if elements is None else elements * (4 + 2),
             name=name,
             producer=node.name,
             device=node.device,
@@ -299,7 +270,6 @@ def _casts(scope: PaintedScope, dtype: str) -> Iterator[CastSite]:
 
 def _node_plans(scope: PaintedScope, options: RewriteOptions) -> Iterator[NodePlan]:
     index, dtype = scope.index, options.dtype
-    inputs = _producers(index)
     for position, node in enumerate(index.nodes):
         slots = _float_slots(index, node, dtype)
         if not slots or node.op in (ARGUMENT, RESULT):
@@ -308,6 +278,7 @@ def _node_plans(scope: PaintedScope, options: RewriteOptions) -> Iterator[NodePl
         if any(index.slots[slot].dtype == dtype for slot in slots):
             why_low.append(Reason("as given", f"it is in {dtype} already"))
         seconds = scope.costs.node(index, position, scope.low)
+        producers = (index.node_of(edge.source).name for edge in index.inputs[position])
         yield NodePlan(
             scope=index.scope,
             name=node.name,
@@ -315,17 +286,8 @@ def _node_plans(scope: PaintedScope, options: RewriteOptions) -> Iterator[NodePl
             dtype=dtype if why_low else FLOAT32,
             reason=why_low[0] if why_low else _why_float32(scope, slots[0], options.colors),
             cost=seconds if scope.costs.is_known(node) else None,
-            inputs=tuple(inputs.get(position, ())),
+            inputs=tuple(dict.fromkeys(producers)),
         )
-
-
-def _producers(index: GraphIndex) -> dict[int, dict[str, None]]:
-    """Names of the nodes each node gets its tensors from, in the order of its inputs."""
-    producers: dict[int, dict[str, None]] = {}
-    for edge in index.edges:  # those of one consumer come in the order of its inputs
-        names = producers.setdefault(index.slots[edge.target].node, {})
-        names[index.node_of(edge.source).name] = None
-    return producers
 
 
 def _float_slots(index: GraphIndex, node: IndexedNode, dtype: str) -> list[int]:
@@ -371,21 +333,17 @@ _INVARIANT = Reason("loop", "it is the same in every iteration, and its gradient
 
 
 class Link(NamedTuple):
-    """A function that a loop or a conditional runs.
+    """A function that a loop runs.
 
     Attributes:
-        caller: Position of the scope of the node that runs it.
-        node: Position of the node there.
-        function: Position of the scope of the function.
-        slots: Slots of the function's arguments and results, with the caller's slot for each.
-        agrees: Whether these have the same dtypes; else there are none.
+        caller: Position of the scope of the loop.
+        node: Position of the loop there.
+        slots: Slots of the function's arguments and results, with the loop's slot for each.
     """
 
     caller: int
     node: int
-    function: int
     slots: Mapping[int, int]
-    agrees: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,6 +353,7 @@ class Joined:
     Attributes:
         scopes: The scopes.
         index: All of them: nodes one scope after the other, slots too.
+        offsets: For each scope the position in `index` of its first node.
         slots: For each scope the position in `index` of each of its slots.
         kept: Slots of `index` that stay as they are because of what loops do, with the reason.
         rounds: For each scope how often it is run, as far as loops make it run more than once.
@@ -402,42 +361,40 @@ class Joined:
 
     scopes: Sequence[GraphIndex]
     index: GraphIndex
+    offsets: Sequence[int]
     slots: Sequence[Sequence[int]]
     kept: Mapping[int, Reason]
     rounds: Sequence[int]
 
     def join_costs(self, costs: Sequence[ScopeCosts], safe: Collection[int]) -> ScopeCosts:
-        """Returns what all scopes take, with the rounds of loops.
+        """Returns the costs of all scopes as one, with the rounds of loops.
 
-        If the shape of a slot that may be low, as those in `safe`, is unknown, then so is what the
-        whole scope takes.
+        If the shape of a slot that may be low, as those in `safe`, is unknown, then so are the
+        costs of its whole scope.
         """
-        slots = [(0.0, 0.0)] * len(self.index.slots)
+        times = [(0.0, 0.0)] * len(self.index.slots)
         casts: dict[Tensor, float] = {}
         overheads: list[float] = []
         unshaped: set[int] = set()
         edges = iter(self.index.edges)
-        for scope, places, rounds, each in zip(
+        for scope, slots, rounds, each in zip(
             self.scopes, self.slots, self.rounds, costs, strict=True
         ):
-            for joined, (as_it_is, converted) in zip(places, each.slots, strict=True):
-                before = slots[joined]
-                slots[joined] = before[0] + rounds * as_it_is, before[1] + rounds * converted
+            for slot, (as_it_is, converted) in zip(slots, each.slots, strict=True):
+                before = times[slot]
+                times[slot] = before[0] + rounds * as_it_is, before[1] + rounds * converted
             for inner, edge in zip(scope.edges, edges, strict=False):
-                if scope.tensor(inner) in each.casts:
-                    casts[self.index.tensor(edge)] = rounds * each.casts[scope.tensor(inner)]
+                if (tensor := scope.tensor(inner)) in each.casts:
+                    casts[self.index.tensor(edge)] = rounds * each.casts[tensor]
             overheads += [rounds * seconds for seconds in each.overheads]
-            if any(places[slot] in safe for slot in each.unshaped):
-                unshaped.update(places)
-        return ScopeCosts(slots, casts, overheads, unshaped)
+            if any(slots[slot] in safe for slot in each.unshaped):
+                unshaped.update(slots)
+        return ScopeCosts(times, casts, overheads, unshaped)
 
     def split(self, decided: Mapping[int, Reason], scope: int) -> dict[int, Reason]:
-        """Returns what was decided about slots of `index` for the slots of one scope."""
-        return {
-            slot: decided[joined]
-            for slot, joined in enumerate(self.slots[scope])
-            if joined in decided
-        }
+        """Returns decisions about slots of `index` for the slots of one scope."""
+        slots = enumerate(self.slots[scope])
+        return {slot: decided[joined] for slot, joined in slots if joined in decided}
 
 
 def join(
@@ -448,87 +405,62 @@ def join(
     Args:
         scopes: The graph and its functions.
         colors: Colour of every op type that is on a list: only loops that are "clear" are joined
-            with what they run.
+            with the functions that they run.
         weights: Arguments of loops' functions as (function, argument) by which nobody will need
             gradients: they may be low though they are the same in every iteration.
 
     Returns:
         All scopes as one. A scope that nothing is linked with is in it by itself.
     """
-    links = {link.function: link for link in _links(scopes, colors)}
-    offsets = list(itertools.accumulate((len(scope.nodes) for scope in scopes), initial=0))[:-1]
+    links = _links(scopes, colors)
+    offsets = list(itertools.accumulate((len(scope.nodes) for scope in scopes), initial=0))
     bounds = itertools.accumulate((len(scope.slots) for scope in scopes), initial=0)
-    places = [list(range(*pair)) for pair in itertools.pairwise(bounds)]
+    slots = [list(range(*pair)) for pair in itertools.pairwise(bounds)]
     kept: dict[int, Reason] = {}
-    for link in links.values():
+    for number, link in links.items():
         for inner, outer in link.slots.items():
-            places[link.function][inner] = places[link.caller][outer]
+            slots[number][inner] = slots[link.caller][outer]
     for number in links:
-        kept.update(_kept(scopes[number], places[number], weights))
-    index = scopes[0] if len(scopes) == 1 else _join_indexes(scopes, offsets, places, links)
-    rounds = [_rounds(number, links) for number in range(len(scopes))]
-    return Joined(scopes, index, places, kept, rounds)
+        kept.update(_kept(scopes[number], slots[number], weights))
+
+    def rounds(number: int) -> int:
+        return ROUNDS * rounds(links[number].caller) if number in links else 1
+
+    index = scopes[0] if len(scopes) == 1 else _join_indexes(scopes, offsets, slots, links)
+    every = [rounds(number) for number in range(len(scopes))]
+    return Joined(scopes, index, offsets[:-1], slots, kept, every)
 
 
-def _rounds(number: int, links: Mapping[int, Link]) -> int:
-    return ROUNDS * _rounds(links[number].caller, links) if number in links else 1
-
-
-def boundaries_agree(scopes: Sequence[GraphIndex]) -> Iterator[tuple[IndexedNode, str, bool]]:
-    """Yields loops and conditionals with each function they run, and whether the dtypes agree."""
-    for link in _boundaries(scopes):
-        yield scopes[link.caller].nodes[link.node], scopes[link.function].scope, link.agrees
-
-
-def _boundaries(scopes: Sequence[GraphIndex]) -> Iterator[Link]:
+def _links(scopes: Sequence[GraphIndex], colors: Mapping[str, str]) -> dict[int, Link]:
+    """The functions, by position of their scopes, that one loop runs and nothing else."""
     numbers = {scope.scope: number for number, scope in enumerate(scopes)}
+    callers = Counter(name for scope in scopes for node in scope.nodes for _, name in node.calls)
+    links: dict[int, Link] = {}
     for caller, scope in enumerate(scopes):
         for position, node in enumerate(scope.nodes):
-            for attr, name in node.calls:
-                attrs = _boundary_attrs(node.op, attr)
-                if attrs is not None and name in numbers and name != MAIN_GRAPH:
-                    slots = _boundary(scope, node, attrs, scopes[numbers[name]])
-                    yield Link(caller, position, numbers[name], slots or {}, slots is not None)
+            if node.op not in LOOPS or colors.get(node.op) != "clear":
+                continue
+            found = {
+                numbers[name]: _shared_slots(scope, node, attr, scopes[numbers[name]])
+                for attr, name in node.calls
+                if name in numbers and callers[name] == 1
+            }
+            # All functions of a node or none: they share its slots.
+            if len(found) == len(node.calls) and all(found.values()):
+                links.update((n, Link(caller, position, slots)) for n, slots in found.items())
+    return links
 
 
-def _links(scopes: Sequence[GraphIndex], colors: Mapping[str, str]) -> Iterator[Link]:
-    """The functions that one loop runs, and nothing else."""
-    callers = Counter(name for scope in scopes for node in scope.nodes for _, name in node.calls)
-    for (caller, position), found in itertools.groupby(_boundaries(scopes), lambda link: link[:2]):
-        node, links = scopes[caller].nodes[position], list(found)
-        # All functions of a node or none: they share its slots.
-        if (
-            node.op in LOOPS
-            and colors.get(node.op) == "clear"
-            and len(links) == len(node.calls)
-            and all(link.agrees for link in links)
-            and all(callers[name] == 1 for _, name in node.calls)
-        ):
-            yield from links
-
-
-def _boundary_attrs(op: str, attr: str) -> tuple[str, str] | None:
-    """The attributes with the dtypes of a function's arguments and of its results."""
-    if op in LOOPS:
-        return {"body": ("T", "T"), "cond": ("T", "")}.get(attr)
-    if attr in ("then_branch", "else_branch", "branches"):
-        return ("Tin", "Tout")
-    return None
-
-
-def _boundary(
-    caller: GraphIndex, node: IndexedNode, attrs: tuple[str, str], function: GraphIndex
-) -> dict[int, int] | None:
-    """The slots of a function's arguments and results with the caller's, if they fit."""
+def _shared_slots(
+    caller: GraphIndex, loop: IndexedNode, attr: str, function: GraphIndex
+) -> dict[int, int]:
+    """The slots of a function's arguments and results with the loop's; none if they do not fit."""
+    outer = [slot for slot in loop.slots if caller.slots[slot].attr == "T"]
     pairs: dict[int, int] = {}
-    for name, op in zip(attrs, (ARGUMENT, RESULT), strict=True):
-        if not name:
-            continue
-        outer = [slot for slot in node.slots if caller.slots[slot].attr == name]
-        outer.sort(key=lambda slot: caller.slots[slot].index or 0)
+    for op in (ARGUMENT, RESULT) if attr == "body" else (ARGUMENT,):
         inner = [each.slots[0] for each in function.nodes if each.op == op]
         if [caller.slots[s].dtype for s in outer] != [function.slots[s].dtype for s in inner]:
-            return None
+            return {}
         pairs.update(zip(inner, outer, strict=True))
     return pairs
 
@@ -543,6 +475,7 @@ def _join_indexes(
     nodes: list[IndexedNode] = []
     slots: list[TypeSlot] = []
     edges: list[Edge] = []
+    largest: dict[int, float] = {}
     for number, scope in enumerate(scopes):
         joined, offset = places[number], offsets[number]
         shared = links[number].slots if number in links else {}
@@ -553,17 +486,13 @@ def _join_indexes(
             nodes.append(node._replace(slots=own, calls=calls, op=op))
         slots += [dataclasses.replace(slot, node=slot.node + offset) for slot in scope.slots]
         for edge in scope.edges:
-            # A tensor is told by the node of its slot and its port. An argument's slot is the
+            # A tensor is identified by the node of its slot and its port. An argument's slot is the
             # caller's, so that its port must be none of the caller's.
             argument = offset + scope.slots[edge.source].node
             port = -1 - argument if edge.source in shared else edge.port
             ends = joined[edge.source], joined[edge.target]
             edges.append(Edge(*ends, port, edge.input, edge.tensor))
-    largest = {
-        offset + position: value
-        for scope, offset in zip(scopes, offsets, strict=True)
-        for position, value in scope.largest.items()
-    }
+        largest.update((offset + position, value) for position, value in scope.largest.items())
     return GraphIndex(MAIN_GRAPH, tuple(nodes), tuple(slots), tuple(edges), largest=largest)
 
 
@@ -577,12 +506,11 @@ def _kept(
         return {}
     kept = {}
     for argument, result in zip(arguments, results, strict=True):
-        if body.slots[argument].dtype != FLOAT32:
-            continue
         (made,) = _origins(body, result)
+        is_weight = (body.scope, body.node_of(argument).name) in weights
+        if body.slots[argument].dtype != FLOAT32 or (made == argument and is_weight):
+            continue
         if made == argument:
-            if (body.scope, body.node_of(argument).name) in weights:
-                continue
             kept[places[argument]] = _INVARIANT
         elif body.node_of(made).op in _ADDING and argument in _origins(body, made):
             kept[places[argument]] = kept[places[made]] = _ADDS_UP

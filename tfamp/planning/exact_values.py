@@ -1,14 +1,15 @@
 """Which slots stay float32 for the values they hold, whatever their ops; framework-free.
 
-Three rules, all by structure and none by names:
+Four rules, all by structure and none by names:
 
 - **Results.** A float result of the function, and a scalar that is differentiated, stored or
   returned, is computed in float32 from the last product on: a loss has float32's digits, and
   probabilities add up to 1. Where a loss subtracts given data from predictions, the product that
   makes these stays float32 too, as the output layer does under a policy.
 - **Data.** A placeholder, or an element of a dataset, is rounded only as an operand of a product.
-- **Masks.** A finite number beyond the range of the low dtype, as -1e9 for what is masked, becomes
-  no infinity: what computes with it stays float32 up to the softmax.
+- **Masks.** A finite number beyond the range of the low dtype, as -1e9 for masked positions,
+  becomes no infinity: the ops that compute with it stay float32 up to the softmax.
+- **Normalizations.** See the second half.
 
 A product is an op of the allow list. The slots found stay as they are and the passes work around
 them; nothing that follows becomes float32 for it, as it would behind a denied op.
@@ -19,7 +20,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tfamp.core.dtypes import float_format
@@ -31,11 +32,14 @@ from tfamp.planning.structures import (
     LOOPS,
     RESULT,
     GraphIndex,
-    IndexedNode,
     Reason,
     op_types,
     reach,
 )
+
+# Slots or nodes in an order, each once.
+_Ordered: TypeAlias = dict[int, None]
+_Table: TypeAlias = Sequence[Sequence[int]]
 
 _ON_THE_WAY = Reason("result", "it leads from the last product to a result of the function")
 _COMPARED = Reason("result", "its results are compared with given data")
@@ -49,7 +53,7 @@ _SOURCES = op_types("""
 CHOICES = op_types("""
     ClipByValue Equal Greater GreaterEqual Less LessEqual Maximum Minimum NotEqual Select SelectV2
 """)
-# Ops whose results are small, however large what they are given.
+# Ops whose results are small for any input.
 _BOUNDED = op_types("Erf Exp Sigmoid Softmax Softsign Tanh")
 _SOFTMAXES = op_types("Exp LogSoftmax Softmax")
 _DIFFERENCES = op_types("SquaredDifference Sub")
@@ -69,17 +73,72 @@ class Ends:
         stored: Those of larger tensors that are stored: the updates of weights.
     """
 
-    given: Sequence[int]
-    results: Sequence[int]
-    scalars: Sequence[int]
-    unused: Sequence[int]
-    stored: Sequence[int]
+    given: _Ordered = field(default_factory=dict)
+    results: _Ordered = field(default_factory=dict)
+    scalars: _Ordered = field(default_factory=dict)
+    unused: _Ordered = field(default_factory=dict)
+    stored: _Ordered = field(default_factory=dict)
+
+
+def ends_of(
+    scopes: Sequence[GraphIndex], slots: Sequence[Sequence[int]], fetched: Iterable[int]
+) -> Ends:
+    """Finds where the values of a graph and its functions come from, and where they go.
+
+    Args:
+        scopes: The scopes, each with its shapes; the graph itself is the first.
+        slots: For each scope the slot of the joined graph for each of its slots.
+        fetched: Positions of the nodes of the graph that are fetched.
+    """
+    ends = Ends()
+    for position in fetched:
+        is_scalar = scopes[0].shapes.get((position, 0)) == ()
+        found = ends.scalars if is_scalar else ends.results
+        found.update((slots[0][slot], None) for slot in scopes[0].nodes[position].slots)
+    # The functions that a SavedModel refers to, in a NoOp, are called from outside.
+    roots = [node for node in scopes[0].nodes if node.op == "NoOp"]
+    called = {name for node in roots for _, name in node.calls}
+    for scope, joined in zip(scopes, slots, strict=True):
+        is_called = scope.scope in called
+        for node in scope.nodes:
+            own = ((joined[slot], None) for slot in node.slots)
+            if node.op in _SOURCES or (is_called and node.op == ARGUMENT):
+                ends.given.update(own)
+            elif is_called and node.op == RESULT:
+                ends.results.update(own)
+        for edge in scope.edges:
+            node, is_scalar = scope.node_of(edge.target), scope.shapes.get(scope.tensor(edge)) == ()
+            stores = scope.uses(node, "resource")
+            if is_scalar and (stores or node.op == RESULT):
+                ends.scalars[joined[edge.source]] = None
+            elif stores and not is_scalar:
+                ends.stored[joined[edge.source]] = None
+        ends.unused.update((joined[slot], None) for slot in _unused_scalars(scope))
+    for slot in [*ends.scalars, *ends.results]:
+        ends.unused.pop(slot, None)
+    return ends
+
+
+def _unused_scalars(scope: GraphIndex) -> Iterator[int]:
+    """Slots of scalars from which no floats that something uses are computed."""
+    used = {
+        slot.node
+        for number, slot in enumerate(scope.slots)
+        if slot.dtype == FLOAT32 and scope.fanout[number]
+    }
+    for (position, port), shape in scope.shapes.items():
+        node = scope.nodes[position]
+        # The shape of a handle of a list is not that of the floats in it.
+        if shape == () and port == 0 and not node.calls and not scope.uses(node, "variant"):
+            for slot in node.slots:
+                if used.isdisjoint(scope.slots[target].node for target in scope.fanout[slot]):
+                    yield slot
 
 
 def exact_slots(
     index: GraphIndex, colors: Mapping[str, str], ends: Ends, dtype: str
 ) -> dict[int, Reason]:
-    """Finds the slots that stay float32 for the values they hold.
+    """Finds the slots that stay float32 for the values they hold, but for normalizations.
 
     Args:
         index: A graph, joined with its loops.
@@ -90,32 +149,29 @@ def exact_slots(
     Returns:
         The slots, with the reason.
     """
-    finder = _Finder(index, colors, dtype, ends.given)
-    found = finder.masked()
-    found.update(dict.fromkeys(finder.computing_with_data(), _GIVEN))
-    found.update(finder.before_results(ends))
-    return found
+    values = _Values(index, colors)
+    data = values.data(ends.given)
+    return {
+        **values.masked(dtype),
+        **dict.fromkeys(values.computing_with(data), _GIVEN),
+        **values.before_results(ends, data),
+    }
 
 
-class _Finder:
-    """The float32 slots of a graph, and how values go from one to the next."""
+class _Values:
+    """How the float32 values of a graph go from one slot to the next."""
 
-    def __init__(
-        self, index: GraphIndex, colors: Mapping[str, str], dtype: str, given: Iterable[int]
-    ) -> None:
-        self._index, self._dtype = index, dtype
+    def __init__(self, index: GraphIndex, colors: Mapping[str, str]) -> None:
+        self._index = index
         self._ops = [index.node_of(slot).op for slot in range(len(index.slots))]
         self._colors = [colors.get(op) for op in self._ops]
         floats = [slot.dtype == FLOAT32 for slot in index.slots]
-        self._sources = _among(floats, index.fanin)
-        self._targets = _among(floats, index.fanout)
-        self._order = [
-            slot
-            for node in index.producers_first()
-            for slot in index.nodes[node].slots
-            if floats[slot]
-        ]
-        self._data = self._data_slots(given)
+        self._sources, self._targets = (
+            [[each for each in near if floats[each]] for near in table]
+            for table in (index.fanin, index.fanout)
+        )
+        nodes = (index.nodes[position] for position in index.producers_first())
+        self._order = [slot for node in nodes for slot in node.slots if floats[slot]]
 
     def _multiplies(self, slot: int) -> bool:
         return self._colors[slot] == "allow" or bool(self._index.node_of(slot).calls)
@@ -129,50 +185,48 @@ class _Finder:
         carries = op in _CARRIERS or "TensorList" in op or self._multiplies(slot)
         return listed and self._index.slots[slot].can_be_low and not carries
 
-    # Masks
-
-    def masked(self) -> dict[int, Reason]:
-        """Slots that numbers beyond the range of the dtype get to, up to a softmax or a product."""
-        limit = float_format(self._dtype).max / 2  # Two of them may be added.
+    def masked(self, dtype: str) -> dict[int, Reason]:
+        """Slots that numbers beyond the range of a dtype get to, up to a softmax or a product."""
+        limit = float_format(dtype).max / 2  # Two of them may be added.
         constants = {
             slot
             for node, largest in self._index.largest.items()
             if largest > limit
             for slot in self._index.nodes[node].slots
         }
-        # Whether what a slot holds fits in where it is low: `graph.passes` ends constants that
+        if not constants:
+            return {}
+        # Whether the values of a slot fit in where it is low: `graph.passes` ends constants that
         # choices take at the largest value of the dtype.
         fits = dict.fromkeys(constants, False)
         found: dict[int, Reason] = {}
-        for slot in self._order if constants else ():
+        for slot in self._order:
             beyond = [each for each in self._sources[slot] if each in fits]
             if not beyond or self._multiplies(slot):
                 continue
             chosen = self._ops[slot] in CHOICES and all(fits[s] or s in constants for s in beyond)
-            all_fit = all(map(fits.__getitem__, beyond))
-            if not chosen and not (all_fit and (self._moves(slot) or self._ops[slot] == "Softmax")):
+            passes_on = self._moves(slot) or self._ops[slot] == "Softmax"
+            if not chosen and not (passes_on and all(fits[s] for s in beyond)):
                 name = self._index.node_of(beyond[0]).name
-                text = f"a value beyond the range of {self._dtype} gets here from {name}"
+                text = f"a value beyond the range of {dtype} gets here from {name}"
                 found[slot] = Reason("mask", text)
             if self._ops[slot] not in _BOUNDED:
                 fits[slot] = slot not in found
-        for slot in reversed(self._order if constants else ()):
+        for slot in reversed(self._order):
             # In arithmetic behind it, the end of the range is another number.
             behind = next((each for each in self._targets[slot] if each in found), None)
             if fits.get(slot) and behind is not None:
                 found[slot] = found[behind]
         return {slot: reason for slot, reason in found.items() if self._may_stay(slot)}
 
-    # Data
-
-    def _data_slots(self, given: Iterable[int]) -> frozenset[int]:
+    def data(self, given: Iterable[int]) -> frozenset[int]:
         """Slots of given data, as they are, moved, or computed from them and weights only."""
         slots, data = self._index.slots, set(given)
         is_integer = [slot.dtype.startswith(("int", "uint")) for slot in slots]
         # Sizes of tensors are no data: they are in another slot of a Shape.
         integers = reach(
             (slot for slot in data if is_integer[slot]),
-            lambda slot: [each for each in self._index.fanout[slot] if is_integer[each]],
+            _along(is_integer.__getitem__, self._index.fanout),
         )
         for slot in integers:
             if self._ops[slot] == "Cast":
@@ -189,32 +243,23 @@ class _Finder:
                 data.add(slot)
         return frozenset(slot for slot in data if slots[slot].dtype == FLOAT32)
 
-    def computing_with_data(self) -> Iterable[int]:
+    def computing_with(self, data: Collection[int]) -> Iterable[int]:
         """Slots of arithmetic on given data, with what moves the data there, up to a softmax."""
         arithmetic = [
             slot
             for slot in self._order
             if not self._multiplies(slot)
             and not self._moves(slot)
-            and not self._data.isdisjoint(self._sources[slot])
+            and any(source in data for source in self._sources[slot])
         ]
-
-        def moved(slot: int) -> list[int]:
-            return [s for s in self._sources[slot] if s in self._data and self._moves(s)]
-
-        mixing = [slot for slot in arithmetic if slot not in self._data]
+        moved = reach(arithmetic, _along(lambda s: s in data and self._moves(s), self._sources))
         softmaxes = [slot for slot in self._order if self._ops[slot] in _SOFTMAXES]
-        leading = reach(softmaxes, _past(self._multiplies, self._sources))
-        masked = reach(
-            (slot for slot in mixing if slot in leading),
-            lambda slot: [each for each in self._targets[slot] if each in leading],
-        )
-        kept = dict.fromkeys([*reach(arithmetic, moved), *masked])
-        return [slot for slot in kept if self._may_stay(slot)]
+        leading = reach(softmaxes, _along(lambda s: not self._multiplies(s), self._sources))
+        mixing = (slot for slot in arithmetic if slot not in data and slot in leading)
+        masked = reach(mixing, _along(leading.__contains__, self._targets))
+        return [slot for slot in dict.fromkeys([*moved, *masked]) if self._may_stay(slot)]
 
-    # Results
-
-    def before_results(self, ends: Ends) -> dict[int, Reason]:
+    def before_results(self, ends: Ends, data: Collection[int]) -> dict[int, Reason]:
         """Slots behind the last product before a result, and products compared with data.
 
         The last product of one result may be an early one of another: for each slot a number holds
@@ -223,160 +268,268 @@ class _Finder:
         gradients = self._gradients([*ends.scalars, *ends.unused])
         ours = [slot for slot in [*ends.results, *ends.unused] if slot not in gradients]
         returned = [slot for slot in ends.results if slot in gradients]
-        updates = self._updates([*ends.stored, *returned])
-        leads, through = self._ways(_bits([*ends.scalars, *ours]), updates)
+        # Updates of weights back to the last reduction have a rule of their own.
+        updates = reach(
+            [*ends.stored, *returned],
+            lambda s: () if self._multiplies(s) or self._ops[s] in REDUCTIONS else self._sources[s],
+        )
+        leads, through = self._ways([*ends.scalars, *ours], updates)
         before = {slot for slot in self._order if leads[slot] & ~through[slot]}
-        found = {
-            slot: _ON_THE_WAY for slot in self._order if slot in before and self._may_stay(slot)
-        }
+        found = [slot for slot in self._order if slot in before and self._may_stay(slot)]
         compared = (
             slot
             for slot in found
-            if self._ops[slot] in _DIFFERENCES and not self._data.isdisjoint(self._sources[slot])
+            if self._ops[slot] in _DIFFERENCES and any(each in data for each in self._sources[slot])
         )
         makers = reach(compared, lambda s: () if self._multiplies(s) else self._sources[s])
-        last = [slot for slot in makers if self._colors[slot] == "allow"]
-        found.update((slot, _COMPARED) for slot in last if slot in before and slot not in updates)
-        return found
-
-    def _updates(self, stored: Iterable[int]) -> Collection[int]:
-        """Slots of updates of weights back to the last reduction; they have a rule of their own."""
-
-        def sources(slot: int) -> Sequence[int]:
-            ends = self._multiplies(slot) or self._ops[slot] in REDUCTIONS
-            return () if ends else self._sources[slot]
-
-        return reach(stored, sources)
+        last = (
+            s for s in makers if self._colors[s] == "allow" and s in before and s not in updates
+        )
+        return {**dict.fromkeys(found, _ON_THE_WAY), **dict.fromkeys(last, _COMPARED)}
 
     def _gradients(self, scalars: Iterable[int]) -> Collection[int]:
-        """Slots computed by the products of gradients, which round what they return.
+        """Slots computed by the products of gradients, which round their results.
 
-        Such a product takes what is behind a scalar, and another operand that leads to the scalar
-        through a product; it does not lead there itself.
+        Such a product has an operand that comes from behind a scalar, and another one that leads to
+        the scalar through a product; it does not lead there itself.
         """
-        leads, through = self._ways(_bits(scalars), ())
+        leads, through = self._ways(scalars, ())
         behind = [0] * len(self._ops)
         found: set[int] = set()
         for slot in self._order:
-            for each in self._sources[slot]:
+            sources = self._sources[slot]
+            for each in sources:
                 behind[slot] |= behind[each] | leads[each] & ~through[each]
+            is_gradient = False
             if self._multiplies(slot):
-                operands = functools.reduce(
-                    operator.or_, (through[s] for s in self._sources[slot]), 0
-                )
-                if behind[slot] & operands & ~leads[slot]:
-                    found.add(slot)
-            if not found.isdisjoint(self._sources[slot]):
+                operands = functools.reduce(operator.or_, (through[each] for each in sources), 0)
+                is_gradient = bool(behind[slot] & operands & ~leads[slot])
+            if is_gradient or not found.isdisjoint(sources):
                 found.add(slot)
         return found
 
-    def _ways(
-        self, own: Mapping[int, int], updates: Collection[int]
-    ) -> tuple[Sequence[int], Sequence[int]]:
+    def _ways(self, ends: Iterable[int], without: Collection[int]) -> tuple[list[int], list[int]]:
+        """The ends that each slot leads to, and those it leads to through a product, as bits."""
+        own = {slot: 1 << number for number, slot in enumerate(dict.fromkeys(ends))}
         leads, through = ([0] * len(self._ops) for _ in range(2))
         changed = True
         while changed:  # Loops take more than one round.
             changed = False
             for slot in reversed(self._order):
-                if slot in updates:
+                if slot in without:
                     continue
-                all_, crossing = own.get(slot, 0), 0
+                every, crossing = own.get(slot, 0), 0
                 for target in self._targets[slot]:
-                    all_ |= leads[target]
-                    ends = self._multiplies(target) or self._ops[target] in LOOPS
-                    crossing |= leads[target] if ends else through[target]
-                changed |= (all_, crossing) != (leads[slot], through[slot])
-                leads[slot], through[slot] = all_, crossing
+                    every |= leads[target]
+                    crosses = self._multiplies(target) or self._ops[target] in LOOPS
+                    crossing |= leads[target] if crosses else through[target]
+                changed |= (every, crossing) != (leads[slot], through[slot])
+                leads[slot], through[slot] = every, crossing
         return leads, through
 
 
-def _bits(slots: Iterable[int]) -> dict[int, int]:
-    return {slot: 1 << number for number, slot in enumerate(dict.fromkeys(slots))}
+def _along(enters: Callable[[int], bool], table: _Table) -> Callable[[int], Iterable[int]]:
+    """The neighbours of a slot, by a table, that may be entered."""
+    return lambda slot: [each for each in table[slot] if enters(each)]
 
 
-_Table: TypeAlias = Sequence[Sequence[int]]
+# ---- Normalizations ------------------------------------------------------------------------------
+
+# A normalization is known by what it computes, whatever its nodes are called: a mean, or a sum, of
+# squares of some data, a root of that, and the same data multiplied or divided by the root. So are
+# LayerNormalization, GroupNormalization, RMSNormalization, the unit norm, and the same by hand. A
+# mean that is subtracted before is part of it. A mean by itself is not, nor is a distance, nor the
+# root of one.
+#
+# Low precision would round the mean before it is subtracted and the root before all values are
+# multiplied by it. Such an error is the same in all values, where those of the values themselves
+# cancel in the sums that follow.
+
+_ROOTS = op_types("Pow Rsqrt Sqrt")
+_MEANS = op_types("Mean Sum")
+_SQUARES = op_types("Pow Square SquaredDifference")
+_SCALING = op_types("Div DivNoNan Mul MulNoNan RealDiv Xdivy")
+_SHIFTING = op_types("Add AddV2 BiasAdd Sub")
+_PASSING_ON = op_types("""
+    BroadcastTo EnsureShape ExpandDims Identity PreventGradient Reshape Snapshot Squeeze
+    StopGradient StridedSlice Tile Transpose
+""")
+# Ops that make other numbers of data and statistics, element by element.
+_ELEMENTWISE = op_types("""
+    Abs ClipByValue Inv Maximum Minimum Neg Reciprocal Relu Select SelectV2
+""")
+_ARITHMETIC = _ELEMENTWISE | _SCALING | _SHIFTING | _PASSING_ON | _SQUARES | _ROOTS
+_ARITHMETIC_AND_MEANS = _ARITHMETIC | _MEANS
+_GRADIENTS = _ARITHMETIC_AND_MEANS | op_types(
+    "AddN InvGrad ReciprocalGrad RsqrtGrad SqrtGrad StridedSliceGrad"
+)
+# Weights, and what they are multiplied by.
+_STORED = op_types("Const HostConst ReadVariableOp Variable VariableV2")
 
 
-def _among(floats: Sequence[bool], table: _Table) -> _Table:
-    return [[each for each in near if floats[each]] for near in table]
-
-
-def _past(ends: Callable[[int], bool], table: _Table) -> Callable[[int], Iterable[int]]:
-    """The neighbours of a slot by a table, without those at which ways end."""
-    return lambda slot: [each for each in table[slot] if not ends(each)]
-
-
-def ends_of(
-    scopes: Sequence[GraphIndex], slots: Sequence[Sequence[int]], fetched: Iterable[int]
-) -> Ends:
-    """Finds where the values of a graph and its functions come from, and where they go.
+def statistics(index: GraphIndex) -> dict[int, Reason]:
+    """Finds the nodes of a scope that make normalized values out of data.
 
     Args:
-        scopes: The scopes, each with its shapes; the graph itself is the first.
-        slots: For each scope the slot of the joined graph for each of its slots.
-        fetched: Positions of the nodes of the graph that are fetched.
+        index: The scope.
+
+    Returns:
+        Positions of nodes with the reason: from the first ones that take the data to the one that
+        gives the normalized values, with a gain and a bias where these come next; and those of
+        their gradients.
     """
-    # The functions that a SavedModel refers to are called from outside.
-    roots = [node for node in scopes[0].nodes if node.op == "NoOp"]
-    called = {name for node in roots for _, name in node.calls}
-    results: dict[int, None] = {}
-    scalars: dict[int, None] = {}
-    for position in fetched:
-        is_scalar = scopes[0].shapes.get((position, 0)) == ()
-        where = scalars if is_scalar else results
-        where.update((slots[0][slot], None) for slot in scopes[0].nodes[position].slots)
-    given: dict[int, None] = {}
-    unused: dict[int, None] = {}
-    stored: dict[int, None] = {}
-    for scope, joined in zip(scopes, slots, strict=True):
-        is_called = scope.scope in called
-        for node in scope.nodes:
-            if node.op in _SOURCES or (is_called and node.op == ARGUMENT):
-                given.update((joined[slot], None) for slot in node.slots)
-            elif is_called and node.op == RESULT:
-                results.update((joined[slot], None) for slot in node.slots)
-        scalars.update((joined[slot], None) for slot in _scalar_results(scope))
-        unused.update((joined[slot], None) for slot in _unused_scalars(scope))
-        stored.update((joined[slot], None) for slot in _stored(scope))
-    others = [slot for slot in unused if slot not in scalars and slot not in results]
-    return Ends([*given], [*results], [*scalars], others, [*stored])
+    if _ROOTS.isdisjoint(node.op for node in index.nodes):
+        return {}
+    tensors = _Tensors(index)
+    squared = dict.fromkeys(tensors.squared_data())
+    lasts: dict[int, int] = {}
+    for data in squared:
+        lasts = tensors.normalization_of(data) | lasts
+    if not lasts:
+        return {}
+    gradient = Reason("statistics", "it is part of the gradient of a normalization")
+    found = dict.fromkeys(tensors.gradients_of(squared, lasts), gradient)
+    for position, last in lasts.items():
+        text = f"it is part of the normalization that gives {index.nodes[last].name}"
+        found[position] = Reason("statistics", text)
+    return found
 
 
-def _scalar_results(scope: GraphIndex) -> Iterator[int]:
-    """Slots of scalars that are stored or returned."""
-    for edge in scope.edges:
-        node, tensor = scope.node_of(edge.target), scope.tensor(edge)
-        if scope.shapes.get(tensor) == () and (
-            node.op == RESULT or _has_dtype(scope, node, "resource")
-        ):
-            yield edge.source
+class _Tensors:
+    """The float32 tensors of a scope: for each node its op, its producers and its consumers."""
 
+    def __init__(self, index: GraphIndex) -> None:
+        self._ops = [node.op for node in index.nodes]
+        floats = [
+            [e for e in edges if index.slots[e.source].dtype == FLOAT32] for edges in index.inputs
+        ]
+        self._inputs = [[index.slots[edge.source].node for edge in edges] for edges in floats]
+        self._consumers: list[list[int]] = [[] for _ in index.nodes]
+        for node, producers in enumerate(self._inputs):
+            for producer in producers:
+                self._consumers[producer].append(node)
+        self._numbers = {
+            position
+            for position, op in enumerate(self._ops)
+            if op in _STORED and index.shapes.get((position, 0)) == ()
+        }
+        self._order = index.producers_first()
+        # Nodes that give weights or constants, or are computed from nothing else. A Cast without a
+        # float input counts elements.
+        self._stored: set[int] = set()
+        for node in self._order:
+            op, given = self._ops[node], self._inputs[node]
+            computed = op in _ARITHMETIC and self._stored.issuperset(given)
+            if computed if given else op in _STORED or op == "Cast":
+                self._stored.add(node)
 
-def _unused_scalars(scope: GraphIndex) -> Iterator[int]:
-    """Slots of scalars that nothing computes with."""
-    for (position, port), shape in scope.shapes.items():
-        node = scope.nodes[position]
-        # The shape of a handle of a list says nothing of the floats in it.
-        if shape == () and port == 0 and not node.calls and not _has_dtype(scope, node, "variant"):
-            yield from (slot for slot in node.slots if not _is_computed_with(scope, slot))
+    def squared_data(self) -> Iterator[int]:
+        """The data whose squares are added up, without a statistic that is subtracted before."""
+        for position, op in enumerate(self._ops):
+            if op in _MEANS and self._inputs[position]:
+                square = self._past(self._inputs[position][0])
+                if self._is_square(square):
+                    is_difference = self._ops[square] == "SquaredDifference"
+                    data = square if is_difference else self._past(self._inputs[square][0])
+                    yield self._past(self._before_mean(data))
 
+    def _past(self, node: int) -> int:
+        """The node whose values a node passes on."""
+        while self._ops[node] in _PASSING_ON and self._inputs[node]:
+            node = self._inputs[node][0]
+        return node
 
-def _stored(scope: GraphIndex) -> Iterator[int]:
-    """Slots of tensors, of more than one number, that are stored."""
-    for edge in scope.edges:
-        is_scalar = scope.shapes.get(scope.tensor(edge)) == ()
-        if not is_scalar and _has_dtype(scope, scope.node_of(edge.target), "resource"):
-            yield edge.source
+    def _is_square(self, node: int) -> bool:
+        given = self._inputs[node]
+        if self._ops[node] == "Mul":
+            return len(given) == 2 and given[0] == given[1]
+        return self._ops[node] in _SQUARES and bool(given)
 
+    def _before_mean(self, node: int) -> int:
+        """The data of a difference from a statistic of them, else the node itself."""
+        given = self._inputs[node]
+        if self._ops[node] in _DIFFERENCES and len(given) == 2:
+            for data, mean in (given, given[::-1]):
+                if self._is_computed_from(self._past(data), mean):
+                    return data
+        return node
 
-def _has_dtype(scope: GraphIndex, node: IndexedNode, dtype: str) -> bool:
-    return any(scope.slots[slot].dtype == dtype for slot in node.slots)
+    def _is_computed_from(self, data: int, node: int) -> bool:
+        def sources(each: int) -> list[int]:
+            computes = each != data and self._ops[each] in _ARITHMETIC_AND_MEANS
+            return self._inputs[each] if computes else []
 
+        return node != data and data in reach([node], sources)
 
-def _is_computed_with(scope: GraphIndex, slot: int) -> bool:
-    """Whether other floats that something uses are computed from those of a slot."""
-    return any(
-        scope.slots[each].dtype == FLOAT32 and scope.fanout[each]
-        for target in scope.fanout[slot]
-        for each in scope.node_of(target).slots
-    )
+    def normalization_of(self, data: int) -> dict[int, int]:
+        """The nodes that normalize some data, each with the last of them."""
+        parts, normalized = self._parts(data)
+
+        def before(node: int) -> list[int]:
+            return [
+                each
+                for each in self._inputs[node]
+                if each != data and (each in parts or (each in self._stored and self._inputs[each]))
+            ]
+
+        found: dict[int, int] = {}
+        for last in reversed(parts):  # Each comes behind the nodes it is computed from.
+            if last in normalized and self._ops[last] not in _PASSING_ON and last not in found:
+                found.update(dict.fromkeys(reach([last], before), last) | found)
+        return found
+
+    def _parts(self, data: int) -> tuple[_Ordered, Collection[int]]:
+        """The nodes computed from some data and weights only, and those that give it normalized."""
+        parts: _Ordered = {data: None}
+        # Of the parts: all of it went through a mean; it is made of a mean of squares; of a root of
+        # one; it is the data, scaled by that.
+        statistic, squared, scale, normalized = (set[int]() for _ in range(4))
+        pending = [data]
+        for near in pending:  # It grows meanwhile.
+            for node in self._consumers[near]:
+                op, given = self._ops[node], self._inputs[node]
+                own = [each for each in given if each in parts]
+                others_stored = all(each in parts or each in self._stored for each in given)
+                if node in parts or op not in _ARITHMETIC_AND_MEANS or not others_stored:
+                    continue
+                parts[node] = None
+                pending.append(node)
+                of_data = [each for each in own if each not in statistic]
+                if op in _MEANS or not of_data:
+                    statistic.add(node)
+                    adds_squares = op in _MEANS and self._is_square(self._past(given[0]))
+                    if adds_squares or not squared.isdisjoint(own):
+                        squared.add(node)
+                    if not scale.isdisjoint(own) or (node in squared and op in _ROOTS):
+                        scale.add(node)
+                elif len(of_data) == 1:
+                    scales = op in _SCALING and not scale.isdisjoint(given)
+                    # A gain or a bias of normalized data.
+                    follows = of_data[0] in normalized and self._numbers.isdisjoint(given)
+                    if scales or (follows and op in _SCALING | _SHIFTING | _PASSING_ON):
+                        normalized.add(node)
+        return parts, normalized
+
+    def gradients_of(self, squared: Collection[int], lasts: Mapping[int, int]) -> Iterable[int]:
+        """The nodes that take more than the result of normalizations, and those before them.
+
+        Up to the gradient that comes from behind and the sum that goes on: all between is computed
+        from these gradients, the data, statistics and weights only.
+        """
+        inside = lasts.keys() - set(lasts.values())
+        beside = {each for node in inside for each in self._consumers[node]} - lasts.keys()
+        given = {each for node in beside for each in self._inputs[node]} - lasts.keys()
+        # The gradient of a quotient starts from one more such quotient: a result is known too.
+        before = {*lasts, *squared, *self._stored}
+        known = before | given
+        between: set[int] = set()
+        found: set[int] = set()
+        for node in self._order:
+            sources = self._inputs[node]
+            computes = sources and self._ops[node] in _GRADIENTS and known.issuperset(sources)
+            if computes and node not in before:
+                known.add(node)
+                between.add(node)
+                if not inside.isdisjoint(sources) or not found.isdisjoint(sources):
+                    found.add(node)
+        return reach(found, _along(between.__contains__, self._inputs))

@@ -1,21 +1,38 @@
-"""How to rewrite graphs, as one value that is checked where it is made; framework-free."""
+"""What the caller asks for: how to rewrite graphs, and nodes chosen by name; framework-free.
+
+Options are one value that is checked where it is made. Nodes are chosen by fetches, feeds and
+patterns of names. A node of a function has a name for each place that runs the function, too: what
+makes the branches of a conditional part of the layer that the conditional is in.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
+import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import PLACEMENTS
 from tfamp.core.profile import MachineProfile
-from tfamp.planning import grappler_lists
+from tfamp.planning import op_sets
 from tfamp.planning.coloring import Updates
 from tfamp.planning.ranges import Limits, Ranges
-from tfamp.planning.structures import FLOAT32
+from tfamp.planning.structures import (
+    ARGUMENT,
+    FLOAT32,
+    MAIN_GRAPH,
+    RESULT,
+    GraphIndex,
+    IndexedNode,
+    Reason,
+    node_name,
+    reach,
+)
 
 Color = Literal["allow", "infer", "deny", "clear"]
 
@@ -83,9 +100,9 @@ class RewriteOptions:
             check_choice("dtype", self.dtype, LOW_PRECISION)
         check_choice("on_error", self.on_error, _ON_ERROR)
         check_choice("device", self.device, DEVICES)
-        _check_placement(self.placement)
-        _check_lists(self.op_lists)
-        _check_profile(self.profile)
+        hint = " To measure which is the fastest, use tfamp.tune."
+        check_choice("placement", self.placement, PLACEMENTS, hint)
+        _check_types(self.op_lists, self.profile)
         for name in ("keep_float32", "force_low"):
             # The dataclass is frozen for its users; this is where its values are made.
             object.__setattr__(self, name, strings(name, getattr(self, name)))
@@ -113,7 +130,7 @@ class RewriteOptions:
         float16 from the start, as squares of gradients, and gradients whose loss scale is taken
         off, vanish.
         """
-        theirs = (getattr(grappler_lists, f"{self.dtype}_{color}".upper()) for color in COLORS)
+        theirs = (getattr(op_sets, f"{self.dtype}_{color}".upper()) for color in COLORS)
         if not self.exact_statistics and all(
             getattr(self.op_lists, color) == ops for color, ops in zip(COLORS, theirs, strict=True)
         ):
@@ -172,11 +189,11 @@ class GraphUse:
         return (*self.fetches, *self.feeds)
 
 
-def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+def check_choice(name: str, value: str, allowed: Sequence[str], hint: str = "") -> None:
     """Raises a ValueError that names the allowed values unless `value` is one."""
     # Not "in allowed" alone: tf.float16 equals "float16" without being a string.
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.{hint}")
 
 
 def strings(argument: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -199,27 +216,201 @@ def _compiled(argument: str, pattern: str) -> re.Pattern[str]:
         ) from error
 
 
-def _check_placement(value: str) -> None:
-    try:
-        check_choice("placement", value, PLACEMENTS)
-    except ValueError as error:
-        raise ValueError(f"{error} To measure which is the fastest, use tfamp.tune.") from None
-
-
-def _check_lists(op_lists: Any) -> None:
-    if op_lists is not None and not isinstance(op_lists, OpColors):
+def _check_types(op_lists: Any, profile: Any) -> None:
+    if not isinstance(op_lists, OpColors | None):
         raise TypeError(
             f"op_lists must be a tfamp.OpLists or None; got {type(op_lists).__name__}. Start from "
             "OpLists.default(dtype).with_changes(...)."
         )
+    if not isinstance(profile, MachineProfile | None) and profile != "builtin":
+        is_text = isinstance(profile, str)
+        got = repr(profile) if is_text else type(profile).__name__
+        raise (ValueError if is_text else TypeError)(
+            f'profile must be a tfamp.graph.MachineProfile or None; got {got}. "builtin" stands '
+            "for fixed figures; a file's is MachineProfile.from_json(text)."
+        )
 
 
-def _check_profile(profile: Any) -> None:
-    if profile is None or profile == "builtin" or isinstance(profile, MachineProfile):
-        return
-    is_text = isinstance(profile, str)
-    got = repr(profile) if is_text else type(profile).__name__
-    raise (ValueError if is_text else TypeError)(
-        f'profile must be a tfamp.graph.MachineProfile or None; got {got}. "builtin" stands for '
-        "fixed figures; a file's is MachineProfile.from_json(text)."
+# ---- The nodes that the caller chooses, by name --------------------------------------------------
+
+# Functions that call one another twice have a number of callers that doubles at every level.
+MOST_CALLERS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenNodes:
+    """What the caller decides about the nodes of a graph and its functions.
+
+    Positions of nodes count through the graph and its functions, one after the other.
+
+    Attributes:
+        used: The nodes that are fetched or fed, with the reason.
+        kept: The nodes that stay float32, these among them, with the reason.
+        forced: The nodes that are converted whatever their op. A node that is also kept stays
+            float32.
+        matches: By argument and pattern, the nodes of each pattern that should change something,
+            with the name that matches.
+    """
+
+    used: Mapping[int, Reason]
+    kept: Mapping[int, Reason]
+    forced: frozenset[int]
+    matches: Mapping[tuple[str, str], Mapping[int, str]]
+
+
+def choose_nodes(
+    indexes: Sequence[GraphIndex], options: RewriteOptions, use: GraphUse
+) -> ChosenNodes:
+    """Returns the nodes of a graph and its functions that the caller chooses.
+
+    A pattern is searched for in the name of a node; for a node of a branch, a body or any other
+    function also in that name behind the names of its callers, as in "gate/cond/MatMul".
+
+    Raises:
+        ValueError: The graph has no node of a name, or that matches a pattern.
+    """
+    used = _used_nodes(indexes[0], use)
+    # A NoOp holds functions and does not run them.
+    calls = {
+        index.scope: [
+            (n.name, called) for n in index.nodes if n.op != "NoOp" for _, called in n.calls
+        ]
+        for index in indexes
+    }
+    callers = caller_names(calls)
+    named = [(callers.get(index.scope, ()), node) for index in indexes for node in index.nodes]
+    kept: dict[int, Reason] = {}
+    forced: set[int] = set()
+    matches = {}
+    for argument, patterns in options.patterns.items():
+        for pattern in patterns:
+            found = _matching(pattern, named)
+            if pattern.pattern not in options.may_miss:
+                matches[argument, pattern.pattern] = found
+                if not found:
+                    raise _no_match(argument, pattern.pattern, named)
+            if argument == "force_low":
+                # Casts follow their neighbours.
+                forced.update(position for position in found if named[position][1].op != "Cast")
+            else:
+                text = f"its name matches keep_float32 {pattern.pattern!r}"
+                kept = dict.fromkeys(found, Reason("keep_float32", text)) | kept
+    return ChosenNodes(used, kept | used, frozenset(forced), matches)
+
+
+def _used_nodes(index: GraphIndex, use: GraphUse) -> dict[int, Reason]:
+    """The nodes that are fetched or fed, with the reason."""
+    positions = {node.name: position for position, node in enumerate(index.nodes)}
+    fetched = Reason("fetches", "its result is fetched")
+    fed = Reason("feeds", "its value is fed")
+    used = {}
+    for reason, name in (*((fetched, n) for n in use.fetches), *((fed, n) for n in use.feeds)):
+        own, (_, colon, port) = node_name(name), name.partition(":")
+        if own not in positions:
+            near = difflib.get_close_matches(own, sorted(positions))
+            hint = f" The nearest names are {near}." if near else ""
+            raise ValueError(f"{reason.rule}: the graph has no node {name!r}.{hint}")
+        if colon and not port.isdecimal():
+            raise ValueError(
+                f"{reason.rule}: {name!r} is not the name of a tensor; those of the node are "
+                f"'{own}:0', '{own}:1' and so on."
+            )
+        used[positions[own]] = reason
+    return used
+
+
+# For each node the names of what runs its function, and the node.
+_Named: TypeAlias = Sequence[tuple[Sequence[str], IndexedNode]]
+
+
+def _matching(pattern: re.Pattern[str], named: _Named) -> dict[int, str]:
+    found = {}
+    for position, (around, node) in enumerate(named):
+        if node.op not in (ARGUMENT, RESULT):
+            longer = (full_name(caller, node.name) for caller in around)
+            name = next(filter(pattern.search, itertools.chain([node.name], longer)), None)
+            if name is not None:
+                found[position] = name
+    return found
+
+
+def _no_match(argument: str, pattern: str, named: _Named) -> ValueError:
+    names = [
+        full_name(next(iter(around), ""), node.name)
+        for around, node in named
+        if node.op not in (ARGUMENT, RESULT)
+    ]
+    near = nearest_names(pattern, names) or ["dense/MatMul"]
+    return ValueError(
+        f"{argument}: no node's name matches {pattern!r}. The pattern is searched for in names "
+        f"such as {', '.join(map(repr, near))}."
     )
+
+
+def caller_names(calls: Mapping[str, Iterable[tuple[str, str]]]) -> dict[str, Sequence[str]]:
+    """Returns for each function the names of the nodes that run it, callers of these in front.
+
+    Args:
+        calls: For each function, and for "", the graph itself, the calls in it: pairs of a node's
+            name and a function that it runs.
+
+    Returns:
+        The first 1,000 names of each function, in the order of the graph. Calls of a function by
+        itself count once.
+
+    Example:
+        >>> caller_names({"": [("gate/cond", "then")], "then": [("while", "body")]})
+        {'then': ['gate/cond'], 'body': ['gate/cond/while']}
+    """
+    found: dict[str, dict[str, None]] = {}
+
+    # A function, the name of what runs it, and the functions around it.
+    def called_by(
+        call: tuple[str, str, frozenset[str]],
+    ) -> Iterator[tuple[str, str, frozenset[str]]]:
+        function, caller, around = call
+        for node, called in calls.get(function, ()):
+            name, names = full_name(caller, node), found.setdefault(called, {})
+            if called not in around and name not in names and len(names) < MOST_CALLERS:
+                names[name] = None
+                yield called, name, around | {called}
+
+    reach([(MAIN_GRAPH, "", frozenset([MAIN_GRAPH]))], called_by)
+    return {function: list(names) for function, names in found.items()}
+
+
+def full_name(caller: str, node: str) -> str:
+    """Returns the name of a node of a function behind that of the node that runs the function.
+
+    TensorFlow begins the names in a branch with that of the conditional, which was another one
+    before the function that it is in was inlined.
+
+    Example:
+        >>> full_name("gate/PartitionedCall/cond", "cond/MatMul"), full_name("call", "MatMul")
+        ('gate/PartitionedCall/cond/MatMul', 'call/MatMul')
+    """
+    around, own = caller.split("/"), node.split("/")
+    for length in range(min(len(around), len(own) - 1), 0, -1):
+        if around[-length:] == own[:length]:
+            return "/".join([*around, *own[length:]])
+    return f"{caller}/{node}" if caller else node
+
+
+def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """Returns up to three names most like a regular expression that is found in none of them.
+
+    As many parts of a name, between its "/", are compared as the expression has.
+
+    Example:
+        >>> nearest_names("^dense_l/", ["x", "dense/MatMul", "dense_1/MatMul"])[0]
+        'dense_1/MatMul'
+    """
+    text = re.sub(r"\\.|[^\w/]", "", pattern).strip("/").lower()
+    length = text.count("/") + 1
+    by_parts: dict[str, str] = {}
+    for name in names:
+        parts = name.lower().split("/")
+        for start in range(max(len(parts) - length, 0) + 1):
+            by_parts.setdefault("/".join(parts[start : start + length]), name)
+    near = difflib.get_close_matches(text, by_parts, n=3, cutoff=0.0)
+    return list(dict.fromkeys(by_parts[each] for each in near))

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -165,6 +165,14 @@ class GraphIndex:
         """For each slot the slots its tensors go to."""
         return self._neighbours((edge.source, edge.target) for edge in self.edges)
 
+    @functools.cached_property
+    def inputs(self) -> Sequence[Sequence[Edge]]:
+        """For each node the edges to it, in the order of its inputs."""
+        found: list[list[Edge]] = [[] for _ in self.nodes]
+        for edge in self.edges:
+            found[self.slots[edge.target].node].append(edge)
+        return found
+
     def _neighbours(self, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
         found: list[list[int]] = [[] for _ in self.slots]
         for slot, neighbour in pairs:
@@ -180,6 +188,10 @@ class GraphIndex:
     def node_of(self, slot: int) -> IndexedNode:
         """Returns the node a slot belongs to."""
         return self.nodes[self.slots[slot].node]
+
+    def uses(self, node: IndexedNode, dtype: str) -> bool:
+        """Whether a node takes or makes tensors of a dtype."""
+        return any(self.slots[slot].dtype == dtype for slot in node.slots)
 
     def cast_ends(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yields the float32 slots of Casts with those next to them, where there are any."""
@@ -213,7 +225,6 @@ class Regions:
         unsafe: Slots of groups that must stay float32, with the reason.
         implied: Pairs (slot, slot): values go from the first to the second through a TensorList.
         loops: Each NextIteration slot, followed by the Merge slots it feeds.
-        variable_reads: Slots of nodes that pass on a variable that is no resource.
     """
 
     fixed: Mapping[int, Reason]
@@ -221,12 +232,11 @@ class Regions:
     unsafe: Mapping[int, Reason]
     implied: tuple[tuple[int, int], ...]
     loops: tuple[tuple[int, ...], ...]
-    variable_reads: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Painting:
-    """Colours of a scope's slots; every pass makes a new one.
+    """Colours of a scope's slots; every pass adds to them.
 
     Attributes:
         low: Slots that are to be converted, with the reason.
@@ -234,9 +244,9 @@ class Painting:
         left: Slots that may be low but are cheaper in float32, with the reason.
     """
 
-    low: Mapping[int, Reason]
-    denied: Mapping[int, Reason]
-    left: Mapping[int, Reason] = field(default_factory=dict)
+    low: dict[int, Reason]
+    denied: dict[int, Reason]
+    left: dict[int, Reason] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +271,8 @@ class CastSite:
     Attributes:
         scope: The function it is in; "" for the graph itself.
         tensor: Name of the tensor that is cast.
-        source: Its dtype.
-        target: The dtype it is cast to.
+        from_: Its dtype.
+        to: The dtype it is cast to.
         bytes: Bytes read and written for it; None where the graph does not tell the shape.
         name: Name of the new node.
         producer: Name of the node that makes the tensor.
@@ -272,23 +282,13 @@ class CastSite:
 
     scope: str
     tensor: str
-    source: str
-    target: str
+    from_: str
+    to: str
     bytes: int | None
     name: str
     producer: str
     device: str
     consumers: tuple[tuple[str, int], ...]
-
-    @property
-    def from_(self) -> str:
-        """The tensor's dtype: `source`, by the name the reports use."""
-        return self.source
-
-    @property
-    def to(self) -> str:
-        """The dtype it is cast to: `target`, by the name the reports use."""
-        return self.target
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,7 +453,7 @@ def _node_dict(node: NodePlan) -> dict[str, Any]:
 
 def _cast_dict(cast: CastSite) -> dict[str, Any]:
     fields = {name: getattr(cast, name) for name in cast.__slots__ if name != "device"}
-    return {"from": fields.pop("source"), "to": fields.pop("target"), **fields}
+    return {"from": fields.pop("from_"), "to": fields.pop("to"), **fields}
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,7 +257,7 @@ def converted(
     else:
         shared.prepared = shared.prepared or _prepared(function, traced, options)
         prepared, use = shared.prepared[0].copy(), shared.prepared[1]
-    return prepared.graph_def, convert_prepared(prepared, options, use).plan
+    return prepared.graph.graph, convert_prepared(prepared, options, use).plan
 
 
 def _prepared(

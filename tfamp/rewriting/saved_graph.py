@@ -23,7 +23,13 @@ import tensorflow as tf
 
 from tfamp.core.errors import SavedModelError
 from tfamp.graph.calibration import Calibration, measure
-from tfamp.graph.editor import SHAPES, control_inputs_of, is_control, tensor_inputs
+from tfamp.graph.editor import (
+    SHAPES,
+    control_inputs_of,
+    is_control,
+    replace_nodes,
+    tensor_inputs,
+)
 from tfamp.graph.functions import (
     CALLS,
     GRADIENT,
@@ -33,11 +39,10 @@ from tfamp.graph.functions import (
     library_of,
     reached_functions,
     rename_functions,
-    replace_nodes,
 )
 from tfamp.graph.index import build_indexes
 from tfamp.graph.observe import held_variables
-from tfamp.graph.passes.frozen_casts import cast_before_loops, fold_casts
+from tfamp.graph.passes.constants import fold_casts
 from tfamp.graph.rewrite import convert, resolved
 from tfamp.planning.decision import make_plan
 from tfamp.planning.options import RewriteOptions
@@ -331,11 +336,9 @@ def store_low_constants(meta_graph: Any, roles: Roles, plan: RewritePlan) -> Rew
     In place; returns the plan without the Casts that are no longer needed.
     """
     keep = (*roles.feeds, *roles.fetches, *roles.init)
-    graph, hoisted = cast_before_loops(meta_graph.graph_def)
-    graph, folded = fold_casts(graph, keep)
-    folded |= hoisted
-    build_indexes(graph, dtype=plan.dtype, device="cpu")  # It raises where dtypes do not agree.
-    meta_graph.graph_def.CopyFrom(graph)
+    folded = fold_casts(meta_graph.graph_def, keep)
+    # It raises where dtypes do not agree.
+    build_indexes(meta_graph.graph_def, dtype=plan.dtype, device="cpu")
     scopes = []
     for each in plan.scopes:
         casts = (cast for cast in each.casts if (cast.scope, cast.name) not in folded)

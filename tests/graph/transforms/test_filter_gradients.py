@@ -58,16 +58,11 @@ def error(concrete, result, *args):
         ((4, 8, 9, 12), (1, 1, 12, 7), "SAME", 1, PRODUCT),
         ((4, 8, 9, 64), (1, 1, 64, 64), UNEVEN, 1, NATIVE),
         ((4, 8, 9, 64), (1, 1, 64, 64), "SAME", 2, NATIVE),
-        (SMALL, (1, 1, 128, 128), UNEVEN, 1, PRODUCT),
         ((4, 8, 6, 64), (2, 2, 64, 48), "VALID", 2, PRODUCT),
         ((4, 9, 8, 64), (2, 2, 64, 48), "VALID", 2, NATIVE),  # A row is in no patch.
         ((4, 8, 8, 64), (2, 2, 64, 48), UNEVEN, 2, NATIVE),
         ((4, 8, 8, 3), (4, 4, 3, 64), "VALID", 4, NATIVE),  # Few channels.
-        (SMALL, (3, 3, 128, 130), "SAME", 1, PRODUCT),
-        (SMALL, (2, 5, 128, 128), "VALID", 1, PRODUCT),
-        (SMALL, (2, 2, 128, 128), UNEVEN, 1, PRODUCT),
         (SMALL, (3, 3, 128, 64), "SAME", 1, NATIVE),
-        (SMALL, (3, 3, 128, 128), "SAME", 2, NATIVE),
         pytest.param(
             SMALL,
             (3, 3, 64, 128),  # In two groups, which only oneDNN's own bfloat16 has.
@@ -76,7 +71,6 @@ def error(concrete, result, *args):
             NATIVE,
             marks=pytest.mark.skipif(not detect().cpu_bfloat16, reason="no bfloat16 kernel"),
         ),
-        ((17, 8, 8, 128), (3, 3, 128, 128), "SAME", 1, NATIVE),  # Many pixels.
     ],
 )
 def test_what_is_faster_as_a_product_is_one(image, kernel, padding, stride, op):
@@ -98,8 +92,6 @@ def test_a_batch_that_is_not_known_and_what_is_left_alone():
             args = random((batch, 8, 8, kernel[2]), kernel)
             (found,), expected = run(concrete, rewritten(concrete), *args), concrete(*args)
             np.testing.assert_allclose(found, expected, atol=0.1 * np.abs(expected).max())
-    small = traced(gradient("SAME", 1), (None, *SMALL[1:]), (3, 3, 128, 128))
-    assert counts(rewritten(small)) == {NATIVE: 1}
     lists = OpLists.grappler("bfloat16")
     assert counts(rewritten(pointwise, op_lists=lists)) == {NATIVE: 1}
     apart = traced(gradient("SAME", 1, dilation=2), SMALL, (3, 3, 128, 128))
@@ -107,8 +99,8 @@ def test_a_batch_that_is_not_known_and_what_is_left_alone():
 
 
 def test_in_float32_it_is_the_same_to_rounding_and_keeps_its_name():
-    shapes = SMALL, (3, 3, 128, 128)
-    concrete = traced(gradient("SAME", 1), *shapes)
+    shapes = SMALL, (2, 2, 128, 64)
+    concrete = traced(gradient("VALID", 2), *shapes)
     with pytest.warns(tfamp.NothingConvertedWarning):
         result = rewritten(concrete, keep_float32=["."])
     assert counts(result) == {PRODUCT: 1}

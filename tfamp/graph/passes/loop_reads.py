@@ -7,125 +7,104 @@ a step and not once a token.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from tfamp.graph.editor import (
     FLOAT32_TYPE,
     PYTHON,
     SHAPES,
-    become_identity,
+    GraphEditor,
+    attribute,
     control_inputs_of,
-    is_control,
-    renamed_output,
     writes_variable,
 )
-from tfamp.graph.functions import calls_in, library_of, reached_functions, respell
-from tfamp.graph.loop_edits import add_loop_variable, copies_in, own_functions
-from tfamp.planning.structures import LOOPS, free_name, node_name, reach
+from tfamp.graph.functions import reached_bodies
+from tfamp.graph.loops import Loop, own_loops
+from tfamp.planning.options import RewriteOptions
+from tfamp.planning.structures import LOOPS, node_name, reach
 
 
-def read_before_loops(graph_def: Any, keep: Collection[str] = ()) -> frozenset[tuple[str, str]]:
-    """Takes reads of float32 variables out of the loops of a training step, in place.
+def run(graph: GraphEditor, options: RewriteOptions) -> None:
+    """Hoists reads of float32 variables out of the loops of a training step, in place.
 
     Only reads of variables that the graph writes behind the loop, with what the loop led to: such a
     graph is the last to need gradients by them. In others, one that clips its weights before it
     uses them included, a loop's constants stay float32, as their gradients, which would get the
-    same dtype, add up over the iterations. Loops in functions stay, and those of which a tensor
-    ("x:0") or the node ("x") is to keep.
+    same dtype, add up over the iterations. Loops in functions and fetched ones stay.
 
-    Returns:
-        The new arguments of loops' functions as (function, argument): what was read. The reads in
-        the bodies are Identities of these now.
+    `graph.weights` has the new arguments of the loops' functions then.
     """
-    kept = set(map(node_name, keep))
-    library = library_of(graph_def)
-    added = []
-    for body, condition, loops in own_functions(graph_def, library):
-        loop = loops[0]
-        if len(loops) == 1 and loop.name not in kept and not _writes(loop, library):
-            reads = _invariant_reads(loop, body)
-            handles = {handle for _, handle in reads}
-            written = _written_behind(loop, graph_def.node, library, handles)
-            wanted = [(node, handle) for node, handle in reads if handle in written]
-            added += [_hoist(graph_def, loop, body, condition, *each) for each in wanted]
-    return frozenset(added)
+    for loop in own_loops(graph):
+        if loop.is_single and not _writes(graph, loop.node):
+            reads = list(_invariant_reads(loop))
+            written = _written_behind(loop, {handle for _, handle in reads})
+            for read, handle in reads:
+                if handle in written:
+                    _hoist(loop, read, handle)
 
 
-def _invariant_reads(loop: Any, body: Any) -> list[tuple[Any, str]]:
-    """The reads of float32 variables in the body of a loop, with the handles that it takes."""
-    arguments, results = body.signature.input_arg, body.signature.output_arg
-    if not len(arguments) == len(results) == len(loop.attr["T"].list.type):
-        return []  # No valid loop.
+def _invariant_reads(loop: Loop) -> Iterator[tuple[Any, str]]:
+    """The reads of float32 variables in the body of a loop, with the handles in the graph."""
     # A loop may carry handles, and exchange them.
     same = {
         argument.name: handle
-        for argument, result, handle in zip(arguments, results, loop.input, strict=False)
-        if body.ret[result.name] in copies_in(body, argument.name)
+        for (argument, result), handle in zip(loop.variables, loop.node.input, strict=False)
+        if loop.body.graph.ret[result.name] in loop.copies(argument.name)
     }
-    return [
-        (node, same[node.input[0]])
-        for node in body.node_def
-        if node.op == "ReadVariableOp"
-        and node.input[0] in same
-        and node.attr["dtype"].type == FLOAT32_TYPE
-    ]
+    for node in loop.body.of_types("ReadVariableOp"):
+        handles = [same[name] for name in node.input if name in same]
+        if handles and attribute(node, "dtype").type == FLOAT32_TYPE:
+            yield node, handles[0]
 
 
-def _writes(node: Any, library: Mapping[str, Any]) -> bool:
+def _writes(graph: GraphEditor, node: Any) -> bool:
     """Whether a node, or a function that it runs, may write variables."""
-    inside = reached_functions(library, calls_in([node]))
-    return _may_write(node) or any(_may_write(n) for name in inside for n in library[name].node_def)
+    inside = (op for body in reached_bodies(graph, [node]) for op in body.by_op)
+    return any(writes_variable(op) or op in PYTHON for op in (node.op, *inside))
 
 
-def _may_write(node: Any) -> bool:
-    return writes_variable(node.op) or node.op in PYTHON
-
-
-def _written_behind(
-    loop: Any, nodes: Sequence[Any], library: Mapping[str, Any], handles: set[str]
-) -> set[str]:
-    """Those of some handles that are written with values that depend on a loop."""
-    behind = _behind(loop.name, nodes) if handles else ()
+def _written_behind(loop: Loop, handles: set[str]) -> set[str]:
+    """Selects the handles that are written with values that depend on a loop."""
+    graph = loop.graph
+    behind = _behind(graph, loop.node.name) if handles else ()
+    users = ((each, graph.by_name[u]) for each in handles for u in graph.consumers[node_name(each)])
     return {
-        name
-        for node in nodes
-        for name in handles.intersection(node.input)
-        if node.name in behind and node.op not in LOOPS and _writes(node, library)
+        handle
+        for handle, user in users
+        if user.name in behind and user.op not in LOOPS and _writes(graph, user)
     }
 
 
-def _behind(start: str, nodes: Sequence[Any]) -> Collection[str]:
+def _behind(graph: GraphEditor, start: str) -> Collection[str]:
     """The nodes that a node's results lead to, also through variables that are written and read."""
-    loops = {node.name for node in nodes if node.op in LOOPS}
-    users = defaultdict[str, list[str]](list)
-    for node in nodes:
-        for name in node.input:
+
+    def users(name: str) -> Iterator[str]:
+        node = graph.by_name.get(name)
+        is_loop = node is not None and node.op in LOOPS
+        for user in graph.consumers[name]:
             # A read waits for a write. What only waits for a loop does not depend on its results.
-            if not (is_control(name) and node_name(name) in loops):
-                users[node_name(name)].append(node.name)
-    return reach([start], users.__getitem__)
+            only_waits = is_loop and f"^{name}" in graph.by_name[user].input
+            if not only_waits or any(_is_of(each, name) for each in graph.by_name[user].input):
+                yield user
+
+    return reach([start], users)
 
 
-def _hoist(
-    graph: Any, loop: Any, body: Any, condition: Any, read: Any, handle: str
-) -> tuple[str, str]:
-    """Reads a variable before a loop, and gives the loop what was read."""
-    before = _read_before(graph, loop, read, handle)
-    wanted = f"{read.name}_before"
-    name = add_loop_variable(graph, loop, (body, condition), before, FLOAT32_TYPE, wanted)
-    read.input[:] = [name, *control_inputs_of(read)]
-    become_identity(read, FLOAT32_TYPE)
-    respell(body, renamed_output([read.name], "value", "output"))
-    return body.signature.name, name
+def _is_of(tensor: str, name: str) -> bool:
+    return tensor == name or tensor.startswith(f"{name}:")
 
 
-def _read_before(graph: Any, loop: Any, read: Any, handle: str) -> Any:
-    name = free_name(f"{loop.name}/{read.name}", {node.name for node in graph.node})
-    inputs = [handle, *control_inputs_of(loop)]
-    node = graph.node.add(name=name, op="ReadVariableOp", input=inputs, device=loop.device)
-    for attr in ("dtype", SHAPES):
-        if attr in read.attr:
-            node.attr[attr].CopyFrom(read.attr[attr])
-    return node
+def _hoist(loop: Loop, read: Any, handle: str) -> None:
+    """Reads a variable before a loop, and gives the loop the value."""
+    node, body = loop.node, loop.body
+    attrs = {name: read.attr[name] for name in ("dtype", SHAPES) if name in read.attr}
+    inputs = [handle, *control_inputs_of(node)]
+    before = loop.graph.add(
+        f"{node.name}/{read.name}", "ReadVariableOp", inputs, device=node.device, **attrs
+    )
+    name = loop.add_variable(before, FLOAT32_TYPE, f"{read.name}_before")
+    body.set_inputs(read, [name, *control_inputs_of(read)])
+    body.become_identity(read, FLOAT32_TYPE)
+    body.settle()
+    loop.graph.weights.add((body.scope, name))

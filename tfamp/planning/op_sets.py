@@ -1,9 +1,10 @@
-"""The op lists of TensorFlow's own graph pass, Grappler's `auto_mixed_precision`; framework-free.
+"""Sets of op types that the op lists are made of; framework-free.
 
-The facts are those of TensorFlow 2.19 to 2.21, on a GPU with CUDA 9.1 and cuDNN 8.0 or newer for
-float16, and of the CPU's oneDNN mode for bfloat16. A test compares them with the header of the
-TensorFlow that is installed, so these names follow TensorFlow; tfamp's own choices are in
-`tfamp.graph.op_lists`.
+First the lists of TensorFlow's own graph pass, Grappler's `auto_mixed_precision`: those of
+TensorFlow 2.19 to 2.21, on a GPU with CUDA 9.1 and cuDNN 8.0 or newer for float16, and of the CPU's
+oneDNN mode for bfloat16. A test compares them with the header of the installed TensorFlow, so these
+names follow TensorFlow. Then the ops that autocast computes in float32 or promotes, beyond the four
+colours. `tfamp.graph.op_lists` makes tfamp's own lists from both.
 """
 
 from __future__ import annotations
@@ -71,10 +72,47 @@ FLOAT16_INFER = _INFER
 FLOAT16_DENY = _DENY | {"Mean", "Sum"}
 FLOAT16_CLEAR = _CLEAR | {"MaxPool3DGradGrad", "OneHot", "Size"}
 
-# What Grappler's float16 mode for CPUs adds to the infer list.
-FLOAT16_CPU_INFER = frozenset({"Rsqrt", "Square", "SquaredDifference"})
-
 BFLOAT16_ALLOW = _ALLOW | {"FusedPadConv2D"}
 BFLOAT16_INFER = _INFER | {"Mean", "Rsqrt", "Square", "SquaredDifference", "Sum"}
 BFLOAT16_DENY = _DENY
 BFLOAT16_CLEAR = _CLEAR | {"ResizeBilinear", "ScatterNd", "StatelessWhile", "While"}
+
+# ---- Autocast ------------------------------------------------------------------------------------
+
+# Sensitive to rounding or overflow: PyTorch's autocast computes their counterparts in float32. Mean
+# is not on its list: Grappler denies it in float16, and it is a sum first. Square is PyTorch's pow,
+# SquaredDifference its mse_loss, Xlogy and Xlog1py its kl_div.
+PRECISE = op_types("""
+    Acos Asin Cosh Cumprod Cumsum CumulativeLogsumexp Erfinv EuclideanNorm Exp Expm1 Inv L2Loss
+    Log Log1p LogSoftmax Mean Ndtri Pow Prod Reciprocal ResizeBicubic ResizeBilinear Rsqrt
+    ScaleAndTranslate Sinh Softmax SoftmaxCrossEntropyWithLogits Softplus SparseSoftmax
+    SparseSoftmaxCrossEntropyWithLogits Square SquaredDifference Sum Tan Xlog1py Xlogy
+""")
+
+# Decompositions, solvers, transforms and others whose kernels, for some device at least, are
+# float32 and float64 only: a low-precision input would be an error. Where PyTorch has the op, its
+# autocast does the same. The inputs of CTCLossV2 are float32 without a type attribute.
+FLOAT32_KERNELS = op_types("""
+    BandedTriangularSolve Betainc CTCLoss CTCLossV2 Cholesky CholeskyGrad Eig GRUBlockCell
+    GRUBlockCellGrad IRFFT IRFFT2D IRFFT3D LogMatrixDeterminant Lu MatrixDeterminant
+    MatrixExponential MatrixInverse MatrixSolve MatrixSolveLs MatrixSquareRoot
+    MatrixTriangularSolve NextAfter Polygamma Qr RFFT RFFT2D RFFT3D RFFTND SelfAdjointEigV2 Svd
+    TridiagonalMatMul TridiagonalSolve Zeta
+""")
+
+# Ops that take several tensors of one dtype and compute, join or compare them. Autocast gives those
+# of any other op one dtype too, as TensorFlow would refuse them; these are what programs use.
+JOINING = op_types("""
+    AccumulateNV2 Add AddN AddV2 ApproximateEqual Atan2 BiasAdd BiasAddV1 ClipByValue Concat
+    ConcatV2 Cross Dilation2D Div DivNoNan DynamicStitch Equal FloorDiv FloorMod Greater
+    GreaterEqual Igamma Igammac Less LessEqual LinSpace LowerBound MatrixDiagPartV2
+    MatrixDiagPartV3 MatrixDiagV2 MatrixDiagV3 MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3
+    Maximum Minimum Mod Mul MulNoNan NotEqual OneHot Pack PadV2 ParallelConcat
+    ParallelDynamicStitch Pow RaggedTensorToTensor Range RealDiv Select SelectV2
+    SoftmaxCrossEntropyWithLogits SparseAdd SparseConcat SparseDenseCwiseAdd SparseDenseCwiseDiv
+    SparseDenseCwiseMul SparseFillEmptyRows SparseSparseMaximum SparseSparseMinimum
+    SparseTensorDenseAdd SparseTensorDenseMatMul SparseToDense Sub TensorScatterAdd
+    TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate
+    TensorStridedSliceUpdate TruncateDiv TruncateMod UpperBound Xdivy XlaDynamicUpdateSlice
+    Xlog1py Xlogy
+""")

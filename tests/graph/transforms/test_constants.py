@@ -1,0 +1,164 @@
+"""Constants stored as they are cast, Casts hoisted out of loops, and masks that stay finite."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from helpers import graph_models
+from tfamp.graph.passes.constants import fold_casts
+
+VALUES = np.array([1.0, 1e-3, 70000.0, -2.5], "float32")
+WEIGHT = np.random.default_rng(0).normal(0, 0.5, (8, 8)).astype("float32")
+DTYPES = ("float16", "bfloat16")
+
+
+def folded(function, x, keep=()):
+    """A function's graph after folding, and the Casts that are gone."""
+    concrete = tf.function(function).get_concrete_function(tf.TensorSpec(x.shape))
+    graph = concrete.graph.as_graph_def()
+    casts = fold_casts(graph, [*(tensor.name for tensor in concrete.outputs), *keep])
+    (actual,) = graph_models.runnable(concrete, graph)(x)
+    expected = tf.nest.flatten(concrete(x))[0]
+    assert actual.dtype == expected.dtype
+    np.testing.assert_array_equal(actual.numpy(), expected.numpy())
+    return graph, casts
+
+
+def stored(nodes):
+    """The float constants among nodes: dtypes and bytes."""
+    constants = [n.attr["value"].tensor for n in nodes if n.op == "Const"]
+    found = [(tf.as_dtype(c.dtype).name, len(c.tensor_content)) for c in constants]
+    return [each for each in found if "float" in each[0]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_constant_behind_identities_takes_half_the_bytes_and_two_casts_share_it(dtype):
+    def function(x):
+        read = tf.identity(tf.constant(VALUES))
+        one, two = (tf.cast(tf.identity(read), dtype) for _ in range(2))
+        return tf.cast(x, dtype) * one + two
+
+    graph, casts = folded(function, tf.ones(4))
+    assert stored(graph.node) == [(dtype, 8)]
+    assert len(casts) == 2
+
+
+def used_in_float32(x):
+    read = tf.constant(VALUES)
+    return tf.cast(x * read, tf.float16) * tf.cast(read, tf.float16)
+
+
+def of_other_dtypes(x):
+    wide = tf.cast(tf.constant(VALUES), tf.float64) * tf.cast(x, tf.float64)
+    return wide + tf.cast(tf.cast(tf.constant([1, 2, 3, 4]), tf.float16), tf.float64)
+
+
+def fetched(x):
+    return tf.cast(x, tf.float16) * tf.cast(tf.constant(VALUES, name="weights"), tf.float16)
+
+
+@pytest.mark.parametrize("function", [used_in_float32, of_other_dtypes, fetched])
+def test_other_constants_stay_with_their_casts(function):
+    graph, casts = folded(function, tf.ones(4), keep=["weights:0"])
+    assert [dtype for dtype, _ in stored(graph.node)] == ["float32"]
+    assert not casts
+
+
+def test_functions_are_folded_too():
+    @tf.function
+    def inner(x):
+        low = tf.cast(tf.constant(VALUES), tf.float16)
+        return tf.cast(x, tf.float16) * low, low
+
+    graph, casts = folded(lambda x: tf.add(*inner(x)), tf.ones(4))
+    ((scope, _),) = casts
+    (body,) = [f for f in graph.library.function if f.signature.name == scope]
+    assert [dtype for dtype, _ in stored(body.node_def)] == ["float16"]
+
+
+# ---- Loops ---------------------------------------------------------------------------------------
+
+
+def low_product(x, weight, dtype="bfloat16"):
+    return tf.cast(tf.cast(x, dtype) @ tf.cast(weight, dtype), tf.float32)
+
+
+def hoisted(body, result=0):
+    """Folds a loop over (x, weight): low dtypes of variables, the weight's dtype, gone Casts."""
+
+    def function(x):
+        return tf.while_loop(lambda i, *_: i < 3, body, [0, x, tf.constant(WEIGHT)])[1 + result]
+
+    graph, casts = folded(function, tf.ones((2, 8)))
+    (loop,) = [n for n in graph.node if "While" in n.op]
+    types = {tf.as_dtype(number).name for number in loop.attr["T"].list.type}
+    return types & set(DTYPES), [dtype for dtype, _ in stored(graph.node)], casts
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_is_cast_before_the_loop_and_stored_low(dtype):
+    low, weights, casts = hoisted(lambda i, x, w: (i + 1, low_product(x, tf.identity(w), dtype), w))
+    assert low == {dtype}
+    assert weights == [dtype]
+    assert {scope == "" for scope, _ in casts} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("body", "result"),
+    [
+        (lambda i, x, w: (i + 1, low_product(x, w), w + 1.0), 0),
+        (lambda i, x, w: (i + 1, low_product(x, w) @ w, w), 0),
+        (lambda i, x, w: (i + 1, low_product(x, w), tf.identity(w)), 1),
+        (lambda i, x, w: (i + 1, low_product(x, w) + low_product(x, w, "float16"), w), 0),
+    ],
+    ids=["changed", "used in float32", "used behind the loop", "used in two dtypes"],
+)
+def test_what_is_more_than_a_low_weight_stays(body, result):
+    assert hoisted(body, result) == (set(), ["float32"], frozenset())
+
+
+# ---- Choices -------------------------------------------------------------------------------------
+
+LARGE = {"float16": -2e38, "bfloat16": tf.float32.min}
+MASK = tf.constant([[False] * 4, [True, True, False, True]])
+X = tf.reshape(tf.range(6, dtype=tf.float32), (2, 3)) / 4
+W = tf.reshape(tf.range(12, dtype=tf.float32), (3, 4)) / 8
+
+
+def rewritten(function, dtype):
+    """What a function gives in low precision for X and W, and the dtypes of its Selects."""
+    result = tfamp.rewrite(tf.function(function), dtype=dtype, placement="lists")
+    operations = result.concrete(X, W).graph.get_operations()
+    selects = {op.outputs[0].dtype.name for op in operations if op.type == "SelectV2"}
+    return [each.numpy() for each in tf.nest.flatten(result(X, W))], selects
+
+
+@pytest.mark.parametrize("dtype", LARGE)
+def test_a_row_that_is_masked_as_a_whole_is_as_in_float32(dtype):
+    def attend(x, w):
+        return tf.nn.softmax(tf.where(MASK, x @ w, LARGE[dtype])) @ tf.transpose(w)
+
+    (actual,), selects = rewritten(attend, dtype)
+    assert selects == {dtype}
+    tolerance = 8 * float(ml_dtypes.finfo(dtype).eps)
+    np.testing.assert_allclose(actual, attend(X, W), rtol=tolerance)
+
+
+def chosen(x, w):
+    y = x @ w
+    return tf.where(MASK, tf.where(MASK, y, np.inf), -7.0), tf.where(MASK, y, -np.inf)
+
+
+def scaled(x, w):
+    large = tf.constant(1e6)
+    return [tf.where(MASK, (x @ w) * large, large) / large @ tf.transpose(w)]
+
+
+@pytest.mark.parametrize(("function", "selects"), [(chosen, None), (scaled, {"float32"})])
+def test_infinity_small_constants_and_those_of_arithmetic_keep_their_values(function, selects):
+    actual, found = rewritten(function, "float16")
+    assert found == (selects or found)
+    for result, expected in zip(actual, function(X, W), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-2)

@@ -1,0 +1,157 @@
+"""Loops of a graph that can be changed, as nothing else runs their functions."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp.graph.editor import SHAPES, GraphEditor, attribute, tensor_inputs
+from tfamp.graph.functions import calls_in, function_attributes, reached_bodies
+from tfamp.planning.structures import LOOPS, node_name, reach
+
+# How many of a loop's first results TensorFlow differentiates: those behind them are what the loop
+# keeps for a gradient that is in the graph already.
+_ORIGINAL = "_num_original_outputs"
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop of a graph.
+
+    Attributes:
+        graph: The graph.
+        nodes: The loop; several where a model's signatures share its functions.
+        body: The function of a round.
+        condition: The function that ends it.
+    """
+
+    graph: GraphEditor
+    nodes: Sequence[Any]
+    body: GraphEditor
+    condition: GraphEditor
+
+    @property
+    def node(self) -> Any:
+        """The loop, where there is one."""
+        return self.nodes[0]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one loop, which is not used from outside: it can get variables."""
+        return len(self.nodes) == 1 and self.node.name not in self.graph.kept
+
+    @property
+    def variables(self) -> list[tuple[Any, Any]]:
+        """The body's arguments, each with the result that is its value in the next round."""
+        signature = self.body.graph.signature
+        return list(zip(signature.input_arg, signature.output_arg, strict=True))
+
+    def is_tested(self, position: int) -> bool:
+        """Whether the condition uses a variable."""
+        return self.condition.uses(self.condition.graph.signature.input_arg[position].name) > 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the loops take and return what their functions do, as in a valid graph."""
+        body, condition = self.body.graph, self.condition.graph
+        arguments = body.signature.input_arg, body.signature.output_arg
+        counts = {*map(len, arguments), len(condition.signature.input_arg)}
+        for node in self.nodes:
+            counts |= {len(attribute(node, "T").list.type), len(tensor_inputs(node))}
+        return len(counts) == 1 and set(body.ret) == {arg.name for arg in arguments[1]}
+
+    def copies(self, argument: str) -> Collection[str]:
+        """An argument of the body, and the tensors that Identities make of it."""
+
+        def made_of(name: str) -> Iterator[str]:
+            for user in self.body.consumers[node_name(name)]:
+                node = self.body.by_name[user]
+                if node.op == "Identity" and name in node.input:
+                    yield self.body.tensor(node)
+
+        return reach([argument], made_of)
+
+    @property
+    def new_place(self) -> int:
+        """Where a new variable goes: TensorFlow differentiates those before it only."""
+        attrs = self.node.attr
+        return int(attrs[_ORIGINAL].i) if _ORIGINAL in attrs else len(attrs["T"].list.type)
+
+    def add_variable(self, start: str, dtype: int, wanted: str) -> str:
+        """Adds a variable that starts as a tensor of the graph; the body returns it as it is.
+
+        Returns the name of the argument, of the body's result and of the condition's argument.
+        """
+        place, made = self.new_place, self.graph.by_name[node_name(start)]
+        self._extend(place, start, made, dtype)
+        name = self._free_argument(wanted)
+        for function in (self.body.graph, self.condition.graph):
+            for table in (function.arg_attr, function.resource_arg_unique_id):
+                _make_room(table, place)
+            _insert_argument(function.signature.input_arg, place, name, dtype)
+            if SHAPES in made.attr:
+                function.arg_attr[place].attr[SHAPES].CopyFrom(made.attr[SHAPES])
+        _insert_argument(self.body.graph.signature.output_arg, place, name, dtype)
+        self.body.graph.ret[name] = name
+        return name
+
+    def _extend(self, place: int, start: str, made: Any, dtype: int) -> None:
+        node, graph = self.node, self.graph
+        graph.set_inputs(node, [*node.input[:place], start, *node.input[place:]])
+        node.attr["T"].list.type.insert(place, dtype)
+        shapes = attribute(made, SHAPES).list.shape
+        shape = shapes[0] if len(shapes) else tf.TensorShape(None).as_proto()
+        for name in ("output_shapes", SHAPES):
+            if len(attribute(node, name).list.shape):
+                node.attr[name].list.shape.insert(place, shape)
+        if _ORIGINAL in node.attr:
+            node.attr[_ORIGINAL].i += 1
+        # Later results have other numbers now.
+        count = len(node.attr["T"].list.type)
+        spelled = {graph.tensor(node, i): graph.tensor(node, i + 1) for i in range(place, count)}
+        if place == 0:
+            spelled |= {f"{node.name}:0": f"{node.name}:1"}
+        graph.rewire(spelled)
+
+    def _free_argument(self, wanted: str) -> str:
+        """A name that the functions have for no argument, result or node."""
+        name = wanted.replace("/", "_").lower()
+        while (free := self.condition.free_name(self.body.free_name(name))) != name:
+            name = free
+        return name
+
+
+def _insert_argument(arguments: Any, position: int, name: str, dtype: int) -> None:
+    arguments.insert(position, type(arguments[0])(name=name, type=dtype))
+
+
+def _make_room(table: Any, place: int) -> None:
+    """Moves entries of a protobuf map of arguments from a place on."""
+    for position in sorted((each for each in table if each >= place), reverse=True):
+        value = table.pop(position)
+        if hasattr(value, "SerializeToString"):
+            table[position + 1].CopyFrom(value)
+        else:
+            table[position + 1] = value
+
+
+def own_loops(graph: GraphEditor) -> Iterator[Loop]:
+    """Yields the valid loops of a graph itself whose functions nothing else runs."""
+    groups = defaultdict[tuple[str, ...], list[Any]](list)
+    for loop in graph.of_types(*sorted(LOOPS)):
+        functions = dict(function_attributes(loop))
+        groups[functions.get("body", ""), functions.get("cond", "")].append(loop)
+    if not groups:
+        return
+    uses = Counter(calls_in(graph.nodes))
+    for body in reached_bodies(graph, graph.nodes):
+        uses.update(calls_in(body.nodes))
+    for names, loops in groups.items():
+        if all(name in graph.library and uses[name] == len(loops) for name in names):
+            loop = Loop(graph, loops, *(graph.library[name] for name in names))
+            if loop.fits:
+                yield loop

@@ -1,0 +1,191 @@
+"""Constants are stored in the dtype to which they are cast.
+
+w (Const) -> read (Identity) -> Cast -> MatMul becomes Const -> MatMul in a frozen graph: the value
+is cast when the graph is written, not each time it runs, and the constant takes half the bytes.
+w -> While(body: w -> Cast -> MatMul) becomes w -> Cast -> While(body: w -> MatMul) before that.
+
+In any rewritten graph the constants that Selects choose stay finite. With softmax(where(mask,
+logits, -2e38)), float32's softmax gives a row that is masked as a whole equal weights; cast to
+float16, the constant is -inf, and that row NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfamp.graph.editor import (
+    FLOAT32_TYPE,
+    LOW_TYPES,
+    GraphEditor,
+    control_inputs_of,
+    tensor_inputs,
+)
+from tfamp.graph.index import largest_finite
+from tfamp.graph.loops import Loop, own_loops
+from tfamp.planning.exact_values import CHOICES
+from tfamp.planning.options import RewriteOptions
+from tfamp.planning.structures import RewritePlan, node_name, reach
+
+
+def run(graph: GraphEditor, options: RewriteOptions, plan: RewritePlan) -> None:
+    """Clips constants that are cast for a choice to the range of the low dtype, in place.
+
+    Only for ops that pass them on as they are or compare them: in arithmetic, infinity is an error
+    that shows, and another value one that does not.
+    """
+    limit = float(tf.as_dtype(plan.dtype).max)
+    for scope in plan.scopes:
+        body = graph.library.get(scope.scope, graph)
+        for cast in scope.casts:
+            constant = body.by_name.get(cast.producer)
+            if constant is None or constant.op != "Const":
+                continue
+            users = [body.by_name.get(consumer) for consumer, _ in cast.consumers]
+            chosen = all(user is not None and user.op in CHOICES for user in users)
+            if chosen and largest_finite(constant.attr["value"].tensor) > limit:
+                node = body.by_name[cast.name]
+                _store(body, constant, [node], limit)
+                body.set_inputs(node, control_inputs_of(constant))
+        body.settle()
+
+
+def fold_casts(graph_def: Any, keep: Iterable[str] = ()) -> frozenset[tuple[str, str]]:
+    """Folds Casts of float32 constants to a low dtype, in functions also, in place.
+
+    A constant that is used in float32 as well keeps its Casts: two copies of it would take more
+    bytes than one. So does one that is used from outside, among the tensors or nodes to keep. A
+    value beyond the range of the dtype becomes infinite, as it does in a Cast. Casts of constants
+    that enter loops are hoisted out of them first, where the loop does nothing else with them.
+
+    Returns:
+        The Casts that are gone as (function, name); the function is "" for the graph itself.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> half = tf.function(lambda: tf.cast(tf.constant([1.0, 2.0]), tf.float16))
+        >>> graph = half.get_concrete_function().graph.as_graph_def()
+        >>> sorted(fold_casts(graph, keep=["Identity:0"])), [node.op for node in graph.node]
+        ([('', 'Cast')], ['Const', 'Identity'])
+    """
+    graph = GraphEditor(graph_def, keep)
+    gone = set(_cast_before_loops(graph))
+    for body in graph.bodies:
+        gone |= {(body.scope, name) for name in _fold_body(body)}
+    return frozenset(gone)
+
+
+# ---- Constants -----------------------------------------------------------------------------------
+
+
+def _fold_body(body: GraphEditor) -> list[str]:
+    """Folds the Casts of a body; returns their names."""
+
+    def identities(name: str) -> Iterator[str]:
+        return (user for user in body.consumers[name] if body.by_name[user].op == "Identity")
+
+    gone: list[str] = []
+    removed: set[str] = set()
+    kept = body.kept
+    for constant in body.of_types("Const"):
+        if constant.attr["dtype"].type != FLOAT32_TYPE:
+            continue
+        passing = reach([str(constant.name)], identities)
+        users = [body.by_name[user] for each in passing for user in body.consumers[each]]
+        casts = sorted((n for n in users if n.op == "Cast"), key=lambda n: n.name)
+        if casts and kept.isdisjoint(passing) and all(map(_only_casts, users)):
+            _store(body, constant, casts)
+            removed.update(passing)
+            gone += [node.name for node in casts]
+    body.settle()
+    body.drop(removed)
+    return gone
+
+
+def _only_casts(node: Any) -> bool:
+    """Whether a node does nothing but pass a constant on or cast it to a low dtype."""
+    casts = node.op == "Cast" and node.attr["DstT"].type in LOW_TYPES
+    alone = len(node.input) == 1 == len(tensor_inputs(node))
+    return alone and (casts or node.op == "Identity")
+
+
+def _store(body: GraphEditor, constant: Any, casts: Iterable[Any], limit: float = math.inf) -> None:
+    """Makes the first Cast to a dtype the constant, and the others its copies.
+
+    Finite values of a larger magnitude than `limit` become it.
+    """
+    stored: dict[int, Any] = {}
+    given = constant.attr["value"].tensor
+    values = tf.make_ndarray(given)
+    clipped = np.where(np.isfinite(values), np.clip(values, -limit, limit), values)
+    for node in casts:
+        low = int(node.attr["DstT"].type)
+        if low in stored:
+            body.become(node, "Identity", [body.tensor(stored[low])], T=tf.as_dtype(low))
+            continue
+        stored[low] = node
+        with np.errstate(over="ignore"):
+            content = clipped.astype(tf.as_dtype(low).as_numpy_dtype)
+        value = tf.compat.v1.AttrValue()
+        value.tensor.dtype = low
+        value.tensor.tensor_shape.CopyFrom(given.tensor_shape)
+        # Not make_tensor_proto's half_val, which takes up to four bytes for a number of two.
+        value.tensor.tensor_content = content.tobytes()
+        node.device = constant.device
+        body.become(node, "Const", (), dtype=tf.as_dtype(low), value=value)
+
+
+# ---- Loops ---------------------------------------------------------------------------------------
+
+
+def _cast_before_loops(graph: GraphEditor) -> Iterator[tuple[str, str]]:
+    """Hoists Casts of invariant float32 arguments out of loops; yields those that are gone."""
+    for loop in own_loops(graph):
+        for i, (argument, _) in enumerate(loop.variables):
+            if argument.type != FLOAT32_TYPE or any(_uses(graph, node, i) for node in loop.nodes):
+                continue
+            users = _casting_users(loop, i)
+            if casts := [node for node in users if node.op == "Cast"]:
+                yield from ((loop.body.scope, node.name) for node in casts)
+                _cast_before(loop, i, users, int(casts[0].attr["DstT"].type))
+
+
+def _uses(graph: GraphEditor, loop: Any, i: int) -> bool:
+    """Whether something uses a result of a loop."""
+    outputs = {graph.tensor(loop, i), f"{loop.name}:{i}"}
+    users = (graph.by_name[user] for user in graph.consumers[loop.name])
+    return loop.name in graph.kept or any(not outputs.isdisjoint(user.input) for user in users)
+
+
+def _casting_users(loop: Loop, i: int) -> list[Any]:
+    """The nodes that take a body's argument, if it is not changed, and only cast to one dtype."""
+    body, (argument, result) = loop.body, loop.variables[i]
+    same = set(loop.copies(argument.name))
+    names = (user for tensor in sorted(same) for user in body.consumers[node_name(tensor)])
+    users = [body.by_name[name] for name in dict.fromkeys(names)]
+    dtypes = {node.attr["DstT"].type for node in users if node.op == "Cast"}
+    returned = [name for name, tensor in body.graph.ret.items() if tensor in same]
+    unchanged = returned == [result.name] and not loop.is_tested(i)
+    return users if unchanged and len(dtypes) == 1 and all(map(_only_casts, users)) else []
+
+
+def _cast_before(loop: Loop, i: int, users: Iterable[Any], low: int) -> None:
+    """Makes a variable of a loop low."""
+    dtype, graph = tf.as_dtype(low), loop.graph
+    for node in users:
+        loop.body.become_identity(node, low)
+    loop.body.settle()
+    body, condition = loop.body.graph.signature, loop.condition.graph.signature
+    body.output_arg[i].type = body.input_arg[i].type = condition.input_arg[i].type = low
+    for node in loop.nodes:
+        types = {"SrcT": tf.float32, "DstT": dtype, "Truncate": False}
+        inputs = list(node.input)
+        inputs[i] = graph.add(
+            f"{node.name}/{i}-CastBefore", "Cast", [inputs[i]], device=node.device, **types
+        )
+        graph.set_inputs(node, inputs)
+        node.attr["T"].list.type[i] = low
