@@ -165,35 +165,14 @@ def test_a_loop_that_never_scales_is_told_once_and_where():
         optimizer.apply_gradients([(tf.ones(1), weight)])
         optimizer.apply_gradients([(tf.ones(1), weight)])
     assert len([w for w in record if w.category is tfamp.TfampWarning]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tfamp.TfampWarning)
+        wrapped(loss_scale=1.0).apply_gradients([(tf.ones(1), weight)])
     optimizer = wrapped()
     step = tf.function(lambda: optimizer.apply_gradients([(tf.ones(1), weight)]), autograph=True)
     with pytest.warns(tfamp.TfampWarning, match="no loss has been scaled") as record:
         step()
     assert record[0].filename == __file__
-
-
-class Unscaled(keras.Sequential):
-    """A model whose own `train_step` scales no loss."""
-
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(self(data))
-        weights = self.trainable_variables
-        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-        return {"loss": loss}
-
-
-@pytest.mark.parametrize("eager", [True, False])
-def test_a_train_step_that_never_scales_is_told_where_but_for_a_scale_of_1(eager):
-    model = Unscaled([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(wrapped(loss_scale=1.0), run_eagerly=eager)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", tfamp.TfampWarning)
-        model.fit(np.ones((4, 2)), verbose=0)
-    model.compile(wrapped(), run_eagerly=eager)
-    with pytest.warns(tfamp.TfampWarning, match="no loss has been scaled") as record:
-        model.fit(np.ones((4, 2)), verbose=0)
-    assert [each.filename for each in record if each.category is tfamp.TfampWarning] == [__file__]
 
 
 def test_stateless_apply_says_that_tensorflow_has_none(built):

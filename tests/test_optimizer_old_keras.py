@@ -3,7 +3,6 @@
 tests/data/write_old_keras_files.py wrote the files, with the Keras of each release.
 """
 
-import copy
 import json
 import zipfile
 from pathlib import Path
@@ -61,15 +60,10 @@ def test_a_model_of_every_release_goes_on_under_a_level(release):
     assert int(optimizer.iterations) == 6
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("clipnorm", 5.0), ("use_ema", True), ("weight_decay", 0.1)]
-)
-def test_settings_that_had_no_effect_are_said_and_unknown_or_missing_ones_errors(name, value):
+def test_settings_without_effect_are_left_out_and_unknown_or_missing_ones_errors():
     _, config = written("3.3")
-    with pytest.warns(tfamp.TfampWarning, match=f"has {name}={value}. Keras's LossScale.*inner"):
-        ours = tfamp.LossScaleOptimizer.from_config(config | {name: value})
-    clean = tfamp.LossScaleOptimizer.from_config(config)
-    assert ours.get_config() == clean.get_config()
+    ours = tfamp.LossScaleOptimizer.from_config(config | {"clipnorm": 5.0, "use_ema": True})
+    assert ours.get_config() == tfamp.LossScaleOptimizer.from_config(config).get_config()
     with pytest.raises(TypeError, match="nonsense"):
         tfamp.LossScaleOptimizer.from_config(config | {"nonsense": 1})
     config.pop("inner_optimizer")
@@ -93,20 +87,3 @@ def test_keras_optimizers_get_takes_what_describes_one(config, scale, rate):
     assert type(made.inner_optimizer) is keras.optimizers.Adam
     assert (made.initial_scale, float(made.learning_rate)) == (scale, pytest.approx(rate))
     assert keras.optimizers.get(made) is made
-
-
-@pytest.mark.filterwarnings("ignore:.* divides the gradients:tfamp.TfampWarning")
-def test_a_search_makes_new_ones_from_a_description_and_trains_them():
-    """What keras_tuner does: for each trial a new model, and copies of the callbacks."""
-
-    monitor = tfamp.diagnostics.NumericsMonitor(every=1)
-    copies = []
-    for rate in (0.1, 0.01):
-        optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(rate), initial_scale=16.0)
-        described = keras.optimizers.serialize(optimizer)
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-        model.compile(described, "mse", jit_compile=False)
-        copies.append(copy.deepcopy(monitor))
-        model.fit(X, X[:, :2], batch_size=2, verbose=0, callbacks=[copies[-1]])
-        assert float(model.optimizer.learning_rate) == pytest.approx(rate)
-    assert [len(each.history) for each in (monitor, *copies)] == [0, 2, 2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
@@ -12,22 +12,8 @@ from tfamp.core.options import checked_count
 from tfamp.interop.keras_hooks import described, key_of
 from tfamp.interop.tf_private import as_written
 from tfamp.optimizer import LossScaleOptimizer
-from tfamp.training.apply import OnEach, once_for_all_replicas
-from tfamp.training.gradients import check_gradients, dtype_name, split_pairs, variable_name
-from tfamp.training.replicas import call_if, check_in_replica, outside_the_graph
-
-
-@dataclass(slots=True)
-class _Window:
-    """What is known of the variables; not a list of a tf.Module, which would save them.
-
-    Attributes:
-        variables: The variables, in the order of the first call.
-        had_gradient: The places of those for which a gradient has been given, in any graph.
-    """
-
-    variables: list[Any] = field(default_factory=list)
-    had_gradient: set[int] = field(default_factory=set)
+from tfamp.training import gradients as gradient_lib
+from tfamp.training.weights import OnEach, once_for_all_replicas
 
 
 class GradientAccumulator(tf.Module):
@@ -82,11 +68,11 @@ class GradientAccumulator(tf.Module):
                 f"{described(optimizer)} Wrap a Keras optimizer, with loss_scale=1.0 where no loss "
                 "scale is wanted."
             )
-        if optimizer.gradient_accumulation_steps:
+        inner = optimizer.inner_optimizer
+        if inner.gradient_accumulation_steps:
             raise ValueError(
-                f"{optimizer.inner_optimizer.name} has gradient_accumulation_steps="
-                f"{optimizer.gradient_accumulation_steps} and accumulates itself. Create it "
-                "without."
+                f"{inner.name} has gradient_accumulation_steps="
+                f"{inner.gradient_accumulation_steps} and accumulates itself. Create it without."
             )
         self._optimizer = optimizer
         self._steps = checked_count("steps", steps)
@@ -94,7 +80,9 @@ class GradientAccumulator(tf.Module):
         self._count = tf.Variable(0, dtype=tf.int64, trainable=False, name="count")
         # Appended to, not replaced: so a checkpoint restored before finds them.
         self._sums: list[tf.Variable] = []
-        self._window = _Window()
+        # The variables, in the order of the first call, and the places of those for which a
+        # gradient has been given, in any graph. A list of a tf.Module itself would be saved.
+        self._window = SimpleNamespace(variables=[], had_gradient=set())
 
     @property
     def optimizer(self) -> LossScaleOptimizer:
@@ -128,13 +116,13 @@ class GradientAccumulator(tf.Module):
             ValueError: As `LossScaleOptimizer.apply_gradients`, or the variables are others.
             TypeError: As `LossScaleOptimizer.apply_gradients`.
         """
-        grads, variables = split_pairs(grads_and_vars, "apply_gradients")
-        check_gradients(grads, variables)
-        check_in_replica()
+        grads, variables = gradient_lib.split_pairs(grads_and_vars, "apply_gradients")
+        gradient_lib.check_gradients(grads, variables)
+        gradient_lib.check_in_replica()
         if not self._sums:
-            outside_the_graph(lambda: self._build(variables))
+            gradient_lib.outside_the_graph(lambda: self._build(variables))
         self._check_variables(variables)
-        self._add(grads)
+        self._add(grads, variables)
         return self._end_window_if(tf.equal(self._count.assign_add(1), self._steps))
 
     @as_written
@@ -147,7 +135,7 @@ class GradientAccumulator(tf.Module):
         Raises:
             ValueError: Called outside a replica.
         """
-        check_in_replica()
+        gradient_lib.check_in_replica()
         if not self._sums:
             return tf.constant(False)
         return self._end_window_if(self._count > 0)
@@ -180,11 +168,11 @@ class GradientAccumulator(tf.Module):
                 "order, for every micro-batch, with None for those without a gradient."
             )
 
-    def _add(self, grads: list[Any]) -> None:
+    def _add(self, grads: list[Any], variables: list[Any]) -> None:
         # The sums are of unscaled gradients: whoever ends the window, in this graph or another,
         # cannot know what was unscaled in each of its micro-batches.
         unscaled_before = self._optimizer.unscaled_gradients
-        gradients = unscaled_before.take(grads, self._window.variables).unscaled()
+        gradients = unscaled_before.take(grads, variables).unscaled()
         unscaled_before.drop_pending()
         for i, (gradient, total) in enumerate(zip(gradients.values, self._sums, strict=True)):
             if gradient is None:
@@ -202,7 +190,7 @@ class GradientAccumulator(tf.Module):
 
     def _end_window_if(self, ends: Any) -> Any:
         def on_all_replicas(on_each: OnEach, ends: Any) -> None:
-            call_if(ends, lambda: on_each(self._apply_mean))
+            gradient_lib.call_if(ends, lambda: on_each(self._apply_mean))
 
         once_for_all_replicas(on_all_replicas, ends)
         return ends
@@ -218,12 +206,12 @@ class GradientAccumulator(tf.Module):
 
 
 def _zeros_like(variable: Any) -> tf.Variable:
-    wide = "float64" if dtype_name(variable) == "float64" else "float32"
+    wide = "float64" if gradient_lib.dtype_name(variable) == "float64" else "float32"
     return tf.Variable(
         tf.zeros(variable.shape, wide),
         trainable=False,
         # One sum for each replica; saved as the sum of them all.
         synchronization=tf.VariableSynchronization.ON_READ,
         aggregation=tf.VariableAggregation.SUM,
-        name=f"{variable_name(variable).partition(':')[0]}_sum",
+        name=f"{gradient_lib.variable_name(variable).partition(':')[0]}_sum",
     )

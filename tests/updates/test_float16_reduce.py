@@ -185,31 +185,6 @@ def test_wide_and_sparse_gradients(two_replicas, monkeypatch):
     assert sent == {indices: {"int32"}}
 
 
-def test_an_optimizer_that_sums_elsewhere_is_refused(two_replicas):
-    class Own(keras.optimizers.SGD):
-        def _backend_update_step(self, grads, variables, learning_rate):
-            return None
-
-    model, optimizer = make(two_replicas, lambda: Own(0.1))
-    step = spread(two_replicas, train_step(model, optimizer, unscale=False))
-    with pytest.raises(tfamp.UnsupportedVersionError, match="_all_reduce_sum_gradients"):
-        step(*data(2))
-
-
-def test_one_replica_takes_the_plain_path():
-    x, y = data(1)
-    results = []
-    for aggregate in (True, False):
-        model = small_model()
-        optimizer = tfamp.LossScaleOptimizer(
-            keras.optimizers.SGD(0.05), aggregate_in_float16=aggregate
-        )
-        tf.function(train_step(model, optimizer))(x, y)
-        results.append(model.get_weights())
-    for actual, expected in zip(*results, strict=True):
-        np.testing.assert_array_equal(actual, expected)
-
-
 def test_config_round_trip_and_wrong_values():
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), aggregate_in_float16=True)
     assert tfamp.LossScaleOptimizer.from_config(optimizer.get_config()).aggregate_in_float16

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.cases import one_of_each
+from helpers.cases import one_in, one_of_each
 from helpers.graph_asserts import op_dtypes
 from helpers.tolerances import assert_all_equal
 from helpers.training import assert_identical, data, small_model, snapshot, train_step
@@ -131,7 +131,7 @@ def assert_same(optimizer, ours, bare, theirs, rtol=1e-6):
         )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", one_in(2, OPTIMIZERS))
 def test_fifty_steps_equal_the_inner_optimizers(name):
     pair = Pair(OPTIMIZERS[name])
     assert one_pass_updates(pair.step) == updates_of(name)
@@ -152,7 +152,9 @@ def test_clipping_and_masters_keep_the_update_one_pass(name, arguments):
     optimizer = tfamp.LossScaleOptimizer(OPTIMIZERS[name](), **arguments)
     optimizer.build(weights)
     optimizer.get_scale()
-    assert one_pass_updates(stepper(optimizer, weights, 1.0)) == updates_of(name)
+    assert one_pass_updates(stepper(optimizer, weights, 1.0)) == (
+        1 if name.startswith("ada") else len(SHAPES)
+    )
 
 
 def updated_at_once():
@@ -180,42 +182,25 @@ def updated_at_once():
 def test_many_weights_are_updated_in_groups_with_the_same_result(monkeypatch):
     whole, calls = updated_at_once()
     assert calls == 1
-    monkeypatch.setattr("tfamp.training.compiled_groups._ROOM", 512)
+    monkeypatch.setattr("tfamp.training.fused_update._ROOM", 512)
     grouped, calls = updated_at_once()
     # Twice two of the matrices; the fifth; both vectors; and the one that is larger than a group.
     assert 1 < calls <= len(whole)
     assert_all_equal(whole, grouped)
 
 
-@pytest.mark.parametrize(
-    ("name", "scale", "traced"),
-    [
-        *(("adam", scale, True) for scale in (3.0, 2.0**-30, 2.0**32)),
-        *((name, 2.0**10, False) for name in ("momentum", "adamw")),
-    ],
-)
-def test_any_scale_and_eager_steps(name, scale, traced):
-    pair = Pair(OPTIMIZERS[name], scale)
-    tf.config.run_functions_eagerly(not traced)
-    pair.run(range(5))
-    assert int(pair.optimizer.iterations) == 5
-    pair.assert_same()
-
-
-def test_settings_changed_after_a_trace_reach_the_next():
-    pair = Pair(OPTIMIZERS["adamw"])
+@pytest.mark.parametrize("scale", [3.0, 2.0**-30, 2.0**32])
+def test_any_scale_exclusion_from_decay_eager_steps_and_settings_changed_between_traces(scale):
+    pair = Pair(OPTIMIZERS["adamw"], scale, exclude=[1])
     pair.run([0])
+    tf.config.run_functions_eagerly(True)
+    pair.run([1])
+    tf.config.run_functions_eagerly(False)
     for inner in (pair.optimizer.inner_optimizer, pair.bare):
         inner.beta_1, inner.epsilon, inner.weight_decay = 0.5, 0.1, 0.3
         inner.learning_rate = 0.02
     pair.trace()
-    pair.run([1])
-    pair.assert_same()
-
-
-def test_variables_excluded_from_weight_decay():
-    pair = Pair(lambda: keras.optimizers.AdamW(0.05, weight_decay=0.5), exclude=[1])
-    pair.run(range(3))
+    pair.run([2])
     pair.assert_same()
 
 
@@ -277,24 +262,6 @@ def test_a_scale_whose_inverse_is_subnormal():
     optimizer.apply([tf.constant([2.0**125])], [weight], unscaled=False)
     keras.optimizers.Adam(0.5).apply([tf.constant([2.0**-2])], [expected])
     np.testing.assert_allclose(weight.numpy(), expected.numpy(), rtol=1e-6)
-
-
-@pytest.mark.parametrize(("name", "first"), one_of_each(["nesterov", "adamw"], [0, 1]))
-def test_checkpoints_of_the_bare_optimizer_and_of_the_wrapped_one_fit_each_other(
-    tmp_path, name, first
-):
-    pair = Pair(OPTIMIZERS[name])
-    inner, steps = pair.optimizer.inner_optimizer, (pair.step, pair.bare_step)
-    checkpoints = [
-        tf.train.Checkpoint(weights=pair.ours, optimizer=inner),
-        tf.train.Checkpoint(weights=pair.theirs, optimizer=pair.bare),
-    ]
-    for number in range(10):
-        steps[first](*gradients(number))
-    path = checkpoints[first].save(tmp_path / "c")
-    checkpoints[1 - first].restore(path).assert_consumed()
-    pair.run(range(10, 20))
-    pair.assert_same()
 
 
 class Custom(keras.optimizers.Adam):

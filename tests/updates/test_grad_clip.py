@@ -151,15 +151,3 @@ def test_fit_save_and_load(tmp_path, jit_compile):
     again = keras.models.load_model(tmp_path / "model.keras").optimizer
     assert again.grad_clip == tfamp.GradClip(0.1, math.inf)
     assert float(again.last_gradient_norm) == float(model.optimizer.last_gradient_norm) > 0.1
-
-
-def test_settings_of_the_inner_optimizer_show_on_the_wrapper():
-    inner = keras.optimizers.AdamW(1e-3, weight_decay=0.25, clipnorm=2.0, use_ema=True)
-    optimizer = tfamp.LossScaleOptimizer(inner)
-    assert (optimizer.weight_decay, optimizer.clipnorm, optimizer.use_ema) == (0.25, 2.0, True)
-    model = small_model()
-    optimizer.build(model.trainable_variables)
-    averages = [v for v in optimizer.variables if "average" in v.name]
-    assert len(averages) == len(model.trainable_variables), "not a second set on the wrapper"
-    optimizer.weight_decay = 0.5
-    assert inner.weight_decay == 0.5

@@ -64,10 +64,10 @@ def test_one_number_of_a_low_gradient_that_is_not_finite_is_found(dtype):
     largest = tf.dtypes.as_dtype(dtype).max
     good = [np.full(shape, largest, weights[0].dtype) for shape in LOW_SHAPES]
     good[3][5] = -0.0, -largest, np.float32(2.0**-130)
-    # Each is looked at as it is, but for the scalar: there is no float32 copy to be squared.
+    # Each is looked at as it is: there is no float32 copy to be squared.
     graph_def = concrete(step, *map(tf.constant, good)).graph.as_graph_def()
     nodes = [*graph_def.node, *(n for each in graph_def.library.function for n in each.node_def)]
-    assert [node.op for node in nodes].count("L2Loss") == 1
+    assert "L2Loss" not in {node.op for node in nodes}
     step(*map(tf.constant, good))
     assert int(optimizer.skipped_steps) == 0
     tried = 0
@@ -112,14 +112,3 @@ def test_finite_means_finite_in_the_variable(gradient, finite):
     variable = keras.Variable([0.0], dtype="float16")
     optimizer.apply_gradients([(tf.constant([gradient]), variable)], unscaled=True)
     assert bool(optimizer.last_step_finite) is finite
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_losses_are_scaled_in_float32_or_float64_and_keep_the_gradient_path(dtype):
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), loss_scale=2.0**4)
-    x = tf.constant(3.0, dtype)
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        scaled = optimizer.get_scaled_loss(x * x)
-    assert scaled.dtype == (tf.float64 if dtype == "float64" else tf.float32)
-    assert float(tape.gradient(scaled, x)) == 6.0 * 2**4

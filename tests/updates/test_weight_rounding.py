@@ -82,6 +82,8 @@ def test_split_is_training_with_masters_bit_for_bit(name, steps):
 @pytest.mark.parametrize("name", one_in(4, INNER))
 def test_every_way_to_run_a_step_gives_the_same(name):
     traced, optimizer = trained(INNER[name], weight_rounding="stochastic")
+    other, _ = trained(INNER[name], weight_rounding="stochastic", seed=2)
+    assert any((a.numpy() != b.numpy()).any() for a, b in zip(traced, other, strict=True))
     for how in ("eager", "compiled"):
         assert_same(trained(INNER[name], weight_rounding="stochastic", how=how)[0], traced)
     slots = [v for v in optimizer.inner_optimizer.variables if v.shape in (SHAPES[0], SHAPES[2])]
@@ -129,14 +131,6 @@ def test_where_xla_does_not_work_the_same_is_computed(monkeypatch, rounding):
     compiled, _ = trained(INNER["AdamW"], weight_rounding=rounding)
     monkeypatch.setattr(fused_update, "xla_works", lambda device: False)
     assert_same(trained(INNER["AdamW"], weight_rounding=rounding)[0], compiled)
-
-
-def test_the_seed_decides():
-    one, _ = trained(INNER["Adam"], weight_rounding="stochastic", seed=1)
-    same, _ = trained(INNER["Adam"], weight_rounding="stochastic", seed=1)
-    other, _ = trained(INNER["Adam"], weight_rounding="stochastic", seed=2)
-    assert_same(one, same)
-    assert any((a.numpy() != b.numpy()).any() for a, b in zip(one, other, strict=True))
 
 
 def test_variables_and_steps_are_rounded_differently():
@@ -310,21 +304,6 @@ def test_prepare_at_level_o3(rounding):
     model.fit(x, y, epochs=5, verbose=0)
     assert model.evaluate(x, y, verbose=0) < before
     assert tfamp.prepare(model, level="O3", dtype="bfloat16", weight_rounding=rounding)[0] is model
-
-
-def test_find_nonfinite_names_slots():
-    x, y = data(1)
-    model, optimizer = tfamp.prepare(
-        small_model(), optimizers.Adam(), level="O3", dtype="bfloat16", weight_rounding="stochastic"
-    )
-    model.compile(optimizer, "mse")
-    optimizer.build(model.trainable_variables)
-    slot = next(v for v in optimizer.inner_optimizer.variables if v.path.endswith("_velocity"))
-    assert slot.dtype == "bfloat16"
-    slot.assign(tf.fill(slot.shape, tf.cast(np.nan, "bfloat16")))
-    assert slot.path in tfamp.diagnostics.find_nonfinite(model, x, y).to_text()
-    slot.assign(tf.zeros(slot.shape, "bfloat16"))
-    assert tfamp.diagnostics.find_nonfinite(model, x, y) is None
 
 
 @pytest.mark.parametrize("how", [{"weight_rounding": "split"}, {"master_weights": True}])

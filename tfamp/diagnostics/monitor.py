@@ -37,8 +37,7 @@ from tfamp.optimizer import LossScaleOptimizer
 from tfamp.reports.tables import table_lines
 from tfamp.torch_style.grad_scaler import GradScaler
 from tfamp.training import gradients as gradient_lib
-from tfamp.training.gradients import Gradients
-from tfamp.training.replicas import on_every_replica, outside_the_graph
+from tfamp.training.gradients import Gradients, on_every_replica, outside_the_graph
 
 # Of `SHARES`, those that show whether a scale is too low or too high.
 _LOGGED_SHARES = ("under_2**-14", "over_65504")

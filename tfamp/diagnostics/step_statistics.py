@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.training.replicas import outside_the_graph
+from tfamp.training.gradients import outside_the_graph
 
 # Exponents of float16's smallest subnormal, smallest normal and largest number.
 SUBNORMAL, NORMAL, LARGEST = -24, -14, 15

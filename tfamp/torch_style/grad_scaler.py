@@ -22,12 +22,11 @@ from tfamp.core.dtypes import float_format
 from tfamp.core.options import LossScaleState
 from tfamp.interop.keras_hooks import as_tensor, require_tensorflow
 from tfamp.interop.tf_private import as_written
+from tfamp.training import gradients as gradient_lib
 from tfamp.training import scaling
-from tfamp.training.apply import apply_if_finite
-from tfamp.training.gradients import Gradients, check_gradients, listed, split_pairs
-from tfamp.training.replicas import check_in_replica, on_every_replica, outside_the_graph
+from tfamp.training.gradients import Gradients, outside_the_graph
 from tfamp.training.scaling import PerTrace
-from tfamp.training.weights import PlainWeights
+from tfamp.training.weights import PlainWeights, apply_if_finite
 
 _FLOAT32 = float_format("float32")
 _Value = TypeVar("_Value")
@@ -54,10 +53,9 @@ class GradScaler(tf.Module):
     off if any optimizer's gradients were not finite, and grow after `growth_interval` iterations
     in a row without.
 
-    The scale follows PyTorch's rule step for step, with two bounds that the rule lacks: it never
-    falls below float32's smallest normal number, 2**-126, so never becomes 0; and a growth interval
-    that is made shorter than the count of good iterations takes effect. As in PyTorch, a scale
-    that would grow to inf keeps its value.
+    The scale follows PyTorch's rule step for step, with one bound that the rule lacks: it never
+    falls below float32's smallest normal number, 2**-126, so never becomes 0. As in PyTorch, a
+    scale that would grow to inf keeps its value.
 
     Calls out of order raise, in a function while it is traced. What another function has done only
     shows when this one runs: no step is applied from then on, and the next call outside a function
@@ -152,13 +150,13 @@ class GradScaler(tf.Module):
             TypeError: `optimizer` is no Keras optimizer, or `grads` no list of gradients.
             ValueError: The optimizer scales losses itself.
         """
-        grads = listed(grads, "unscale")
+        grads = gradient_lib.listed(grads, "unscale")
         if not self._enabled:
             return grads
         scaling.check_scales_no_loss(optimizer, "GradScaler")
         self._calls.check_order("unscale", optimizer)
         unscaled, finite = Gradients.unscaled_for(optimizer, grads, as_tensor(self._scale))
-        self._calls.record(optimizer, "unscaled", on_every_replica(finite))
+        self._calls.record(optimizer, "unscaled", gradient_lib.on_every_replica(finite))
         return unscaled
 
     @as_written
@@ -182,7 +180,7 @@ class GradScaler(tf.Module):
             ValueError: The optimizer scales losses itself, or there is nothing to apply, or a
                 shape does not fit its variable.
         """
-        grads, variables = split_pairs(grads_and_vars, "step")
+        grads, variables = gradient_lib.split_pairs(grads_and_vars, "step")
         return self._step("step", optimizer, grads, variables)
 
     def _step(self, call: str, optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
@@ -190,8 +188,8 @@ class GradScaler(tf.Module):
             optimizer.apply_gradients(zip(grads, variables, strict=True))
             return tf.constant(True)
         scaling.check_scales_no_loss(optimizer, "GradScaler")
-        check_gradients(grads, variables)
-        check_in_replica()
+        gradient_lib.check_gradients(grads, variables)
+        gradient_lib.check_in_replica()
         self._calls.check_order(call, optimizer)
         if not optimizer.built:
             outside_the_graph(lambda: optimizer.build(variables))
@@ -264,7 +262,7 @@ class GradScaler(tf.Module):
         scale = tf.cast(self._scale, "float64")
         growth_factor = tf.convert_to_tensor(self._growth_factor)
         grown = tf.cast(scale * growth_factor, "float32")
-        # A DynamicLossScale in tensors: what a setter changes holds in traced functions too.
+        # A DynamicLossScale in tensors: a state that is loaded holds in traced functions too.
         rule = SimpleNamespace(
             growth_factor=growth_factor,
             backoff_factor=tf.convert_to_tensor(self._backoff_factor),
@@ -299,30 +297,6 @@ class GradScaler(tf.Module):
         """Whether the scaler does anything."""
         return self._enabled
 
-    def get_growth_factor(self) -> float:
-        """The factor the scale grows by. Waits for the device."""
-        return float(self._growth_factor.numpy())
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Sets the factor the scale grows by, greater than 1."""
-        self._growth_factor.assign(options.checked_growth_factor(new_factor))
-
-    def get_backoff_factor(self) -> float:
-        """The factor the scale backs off by. Waits for the device."""
-        return float(self._backoff_factor.numpy())
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Sets the factor the scale backs off by, between 0 and 1."""
-        self._backoff_factor.assign(options.checked_backoff_factor(new_factor))
-
-    def get_growth_interval(self) -> int:
-        """Iterations in a row without overflow before the scale grows. Waits for the device."""
-        return int(self._growth_interval.numpy())
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Sets the iterations in a row without overflow before the scale grows, at least 1."""
-        self._growth_interval.assign(options.checked_count("growth_interval", new_interval))
-
     def state_dict(self) -> dict[str, Any]:
         """The state in plain numbers, under PyTorch's names. Waits for the device.
 
@@ -336,7 +310,7 @@ class GradScaler(tf.Module):
         if not self._enabled:
             return {}
         self._calls.raise_fault()
-        return {name: variable.numpy().item() for name, variable in self._state().items()}
+        return {name: variable.numpy().item() for name, variable in self._state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, PyTorch's or ours. Does nothing if not enabled.
@@ -347,16 +321,11 @@ class GradScaler(tf.Module):
         Raises:
             RuntimeError: It is empty: it comes from a scaler that was not enabled.
             KeyError: Something is missing.
-            TypeError: It is no dict, or a value has the wrong type.
+            TypeError: A value has the wrong type.
             ValueError: A value is out of range. Nothing is restored then.
         """
         if not self._enabled:
             return
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(
-                "load_state_dict takes the dict that state_dict() returned; got "
-                f"{state_dict!r} of type {type(state_dict).__name__}."
-            )
         if not state_dict:
             raise RuntimeError(
                 "The state dict is empty; it was probably saved by a GradScaler with "
@@ -370,9 +339,10 @@ class GradScaler(tf.Module):
             )
         # All are checked first: a bad value must not leave half a state.
         values = {name: check(state_dict[name]) for name, check in _CHECKS.items()}
-        for name, variable in self._state().items():
+        for name, variable in self._state.items():
             variable.assign(values[name])
 
+    @property
     def _state(self) -> dict[str, tf.Variable]:
         """The variables under PyTorch's names."""
         return {name: getattr(self, f"_{name.removeprefix('_')}") for name in _CHECKS}
@@ -426,8 +396,8 @@ class _CallOrder:
         self._marks: _ByOptimizer[dict[str, tf.Variable]] = weakref.WeakKeyDictionary()
         self._traced: PerTrace[_ByOptimizer[str]] = PerTrace(weakref.WeakKeyDictionary)
 
-    def _is_now(self, mark: tf.Variable) -> Any:
-        return tf.equal(mark, self._now)
+    def _is_now(self, optimizer: keras.optimizers.Optimizer, mark: str) -> Any:
+        return tf.equal(self._marks_of(optimizer)[mark], self._now)
 
     def _marks_of(self, optimizer: keras.optimizers.Optimizer) -> dict[str, tf.Variable]:
         def create() -> None:
@@ -435,42 +405,39 @@ class _CallOrder:
             self._marks[optimizer] = {name: _variable("int64", -1) for name in names}
 
         if optimizer not in self._marks:
-            self._check_scope()
+            extended = tf.distribute.get_strategy().extended
+            if tf.distribute.has_strategy() and not extended.variable_created_in_scope(self._now):
+                raise ValueError(
+                    "This GradScaler was created outside the scope of the strategy it is used in, "
+                    "so its replicas would share one scale. Create it under strategy.scope()."
+                )
             outside_the_graph(create)
         return self._marks[optimizer]
-
-    def _check_scope(self) -> None:
-        extended = tf.distribute.get_strategy().extended
-        if tf.distribute.has_strategy() and not extended.variable_created_in_scope(self._now):
-            raise ValueError(
-                "This GradScaler was created outside the scope of the strategy it is used in, so "
-                "its replicas would share one scale. Create it under strategy.scope()."
-            )
 
     def _stage(self, optimizer: keras.optimizers.Optimizer) -> _Stage:
         if not tf.executing_eagerly():
             return self._traced.current().get(optimizer)
-        marks = self._marks_of(optimizer)
-        return next((s for s in ("stepped", "unscaled") if self._is_now(marks[s])), "ready")
+        return next((s for s in ("stepped", "unscaled") if self._is_now(optimizer, s)), "ready")
 
     def check_order(self, call: str, optimizer: keras.optimizers.Optimizer) -> None:
         """Raises if a call, "unscale", "step" or "minimize", does not come in order."""
         self.raise_fault()
-        known, marks = self._stage(optimizer), self._marks_of(optimizer)
+        known = self._stage(optimizer)
         for stage, message in _OUT_OF_ORDER[call].items():
             if known == stage:
                 raise RuntimeError(message)
             if known is None:
-                self._note_fault(self._is_now(marks[stage]), message)
+                self._note_fault(self._is_now(optimizer, stage), message)
 
     def check_recorded(self) -> None:
         """Raises if nothing was recorded in this iteration."""
         self.raise_fault()
-        if tf.executing_eagerly():
-            if not self._is_now(self._checked):
-                raise RuntimeError(_NO_CHECKS)
-        elif not self._traced.current():
-            self._note_fault(tf.not_equal(self._checked, self._now), _NO_CHECKS)
+        missing = tf.not_equal(self._checked, self._now)
+        if not tf.executing_eagerly():
+            if not self._traced.current():
+                self._note_fault(missing, _NO_CHECKS)
+        elif missing:
+            raise RuntimeError(_NO_CHECKS)
 
     def _note_fault(self, condition: Any, message: str) -> None:
         number = tf.constant(_MESSAGES.index(message) + 1, tf.int64)
@@ -494,14 +461,13 @@ class _CallOrder:
 
     def divisor(self, optimizer: keras.optimizers.Optimizer, scale: Any) -> Any:
         """What an optimizer's gradients are still to be divided by."""
-        stage, marks = self._stage(optimizer), self._marks_of(optimizer)
+        stage = self._stage(optimizer)
         known = None if stage is None else stage == "unscaled"
-        return scaling.divisor_of(scale, known, lambda: self._is_now(marks["unscaled"]))
+        return scaling.divisor_of(scale, known, lambda: self._is_now(optimizer, "unscaled"))
 
     def may_step(self, optimizer: keras.optimizers.Optimizer) -> Any:
         """Whether nothing found so far, in any function, forbids a step; a bool tensor."""
-        known_nonfinite = self._is_now(self._marks_of(optimizer)["nonfinite"])
-        return tf.logical_not(known_nonfinite) & tf.equal(self._fault, 0)
+        return tf.equal(self._fault, 0) & tf.logical_not(self._is_now(optimizer, "nonfinite"))
 
     def all_finite(self) -> Any:
         """Whether the gradients of all optimizers were finite in this iteration, a bool tensor."""

@@ -23,23 +23,12 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import native, runs_tensorflow, slot
 from tfamp.interop.tf_private import device_kind_of, xla_works
-from tfamp.training.compiled_groups import grouped
-from tfamp.training.gradients import Gradients, dtype_name, is_next_value
-from tfamp.training.replicas import several_replicas
-from tfamp.training.rounding import FLOAT32, Chance, Form, form_of, wide_form, widened
+from tfamp.training.gradients import Gradients, dtype_name, is_next_value, several_replicas
+from tfamp.training.rounding import FLOAT32, Chance, Form, form_of, widened
 
-# What `Optimizer.apply` consists of: an optimizer with one of its own does something else.
-_REPLACED = (
-    "apply",
-    "update_step",
-    "_apply_weight_decay",
-    "_backend_apply_gradients",
-    "_backend_update_step",
-)
 # What no rule computes.
 _UNRULED = ("amsgrad", "use_ema", "gradient_accumulation_steps")
 # Strategies in which every replica has a copy of each variable, and makes the same update of it.
@@ -50,28 +39,16 @@ _MIRRORS = (
 )
 
 
-def has_fused_update(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether some variables of an optimizer can be updated in one pass, with Keras's result."""
-    return (
-        runs_tensorflow()
-        and unruled(optimizer) is None
-        and (not tf.distribute.has_strategy() or isinstance(tf.distribute.get_strategy(), _MIRRORS))
-        and tf.compat.v1.executing_eagerly_outside_functions()
-    )
-
-
-def unruled(optimizer: keras.optimizers.Optimizer) -> str | None:
-    """An optimizer of which there is no rule, in words; None where there is one."""
-    rule = _rule_of(optimizer)
+def why_unruled(optimizer: keras.optimizers.Optimizer) -> str | None:
+    """An optimizer that no rule updates, in words; None where a rule does."""
     words = f"{optimizer.name} ({type(optimizer).__name__})"
-    if rule is None:
+    if _rule_of(optimizer) is None:
         return words
-    numbers = {name: getattr(optimizer, name) for name in rule.settings}
-    other = {name: value for name, value in numbers.items() if not isinstance(value, (int, float))}
     features = {name: getattr(optimizer, name, None) for name in _UNRULED}
-    other |= {name: value for name, value in features.items() if value}
-    own = [f"a method {name} of its own" for name in _REPLACED if name in vars(optimizer)]
-    given = [*(f"{name}={value!r}" for name, value in other.items()), *own]
+    given = [f"{name}={value!r}" for name, value in features.items() if value]
+    # An optimizer with a method of its own does something else.
+    own = (name for name, value in vars(optimizer).items() if callable(value))
+    given += [f"its own {name}" for name in own if hasattr(type(optimizer), name)]
     return f"{words} with {', '.join(given)}" if given else None
 
 
@@ -81,32 +58,34 @@ def fused_update(
     """Applies dense gradients to float32 variables, and all to what is stored low, in one pass.
 
     `chance` decides how what is stored in fewer bits is rounded. Returns the gradients of the other
-    variables, which are to be applied as Keras does and end the step; None where there are none.
-    Without XLA only SGD has float32 variables that are updated here.
+    variables, which Keras is to apply and which end the step; None where there are none. All are
+    left to Keras where the optimizer has no rule. Without XLA only SGD updates float32 variables
+    here.
     """
+    rule = _rule_of(optimizer)
+    copies = not tf.distribute.has_strategy() or isinstance(tf.distribute.get_strategy(), _MIRRORS)
+    if rule is None or not copies or not runs_tensorflow() or why_unruled(optimizer):
+        return gradients
     # Warns of gradients that are None, as the optimizer does.
     values, variables = keras_hooks.without_missing(
         optimizer, gradients.values, gradients.variables
     )
     gradients = replace(gradients, values=values, variables=variables, checked=None)
-    rule = _rule_of(optimizer)
     fits = [_fits(rule, *pair) for pair in gradients.pairs()]
     if optimizer.clipnorm or optimizer.clipvalue or optimizer.global_clipnorm:
         if not (all(fits) or any(map(_is_low, variables))):
             return gradients  # The norm may be that of all gradients together.
-        # Keras clips what is left to it once more, which changes nothing then.
+        # Keras clips what is left to it once more, which changes nothing then. It clips what each
+        # replica has, and sums then.
         gradients = gradients.unscaled()
-        # Keras clips what each replica has, and sums then.
         gradients = replace(gradients, values=keras_hooks.clipped(optimizer, gradients.values))
-    if rule is not None and any(fits):
-        own = _chosen(gradients, fits, True)
-        if several_replicas() and not own.summed:
-            own = own.summed_over_replicas()
-        sparse = [isinstance(value, tf.IndexedSlices) for value in own.values]
-        if not all(sparse):
-            _update_in_one_pass(optimizer, rule, _chosen(own, sparse, False), chance)
-        if any(sparse):
-            _update_in_one_pass(optimizer, rule, _chosen(own, sparse, True).unscaled(), chance)
+    own = _chosen(gradients, fits, True)
+    if several_replicas() and not own.summed:
+        own = own.summed_over_replicas()
+    sparse = [isinstance(value, tf.IndexedSlices) for value in own.values]
+    for part in (_chosen(own, sparse, False), _chosen(own, sparse, True).unscaled()):
+        if part.values:
+            _update_in_one_pass(optimizer, rule, part, chance)
     if not all(fits):
         return _chosen(gradients, fits, False)
     iterations = native(optimizer._iterations)
@@ -119,75 +98,43 @@ def fused_update(
 
 def _chosen(gradients: Gradients, choice: Sequence[bool], chosen: bool) -> Gradients:
     pairs = [pair for pair, each in zip(gradients.pairs(), choice, strict=True) if each is chosen]
-    values, variables = (list(each) for each in zip(*pairs, strict=True))
-    return replace(gradients, values=values, variables=variables)
+    return replace(gradients, values=[g for g, _ in pairs], variables=[v for _, v in pairs])
 
 
-def _fits(rule: _Rule | None, gradient: Any, variable: Any) -> bool:
+def _fits(rule: _Rule, gradient: Any, variable: Any) -> bool:
     target = native(variable)
-    return rule is not None and (
-        _is_low(target)
-        or (
-            tf.is_tensor(gradient)
-            and not isinstance(gradient, tf.IndexedSlices)
-            and gradient.dtype != tf.float64
-            and gradient.shape.is_fully_defined()
-            and 0 not in gradient.shape
-            and isinstance(target, tf.Variable)
-            and target.dtype == tf.float32
-            and getattr(variable, "constraint", None) is None
-            and not is_next_value(variable)
-            and (rule.run is not None or xla_works(target.device))
-        )
+    return _is_low(target) or (
+        tf.is_tensor(gradient)
+        and not isinstance(gradient, tf.IndexedSlices)
+        and gradient.dtype != tf.float64
+        and gradient.shape.is_fully_defined()
+        and 0 not in gradient.shape
+        and isinstance(target, tf.Variable)
+        and target.dtype == tf.float32
+        and getattr(variable, "constraint", None) is None
+        and not is_next_value(variable)
+        and (rule.run is not None or xla_works(target.device))
     )
-
-
-def _dense(gradient: Any, variable: Any) -> tuple[Any, Any]:
-    """A gradient as a compiled update of a variable takes it, and its squares if they are not its.
-
-    Of a row that is given more than once Keras adds up the squares, not only the gradients.
-    """
-    if isinstance(gradient, tf.IndexedSlices):
-        values, rows = tf.cast(gradient.values, tf.float32), variable.shape[0]
-        both = (values, tf.square(values))
-        gradient, squares = (
-            tf.math.unsorted_segment_sum(each, gradient.indices, rows) for each in both
-        )
-        return gradient, squares
-    gradient = tf.ensure_shape(gradient, variable.shape)
-    return tf.cast(gradient, tf.float32) if gradient.dtype == tf.float64 else gradient, None
 
 
 def _is_low(target: Any) -> bool:
     """Whether it stands for a variable that is stored in another form."""
-    return getattr(target, "form", FLOAT32) is not FLOAT32
+    return hasattr(target, "form")
 
 
 def _update_in_one_pass(
     optimizer: keras.optimizers.Optimizer, rule: _Rule, gradients: Gradients, chance: Chance | None
 ) -> None:
     with tf.name_scope(optimizer.name):
-        factors, rate = _factors(gradients.divisor), tf.cast(optimizer.learning_rate, tf.float32)
-        weight_decay = optimizer.weight_decay or 0.0
-        decay = _number(weight_decay) * rate
-        if rule.run is not None and factors:
-            # A scalar is divided instead of the gradient, which SGD uses only times the rate.
-            rate, factors = rate / tf.cast(gradients.divisor, tf.float32), ()
         if chance is None:  # Nothing is rounded; but the number of steps is needed.
             steps = tf.convert_to_tensor(native(optimizer._iterations))
             chance = Chance(tf.zeros_like(steps), steps)
-        step = _Step(factors, decay, rule.numbers(optimizer, rate), chance)
+        step = _step_of(optimizer, rule, gradients.divisor, chance)
         # A variable that is given twice is updated twice, one update after the other.
         times: Counter[int] = Counter()
         updates: dict[tuple[str, bool, int], list[_Update]] = defaultdict(list)
         for gradient, variable in gradients.pairs():
-            # Low gradients are cast in the compiled update where there is one, not all beforehand.
-            squares = None
-            if _is_low(variable):
-                gradient, squares = _dense(gradient, variable)
-            elif rule.run is not None:
-                gradient = tf.cast(gradient, tf.float32)
-            update = _update_of(optimizer, rule, gradient, squares, variable)
+            update = _update_of(optimizer, rule, gradient, variable)
             place = native(variable).device, _is_low(variable), times[update.number]
             times[update.number] += 1
             updates[place].append(update)
@@ -196,47 +143,54 @@ def _update_in_one_pass(
                 if rule.run is not None and not low:
                     rule.run(optimizer, step, its_own)
                     continue
-                for group in grouped(its_own, device, lambda u: u.kind, lambda u: u.bytes):
+                for group in _grouped(its_own, device):
                     _run_compiled(rule, step, group, device)
         for variable in gradients.variables:
             if getattr(variable, "constraint", None) is not None:
                 _constrain(variable, keras_hooks.index_of(optimizer, variable), chance)
 
 
+def _step_of(optimizer: Any, rule: _Rule, divisor: Any, chance: Chance) -> _Step:
+    rate = tf.cast(optimizer.learning_rate, tf.float32)
+    decay = _number(optimizer.weight_decay or 0.0) * rate
+    divisor = _number(1.0 if divisor is None else divisor)
+    if rule.run is not None:
+        # A scalar is divided instead of the gradient, which SGD uses only times the rate.
+        rate, divisor = rate / divisor, _number(1.0)
+    # A product with the inverse is faster than a division of each gradient, and the same for powers
+    # of two. The inverse of the largest ones is not a normal number: there are two factors.
+    first = tf.where(divisor > 2.0**64, _number(2.0**-64), 1.0)
+    factors = first, 1.0 / (divisor * first)
+    return _Step(factors, decay, rule.numbers(optimizer, rate), chance)
+
+
+def _update_of(optimizer: Any, rule: _Rule, gradient: Any, variable: Any) -> _Update:
+    target, index = native(variable), keras_hooks.index_of(optimizer, variable)
+    slots = rule.slots(optimizer, index)
+    low = _is_low(target)
+    forms = (target.form if low else FLOAT32, *(form_of(dtype_name(each)) for each in slots))
+    handles = [target.handles if low else [target.handle]]
+    handles += [[native(each).handle] for each in slots]
+    if isinstance(gradient, tf.IndexedSlices):
+        # Of a row that is given more than once Keras adds up the squares, not only the gradients.
+        values = tf.cast(gradient.values, tf.float32)
+        given = [
+            tf.math.unsorted_segment_sum(each, gradient.indices, variable.shape[0])
+            for each in (values, tf.square(values))
+        ]
+    else:
+        gradient = tf.ensure_shape(gradient, variable.shape)
+        # Low gradients are cast in the compiled update where there is one, not all beforehand.
+        wide = gradient.dtype == tf.float64 or (rule.run is not None and not low)
+        given = [tf.cast(gradient, tf.float32) if wide else gradient]
+    return _Update(given, keras_hooks.decays(optimizer, target), forms, handles, index)
+
+
 def _constrain(target: Any, index: int, chance: Chance) -> None:
     """Applies the constraint of a variable that is stored low, behind its update."""
-    value = target.constraint(load(target.form, target.handles))
     number = tf.constant(index * NUMBERS_OF_ONE + NUMBERS_OF_ONE - 1)
-    store(target.form, target.handles, value, chance, number)
-
-
-def _factors(divisor: Any) -> tuple[Any, ...]:
-    """What gradients are multiplied by, which is faster than a division of each.
-
-    The result is the same for powers of two. The inverse of the largest ones is not a normal
-    number: there are two factors.
-    """
-    if divisor is None:
-        return ()
-    divisor = tf.cast(divisor, tf.float32)
-    first = tf.where(divisor > 2.0**64, _number(2.0**-64), 1.0)
-    return first, 1.0 / (divisor * first)
-
-
-def _update_of(optimizer: Any, rule: _Rule, gradient: Any, squares: Any, variable: Any) -> _Update:
-    target, index = native(variable), keras_hooks.index_of(optimizer, variable)
-    decays = keras_hooks.decays(optimizer, target)
-    slots = rule.slots(optimizer, index)
-    forms = (getattr(target, "form", FLOAT32), *map(form_of_slot, slots))
-    own = target.handles if _is_low(target) else [target.handle]
-    handles = [own, *([native(slot).handle] for slot in slots)]
-    return _Update(gradient, squares, decays, forms, handles, index)
-
-
-def form_of_slot(slot: Any) -> Form:
-    """How a slot of an optimizer is stored: low ones are rounded stochastically."""
-    dtype = dtype_name(slot)
-    return form_of("stochastic", dtype) if dtype in LOW_PRECISION else wide_form(dtype)
+    cell = _Cell(target.form, target.handles, number)
+    cell.store(target.constraint(cell.load()), chance)
 
 
 # ---- Numbers that are stored ---------------------------------------------------------------------
@@ -245,19 +199,25 @@ def form_of_slot(slot: Any) -> Form:
 NUMBERS_OF_ONE = 16
 
 
-def load(form: Form, handles: Sequence[Any]) -> Any:
-    """The float32 number that is stored in resources."""
-    pairs = zip(handles, form.dtypes, strict=True)
-    return form.decode(*(tf.raw_ops.ReadVariableOp(resource=h, dtype=dtype) for h, dtype in pairs))
+class _Cell(NamedTuple):
+    """A float32 number that is stored in resources.
 
-
-def store(form: Form, handles: Sequence[Any], value: Any, chance: Chance, number: Any) -> list[Any]:
-    """Stores a float32 number in resources and returns the ops that do.
-
-    `chance` and its own `number` among all of a step decide how it is rounded.
+    `chance` and its own number among all of a step decide how it is rounded.
     """
-    parts = zip(handles, form.encode(value, lambda: chance.words(number, value)), strict=True)
-    return [tf.raw_ops.AssignVariableOp(resource=handle, value=part) for handle, part in parts]
+
+    form: Form
+    handles: Sequence[Any]
+    number: Any
+
+    def load(self) -> Any:
+        pairs = zip(self.handles, self.form.dtypes, strict=True)
+        parts = (tf.raw_ops.ReadVariableOp(resource=h, dtype=dtype) for h, dtype in pairs)
+        return self.form.decode(*parts)
+
+    def store(self, value: Any, chance: Chance) -> None:
+        parts = self.form.encode(value, lambda: chance.words(self.number, value))
+        for handle, part in zip(self.handles, parts, strict=True):
+            tf.raw_ops.AssignVariableOp(resource=handle, value=part)
 
 
 # ---- The rules -----------------------------------------------------------------------------------
@@ -266,7 +226,7 @@ def store(form: Form, handles: Sequence[Any], value: Any, chance: Chance, number
 class _Step(NamedTuple):
     """What the updates of one step have in common: scalars, in float32 but for the last."""
 
-    factors: tuple[Any, ...]  # Of the gradients; none if they are not scaled.
+    factors: tuple[Any, Any]  # Of the gradients.
     decay: Any  # The weight decay times the learning rate.
     numbers: Sequence[Any]  # What the rule makes of the optimizer and its learning rate.
     chance: Chance
@@ -275,45 +235,45 @@ class _Step(NamedTuple):
 class _Update(NamedTuple):
     """What one variable is updated with."""
 
-    gradient: Any
-    squares: Any  # Of a sparse gradient; None: those of the gradient.
+    gradient: Sequence[Any]  # And, if it was sparse, its squares.
     decays: bool
     forms: tuple[Form, ...]  # Of the variable and of its slots.
     handles: Sequence[Sequence[Any]]  # Of each, those of what is stored for it.
     number: int  # The variable's own among the optimizer's.
 
     @property
+    def layout(self) -> Any:
+        """What is traced alike."""
+        return tuple(each.dtype for each in self.gradient), self.decays, self.forms
+
+    @property
     def kind(self) -> Any:
-        """What is the same for all that are compiled alike."""
-        is_sparse = self.squares is not None
-        return self.gradient.shape, self.gradient.dtype, is_sparse, self.decays, self.forms
+        """What is compiled alike."""
+        return self.gradient[0].shape, self.layout
 
     @property
     def bytes(self) -> int:
         """What it reads and writes, with the float32 number of a variable of two parts."""
-        dtypes = [self.gradient.dtype, *(dtype for form in self.forms for dtype in form.dtypes)]
-        each = sum(tf.as_dtype(dtype).size for dtype in dtypes) + 4 * _is_parted(self.forms[0])
-        return int(self.gradient.shape.num_elements()) * each
-
-
-def _is_parted(form: Form) -> bool:
-    return len(form.dtypes) > 1
+        stored = [dtype for form in self.forms for dtype in form.dtypes]
+        sizes = [tf.as_dtype(each).size for each in (self.gradient[0].dtype, *stored)]
+        parted = len(self.forms[0].dtypes) > 1
+        return int(self.gradient[0].shape.num_elements()) * (sum(sizes) + 4 * parted)
 
 
 def _sgd(optimizer: Any, step: _Step, updates: list[_Update]) -> None:
     """Updates float32 variables by TensorFlow's own ops."""
     rate, momentum = step.numbers
-    for gradient, _, decays, _, handles, _ in updates:
-        variable = handles[0][0]
+    for (gradient,), decays, _, handles, _ in updates:
+        ((variable,), *slots) = handles
         if decays:
-            decayed = load(FLOAT32, handles[0]) * step.decay
-            tf.raw_ops.AssignSubVariableOp(resource=variable, value=decayed)
-        if optimizer.momentum == 0:
+            value = tf.raw_ops.ReadVariableOp(resource=variable, dtype=tf.float32)
+            tf.raw_ops.AssignSubVariableOp(resource=variable, value=value * step.decay)
+        if not slots:
             tf.raw_ops.ResourceApplyGradientDescent(var=variable, alpha=rate, delta=gradient)
             continue
         tf.raw_ops.ResourceApplyKerasMomentum(
             var=variable,
-            accum=handles[1][0],
+            accum=slots[0][0],
             lr=rate,
             grad=gradient,
             momentum=momentum,
@@ -430,7 +390,6 @@ def _root_mean_square(times: Any, value: Any) -> Any:
 class _Rule(NamedTuple):
     """The update of one class of optimizers."""
 
-    settings: tuple[str, ...]  # What has to be a number of the optimizer's.
     # The optimizer's slots of the variable of an index.
     slots: Callable[[Any, int], list[Any]]
     # Scalars that all updates of a step have in common, of the optimizer and its learning rate.
@@ -444,9 +403,12 @@ class _Rule(NamedTuple):
     run: Callable[[Any, _Step, list[_Update]], None] | None = None
 
 
+def _slots(*names: str) -> Callable[[Any, int], list[Any]]:
+    return lambda optimizer, index: [slot(optimizer, name, index) for name in names]
+
+
 _DESCENT = _Rule(
-    settings=("momentum",),
-    slots=lambda optimizer, index: [],
+    slots=_slots(),
     numbers=lambda optimizer, rate: (rate, _number(optimizer.momentum)),
     next_value=_descent_value,
     run=_sgd,
@@ -457,30 +419,9 @@ _MOMENTUM = _DESCENT._replace(
     next_slots=_momentum_slots,
 )
 _NESTEROV = _MOMENTUM._replace(next_value=_nesterov_value)
-_ADAM = _Rule(
-    settings=("beta_1", "beta_2", "epsilon"),
-    slots=lambda optimizer, index: [
-        slot(optimizer, name, index) for name in ("momentums", "velocities")
-    ],
-    numbers=_adam_numbers,
-    next_value=_adam_value,
-    next_slots=_adam_slots,
-)
-_LION = _Rule(
-    settings=("beta_1", "beta_2"),
-    slots=lambda optimizer, index: [slot(optimizer, "momentums", index)],
-    numbers=_lion_numbers,
-    next_value=_lion_value,
-    next_slots=_lion_slots,
-    value_first=True,
-)
-_ADAFACTOR = _Rule(
-    settings=("beta_2_decay", "epsilon_1", "epsilon_2", "clip_threshold"),
-    slots=_adafactor_own_slots,
-    numbers=_adafactor_numbers,
-    next_value=_adafactor_value,
-    next_slots=_adafactor_slots,
-)
+_ADAM = _Rule(_slots("momentums", "velocities"), _adam_numbers, _adam_value, _adam_slots)
+_LION = _Rule(_slots("momentums"), _lion_numbers, _lion_value, _lion_slots, value_first=True)
+_ADAFACTOR = _Rule(_adafactor_own_slots, _adafactor_numbers, _adafactor_value, _adafactor_slots)
 # By name, for messages.
 RULED = ("SGD", "Adam", "AdamW", "Lion", "Adafactor")
 _RULES = {
@@ -502,21 +443,51 @@ def _rule_of(optimizer: keras.optimizers.Optimizer) -> _Rule | None:
 
 # ---- Compiled ------------------------------------------------------------------------------------
 
+# Bytes that a cache which cores share holds of one call, while another one runs beside it.
+_ROOM = 8 << 20
+
+
+def _grouped(updates: list[_Update], device: str) -> list[list[_Update]]:
+    """Updates that are computed together: on GPUs all of them, on CPUs what caches hold.
+
+    What is computed of numbers that were just written then finds them in a cache. Groups of the
+    same kinds, as layers that repeat have them, are compiled once.
+    """
+    if device_kind_of(device) != "cpu":
+        return [updates]
+    kinds: dict[Any, list[_Update]] = defaultdict(list)
+    for each in updates:
+        kinds[each.kind].append(each)
+    groups: list[list[_Update]] = []
+    others: list[_Update] = []
+    for alike in kinds.values():
+        count = max(1, _ROOM // max(1, alike[0].bytes))
+        whole = len(alike) - len(alike) % count
+        groups += [alike[i : i + count] for i in range(0, whole, count)]
+        others += alike[whole:]
+    left = 0
+    for each in others:
+        if not groups or each.bytes > left:
+            groups.append([])
+            left = _ROOM
+        groups[-1].append(each)
+        left -= each.bytes
+    return groups
+
 
 def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update], device: str) -> None:
-    parts = (_update_slots, _update_value) if rule.next_slots is not None else (_update_value,)
-    parts = parts[::-1] if rule.value_first else parts
-    gradients, squares, decays, forms, handles, numbers = zip(*updates, strict=True)
-    dtypes = tuple((g.dtype, own is not None) for g, own in zip(gradients, squares, strict=True))
-    given = [own for own in squares if own is not None]
+    parts = (_update_value, _update_slots) if rule.value_first else (_update_slots, _update_value)
     # What is computed of float32 slots takes them from the memory they were just written to. Low
     # ones XLA would compute a second time, so what is computed of them is compiled by itself.
-    wide = all(form.dtypes == FLOAT32.dtypes for own in forms for form in own[1:])
-    scalars, on_cpu = (len(step.factors), len(step.numbers)), device_kind_of(device) == "cpu"
-    compiles = xla_works(device)
+    wide = all(form is FLOAT32 for update in updates for form in update.forms[1:])
+    layouts = tuple(update.layout for update in updates)
+    on_cpu, compiles = device_kind_of(device) == "cpu", xla_works(device)
+    gradients = [list(update.gradient) for update in updates]
+    handles = [[list(each) for each in update.handles] for update in updates]
+    numbers = tf.constant([update.number for update in updates], tf.int32)
     for each in [parts] if wide else [(part,) for part in parts]:
-        compiled = _compiled(rule, each, decays, forms, dtypes, scalars, on_cpu, compiles)
-        compiled(step, list(gradients), given, list(handles), tf.constant(numbers, tf.int32))
+        compiled = _compiled(rule, each, layouts, len(step.numbers), on_cpu, compiles)
+        compiled(step, gradients, handles, numbers)
 
 
 # Traced once for so many variables, and compiled once per set of shapes. It takes handles: a
@@ -525,51 +496,29 @@ def _run_compiled(rule: _Rule, step: _Step, updates: list[_Update], device: str)
 def _compiled(
     rule: _Rule,
     parts: tuple[Callable[..., list[Any]], ...],
-    decays: tuple[bool, ...],
-    forms: tuple[tuple[Form, ...], ...],
-    dtypes: tuple[tuple[tf.DType, bool], ...],
-    scalars: tuple[int, int],
+    layouts: tuple[Any, ...],
+    scalars: int,
     on_cpu: bool,
     compiles: bool,
 ) -> Any:
-    def update_all(
-        step: _Step, gradients: Any, squares: Any, handles: Any, numbers: Any
-    ) -> list[Any]:
+    def update_all(step: _Step, gradients: Any, handles: Any, numbers: Any) -> list[Any]:
         halved = []
-        given = iter(squares)
-        for i, (gradient, own) in enumerate(zip(gradients, handles, strict=True)):
+        for i, (_, decays, forms) in enumerate(layouts):
             first = numbers[i] * NUMBERS_OF_ONE
-            pairs = enumerate(zip(forms[i], own, strict=True))
+            pairs = enumerate(zip(forms, handles[i], strict=True))
             cells = [_Cell(*pair, first + j) for j, pair in pairs]
-            dtype, is_sparse = dtypes[i]
-            wide = gradient if dtype == tf.float32 else widened(gradient)
-            own_squares = next(given) if is_sparse else None
             for part in parts:
-                halved += part(rule, step, (wide, own_squares), decays[i], cells)
+                halved += part(rule, step, gradients[i], decays, cells)
         # XLA on CPUs has a loop for each result, and repeats in it what has no result of its own.
         return halved if on_cpu else []
 
-    factors, numbers = ((_SCALAR,) * count for count in scalars)
-    step = _Step(factors, _SCALAR, numbers, Chance(_COUNT, _COUNT))
-    resources = [[[_RESOURCE] * len(form.dtypes) for form in own] for own in forms]
-    gradients = [tf.TensorSpec(None, dtype) for dtype, _ in dtypes]
-    squares = [tf.TensorSpec(None, tf.float32) for _, is_sparse in dtypes if is_sparse]
-    signature = [step, gradients, squares, resources, tf.TensorSpec([len(forms)], tf.int32)]
+    scalar, count = tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.int64)
+    step = _Step((scalar, scalar), scalar, (scalar,) * scalars, Chance(count, count))
+    gradients = [[tf.TensorSpec(None, dtype) for dtype in dtypes] for dtypes, _, _ in layouts]
+    resource = tf.TensorSpec([], tf.resource)
+    handles = [[[resource] * len(form.dtypes) for form in forms] for _, _, forms in layouts]
+    signature = [step, gradients, handles, tf.TensorSpec([len(layouts)], tf.int32)]
     return tf.function(update_all, signature, jit_compile=compiles, autograph=False)
-
-
-class _Cell(NamedTuple):
-    """A number that is stored."""
-
-    form: Form
-    handles: Sequence[Any]
-    number: Any
-
-    def load(self) -> Any:
-        return load(self.form, self.handles)
-
-    def store(self, value: Any, chance: Chance) -> None:
-        store(self.form, self.handles, value, chance, self.number)
 
 
 def _update_value(rule: _Rule, step: _Step, given: Any, decays: bool, cells: Any) -> list[Any]:
@@ -582,7 +531,7 @@ def _update_value(rule: _Rule, step: _Step, given: Any, decays: bool, cells: Any
         value = tf.where(tf.equal(step.decay, 0.0), value, decayed)
     new = rule.next_value(times, step.numbers, _unscaled(times, step, given[0]), value, *slots)
     cells[0].store(new, step.chance)
-    return [new] if _is_parted(cells[0].form) else []
+    return [new] if len(cells[0].form.dtypes) > 1 else []
 
 
 def _update_slots(rule: _Rule, step: _Step, given: Any, decays: bool, cells: Any) -> list[Any]:
@@ -590,8 +539,8 @@ def _update_slots(rule: _Rule, step: _Step, given: Any, decays: bool, cells: Any
         return []
     times = functools.partial(_product, step.chance.step)
     slots = [cell.load() for cell in cells[1:]]
-    gradient, squares = _unscaled(times, step, given[0]), given[1]
-    squares = times(gradient, gradient) if squares is None else squares
+    gradient = _unscaled(times, step, given[0])
+    squares = given[1] if len(given) > 1 else times(gradient, gradient)
     new = rule.next_slots(times, step.numbers, gradient, squares, *slots)
     for each, cell in zip(new, cells[1:], strict=True):
         cell.store(each, step.chance)
@@ -599,30 +548,20 @@ def _update_slots(rule: _Rule, step: _Step, given: Any, decays: bool, cells: Any
 
 
 def _unscaled(times: Any, step: _Step, gradient: Any) -> Any:
-    if not step.factors:
-        return gradient
     first, second = step.factors
-    return times(gradient * first, second)
+    return times(widened(gradient) * first, second)
 
 
 def _product(step: Any, left: Any, right: Any) -> Any:
-    """A product that is rounded by itself, and not together with a sum that it is a part of."""
-    return _disguised(step, left * right)
+    """Multiplies without contraction into an FMA.
 
-
-def _disguised(step: Any, value: Any) -> Any:
-    """The same value, but not for the compiler.
-
-    It does not know that the number of steps is not negative.
+    The compiler cannot know that the number of steps is not negative, so it keeps the rounded
+    product, whose bits are combined with zeros.
     """
     zero = tf.cast(tf.bitwise.right_shift(step, tf.constant(63, tf.int64)), tf.int32)
-    return tf.bitcast(tf.bitwise.bitwise_xor(tf.bitcast(value, tf.int32), zero), tf.float32)
+    bits = tf.bitcast(left * right, tf.int32)
+    return tf.bitcast(tf.bitwise.bitwise_xor(bits, zero), tf.float32)
 
 
-_SCALAR = tf.TensorSpec([], tf.float32)
-_COUNT = tf.TensorSpec([], tf.int64)
-_RESOURCE = tf.TensorSpec([], tf.resource)
-
-
-def _number(value: float) -> Any:
-    return tf.constant(value, tf.float32)
+def _number(value: Any) -> Any:
+    return tf.cast(value, tf.float32)

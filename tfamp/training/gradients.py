@@ -1,13 +1,15 @@
 """The gradients of a step on their way to the weights: summed, checked, clipped, unscaled.
 
-Every stage takes `Gradients` and returns new ones; `GradientPipeline` puts them in their order.
+Every stage takes `Gradients` and returns new ones; `summed_checked_clipped` is their order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +17,9 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION, float_format
 from tfamp.core.options import GradClip
 from tfamp.interop.keras_hooks import native, runs_tensorflow
-from tfamp.interop.tf_private import xla_works
-from tfamp.training.compiled_groups import largest_magnitudes
-from tfamp.training.replicas import all_reduce_sum, on_every_replica, several_replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +82,13 @@ class Gradients:
     def all_finite(self) -> Any:
         """Whether no unchecked gradient is inf or NaN, unscaled and in its variable's dtype."""
         checked = self.checked or [False] * len(self.values)
-        pairs = [
-            pair
-            for pair, known in zip(self.pairs(), checked, strict=True)
-            if pair[0] is not None and not known
-        ]
         ways = defaultdict(list)
-        for pair in pairs:
-            ways[_way_to_check(*pair)].append(pair)
-        checks = [check for way, own in ways.items() for check in way(own, self.divisor)]
-        return ops.all(ops.stack(checks)) if checks else ops.convert_to_tensor(True)
+        for (gradient, variable), known in zip(self.pairs(), checked, strict=True):
+            if gradient is not None and not known:
+                way = _finite_squares if _takes_squares(gradient, variable) else _finite_each
+                ways[way].append((gradient, variable))
+        found = [way(pairs, self.divisor) for way, pairs in ways.items()]
+        return ops.all(ops.stack(found)) if found else ops.convert_to_tensor(True)
 
     def all_finite_everywhere(self, before: Any) -> Any:
         """Whether all are finite on every replica, and what was checked `before` was as well."""
@@ -143,36 +139,25 @@ class Gradients:
         return norm / (1.0 if self.divisor is None else tf.cast(self.divisor, tf.float32))
 
 
-@dataclass(frozen=True, slots=True)
-class GradientPipeline:
-    """What happens to gradients before they are applied.
+def summed_checked_clipped(
+    gradients: Gradients, finite: Any, clip: GradClip | None, float16_at: Any = None
+) -> tuple[Gradients, Any, Any]:
+    """Sums, checks and clips gradients, which are then to be applied where all are finite.
 
-    Attributes:
-        clip: How the sum over the replicas is clipped.
-        sums_in_float16: Whether it is sent as float16.
+    `finite` says what was found of those that were checked before. With `float16_at`, a loss scale,
+    sums over replicas are sent as float16 at it; all sums are checked, as they can overflow where
+    no replica's gradient has.
+
+    Returns them, whether all are finite on all replicas, and their norm before clipping, None where
+    nothing is clipped.
     """
-
-    clip: GradClip | None = None
-    sums_in_float16: bool = False
-
-    def run(self, gradients: Gradients, finite: Any, loss_scale: Any) -> tuple[Gradients, Any, Any]:
-        """Sums, checks and clips gradients, which are then to be applied where all are finite.
-
-        `finite` says what was found of those that were checked before. Sums in float16 are sent at
-        `loss_scale`; all sums are checked, as they can overflow where no replica's gradient has.
-
-        Returns them, whether all are finite on all replicas, and their norm before clipping, None
-        where nothing is clipped.
-        """
-        if several_replicas() and self.sums_in_float16:
-            gradients = gradients.summed_in_float16(loss_scale)
-        elif several_replicas() and self.clip is not None:
-            gradients = gradients.summed_over_replicas()
-        finite = gradients.all_finite_everywhere(finite)
-        if self.clip is None:
-            return gradients, finite, None
-        clipped, norm = gradients.clipped(self.clip)
-        return clipped, finite, norm
+    if several_replicas() and float16_at is not None:
+        gradients = gradients.summed_in_float16(float16_at)
+    elif several_replicas() and clip is not None:
+        gradients = gradients.summed_over_replicas()
+    finite = gradients.all_finite_everywhere(finite)
+    gradients, norm = (gradients, None) if clip is None else gradients.clipped(clip)
+    return gradients, finite, norm
 
 
 def is_next_value(variable: Any) -> bool:
@@ -205,55 +190,30 @@ def _mapped(function: Callable[[Any], Any], gradient: Any) -> Any:
 _Pairs = Sequence[tuple[Any, Any]]
 
 
-def _way_to_check(gradient: Any, variable: Any) -> Callable[[_Pairs, Any], list[Any]]:
-    """How it is found out whether such gradients are finite: what reads them once where it can."""
-    # In eager mode the host would wait for the device between the two looks at squares.
-    if (
-        not runs_tensorflow()
-        or tf.executing_eagerly()
-        or isinstance(gradient, tf.IndexedSlices)
-        or dtype_name(gradient) == "float64"
-        or is_next_value(variable)
-    ):
-        return _finite_each
-    if (
-        dtype_name(gradient) in LOW_PRECISION
-        and variable is not None
-        and gradient.shape.is_fully_defined()
-        and gradient.shape.rank
-        and 0 not in gradient.shape
-        and xla_works(native(variable).device)
-    ):
-        return _finite_magnitudes
-    return _finite_squares
+def _takes_squares(gradient: Any, variable: Any) -> bool:
+    """Whether a sum of squares is the fastest way to see that a gradient is finite."""
+    return (
+        runs_tensorflow()
+        # The host would wait for the device between the two looks at squares.
+        and not tf.executing_eagerly()
+        and not isinstance(gradient, tf.IndexedSlices)
+        and dtype_name(gradient) == "float32"
+        and not is_next_value(variable)
+    )
 
 
-def _finite_magnitudes(pairs: _Pairs, divisor: Any) -> list[Any]:
-    # Divided and rounded to the variable's dtype, the largest is the largest still.
-    kinds = defaultdict(list)
-    for gradient, variable in pairs:
-        place = native(variable).device
-        kinds[place, dtype_name(variable), gradient.dtype].append((gradient, variable))
-    largest = [
-        (largest_magnitudes([gradient for gradient, _ in own], device), own[0][1])
-        for (device, _, _), own in kinds.items()
-    ]
-    return _finite_each(largest, divisor)
-
-
-def _finite_squares(pairs: _Pairs, divisor: Any) -> list[Any]:
+def _finite_squares(pairs: _Pairs, divisor: Any) -> Any:
     # The sum of the squares takes one look at a gradient, and is finite only where every element
     # is; under 2**30 every element is in float16's range, and a finite one in bfloat16's. Where it
     # is not, which is rare, every element is looked at.
-    sums = tf.stack([tf.nn.l2_loss(tf.cast(gradient, "float32")) for gradient, _ in pairs])
+    sums = tf.stack([tf.nn.l2_loss(gradient) for gradient, _ in pairs])
     sums = sums if divisor is None else sums / divisor / divisor
     limits = tf.constant([_limit_of_squares(variable) for _, variable in pairs])
-    checked = tf.cond(
+    return tf.cond(
         tf.reduce_all(sums < limits),
         lambda: tf.constant(True),
-        lambda: tf.reduce_all(tf.stack(_finite_each(pairs, divisor))),
+        lambda: _finite_each(pairs, divisor),
     )
-    return [checked]
 
 
 def _limit_of_squares(variable: Any) -> float:
@@ -261,14 +221,28 @@ def _limit_of_squares(variable: Any) -> float:
     return 2.0**30 if narrow else math.inf
 
 
-def _finite_each(pairs: _Pairs, divisor: Any) -> list[Any]:
+def _finite_each(pairs: _Pairs, divisor: Any) -> Any:
     checks = []
     for gradient, variable in pairs:
         values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-        if divisor is not None and not is_next_value(variable):
-            values = _quotient(values, divisor)
+        own = None if is_next_value(variable) else divisor
+        if dtype_name(values) in LOW_PRECISION and runs_tensorflow():
+            checks.append(_low_finite(values, variable, own))
+            continue
+        values = values if own is None else _quotient(values, own)
         checks.append(ops.all(ops.isfinite(_narrowed(values, variable))))
-    return checks
+    return ops.all(ops.stack(checks))
+
+
+def _low_finite(values: Any, variable: Any, divisor: Any) -> Any:
+    """Whether low-precision values are finite once divided, without a float32 copy of them."""
+    largest = float_format(dtype_name(values)).max
+    dtype = None if variable is None else dtype_name(variable)
+    room = float_format(dtype if dtype in LOW_PRECISION else "float32").max
+    limit = tf.constant(room) * (1.0 if divisor is None else tf.cast(divisor, tf.float32))
+    # Less than what divides to the largest number of the variable, as the limit is rounded.
+    limit = tf.where(limit < largest, limit * (1 - 2.0**-8), largest)
+    return tf.reduce_all(tf.abs(values) <= tf.cast(limit, values.dtype))
 
 
 def _narrowed(gradient: Any, variable: Any) -> Any:
@@ -301,12 +275,12 @@ def _distinct_rows(gradient: Any) -> Any:
     return widened(gradient)
 
 
-def _sum_of_magnitudes(values: Sequence[Any]) -> Any:
-    return _total([tf.reduce_sum(tf.abs(value)) for value in values])
-
-
 def _total(parts: Sequence[Any]) -> Any:
     return tf.add_n([tf.cast(part, tf.float32) for part in parts])
+
+
+def _sum_of_magnitudes(values: Sequence[Any]) -> Any:
+    return _total([tf.reduce_sum(tf.abs(value)) for value in values])
 
 
 def _greatest(values: Sequence[Any]) -> Any:
@@ -417,3 +391,85 @@ def _check_gradient(gradient: Any, variable: Any) -> None:
             f"The gradient of {variable_name(variable)} has shape {given_shape}; the variable has "
             f"shape {tf.TensorShape(variable.shape)}."
         )
+
+
+# ---- Replicas ------------------------------------------------------------------------------------
+
+
+def check_in_replica() -> None:
+    """Raises if gradients cannot be applied here, because every replica has to apply its own."""
+    if runs_tensorflow() and tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "Gradients must be applied inside strategy.run, once on each replica; this call is "
+            "in cross-replica context."
+        )
+
+
+def outside_the_graph(create: Callable[[], None]) -> None:
+    """Calls a function that creates variables, outside the graph being traced.
+
+    Replicas trace one after the other: the first one creates, the others find it done.
+    Variables created in a replica while it traces cannot be initialised; Keras's own optimizers
+    fail there unless they were built before.
+    """
+
+    def create_in_scope(strategy: tf.distribute.Strategy) -> None:
+        with strategy.scope():
+            create()
+
+    if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+        # Under a strategy tf.init_scope leaves the graph, but not the tf.function's rule that only
+        # its first trace creates variables. Another thread has never heard of that function.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(create_in_scope, tf.distribute.get_strategy()).result()
+    else:
+        with tf.init_scope():
+            create()
+
+
+def several_replicas() -> bool:
+    """Whether this is a replica, and one of several."""
+    replica = tf.distribute.get_replica_context()
+    return replica is not None and replica.num_replicas_in_sync > 1
+
+
+def all_reduce_sum(tensors: Sequence[Any]) -> Any:
+    """Sums tensors or `tf.IndexedSlices` over the replicas."""
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)
+
+
+def on_every_replica(finite: Any) -> Any:
+    """Makes all replicas agree: True only where every replica of every worker said True."""
+    if not several_replicas():
+        return finite
+    return tf.equal(all_reduce_sum(tf.cast(tf.logical_not(finite), "float32")), 0.0)
+
+
+def call_if(condition: Any, function: Callable[[], Any]) -> None:
+    """Calls a function that assigns to variables where a scalar bool tensor holds."""
+
+    def branch() -> None:
+        function()
+
+    if runs_tensorflow():
+        ops.cond(condition, branch, lambda: None)
+    elif condition:  # JAX traces both branches of a cond: what they assign would be tracers.
+        branch()
+
+
+def update_everywhere(target: Any, function: Callable[..., Any], sources: Sequence[Any]) -> Any:
+    """Calls `function(target, *sources)` with the copies that each device has of variables.
+
+    Nothing is sent between devices: an assignment in a replica would average the replicas' values,
+    which are the same.
+    """
+    target = native(target)
+    strategy = tf.distribute.get_strategy()
+    scope: Any = contextlib.nullcontext()
+    # `model.fit` finalizes the variables outside the scope of their strategy.
+    if not tf.distribute.has_strategy() and hasattr(target, "distribute_strategy"):
+        strategy = target.distribute_strategy
+        scope = strategy.scope()
+    with scope:
+        own = tuple(map(native, sources))
+        return strategy.extended.update(target, function, args=own, group=False)

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfamp.core.dtypes import float_format
+from tfamp.core.dtypes import LOW_PRECISION, float_format
 
 _HALF = 1 << 15
 _EXPONENT = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
-_NAN = 0x7FC00000
 # Of rows that are shorter LLVM makes a vector and a part of one.
 _SHORT = 1 << 4
 
@@ -26,18 +25,9 @@ def nearest(value: Any, dtype: Any) -> Any:
     """Rounds float32 to float16 or bfloat16; ties to even in float16, away from zero in bfloat16.
 
     Ties away from zero leave differences of exactly 16 bits, which `split` keeps. Ties to even do
-    not: a number with an even last bit is then the nearest one to 2**16 + 1 float32 numbers.
+    not: a number with an even last bit is then the nearest one to 2**16 + 1 float32 numbers. A NaN
+    stays one if it is of the kind that arithmetic makes.
     """
-    if tf.as_dtype(dtype) != tf.bfloat16:
-        return nearest_of_numbers(value, dtype)
-    bits = _bits(value)
-    nan = _and(bits, _MAGNITUDE) > _unsigned(_EXPONENT)
-    # Chosen as patterns: XLA chooses between bfloat16 numbers as float32 ones and rounds again.
-    return _upper_half(tf.where(nan, _unsigned(_NAN), bits + _unsigned(_HALF)))
-
-
-def nearest_of_numbers(value: Any, dtype: Any) -> Any:
-    """The same in fewer steps; a NaN stays one if it is of the kind that arithmetic makes."""
     if tf.as_dtype(dtype) != tf.bfloat16:
         return tf.cast(value, dtype)
     return _upper_half(_bits(value) + _unsigned(_HALF))
@@ -70,7 +60,7 @@ def _stochastic_float16(value: Any, words: Any) -> Any:
     bits = _bits(value)
     magnitude = tf.bitcast(_and(bits, _MAGNITUDE), tf.float32)
     # The distance between neighbours is a power of two, the same for all subnormal numbers.
-    exponent = tf.maximum(_and(bits, _EXPONENT), _unsigned(_exponent_bits(-14)))
+    exponent = tf.maximum(_and(bits, _EXPONENT), _unsigned((-14 + 127) << 23))
     step = tf.bitcast(exponent - _unsigned(10 << 23), tf.float32)
     steps = magnitude / step
     whole = tf.floor(steps)
@@ -85,7 +75,8 @@ def _stochastic_float16(value: Any, words: Any) -> Any:
 def split(master: Any) -> tuple[Any, Any]:
     """Splits float32 into the nearest bfloat16 number and the int16 difference of the patterns."""
     # The patterns are off by the lower half, which is less than zero where it was rounded up.
-    return nearest(master, "bfloat16"), tf.bitcast(_lower_half(_bits(master)), tf.int16)
+    lower = _narrowed(_and(_bits(master), 0xFFFF))
+    return nearest(master, "bfloat16"), tf.bitcast(lower, tf.int16)
 
 
 def joined(weight: Any, difference: Any) -> Any:
@@ -157,16 +148,8 @@ def _shifted(bits: Any, places: int) -> Any:
 
 
 def _upper_half(bits: Any) -> Any:
-    return _pattern(_shifted(bits, 16))
-
-
-def _pattern(bits: Any) -> Any:
-    """The bfloat16 numbers of patterns in the lower half."""
-    return tf.bitcast(_narrowed(bits), tf.bfloat16)
-
-
-def _lower_half(bits: Any) -> Any:
-    return _narrowed(_and(bits, 0xFFFF))
+    """The bfloat16 numbers of patterns in the upper half."""
+    return tf.bitcast(_narrowed(_shifted(bits, 16)), tf.bfloat16)
 
 
 def _narrowed(bits: Any) -> Any:
@@ -193,10 +176,6 @@ def widened(low: Any) -> Any:
     return tf.bitcast(_raised(low), tf.float32)
 
 
-def _exponent_bits(exponent: int) -> int:
-    return (exponent + 127) << 23
-
-
 class Form(NamedTuple):
     """How a float32 number is stored.
 
@@ -212,24 +191,16 @@ class Form(NamedTuple):
 
 
 @functools.cache
-def wide_form(dtype: str) -> Form:
-    """The form of numbers that are stored as they are computed with."""
-    return Form((dtype,), lambda value: value, lambda value, words: (value,))
-
-
-FLOAT32 = wide_form("float32")
-
-
-@functools.cache
-def form_of(how: str, dtype: str) -> Form:
-    """The form of numbers of a low dtype that are rounded "stochastic" or "split"."""
+def form_of(dtype: str, how: str = "stochastic") -> Form:
+    """The form of numbers of a dtype; low ones are rounded "stochastic" or "split"."""
+    if dtype not in LOW_PRECISION:
+        return Form((dtype,), lambda value: value, lambda value, words: (value,))
     if how == "split":
         return Form((dtype, "int16"), joined, lambda value, words: split(value))
-    return Form(
-        (dtype,),
-        widened,
-        lambda value, words: (stochastic(value, dtype, words()),),
-    )
+    return Form((dtype,), widened, lambda value, words: (stochastic(value, dtype, words()),))
+
+
+FLOAT32 = form_of("float32")
 
 
 class Chance(NamedTuple):
@@ -240,6 +211,4 @@ class Chance(NamedTuple):
 
     def words(self, number: Any, value: Any) -> Any:
         """Random words for a tensor, which has its number among all that a step rounds."""
-        known = value.shape.is_fully_defined()
-        shape = tf.constant(value.shape.as_list(), tf.int32) if known else tf.shape(value)
-        return random_words(keys(*self, number), shape)
+        return random_words(keys(*self, number), tf.shape(value))

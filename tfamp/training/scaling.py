@@ -5,7 +5,9 @@ The owner makes the variables, so that its checkpoints name them; these parts re
 
 from __future__ import annotations
 
+import inspect
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,8 +18,10 @@ import tensorflow as tf
 from keras import ops
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
+from tfamp.core.errors import TfampWarning
 from tfamp.core.options import LossScaleState, next_state
 from tfamp.interop.keras_hooks import as_tensor, described
+from tfamp.interop.patching import Patch, level_of_user
 from tfamp.training.gradients import Gradients, dtype_name, widened
 
 _State = TypeVar("_State")
@@ -213,3 +217,72 @@ class PerTrace(threading.local, Generic[_State]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PerTrace[_State]:
         return PerTrace(self._make)  # What was called on one object says nothing of its copy.
+
+
+# ---- A warning where every step is skipped -------------------------------------------------------
+
+# A step does not wait for the device, so the counters are read between steps only: in `fit` every
+# fifty steps and after each epoch, in eager loops every fifty steps. A loop around a `tf.function`
+# can read `consecutive_skipped_steps`, or use a `NumericsMonitor`.
+_EVERY, _MANY = 50, 20
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
+_eager_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def watch(optimizer: Any) -> None:
+    """Has `fit` look at the skipped steps of an optimizer for as long as it lives."""
+    _fits.acquire()
+    weakref.finalize(optimizer, _fits.release).atexit = False
+
+
+def note_eager_step(optimizer: Any) -> None:
+    """Counts a step that was applied eagerly, and looks now and then."""
+    if tf.executing_eagerly() and not tf.distribute.has_strategy():
+        _eager_steps[optimizer] = steps = _eager_steps.get(optimizer, 0) + 1
+        if steps % _EVERY == 0:
+            _warn_of_skips(optimizer)
+
+
+def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(original).bind(model, *args, **kwargs)
+    callbacks = given.arguments.get("callbacks")
+    if _counting(model) and not isinstance(callbacks, keras.callbacks.CallbackList):
+        given.arguments["callbacks"] = [*keras.tree.flatten(callbacks or []), _SkipWatch()]
+    return original(*given.args, **given.kwargs)
+
+
+_fits = Patch(fit=_fit)
+
+
+def _counting(model: Any) -> list[Any]:
+    """The optimizers of a model that count skipped steps, those of its own included."""
+    return [each for each in vars(model).values() if hasattr(each, "consecutive_skipped_steps")]
+
+
+class _SkipWatch(keras.callbacks.Callback):
+    _steps = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        # Not on_train_batch_end: for a callback that has it Keras waits for every step's loss.
+        self._steps += 1
+        if self._steps % _EVERY == 1 and self._steps > 1:
+            self.on_epoch_end(0)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        for optimizer in _counting(self.model):
+            _warn_of_skips(optimizer)
+
+
+def _warn_of_skips(optimizer: Any) -> None:
+    """Warns, once, if an optimizer has skipped many steps in a row."""
+    if optimizer in _warned or (in_a_row := int(optimizer.consecutive_skipped_steps)) < _MANY:
+        return
+    _warned.add(optimizer)
+    warnings.warn(
+        f"{optimizer.name} has skipped the last {in_a_row} steps, as their gradients were not "
+        f"finite; its loss scale is {float(optimizer.dynamic_scale):g}. The model learns nothing. "
+        "tfamp.diagnostics.find_nonfinite(model, x, y) on one batch finds the op at fault, or the "
+        "inputs that are out of range, and what to change.",
+        TfampWarning,
+        stacklevel=level_of_user(),
+    )

@@ -1,6 +1,6 @@
-"""Weights as they are stored, each kind a class: plain ones, and low ones with float32 masters.
+"""Stores of weights - plain ones, low ones with float32 masters, rounded ones - and their update.
 
-`training.low_weights` has those that are rounded without masters.
+A store holds what an optimizer updates for each variable, and moves values between the two.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -15,15 +16,23 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
-from tfamp.interop.keras_hooks import native
-from tfamp.interop.tf_private import xla_works
-from tfamp.training.gradients import dtype_name, is_next_value, variable_name
-from tfamp.training.replicas import call_if, update_everywhere
-from tfamp.training.rounding import Chance, nearest_of_numbers
+from tfamp.interop.keras_hooks import as_tensor, keras_symbol, native, runs_tensorflow
+from tfamp.interop.patching import wrap_method
+from tfamp.interop.tf_private import strategy_needs_merge_call, xla_works
+from tfamp.training.fused_update import RULED, fused_update, why_unruled
+from tfamp.training.gradients import (
+    Gradients,
+    call_if,
+    dtype_name,
+    is_next_value,
+    update_everywhere,
+    variable_name,
+)
+from tfamp.training.rounding import Chance, Form, form_of, nearest
 
 
 class PlainWeights:
-    """Weights that an optimizer updates as they are; what the other kinds do differently overrides.
+    """Weights that an optimizer updates as they are; subclasses store low ones differently.
 
     Attributes:
         optimizer: The optimizer that updates them.
@@ -31,6 +40,8 @@ class PlainWeights:
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         self.optimizer = optimizer
+        # What the optimizer updates for a variable, by its key of the variable.
+        self._by_key: dict[Any, Any] = {}
 
     def create(self, variables: Sequence[Any]) -> list[keras.Variable]:
         """Creates what is kept beside variables, once, and returns it."""
@@ -38,7 +49,8 @@ class PlainWeights:
 
     def targets(self, variables: Sequence[Any]) -> list[Any]:
         """Returns what the optimizer updates for each variable."""
-        return list(variables)
+        key = keras_hooks.key_of(self.optimizer)
+        return [self._by_key.get(key(v), v) for v in variables]
 
     def build(self, variables: Sequence[Any]) -> None:
         """Builds the optimizer for what it updates of variables."""
@@ -66,10 +78,20 @@ class PlainWeights:
         A value that was assigned to a variable since the last update holds. Variables that are as
         they are are returned.
         """
-        return list(variables)
+        return [
+            variable if target is variable else self._exact(variable, target)
+            for variable, target in zip(variables, self.targets(variables), strict=True)
+        ]
+
+    def _exact(self, variable: Any, target: Any) -> Any:
+        raise NotImplementedError
 
     def set_exact(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         """Gives what stands for variables, if anything, their float32 values."""
+        for variable, target, value in zip(variables, self.targets(variables), values, strict=True):
+            if target is not variable:
+                target.assign(tf.cast(tf.convert_to_tensor(value), tf.float32))
+        self.store()
 
     def chance(self) -> Chance | None:
         """Returns what decides the rounding of the next update, where chance has a part in it."""
@@ -89,36 +111,26 @@ class MasterWeights(PlainWeights):
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         super().__init__(optimizer)
-        self._by_key: dict[Any, tuple[Any, keras.Variable]] = {}
+        self._pairs: list[tuple[Any, keras.Variable]] = []
 
     @property
     def masters(self) -> list[keras.Variable]:
         """The masters, in the order of the variables they belong to."""
-        return [master for _, master in self._by_key.values()]
+        return [master for _, master in self._pairs]
 
     def create(self, variables: Sequence[Any]) -> list[keras.Variable]:
         """Creates the masters, once, and returns them."""
-        low = [v for v in variables if dtype_name(v) in LOW_PRECISION and not is_next_value(v)]
-        if not low or self._by_key:
+        if self._pairs or not (low := _low_ones(self.optimizer, variables)):
             return []
-        if self.optimizer.built:
-            raise ValueError(
-                f"{self.optimizer.name} was built for {len(low)} low-precision variables, "
-                f"such as {variable_name(low[0])}, before master_weights could give "
-                "it float32 copies to update. Create a new inner optimizer, and let "
-                "LossScaleOptimizer build it."
-            )
         key = keras_hooks.key_of(self.optimizer)
-        self._by_key |= {key(v): (v, _create_master(v)) for v in low}
         excluded, _ = keras_hooks.excluded_from_decay(self.optimizer)
-        pairs = self._by_key.values()
-        excluded |= {key(master) for variable, master in pairs if key(variable) in excluded}
+        for variable in low:
+            master = _beside(variable, _in_float32, "float32")
+            master.constraint = getattr(variable, "constraint", None)
+            excluded |= {key(master)} if key(variable) in excluded else set()
+            self._by_key[key(variable)] = master
+            self._pairs.append((variable, master))
         return self.masters
-
-    def targets(self, variables: Sequence[Any]) -> list[Any]:
-        """Returns the master of each variable that has one, else the variable."""
-        key = keras_hooks.key_of(self.optimizer)
-        return [self._by_key.get(key(v), (v, v))[1] for v in variables]
 
     def load(self) -> None:
         """Takes over what has been assigned to the variables since `store`.
@@ -127,71 +139,241 @@ class MasterWeights(PlainWeights):
         element by itself, somebody has assigned another one (has loaded weights, say), and that
         holds.
         """
-        pairs = list(self._by_key.values())
 
         def take_over_all() -> None:
-            for variable, master in pairs:
+            for variable, master in self._pairs:
                 update_everywhere(master, _take_over, (variable,))
 
-        if not pairs:
-            return
         if tf.executing_eagerly():
             take_over_all()  # Without waiting for the device to know whether it is needed.
-            return
-        # Nearly always nothing was: one look is cheaper than writing all masters.
-        looks = [update_everywhere(master, _differs, (variable,)) for variable, master in pairs]
-        call_if(tf.reduce_any(tf.stack(tf.nest.flatten(looks))), take_over_all)
+        elif self._pairs:
+            # Nearly always nothing was: one look is cheaper than writing all masters.
+            looks = [update_everywhere(master, _differs, (low,)) for low, master in self._pairs]
+            call_if(tf.reduce_any(tf.stack(tf.nest.flatten(looks))), take_over_all)
 
     def store(self) -> None:
         """Assigns the masters, rounded, to the variables."""
-        for variable, master in self._by_key.values():
+        for variable, master in self._pairs:
             update_everywhere(variable, _round, (master,))
 
-    def exact_values(self, variables: Sequence[Any]) -> list[Any]:
-        """Returns the masters' values, and what was assigned since the last update."""
-        return [_exact(*pair) for pair in zip(variables, self.targets(variables), strict=True)]
-
-    def set_exact(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        """Gives the masters of variables their values."""
-        for variable, master, value in zip(variables, self.targets(variables), values, strict=True):
-            if master is not variable:
-                master.assign(tf.cast(tf.convert_to_tensor(value), tf.float32))
-                # Else a tie that was rounded otherwise is an assigned value.
-                update_everywhere(variable, _round, (master,))
+    def _exact(self, variable: Any, target: Any) -> Any:
+        return _current(target, variable)
 
 
-def _create_master(variable: Any) -> keras.Variable:
-    """Creates the float32 copy of a variable, of the same name, path, place and constraint.
+@dataclass(eq=False)
+class StoredWeight:
+    """What an optimizer is built for in the place of a low variable: a float32 number in a form.
+
+    Attributes:
+        variable: The variable, which is the first of what is stored.
+        _unique_id: By which Keras's optimizers know it.
+        form: How the float32 number is stored.
+        beside: The variables that are stored beside it.
+        number: Its own among the optimizer's.
+    """
+
+    variable: Any
+    _unique_id: Any
+    form: Form
+    beside: Sequence[Any]
+    number: int
+
+    dtype = "float32"
+    trainable = True
+    overwrite_with_gradient = False
+
+    def __post_init__(self) -> None:
+        self.path = variable_name(self.variable)
+        self.name = str(self.variable.name).partition(":")[0]
+        self.shape = self.variable.shape
+        self.constraint = getattr(self.variable, "constraint", None)
+
+    @property
+    def device(self) -> str:
+        """Where it is."""
+        return str(native(self.variable).device)
+
+    @property
+    def handles(self) -> list[Any]:
+        """The resources of what is stored, on a replica its own."""
+        return [native(each).handle for each in (self.variable, *self.beside)]
+
+    def read(self) -> Any:
+        """The float32 value, outside of a replica too, where there are no resources."""
+        parts = (native(each) for each in (self.variable, *self.beside))
+        return self.form.decode(*map(tf.convert_to_tensor, parts))
+
+    def assign(self, value: Any) -> None:
+        """Assigns a float32 value on all replicas."""
+
+        def on_device(target: Any, value: Any, *others: Any) -> None:
+            value = tf.convert_to_tensor(value)
+            words = functools.partial(Chance(0, 0).words, tf.constant(self.number), value)
+            parts = self.form.encode(value, words)
+            for each, part in zip((target, *others), parts, strict=True):
+                each.assign(part)
+
+        update_everywhere(self.variable, on_device, (value, *self.beside))
+
+
+class RoundedWeights(PlainWeights):
+    """Low-precision weights without masters: what is stored beside them, if anything, is small.
+
+    Args:
+        optimizer: The optimizer that updates them; not built.
+        how: What is done about the rounding of weights: "stochastic" or "split".
+        slots: The dtype of the optimizer's slots.
+        seed: A scalar integer variable with the seed of all random rounding.
+
+    Raises:
+        ValueError: The optimizer has no compiled rule, or slots cannot hold what it keeps.
+    """
+
+    def __init__(
+        self, optimizer: keras.optimizers.Optimizer, how: str, slots: str, seed: Any
+    ) -> None:
+        super().__init__(optimizer)
+        self.how, self.slots, self.seed = how, slots, seed
+        self._check_optimizer()
+
+    def _check_optimizer(self) -> None:
+        if (other := why_unruled(self.optimizer)) is not None:
+            raise ValueError(
+                f"weight_rounding goes with {', '.join(RULED[:-1])} and {RULED[-1]} as Keras has "
+                "them, whose updates round as they are compiled; got "
+                f"{other}. Use one of these, or give master_weights=True instead of "
+                "weight_rounding."
+            )
+        keeps_no_squares = isinstance(self.optimizer, keras.optimizers.SGD | keras.optimizers.Lion)
+        if self.slots == "float16" and not keeps_no_squares:
+            raise ValueError(
+                f"slots='float16' cannot hold what {self.optimizer.name} keeps: squares of "
+                "gradients under 2.4e-4 are zero in float16, and divide the step. Give "
+                "slots='bfloat16', which takes as much memory and has float32's range."
+            )
+
+    def create(self, variables: Sequence[Any]) -> list[keras.Variable]:
+        """Creates what is stored beside variables, once, and returns it."""
+        if self._by_key:
+            return []
+        created = []
+        for number, variable in enumerate(_low_ones(self.optimizer, variables)):
+            dtype = dtype_name(variable)
+            if self.how == "split" and dtype != "bfloat16":
+                raise ValueError(
+                    "weight_rounding='split' keeps the lower half of a float32 number beside a "
+                    f"bfloat16 weight, which is its upper half; {variable_name(variable)} is "
+                    f"{dtype}. Give weight_rounding='stochastic', or bfloat16 weights."
+                )
+            form = form_of(dtype, self.how)
+            beside = [_beside(variable, _zeros, part, f"_{self.how}") for part in form.dtypes[1:]]
+            key = keras_hooks.key_of(self.optimizer)(variable)
+            self._by_key[key] = StoredWeight(variable, key, form, beside, number)
+            created += beside
+        return created
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Builds the optimizer, whose slots of low variables get the dtype of `slots`."""
+        add = functools.partial(_add_slot, self.slots, self.optimizer)
+        undo = wrap_method(self.optimizer, "add_variable_from_reference", add)
+        try:
+            super().build(variables)
+        finally:
+            undo()
+
+    def _exact(self, variable: Any, target: Any) -> Any:
+        return target.read()
+
+    def chance(self) -> Chance:
+        """Returns what decides the rounding of the next update."""
+        return Chance(as_tensor(self.seed), as_tensor(self.optimizer._iterations))
+
+    def check_all_updated(self, variables: Sequence[Any]) -> None:
+        """Raises if variables that are stored low were left to the optimizer's own update."""
+        left = [each.path for each in variables if isinstance(each, StoredWeight)]
+        if left:
+            self._check_optimizer()  # What it is may have changed.
+            raise ValueError(
+                f"weight_rounding={self.how!r} cannot update {left[0]} here: it goes with eager "
+                "execution and tf.function on one device, and with MirroredStrategy and "
+                "MultiWorkerMirroredStrategy; got "
+                f"{type(tf.distribute.get_strategy()).__name__}. Give master_weights=True instead."
+            )
+
+
+def _low_ones(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
+    """The low-precision variables; raises if an optimizer was built for them as they are."""
+    low = [v for v in variables if dtype_name(v) in LOW_PRECISION and not is_next_value(v)]
+    if low and optimizer.built:
+        raise ValueError(
+            f"{optimizer.name} was built for {len(low)} low-precision variables, such as "
+            f"{variable_name(low[0])}, before master_weights or weight_rounding could give it what "
+            "it updates instead. Create a new inner optimizer, and let LossScaleOptimizer build it."
+        )
+    return low
+
+
+def _beside(
+    variable: Any, value: Callable[[Any], Any], dtype: str, suffix: str = ""
+) -> keras.Variable:
+    """Creates a variable of the same name, path, shape and place as another one.
 
     Optimizers decide by names and paths what decays and which variables they treat how.
     """
     *scopes, name = variable_name(variable).partition(":")[0].split("/")
-    value = native(variable)
     with contextlib.ExitStack() as stack:
         for scope in scopes:
             stack.enter_context(keras.name_scope(scope))
-        stack.enter_context(tf.distribute.get_strategy().extended.colocate_vars_with(value))
-        master = keras.Variable(
-            lambda shape, dtype: tf.cast(tf.convert_to_tensor(value), dtype),
+        strategy = tf.distribute.get_strategy()
+        stack.enter_context(strategy.extended.colocate_vars_with(native(variable)))
+        return keras.Variable(
+            lambda shape, dtype: tf.cast(value(variable), dtype),
             shape=tuple(variable.shape),
-            dtype="float32",
+            dtype=dtype,
             trainable=False,
-            name=name,
+            name=f"{name}{suffix}",
         )
-    master.constraint = getattr(variable, "constraint", None)
-    return master
 
 
-def _exact(variable: Any, target: Any) -> Any:
-    if target is variable:
-        return variable
-    value = tf.cast(tf.convert_to_tensor(variable), tf.float32)
-    return tf.where(_assigned(target, variable), value, tf.convert_to_tensor(target))
+def _zeros(variable: Any) -> Any:
+    return tf.zeros(variable.shape)
 
 
-def _assigned(master: Any, variable: Any) -> Any:
-    value = tf.convert_to_tensor(variable)
-    return tf.not_equal(nearest_of_numbers(tf.convert_to_tensor(master), value.dtype), value)
+def _in_float32(variable: Any) -> Any:
+    return tf.cast(tf.convert_to_tensor(native(variable)), tf.float32)
+
+
+def _add_slot(
+    slots: str,
+    optimizer: Any,
+    original: Any,
+    reference_variable: Any,
+    name: str | None = None,
+    initializer: Any = "zeros",
+) -> Any:
+    if not isinstance(reference_variable, StoredWeight):
+        return original(reference_variable, name=name, initializer=initializer)
+    strategy = tf.distribute.get_strategy()
+    with strategy.extended.colocate_vars_with(native(reference_variable.variable)):
+        return optimizer.add_variable(
+            shape=reference_variable.shape,
+            initializer=initializer,
+            dtype=slots,
+            name=f"{reference_variable.path.replace('/', '_')}_{name or 'var'}",
+        )
+
+
+# ---- Masters and what was assigned since --------------------------------------------------------
+
+
+def _current(master: Any, variable: Any) -> Any:
+    """The master's values; the variable's where another value was assigned to it."""
+    assigned = _assigned(*map(tf.convert_to_tensor, (master, variable)))
+    return tf.where(assigned, _in_float32(variable), tf.convert_to_tensor(master))
+
+
+def _assigned(master: Any, value: Any) -> Any:
+    return tf.not_equal(nearest(master, value.dtype), value)
 
 
 def _any_assigned(master: Any, value: Any) -> Any:
@@ -203,19 +385,18 @@ def _differs(master: Any, variable: Any) -> Any:
 
 
 def _take_over(master: Any, variable: Any) -> None:
-    value = tf.cast(tf.convert_to_tensor(variable), master.dtype)
-    master.assign(tf.where(_assigned(master, variable), value, master))
+    master.assign(_current(master, variable))
 
 
 def _round(variable: Any, master: Any) -> None:
     if variable.dtype == tf.bfloat16:
         variable.assign(_in_one_pass(_nearest_bfloat16, master))
     else:
-        variable.assign(nearest_of_numbers(tf.convert_to_tensor(master), variable.dtype))
+        variable.assign(nearest(tf.convert_to_tensor(master), variable.dtype))
 
 
 def _nearest_bfloat16(master: Any) -> Any:
-    return nearest_of_numbers(master, "bfloat16")
+    return nearest(master, tf.bfloat16)
 
 
 def _in_one_pass(function: Callable[..., Any], *variables: Any) -> Any:
@@ -232,3 +413,114 @@ def _in_one_pass(function: Callable[..., Any], *variables: Any) -> Any:
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Any:
     return tf.function(function, jit_compile=True, autograph=False)
+
+
+# ---- The update ----------------------------------------------------------------------------------
+
+
+# Calls a function with arguments that differ between the replicas, once on each of them.
+OnEach = Callable[..., None]
+
+
+def once_for_all_replicas(function: Callable[..., None], condition: Any, *arguments: Any) -> None:
+    """Calls `function(on_each, condition, *arguments)` where a `tf.cond` may hold updates.
+
+    Most strategies allow no condition around an update in a replica; for those the function is
+    called once for all replicas, in cross-replica context. `on_each(update, *arguments)` calls an
+    update on every replica with its own arguments. The condition is the same on all replicas.
+    """
+    if not (runs_tensorflow() and strategy_needs_merge_call()):
+        function(lambda update, *own: update(*own), condition, *arguments)
+        return
+
+    def merged(strategy: tf.distribute.Strategy, condition: Any, *arguments: Any) -> None:
+        def on_each(update: Callable[..., None], *own: Any) -> None:
+            strategy.extended.call_for_each_replica(update, args=own)
+
+        # The replicas agree on it, so any one's will do.
+        function(on_each, strategy.experimental_local_results(condition)[0], *arguments)
+
+    tf.distribute.get_replica_context().merge_call(merged, args=(condition, *arguments))
+
+
+def apply_if_finite(
+    weights: PlainWeights,
+    gradients: Gradients,
+    finite: Any,
+    *,
+    skips: bool = True,
+    record: Callable[[Any], None] = lambda finite: None,
+) -> None:
+    """Applies gradients where they are `finite`, and otherwise changes nothing.
+
+    `finite` is equal on all replicas. `skips=False` applies them in any case. `record` is called
+    with `finite` after that, once for all replicas.
+    """
+
+    def apply_own(values: list[Any], divisor: Any) -> None:
+        _apply(weights, replace(gradients, values=values, divisor=divisor))
+
+    def on_all_replicas(on_each: OnEach, finite: Any, values: Any, divisor: Any) -> None:
+        def update() -> None:
+            weights.load()
+            on_each(apply_own, values, divisor)
+            weights.store()
+
+        if skips:
+            call_if(finite, update)
+        else:
+            update()
+        record(finite)
+
+    once_for_all_replicas(on_all_replicas, finite, gradients.values, gradients.divisor)
+
+
+def _apply(weights: PlainWeights, gradients: Gradients) -> None:
+    """Divides gradients by their divisor and applies them, with the same result as Keras."""
+    optimizer = weights.optimizer
+    others = fused_update(optimizer, gradients, weights.chance())
+    if others is None:
+        return
+    weights.check_all_updated(others.variables)
+    others = others.unscaled()
+    if any(each.gradient_accumulation_steps for each in _applied(optimizer)):
+        others = others.as_stored()
+    counts_itself = tf.distribute.has_strategy() and not strategy_needs_merge_call()
+    if others.summed or counts_itself:
+        optimizer = _view_of(optimizer, others.summed)
+    optimizer.apply(others.values, others.variables)
+
+
+def _applied(optimizer: Any) -> Sequence[Any]:
+    """The optimizers that are applied: those of a MultiOptimizer, else the optimizer itself."""
+    inside: Sequence[Any] = getattr(optimizer, "_inner_optimizers", [optimizer])
+    return inside
+
+
+def _view_of(optimizer: Any, summed: bool) -> Any:
+    """An object with the attributes of an optimizer, thus its variables, to call `apply` on.
+
+    If the gradients are `summed` it takes them so: Keras's optimizers sum over the replicas inside
+    `apply` and have no switch for it. Keras counts iterations with a `merge_call`, which a
+    condition in a replica does not allow: where there is one, the view counts in the replica's own
+    copy. The optimizer itself is not touched, which matters where replicas run in threads.
+    """
+    kind, methods = type(optimizer), {}
+    if summed:
+        keras_symbol(optimizer, _SUMS)  # Raises where a Keras sums elsewhere.
+        methods[_SUMS] = lambda self, grads_and_vars: list(grads_and_vars)
+    view: Any = object.__new__(type(kind.__name__, (kind,), methods))
+    # Past Keras's __setattr__, which would track the variables a second time.
+    state = vars(view)
+    state.update(vars(optimizer))
+    if tf.distribute.has_strategy() and not strategy_needs_merge_call():
+        state["_iterations"] = tf.distribute.get_strategy().extended.update(
+            native(optimizer._iterations), lambda own: own, group=False
+        )
+    if "_inner_optimizers" in state:  # MultiOptimizer hands each its share.
+        inner = keras_hooks.inner_optimizers(optimizer)
+        state["_inner_optimizers"] = [_view_of(each, summed) for each in inner]
+    return view
+
+
+_SUMS = "_all_reduce_sum_gradients"
