@@ -457,5 +457,5 @@ def _set_float32(layers: tuple[Any, ...], handed_down: bool, policy_name: str) -
         ours = managed_layers.get(layer) is not None or handed_down
         if ours and layer_dtypes.float_policy(layer) == policy_name:
             layer_dtypes.give_policy(layer, "float32")
-            managed_layers.discard(layer)
+            managed_layers.set(layer, None)
         _set_float32(keras_hooks.sublayers(layer), is_built_in(layer), policy_name)

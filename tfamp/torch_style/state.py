@@ -41,10 +41,9 @@ class Mode:
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """An autocast that was entered: a link in the stack that a context holds."""
+    """An autocast that was entered."""
 
     mode: Mode | None  # What it puts in force; None where nothing is cast.
-    outer: Block | None  # The one around it.
     casts: Casts  # What it and the blocks around it may reuse.
     device: str  # Kind of device that TensorFlow chooses where nobody does.
     thread: int = field(default_factory=threading.get_ident)  # The one it counts in.
@@ -52,55 +51,53 @@ class Block:
 
 
 class _Modes:
-    """The autocasts in force: a stack of blocks for each context, innermost first.
+    """The autocasts in force: a stack of blocks for each context, innermost last.
 
     A context is that of `contextvars`: coroutines have one each. A block also counts only in its
     thread, as all of TensorFlow's scopes do, whoever runs a copy of its context elsewhere.
     """
 
     def __init__(self) -> None:
-        self._stack: ContextVar[Block | None] = ContextVar("tfamp_autocast", default=None)
+        self._stack: ContextVar[tuple[Block, ...]] = ContextVar("tfamp_autocast", default=())
+
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks in force here."""
+        here = threading.get_ident()
+        return tuple(b for b in self._stack.get() if b.thread == here and not b.left)
 
     def enter(self, mode: Mode | None) -> Block:
         """Puts a mode in force here, until its block is left."""
-        outer = self._innermost()
-        if outer is None:
-            # Asked once: it takes as long as a small op, and does not change once ops have run.
-            block = Block(mode, outer, Casts(), tf_private.default_device_kind())
-            # What began to record before, nobody was told of.
-            block.casts.recording_changed()
+        outer = self.blocks()
+        if outer:
+            block = Block(mode, outer[-1].casts, outer[-1].device)
         else:
-            block = Block(mode, outer, outer.casts, outer.device)
-        self._stack.set(block)
+            # Asked once: it takes as long as a small op, and does not change once ops have run.
+            block = Block(mode, Casts(), tf_private.default_device_kind())
+            # Tapes opened earlier bypass our hooks.
+            block.casts.recording_changed()
+        self._stack.set((*outer, block))
         return block
 
     def leave(self, block: Block) -> None:
         """Ends a block, in whatever order, context and thread."""
         block.left = True
-        if self._stack.get() is block:
-            self._stack.set(self._innermost())
+        self._stack.set(self.blocks())
 
-    def holds(self, block: Block) -> bool:
-        """Whether a block was entered in this context, or in one that it is a copy of."""
-        each = self._innermost()
-        while each is not None and each is not block:
-            each = each.outer
-        return each is not None
+    @property
+    def innermost(self) -> Block | None:
+        """The block in force here; None outside of every autocast."""
+        blocks = self.blocks()
+        return blocks[-1] if blocks else None
 
     @property
     def current(self) -> Mode | None:
         """The mode in force; None where nothing is cast."""
-        return getattr(self._innermost(), "mode", None)
+        return getattr(self.innermost, "mode", None)
 
     @property
     def casts(self) -> Casts | None:
         """Casts that may be reused here; None outside of every autocast."""
-        return getattr(self._innermost(), "casts", None)
-
-    @property
-    def default_device(self) -> str:
-        """The kind of device that TensorFlow chooses; "" outside of every autocast."""
-        return getattr(self._innermost(), "device", "")
+        return getattr(self.innermost, "casts", None)
 
     @contextlib.contextmanager
     def set_to(self, mode: Mode | None) -> Iterator[None]:
@@ -113,14 +110,6 @@ class _Modes:
             yield
         finally:
             self.leave(block)
-
-    def _innermost(self) -> Block | None:
-        block = self._stack.get()
-        if block is None or block.thread != threading.get_ident():
-            return None
-        while block is not None and block.left:
-            block = block.outer
-        return block
 
 
 # ---- Casts that may be used again ----------------------------------------------------------------
