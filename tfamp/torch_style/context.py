@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import keras
 import numpy as np
@@ -37,6 +37,8 @@ _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 _EXPLICIT = "_tfamp_explicit_cast"
 _TENSORS = (tf.Tensor, tf.Variable)
 _STRUCTURED = (tf.RaggedTensor, tf.SparseTensor)
+# Places of the inputs of an op that must have one float dtype, and which it may be.
+_Group: TypeAlias = tuple[tuple[int, ...], frozenset[str]]
 
 # ---- Ops -----------------------------------------------------------------------------------------
 
@@ -86,29 +88,24 @@ def _next_device() -> str:
     return tf_private.device_kind_in_force() or getattr(current_modes.innermost, "device", "")
 
 
-class _Group(NamedTuple):
-    """Inputs of an op that must have one float dtype: where they are, and which it may be."""
-
-    places: tuple[int, ...]
-    floats: frozenset[str]
-
-
 @functools.cache
 def _groups(op: str, device: str) -> tuple[_Group, ...]:
+    """The inputs of an op that must have one float dtype, and which it may be, group by group."""
     groups: dict[str, _Group] = {}
     for index, each in enumerate(op_inputs(op, device)):
         name = each.type_attr or f"input {index}"
         allowed = frozenset({"float32"}) if each.dtype == tf.float32 else each.floats
         if allowed:
             places, floats = groups.get(name, ((), allowed))
-            groups[name] = _Group((*places, index), floats)
+            groups[name] = (*places, index), floats
     return tuple(groups.values())
 
 
 def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Any]) -> None:
     """Casts the inputs of a group, in place."""
+    places, floats = group
     members: list[Any] = []
-    for index in group.places:
+    for index in places:
         value = inputs[index]
         members += value if isinstance(value, (list, tuple)) else (value,)
     dtypes = {dtype_name(member) for member in members}
@@ -118,10 +115,10 @@ def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Any]) -> None:
         dtypes = {dtype_name(each) for each in tensors} - {""} or dtypes - {""}
     if not dtypes <= EDITABLE:
         return
-    target = _written(op, inputs) or _target(mode, op, dtypes, members, group)
+    target = _written(op, inputs) or _target(mode, op, dtypes, members, floats)
     if not target or (dtypes == {target} and all(isinstance(each, _TENSORS) for each in members)):
         return
-    for index in group.places:
+    for index in places:
         value = inputs[index]
         if isinstance(value, (list, tuple)) and op_inputs(op)[index].is_list:
             cast = [_recast_or_make(member, target) for member in value]
@@ -150,7 +147,9 @@ def _as_tensors(value: Any, given: OpInput) -> Any:
         return tf.convert_to_tensor(value, given.dtype)
 
 
-def _target(mode: Mode, op: str, dtypes: set[str], members: list[Any], group: _Group) -> str:
+def _target(
+    mode: Mode, op: str, dtypes: set[str], members: list[Any], floats: frozenset[str]
+) -> str:
     """The dtype an op's inputs are cast to, "" for none."""
     listed = mode.targets.get(op)
     if not listed:
@@ -160,11 +159,11 @@ def _target(mode: Mode, op: str, dtypes: set[str], members: list[Any], group: _G
         explicit = {dtype_name(each) for each in members if getattr(each, _EXPLICIT, False)}
         target = state.widest(explicit) if explicit else listed
     low = target or next(iter(dtypes), "")
-    if "float32" in group.floats and any(state.exceeds(each, low) for each in members):
+    if "float32" in floats and any(state.exceeds(each, low) for each in members):
         return "float32"
-    if target in group.floats:
+    if target in floats:
         return target
-    return "float32" if "float32" in group.floats and not dtypes <= group.floats else ""
+    return "float32" if "float32" in floats and not dtypes <= floats else ""
 
 
 def _written(op: str, inputs: Sequence[Any]) -> str:

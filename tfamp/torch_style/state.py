@@ -120,22 +120,16 @@ _READ = "ReadVariableOp"
 _ONLY_READ = {_READ, "VariableShape", "VarIsInitializedOp", "ResourceGather", "ResourceGatherNd"}
 
 
-@dataclass(slots=True)
-class _Trace:
-    """The casts in one graph, and where recording began."""
-
-    # By a variable's handle and the dtype: its last cast, weak as a tensor keeps its graph alive,
-    # and the place in the trace of the read that was cast.
-    casts: dict[tuple[str, str], tuple[weakref.ref[Any], int]] = field(default_factory=dict)
-    # The last place at which a tape began to record or to watch.
-    recording: int = -1
-
-
 class Casts:
     """The casts of variables that the blocks of one stack may reuse, in the graphs traced there."""
 
     def __init__(self) -> None:
-        self._traces: weakref.WeakKeyDictionary[Any, _Trace] = weakref.WeakKeyDictionary()
+        # By a variable's handle and the dtype: its last cast, weak as a tensor keeps its graph
+        # alive, and the place in the trace of the read that was cast.
+        self._casts: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Any]]
+        self._casts = weakref.WeakKeyDictionary()
+        # The last place in a trace at which a tape began to record or to watch.
+        self._recording: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def recording_changed(self) -> None:
         """Notes that a tape begins to record or to watch: it did not see what was made before."""
@@ -143,21 +137,22 @@ class Casts:
             return
         graph = tf.compat.v1.get_default_graph()
         if made := graph.get_operations():
-            self._traces[graph] = _Trace(recording=place_in_trace(made[-1]))
+            self._recording[graph] = place_in_trace(made[-1])
+            self._casts.pop(graph, None)
 
     def of_traced(self, value: Any, dtype: str, cast: Callable[[], Any]) -> Any:
         """Casts a tensor of a graph, or takes what the same variable was cast to before."""
         if not _is_read_in_this_trace(value):
             return cast()
         handle, read = value.op.inputs[0], place_in_trace(value.op)
-        trace = self._traces.setdefault(value.graph, _Trace())
-        if read <= trace.recording:
+        if read <= self._recording.get(value.graph, -1):
             return cast()  # The tape has not seen this read, and no other one may lend it a cast.
-        last, last_read = trace.casts.get((handle.name, dtype), (None, read))
+        casts = self._casts.setdefault(value.graph, {})
+        last, last_read = casts.get((handle.name, dtype), (None, read))
         found = None if last is None else last()
         if found is None or _may_be_assigned(handle, *sorted((last_read, read))):
             found = cast()
-            trace.casts[handle.name, dtype] = weakref.ref(found), read
+            casts[handle.name, dtype] = weakref.ref(found), read
         return found
 
 
