@@ -23,7 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.core.dtypes import FLOAT_DTYPES
+from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import TfampWarning
 from tfamp.core.options import checked_flag
 from tfamp.graph.op_lists import OpLists
@@ -72,8 +72,11 @@ def _adjust(op: str, inputs: Sequence[Any]) -> Sequence[Any] | None:
     mode = current_modes.current
     if mode is None:
         return None
+    device = _next_device()
+    if op not in mode.targets and not _is_particular(op, device):
+        return None
     adjusted = list(inputs)
-    for group in _groups(op, _next_device()):
+    for group in _groups(op, device):
         _cast_group(mode, op, group, adjusted)
     if all(map(operator.is_, adjusted, inputs)):
         return None
@@ -99,6 +102,15 @@ def _groups(op: str, device: str) -> tuple[_Group, ...]:
             places, floats = groups.get(name, ((), allowed))
             groups[name] = (*places, index), floats
     return tuple(groups.values())
+
+
+@functools.cache
+def _is_particular(op: str, device: str) -> bool:
+    """Whether an op on no list may be given float dtypes that it cannot run with."""
+    return any(each.is_list or each.dtype == tf.resource for each in op_inputs(op)) or any(
+        len(places) > 1 or not floats.issuperset(LOW_PRECISION)
+        for places, floats in _groups(op, device)
+    )
 
 
 def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Any]) -> None:

@@ -86,8 +86,8 @@ class _Modes:
     @property
     def innermost(self) -> Block | None:
         """The block in force here; None outside of every autocast."""
-        blocks = self.blocks()
-        return blocks[-1] if blocks else None
+        here, stack = threading.get_ident(), reversed(self._stack.get())
+        return next((block for block in stack if block.thread == here and not block.left), None)
 
     @property
     def current(self) -> Mode | None:
