@@ -453,10 +453,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 optimizers do not support it.
         """
         if not self.built:
-            raise ValueError(
-                f"{self.name} must be built before stateless_apply: call "
-                "optimizer.build(model.trainable_variables)."
-            )
+            raise ValueError(f"{self.name} must be built before stateless_apply: call build.")
         mapping = list(zip(self.variables, optimizer_variables, strict=True))
         inner_values = list(optimizer_variables[len(self._variables) :])
         with keras.StatelessScope(state_mapping=mapping) as scope:

@@ -11,9 +11,7 @@ import tensorflow as tf
 
 import tfamp
 from helpers.cases import one_in, one_of_each
-from helpers.graph_asserts import op_dtypes
 from helpers.tolerances import assert_all_equal
-from helpers.training import assert_identical, data, small_model, snapshot, train_step
 from tfamp.training import fused_update
 
 # Of the shared matmul weights, of a bias and of something with more axes.
@@ -342,23 +340,6 @@ def test_each_replica_updates_its_copies_in_one_pass(two_replicas, name, constra
     for variable in [*ours, *optimizer.inner_optimizer.variables]:
         first, second = variable.value.values
         np.testing.assert_array_equal(first.numpy(), second.numpy(), variable.path)
-
-
-def test_under_the_rewrite_the_update_stays_one_compiled_pass_in_float32():
-    x, y = map(tf.constant, data(1))
-    model, optimizer = small_model(), tfamp.LossScaleOptimizer(OPTIMIZERS["adam"]())
-    optimizer.build(model.trainable_variables)
-    step = tfamp.rewrite(train_step(model, optimizer), dtype="bfloat16")
-    dtypes = op_dtypes(step.concrete(x, y))
-    assert "bfloat16" in dtypes["MatMul"]
-    assert dtypes["Sqrt"] == {"float32"}
-    library = step.concrete(x, y).graph.as_graph_def().library
-    assert any(each.attr["_XlaMustCompile"].b for each in library.function)
-    before = snapshot(model, optimizer.inner_optimizer)
-    step(x * np.inf, y)
-    assert_identical(snapshot(model, optimizer.inner_optimizer), before)
-    step(x, y)
-    assert int(optimizer.iterations) == 1
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam"])

@@ -215,8 +215,12 @@ class GradScaler(tf.Module):
         if new_scale is None:
             self._calls.check_recorded()
             self._follow_the_rule(self._calls.all_finite())
+        elif tf.is_tensor(new_scale):
+            scale = tf.reshape(tf.cast(new_scale, "float32"), [])
+            usable = (scale >= _FLOAT32.tiny) & (scale <= _FLOAT32.max)
+            self._scale.assign(tf.where(usable, scale, self._scale))
         else:
-            self._set_scale(new_scale)
+            self._scale.assign(options.checked_scale("new_scale", new_scale))
         self._calls.start_next()
 
     @as_written
@@ -263,14 +267,6 @@ class GradScaler(tf.Module):
         scale = tf.where(tf.math.is_inf(scale), self._scale, tf.maximum(scale, _FLOAT32.tiny))
         self._scale.assign(scale)
         self._growth_tracker.assign(tf.where(grows, tf.zeros_like(good), good))
-
-    def _set_scale(self, new_scale: Any) -> None:
-        if not tf.is_tensor(new_scale):
-            self._scale.assign(options.checked_scale("new_scale", new_scale))
-            return
-        scale = tf.reshape(tf.cast(new_scale, "float32"), [])
-        usable = (scale >= _FLOAT32.tiny) & (scale <= _FLOAT32.max)
-        self._scale.assign(tf.where(usable, scale, self._scale))
 
     def get_scale(self) -> Any:
         """The current scale, a scalar float32 tensor; 1 if not enabled."""

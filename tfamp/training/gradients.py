@@ -123,18 +123,13 @@ class Gradients:
 
         The divisor stays, to the last bit, where the norm is within bounds.
         """
-        norm = self._norm(clip.norm_type)
         divisor = tf.constant(1.0) if self.divisor is None else tf.cast(self.divisor, tf.float32)
+        given = [g for g, v in self.pairs() if g is not None and not is_next_value(v)]
+        norm_of_one, combined = _NORMS[clip.norm_type]
+        norms = [tf.cast(norm_of_one(_distinct_rows(each)), tf.float32) for each in given]
+        norm = combined(tf.stack([0.0, *norms])) / divisor
         factor = tf.maximum(norm, clip.max_norm) / clip.max_norm
         return replace(self, divisor=divisor * factor), norm
-
-    def _norm(self, norm_type: float) -> Any:
-        """The norm of the unscaled gradients as one long vector."""
-        given = [g for g, v in self.pairs() if g is not None and not is_next_value(v)]
-        norm_of_one, combined = _NORMS[norm_type]
-        norms = [tf.cast(norm_of_one(_distinct_rows(each)), tf.float32) for each in given]
-        norm = combined(tf.stack([0.0, *norms]))
-        return norm / (1.0 if self.divisor is None else tf.cast(self.divisor, tf.float32))
 
 
 def summed_checked_clipped(

@@ -229,20 +229,17 @@ class RoundedWeights(PlainWeights):
     ) -> None:
         super().__init__(optimizer)
         self.how, self.slots, self.seed = how, slots, seed
-        self._check_optimizer()
-
-    def _check_optimizer(self) -> None:
-        if (other := why_unruled(self.optimizer)) is not None:
+        if (other := why_unruled(optimizer)) is not None:
             raise ValueError(
                 f"weight_rounding goes with {', '.join(RULED[:-1])} and {RULED[-1]} as Keras has "
                 "them, whose updates round as they are compiled; got "
                 f"{other}. Use one of these, or give master_weights=True instead of "
                 "weight_rounding."
             )
-        keeps_no_squares = isinstance(self.optimizer, keras.optimizers.SGD | keras.optimizers.Lion)
-        if self.slots == "float16" and not keeps_no_squares:
+        keeps_no_squares = isinstance(optimizer, keras.optimizers.SGD | keras.optimizers.Lion)
+        if slots == "float16" and not keeps_no_squares:
             raise ValueError(
-                f"slots='float16' cannot hold what {self.optimizer.name} keeps: squares of "
+                f"slots='float16' cannot hold what {optimizer.name} keeps: squares of "
                 "gradients under 2.4e-4 are zero in float16, and divide the step. Give "
                 "slots='bfloat16', which takes as much memory and has float32's range."
             )
