@@ -342,7 +342,7 @@ CHAIN = "x>A>i"
         ({"device": "npu"}, ValueError, "device must be one of auto, cpu, gpu, tpu; got 'npu'"),
         ({"fetches": ["out_j:0"]}, ValueError, r"fetches: .* no node 'out_j:0'.*\['out_i'"),
         ({"feeds": ["y:0"]}, ValueError, "feeds: the graph has no node 'y:0'"),
-        ({"feeds": ["x:0:9"]}, ValueError, "'x:0:9' is not the name of a tensor; .* 'x:0', 'x:1'"),
+        ({"feeds": ["x:0:9"]}, ValueError, "'x:0:9' is not the name of a tensor; give 'x:0'"),
         ({"fetches": "out_i:0"}, TypeError, "fetches must be a collection of strings"),
         ({"keep_float32": ["conv"]}, ValueError, "keep_float32: no node's name matches 'conv'"),
         ({"force_low": ["("]}, ValueError, r"force_low must hold regular expressions; got '\('"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,7 +40,6 @@ from tfamp.planning.structures import (
     Retype,
     RewritePlan,
     RewriteSummary,
-    ScopePlan,
     Tensor,
     TypeSlot,
     free_name,
@@ -74,12 +73,10 @@ class Decision:
     Attributes:
         scopes: The graph and its functions, with their colours and costs.
         plan: The changes.
-        idle: A text for each pattern of the caller's that changes nothing.
     """
 
     scopes: tuple[PaintedScope, ...]
     plan: RewritePlan
-    idle: tuple[str, ...]
 
 
 def decide(
@@ -124,12 +121,14 @@ def decide(
         )
         for number, index in enumerate(indexes)
     )
-    nodes = tuple(node for scope in scopes for node in _node_plans(scope, options))
-    plans = tuple(_plan_scope(scope, options.dtype) for scope in scopes)
-    plan = make_plan(options.dtype, nodes, plans, _speed_up(scopes))
-    could = set(_convertible(rules, exact)) - found.keys() - chosen.used.keys()
-    low = {joined.index.slots[slot].node for slot in painting.low}
-    return Decision(scopes, plan, tuple(_idle_patterns(indexes, chosen, could, low, plan)))
+    plan = make_plan(
+        options.dtype,
+        nodes=tuple(node for scope in scopes for node in _node_plans(scope, options)),
+        casts=tuple(cast for scope in scopes for cast in _casts(scope, options.dtype)),
+        retypes=tuple(retype for scope in scopes for retype in _retypes(scope)),
+        speed_up=_speed_up(scopes),
+    )
+    return Decision(scopes, plan)
 
 
 def _unforced(found: Mapping[int, Reason], forced: Collection[int]) -> dict[int, Reason]:
@@ -180,54 +179,28 @@ def _float32_slots(
     return exact_slots(joined.index, options.colors, ends, options.dtype)
 
 
-def _convertible(rules: Rules, exact: Collection[int]) -> Iterator[int]:
-    """The nodes that could be low by their ops and values."""
-    for slot, found in enumerate(rules.index.slots):
-        listed = rules.colors[slot] in ("allow", "infer", "clear") and slot not in exact
-        is_cast = rules.index.node_of(slot).op == "Cast"
-        if found.can_be_low and (listed or is_cast or found.node in rules.forced):
-            yield found.node
-
-
-def _idle_patterns(
-    indexes: Sequence[GraphIndex],
-    chosen: ChosenNodes,
-    could: Set[int],
-    low: Set[int],
-    plan: RewritePlan,
-) -> Iterator[str]:
-    """A warning for each pattern that changes no node, given which could be and which are low."""
-    reasons = {(node.scope, node.name): node.reason for node in plan.nodes}
-    places = [(index.scope, node.name) for index in indexes for node in index.nodes]
-    for (argument, pattern), nodes in chosen.matches.items():
-        names = ", ".join(map(repr, itertools.islice(nodes.values(), 3)))
-        if argument == "keep_float32" and could.isdisjoint(nodes):
-            yield f"{argument}: {pattern!r} has no effect: without it, too, {names} stays float32."
-        elif argument == "force_low" and low.isdisjoint(nodes):
-            known = (reasons[places[node]] for node in nodes if places[node] in reasons)
-            why = next(known, "it holds no float32")
-            yield f"{argument}: {pattern!r} has no effect: {names} stays as it is; {why}."
-
-
 # ---- The plan ------------------------------------------------------------------------------------
 
 
 def make_plan(
-    dtype: str, nodes: tuple[NodePlan, ...], scopes: tuple[ScopePlan, ...], speed_up: float | None
+    dtype: str,
+    nodes: tuple[NodePlan, ...],
+    casts: tuple[CastSite, ...],
+    retypes: tuple[Retype, ...],
+    speed_up: float | None,
 ) -> RewritePlan:
-    """Returns the plan of what becomes of nodes and scopes, with the totals."""
-    casts = tuple(cast for scope in scopes for cast in scope.casts)
+    """Returns a plan with its totals."""
     known = [cast.bytes for cast in casts if cast.bytes is not None]
     summary = RewriteSummary(
         nodes=len(nodes),
         low_nodes=sum(node.dtype == dtype for node in nodes),
-        retyped_nodes=sum(len({each.node for each in s.retypes if each.attr}) for s in scopes),
+        retyped_nodes=len({(each.scope, each.node) for each in retypes if each.attr}),
         casts=len(casts),
         cast_bytes=sum(known),
         casts_of_unknown_size=len(casts) - len(known),
         estimated_speed_up=speed_up,
     )
-    return RewritePlan(dtype, nodes, casts, scopes, summary)
+    return RewritePlan(dtype, nodes, casts, retypes, summary)
 
 
 def _speed_up(scopes: Sequence[PaintedScope]) -> float | None:
@@ -238,16 +211,15 @@ def _speed_up(scopes: Sequence[PaintedScope]) -> float | None:
     return before / after if after else None
 
 
-def _plan_scope(scope: PaintedScope, dtype: str) -> ScopePlan:
+def _retypes(scope: PaintedScope) -> Iterator[Retype]:
     index = scope.index
-    retypes = tuple(
-        Retype(index.node_of(slot).name, index.slots[slot].attr, index.slots[slot].index)
-        for slot in sorted(scope.low)
-    )
-    return ScopePlan(index.scope, retypes, tuple(_casts(index, scope.low, dtype)))
+    for number in sorted(scope.low):
+        slot = index.slots[number]
+        yield Retype(index.scope, index.nodes[slot.node].name, slot.attr, slot.index)
 
 
-def _casts(index: GraphIndex, low: Collection[int], dtype: str) -> Iterator[CastSite]:
+def _casts(scope: PaintedScope, dtype: str) -> Iterator[CastSite]:
+    index, low = scope.index, scope.low
     taken = {node.name for node in index.nodes}
     # All edges of a tensor that need a Cast need the same one: the producer has one dtype.
     for tensor, edges in sorted(crossing_tensors(index, low).items()):

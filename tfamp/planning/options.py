@@ -10,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, cast
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import PLACEMENTS
@@ -28,7 +27,6 @@ from tfamp.planning.structures import (
     MAIN_GRAPH,
     RESULT,
     GraphIndex,
-    IndexedNode,
     Reason,
     node_name,
     reach,
@@ -248,14 +246,11 @@ class ChosenNodes:
         kept: The nodes that stay float32, these among them, with the reason.
         forced: The nodes that are converted whatever their op. A node that is also kept stays
             float32.
-        matches: By argument and pattern, the nodes of each pattern that should change something,
-            with the name that matches.
     """
 
     used: Mapping[int, Reason]
     kept: Mapping[int, Reason]
     forced: frozenset[int]
-    matches: Mapping[tuple[str, str], Mapping[int, str]]
 
 
 def choose_nodes(
@@ -270,32 +265,21 @@ def choose_nodes(
         ValueError: The graph has no node of a name, or that matches a pattern.
     """
     used = _used_nodes(indexes[0], use)
-    # A NoOp holds functions and does not run them.
-    calls = {
-        index.scope: [
-            (n.name, called) for n in index.nodes if n.op != "NoOp" for _, called in n.calls
-        ]
-        for index in indexes
-    }
-    callers = caller_names(calls)
-    named = [(callers.get(index.scope, ()), node) for index in indexes for node in index.nodes]
-    kept: dict[int, Reason] = {}
-    forced: set[int] = set()
-    matches = {}
+    kept, forced = dict(used), set[int]()
+    names = _node_names(indexes) if options.keep_float32 or options.force_low else []
     for argument, patterns in options.patterns.items():
         for pattern in patterns:
-            found = _matching(pattern, named)
-            if pattern.pattern not in options.may_miss:
-                matches[argument, pattern.pattern] = found
-                if not found:
-                    raise _no_match(argument, pattern.pattern, named)
+            found = [node for node, each in enumerate(names) if any(map(pattern.search, each))]
+            if not found and pattern.pattern not in options.may_miss:
+                raise _no_match(argument, pattern.pattern, names)
             if argument == "force_low":
-                # Casts follow their neighbours.
-                forced.update(position for position in found if named[position][1].op != "Cast")
-            else:
+                forced.update(found)
+            for node in found if argument == "keep_float32" else ():
                 text = f"its name matches keep_float32 {pattern.pattern!r}"
-                kept = dict.fromkeys(found, Reason("keep_float32", text)) | kept
-    return ChosenNodes(used, kept | used, frozenset(forced), matches)
+                kept.setdefault(node, Reason("keep_float32", text))
+    # Casts follow their neighbours.
+    nodes = [node for index in indexes for node in index.nodes]
+    return ChosenNodes(used, kept, frozenset(n for n in forced if nodes[n].op != "Cast"))
 
 
 def _used_nodes(index: GraphIndex, use: GraphUse) -> dict[int, Reason]:
@@ -312,35 +296,34 @@ def _used_nodes(index: GraphIndex, use: GraphUse) -> dict[int, Reason]:
             raise ValueError(f"{reason.rule}: the graph has no node {name!r}.{hint}")
         if colon and not port.isdecimal():
             raise ValueError(
-                f"{reason.rule}: {name!r} is not the name of a tensor; those of the node are "
-                f"'{own}:0', '{own}:1' and so on."
+                f"{reason.rule}: {name!r} is not the name of a tensor; give '{own}:0'."
             )
         used[positions[own]] = reason
     return used
 
 
-# For each node the names of what runs its function, and the node.
-_Named: TypeAlias = Sequence[tuple[Sequence[str], IndexedNode]]
-
-
-def _matching(pattern: re.Pattern[str], named: _Named) -> dict[int, str]:
-    found = {}
-    for position, (around, node) in enumerate(named):
-        if node.op not in (ARGUMENT, RESULT):
-            longer = (full_name(caller, node.name) for caller in around)
-            name = next(filter(pattern.search, itertools.chain([node.name], longer)), None)
-            if name is not None:
-                found[position] = name
-    return found
-
-
-def _no_match(argument: str, pattern: str, named: _Named) -> ValueError:
-    names = [
-        full_name(next(iter(around), ""), node.name)
-        for around, node in named
+def _node_names(indexes: Sequence[GraphIndex]) -> list[list[str]]:
+    """For each node its name, alone and behind those of its callers; no names of arguments."""
+    # A NoOp holds functions and does not run them.
+    calls = {
+        index.scope: [
+            (n.name, called) for n in index.nodes if n.op != "NoOp" for _, called in n.calls
+        ]
+        for index in indexes
+    }
+    callers = caller_names(calls)
+    return [
+        [node.name, *(full_name(caller, node.name) for caller in callers.get(index.scope, ()))]
         if node.op not in (ARGUMENT, RESULT)
+        else []
+        for index in indexes
+        for node in index.nodes
     ]
-    near = nearest_names(pattern, names) or ["dense/MatMul"]
+
+
+def _no_match(argument: str, pattern: str, names: Iterable[Sequence[str]]) -> ValueError:
+    known = dict.fromkeys(each[:2][-1] for each in names if each)
+    near = difflib.get_close_matches(pattern, known, cutoff=0.0) or ["dense/MatMul"]
     return ValueError(
         f"{argument}: no node's name matches {pattern!r}. The pattern is searched for in names "
         f"such as {', '.join(map(repr, near))}."
@@ -394,23 +377,3 @@ def full_name(caller: str, node: str) -> str:
         if around[-length:] == own[:length]:
             return "/".join([*around, *own[length:]])
     return f"{caller}/{node}" if caller else node
-
-
-def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Returns up to three names most like a regular expression that is found in none of them.
-
-    As many parts of a name, between its "/", are compared as the expression has.
-
-    Example:
-        >>> nearest_names("^dense_l/", ["x", "dense/MatMul", "dense_1/MatMul"])[0]
-        'dense_1/MatMul'
-    """
-    text = re.sub(r"\\.|[^\w/]", "", pattern).strip("/").lower()
-    length = text.count("/") + 1
-    by_parts: dict[str, str] = {}
-    for name in names:
-        parts = name.lower().split("/")
-        for start in range(max(len(parts) - length, 0) + 1):
-            by_parts.setdefault("/".join(parts[start : start + length]), name)
-    near = difflib.get_close_matches(text, by_parts, n=3, cutoff=0.0)
-    return list(dict.fromkeys(by_parts[each] for each in near))

@@ -219,8 +219,9 @@ def _rewritten(
     if len(plans) == 1:
         return plans[0]
     nodes = tuple(node for plan in plans for node in plan.nodes)
-    scopes = tuple(scope for plan in plans for scope in plan.scopes)
-    return make_plan(plans[0].dtype, nodes, scopes, None)
+    casts = tuple(cast for plan in plans for cast in plan.casts)
+    retypes = tuple(retype for plan in plans for retype in plan.retypes)
+    return make_plan(plans[0].dtype, nodes, casts, retypes, None)
 
 
 # ---- Files ---------------------------------------------------------------------------------------
