@@ -8,15 +8,13 @@ of work exist during its turn only.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import tensorflow as tf
 
@@ -33,19 +31,12 @@ _NO_KERNEL_ERRORS = (
     tf.errors.InternalError,
     tf.errors.UnknownError,
 )
-# Short works are repeated for this long at each turn.
+# Short works are repeated for this long in each round.
 _LEAST_SECONDS = 3e-3
 _MOST_REPEATS = 30
 _LEAST_ROUNDS = 3
-# A round that makes more than a few of the best times better by this much shows a busy machine:
-# there it takes longer.
-_IMPROVEMENT = 0.9
-_FEW = 0.1
-_LONGEST = 3.0
 # Speeds closer than this cannot be told from equal ones in a few seconds.
 _NOISE = 1.1
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +80,50 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One piece of work.
+    """One piece of work: an op on tensors of ones.
 
     Attributes:
         kind: A kind of a profile's peaks, "traffic" or "cast traffic".
         amount: How much work it is: operations, elements or bytes.
-        make: Makes tensors of a dtype, and returns a function that does the work on them.
-        dtypes: The dtypes; there must be a kernel for the first one.
+        op: The op type.
+        shapes: Shapes of the inputs in the dtype, by name.
+        options: The other arguments of the op.
+        dtypes: The dtypes to time; there must be a kernel for the first one.
+        best: The best time in each dtype that has a kernel, in seconds.
     """
 
     kind: str
     amount: float
-    make: Callable[[str], Callable[[], Any]]
+    op: str
+    shapes: Mapping[str, Sequence[int]]
+    options: Mapping[str, Any] = field(default_factory=dict)
     dtypes: tuple[str, ...] = DTYPES
+    best: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def first(self) -> float:
+        """Best seconds in the first dtype: in float32, but for Casts to it."""
+        return self.best[self.dtypes[0]]
+
+    def make(self, dtype: str) -> Callable[[], Any]:
+        """Makes tensors of a dtype, and returns a function that does the work on them."""
+        tensors = {name: tf.ones(shape, dtype) for name, shape in self.shapes.items()}
+        return lambda: getattr(tf.raw_ops, self.op)(**tensors, **self.options)
+
+    def time_first(self) -> None:
+        """Times the work once in each dtype, which also shows whether there is a kernel."""
+        for dtype in self.dtypes:
+            try:
+                self.best[dtype] = together(self.make(dtype), 1)
+            except _NO_KERNEL_ERRORS:
+                if dtype == self.dtypes[0]:
+                    raise
+
+    def time_again(self) -> None:
+        """Times the work in each dtype that has a kernel."""
+        for dtype, known in self.best.items():
+            repeats = min(math.ceil(_LEAST_SECONDS / max(known, 1e-9)), _MOST_REPEATS)
+            self.best[dtype] = min(known, together(self.make(dtype), repeats))
 
 
 def measure_profile(*, seconds: float = 2.0) -> MachineProfile:
@@ -111,8 +133,7 @@ def measure_profile(*, seconds: float = 2.0) -> MachineProfile:
     autocast, tape, device or distribution strategy is active and nothing is in the default graph.
 
     Args:
-        seconds: About how long to measure, on a machine with nothing else to do; up to three times
-            as long on a busy one.
+        seconds: About how long to measure.
 
     Returns:
         The profile, every measured figure rounded to two digits: more would be noise. A dtype that
@@ -128,17 +149,9 @@ def measure_profile(*, seconds: float = 2.0) -> MachineProfile:
         True
     """
     device = tf_private.default_device_kind()
-    return _in_own_thread(lambda: _measure(device, seconds))
-
-
-def _in_own_thread(function: Callable[[], _Result]) -> _Result:
-    """Runs a function free of TensorFlow's and tfamp's per-thread state: scopes, graphs, modes.
-
-    It runs eagerly wherever this is called: in a function that is being traced, and under
-    `tf.Graph().as_default()`, which `tf.init_scope` does not leave.
-    """
+    # A thread of its own leaves `tf.Graph().as_default()` too, as `tf.init_scope` does not.
     with ThreadPoolExecutor(1) as own_thread:
-        return own_thread.submit(function).result()
+        return own_thread.submit(_measure, device, seconds).result()
 
 
 def let_memory_grow() -> None:
@@ -163,48 +176,47 @@ def _measure(device: str, seconds: float) -> MachineProfile:
     tf.config.set_soft_device_placement(False)
     try:
         with tf.device(f"{device.upper()}:0"):
-            timers = _timed(works(SIZES[device]), seconds)
+            timed = _timed(works(SIZES[device]), seconds)
     finally:
         tf.config.set_soft_device_placement(before)
-    by_kind: dict[str, list[_Timer]] = defaultdict(list)
-    for timer in timers:
-        by_kind[timer.work.kind].append(timer)
     usual = builtin_profile(device)
-    peaks = {kind: _peaks(by_kind[kind]) for kind in KINDS}
+    peaks = {kind: _peaks([work for work in timed if work.kind == kind]) for kind in KINDS}
     return MachineProfile(
         name=f"{device.upper()}, measured with TensorFlow {tf.__version__}",
         peaks=peaks,
-        bandwidth=_rate(by_kind["traffic"]),
-        cast_bandwidth=_rate(by_kind["cast traffic"]),
+        bandwidth=_rate(work for work in timed if work.kind == "traffic"),
+        cast_bandwidth=_rate(work for work in timed if work.kind == "cast traffic"),
         op_overhead=usual.op_overhead,
         least_gain=usual.least_gain,
         ops=cpu_ops(peaks) if device == "cpu" else {},
     )
 
 
-def _timed(found: Iterable[Work], seconds: float) -> list[_Timer]:
+def _timed(found: Iterable[Work], seconds: float) -> list[Work]:
     """Times all in rounds, a few at least, for about that long."""
-    start = time.perf_counter()
-    timers = [_Timer(work) for work in found]
-    for number in itertools.count(1):
-        better = [timer.time_once() for timer in timers]
-        steady = sum(better) <= _FEW * len(timers)
-        enough = time.perf_counter() - start >= seconds * (1.0 if steady else _LONGEST)
-        if enough and number >= _LEAST_ROUNDS:
-            break
-    return timers
+    end = time.perf_counter() + seconds
+    timed = list(found)
+    for work in timed:
+        work.time_first()
+    rounds = 0
+    while rounds < _LEAST_ROUNDS or time.perf_counter() < end:
+        for work in timed:
+            work.time_again()
+        rounds += 1
+    return timed
 
 
-def _rate(timers: Sequence[_Timer]) -> float:
-    return _rounded(sum(each.work.amount for each in timers) / sum(each.first for each in timers))
+def _rate(timed: Iterable[Work]) -> float:
+    amounts, seconds = zip(*((work.amount, work.first) for work in timed), strict=True)
+    return _rounded(sum(amounts) / sum(seconds))
 
 
-def _peaks(timers: Sequence[_Timer]) -> dict[str, float]:
+def _peaks(timed: Sequence[Work]) -> dict[str, float]:
     """Work per second by dtype; ratios to float32 are means over the works that have a kernel."""
-    float32 = statistics.geometric_mean(each.work.amount / each.first for each in timers)
+    float32 = statistics.geometric_mean(work.amount / work.first for work in timed)
     peaks = {}
     for dtype in DTYPES:
-        ratios = [each.first / each.best[dtype] for each in timers if dtype in each.best]
+        ratios = [work.first / work.best[dtype] for work in timed if dtype in work.best]
         ratio = statistics.geometric_mean(ratios) if ratios else NO_KERNEL
         # A dtype that is hardly faster than float32 counts as equal: that may be noise.
         peaks[dtype] = _rounded(float32 * (1.0 if 1.0 < ratio < _NOISE else ratio))
@@ -213,35 +225,6 @@ def _peaks(timers: Sequence[_Timer]) -> dict[str, float]:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.1e}")
-
-
-class _Timer:
-    """The best times of a piece of work, in each dtype that it has a kernel for."""
-
-    def __init__(self, work: Work) -> None:
-        self.work = work
-        self.best: dict[str, float] = {}
-        # The first run also shows whether there is a kernel.
-        for dtype in work.dtypes:
-            try:
-                self.best[dtype] = together(work.make(dtype), 1)
-            except _NO_KERNEL_ERRORS:
-                if dtype == work.dtypes[0]:
-                    raise
-
-    @property
-    def first(self) -> float:
-        """Best seconds in the first dtype: in float32, but for Casts to it."""
-        return self.best[self.work.dtypes[0]]
-
-    def time_once(self) -> bool:
-        """Times the work in each dtype; returns whether a time improved."""
-        improved = False
-        for dtype, known in self.best.items():
-            repeats = min(math.ceil(_LEAST_SECONDS / max(known, 1e-9)), _MOST_REPEATS)
-            self.best[dtype] = min(known, together(self.work.make(dtype), repeats))
-            improved |= self.best[dtype] < _IMPROVEMENT * known
-        return improved
 
 
 def together(run: Callable[[], Any], repeats: int) -> float:
@@ -254,84 +237,58 @@ def together(run: Callable[[], Any], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-# ---- The works -----------------------------------------------------------------------------------
-
-
 def works(sizes: Sizes) -> Iterator[Work]:
     """Makes everything that is timed for a profile, on the current device."""
     for matmul in sizes.matmuls:
         yield from _matmuls(*matmul)
     for convolution in sizes.convolutions:
-        yield from _convolution(*convolution)
-    flat = [sizes.elements]
+        yield from _convolutions(*convolution)
+    flat, large = [sizes.elements], [sizes.traffic]
     inputs = {"AddV2": "x y", "Mul": "x y", "Relu": "features", "ReluGrad": "gradients features"}
     for op, names in inputs.items():
-        yield Work(
-            "elementwise", float(sizes.elements), _run(op, dict.fromkeys(names.split(), flat))
-        )
+        yield Work("elementwise", float(sizes.elements), op, dict.fromkeys(names.split(), flat))
     yield from _special(*sizes.images)
     # An Add reads two tensors and writes one.
-    add = _run("AddV2", {"x": [sizes.traffic], "y": [sizes.traffic]})
-    yield Work("traffic", 3.0 * 4 * sizes.traffic, add, ("float32",))
-    for low in (tf.bfloat16, tf.float16):
-        for source, target in ((tf.float32, low), (low, tf.float32)):
-            cast = _run("Cast", {"x": [sizes.traffic]}, DstT=target)
-            yield Work("cast traffic", 6.0 * sizes.traffic, cast, (source.name,))
-
-
-def _run(
-    op: str, shapes: Mapping[str, Sequence[int]], **options: Any
-) -> Callable[[str], Callable[[], Any]]:
-    """Runs an op on tensors of ones, of shapes by the names of its inputs."""
-    function = getattr(tf.raw_ops, op)
-
-    def make(dtype: str) -> Callable[[], Any]:
-        tensors = {name: tf.ones(shape, dtype) for name, shape in shapes.items()}
-        return lambda: function(**tensors, **options)
-
-    return make
+    read = {"x": large, "y": large}
+    yield Work("traffic", 3.0 * 4 * sizes.traffic, "AddV2", read, dtypes=("float32",))
+    for low in ("bfloat16", "float16"):
+        for source, target in (("float32", low), (low, "float32")):
+            cast = {"DstT": tf.as_dtype(target)}
+            moved = 6.0 * sizes.traffic
+            yield Work("cast traffic", moved, "Cast", {"x": large}, cast, dtypes=(source,))
 
 
 def _matmuls(rows: int, depth: int, columns: int) -> Iterator[Work]:
     """A layer's product and those of its gradients, which are slower in float32."""
     x, w, y = (rows, depth), (depth, columns), (rows, columns)
-    for make in (
-        _run("MatMul", {"a": x, "b": w}),
-        _run("MatMul", {"a": y, "b": w}, transpose_b=True),
-        _run("MatMul", {"a": x, "b": y}, transpose_a=True),
-    ):
-        yield Work("matmul", 2.0 * rows * depth * columns, make)
+    amount = 2.0 * rows * depth * columns
+    yield Work("matmul", amount, "MatMul", {"a": x, "b": w})
+    yield Work("matmul", amount, "MatMul", {"a": y, "b": w}, {"transpose_b": True})
+    yield Work("matmul", amount, "MatMul", {"a": x, "b": y}, {"transpose_a": True})
 
 
-def _convolution(batch: int, size: int, channels: int, filters: int, kernel: int) -> Iterator[Work]:
+def _convolutions(
+    batch: int, size: int, channels: int, filters: int, kernel: int
+) -> Iterator[Work]:
     """A convolution and its gradients by input and by filter."""
     x, y = [batch, size, size, channels], [batch, size, size, filters]
     w = [kernel, kernel, channels, filters]
-    options: dict[str, Any] = {"strides": [1, 1, 1, 1], "padding": "SAME"}
-    for kind, make in (
-        ("conv", _run("Conv2D", {"input": x, "filter": w}, **options)),
-        (
-            "conv_input",
-            _run("Conv2DBackpropInput", {"filter": w, "out_backprop": y}, input_sizes=x, **options),
-        ),
-        (
-            "conv_filter",
-            _run(
-                "Conv2DBackpropFilter", {"input": x, "out_backprop": y}, filter_sizes=w, **options
-            ),
-        ),
-    ):
-        yield Work(kind, 2.0 * math.prod(y) * math.prod(w[:3]), make)
+    same = {"strides": [1, 1, 1, 1], "padding": "SAME"}
+    by_input, by_filter = {"input_sizes": x, **same}, {"filter_sizes": w, **same}
+    amount = 2.0 * math.prod(y) * math.prod(w[:3])
+    yield Work("conv", amount, "Conv2D", {"input": x, "filter": w}, same)
+    gradient = "Conv2DBackpropInput"
+    yield Work("conv_input", amount, gradient, {"filter": w, "out_backprop": y}, by_input)
+    gradient = "Conv2DBackpropFilter"
+    yield Work("conv_filter", amount, gradient, {"input": x, "out_backprop": y}, by_filter)
 
 
 def _special(batch: int, size: int, channels: int) -> Iterator[Work]:
     images = [batch, size, size, channels]
-    pool: dict[str, Any] = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "SAME"}
+    amount = float(math.prod(images))
+    yield Work("special", amount, "Softmax", {"logits": [batch * size, size * channels]})
+    pool = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "SAME"}
+    yield Work("special", amount, "MaxPool", {"input": images}, pool)
     ones, nothing = tf.ones((channels,)), tf.zeros((0,))
     norm = {"scale": ones, "offset": ones, "mean": nothing, "variance": nothing}
-    for make in (
-        _run("Softmax", {"logits": [batch * size, size * channels]}),
-        _run("MaxPool", {"input": images}, **pool),
-        _run("FusedBatchNormV3", {"x": images}, **norm),
-    ):
-        yield Work("special", float(math.prod(images)), make)
+    yield Work("special", amount, "FusedBatchNormV3", {"x": images}, norm)
