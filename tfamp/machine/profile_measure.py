@@ -23,14 +23,6 @@ from tfamp.interop import tf_private
 
 # The speed of a kind of op in a dtype that it has no kernel for, in parts of float32's.
 NO_KERNEL = 1e-3
-# The errors of a missing kernel, or of one missing for this dtype on this device.
-_NO_KERNEL_ERRORS = (
-    tf.errors.InvalidArgumentError,
-    tf.errors.NotFoundError,
-    tf.errors.UnimplementedError,
-    tf.errors.InternalError,
-    tf.errors.UnknownError,
-)
 # Short works are repeated for this long in each round.
 _LEAST_SECONDS = 3e-3
 _MOST_REPEATS = 30
@@ -39,42 +31,23 @@ _LEAST_ROUNDS = 3
 _NOISE = 1.1
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The shapes that are timed: of the size that a small training step has.
-
-    Attributes:
-        matmuls: (rows, depth, columns) of each matmul; its gradients are timed as well.
-        convolutions: (batch, height and width, channels, filters, kernel) of each convolution.
-        elements: Elements of what elementwise ops take: on a CPU few enough for the cache, so that
-            their arithmetic is timed and not the memory.
-        images: (batch, height and width, channels) for pooling, normalization and softmax.
-        traffic: Elements that are read and written to time the memory: more than a cache holds.
-    """
-
-    matmuls: Sequence[tuple[int, int, int]]
-    convolutions: Sequence[tuple[int, int, int, int, int]]
-    elements: int
-    images: tuple[int, int, int]
-    traffic: int
-
-
-# A GPU needs more work to be busy.
-SIZES = {
-    "cpu": Sizes(
-        matmuls=((256, 1024, 1024), (2048, 512, 256), (32, 512, 2048)),
-        convolutions=((4, 32, 64, 32, 3), (8, 16, 256, 64, 1), (4, 8, 256, 128, 3)),
-        elements=1 << 19,
-        images=(16, 32, 32),
-        traffic=1 << 22,
-    ),
-    "gpu": Sizes(
-        matmuls=((2048, 4096, 4096), (16384, 1024, 1024)),
-        convolutions=((64, 56, 64, 64, 3), (64, 28, 512, 128, 1), (64, 14, 256, 256, 3)),
-        elements=1 << 22,
-        images=(64, 56, 64),
-        traffic=1 << 25,
-    ),
+# The shapes that are timed, of the size that a small training step has: see `works`. A GPU needs
+# more work to be busy.
+SIZES: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "matmuls": ((256, 1024, 1024), (2048, 512, 256), (32, 512, 2048)),
+        "convolutions": ((4, 32, 64, 32, 3), (8, 16, 256, 64, 1), (4, 8, 256, 128, 3)),
+        "elements": 1 << 19,
+        "images": (16, 32, 32, 32),
+        "traffic": 1 << 22,
+    },
+    "gpu": {
+        "matmuls": ((2048, 4096, 4096), (16384, 1024, 1024)),
+        "convolutions": ((64, 56, 64, 64, 3), (64, 28, 512, 128, 1), (64, 14, 256, 256, 3)),
+        "elements": 1 << 22,
+        "images": (64, 56, 56, 64),
+        "traffic": 1 << 25,
+    },
 }
 
 
@@ -107,17 +80,18 @@ class Work:
 
     def make(self, dtype: str) -> Callable[[], Any]:
         """Makes tensors of a dtype, and returns a function that does the work on them."""
+        function = getattr(tf.raw_ops, self.op)
         tensors = {name: tf.ones(shape, dtype) for name, shape in self.shapes.items()}
-        return lambda: getattr(tf.raw_ops, self.op)(**tensors, **self.options)
+        return lambda: function(**tensors, **self.options)
 
     def time_first(self) -> None:
         """Times the work once in each dtype, which also shows whether there is a kernel."""
         for dtype in self.dtypes:
             try:
                 self.best[dtype] = together(self.make(dtype), 1)
-            except _NO_KERNEL_ERRORS:
-                if dtype == self.dtypes[0]:
-                    raise
+            except tf.errors.OpError as error:
+                if dtype == self.dtypes[0] or isinstance(error, tf.errors.ResourceExhaustedError):
+                    raise  # Else there is no kernel for this dtype on this device.
 
     def time_again(self) -> None:
         """Times the work in each dtype that has a kernel."""
@@ -176,7 +150,7 @@ def _measure(device: str, seconds: float) -> MachineProfile:
     tf.config.set_soft_device_placement(False)
     try:
         with tf.device(f"{device.upper()}:0"):
-            timed = _timed(works(SIZES[device]), seconds)
+            timed = _timed(works(**SIZES[device]), seconds)
     finally:
         tf.config.set_soft_device_placement(before)
     usual = builtin_profile(device)
@@ -237,34 +211,49 @@ def together(run: Callable[[], Any], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def works(sizes: Sizes) -> Iterator[Work]:
-    """Makes everything that is timed for a profile, on the current device."""
-    for matmul in sizes.matmuls:
-        yield from _matmuls(*matmul)
-    for convolution in sizes.convolutions:
+def works(
+    matmuls: Iterable[tuple[int, int, int]],
+    convolutions: Iterable[tuple[int, int, int, int, int]],
+    elements: int,
+    images: Sequence[int],
+    traffic: int,
+) -> Iterator[Work]:
+    """Makes everything that is timed for a profile, on the current device.
+
+    Args:
+        matmuls: (rows, depth, columns) of each matmul; its gradients are timed as well.
+        convolutions: (batch, height and width, channels, filters, kernel) of each convolution.
+        elements: Elements of what elementwise ops take: on a CPU few enough for the cache, so that
+            their arithmetic is timed and not the memory.
+        images: Shape for pooling, normalization and softmax.
+        traffic: Elements that are read and written to time the memory: more than a cache holds.
+    """
+    for rows, depth, columns in matmuls:
+        x, w, y = (rows, depth), (depth, columns), (rows, columns)
+        flops = 2.0 * rows * depth * columns
+        yield Work("matmul", flops, "MatMul", {"a": x, "b": w})
+        # The gradients' products, which are slower in float32.
+        yield Work("matmul", flops, "MatMul", {"a": y, "b": w}, {"transpose_b": True})
+        yield Work("matmul", flops, "MatMul", {"a": x, "b": y}, {"transpose_a": True})
+    for convolution in convolutions:
         yield from _convolutions(*convolution)
-    flat, large = [sizes.elements], [sizes.traffic]
-    inputs = {"AddV2": "x y", "Mul": "x y", "Relu": "features", "ReluGrad": "gradients features"}
-    for op, names in inputs.items():
-        yield Work("elementwise", float(sizes.elements), op, dict.fromkeys(names.split(), flat))
-    yield from _special(*sizes.images)
+    names = {"AddV2": "x y", "Mul": "x y", "Relu": "features", "ReluGrad": "gradients features"}
+    for op, inputs in names.items():
+        yield Work("elementwise", elements, op, dict.fromkeys(inputs.split(), [elements]))
+    amount, rows = math.prod(images), math.prod(images[:2])
+    ones, nothing = tf.ones(images[-1:]), tf.zeros((0,))
+    norm = {"scale": ones, "offset": ones, "mean": nothing, "variance": nothing}
+    pool = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "SAME"}
+    yield Work("special", amount, "Softmax", {"logits": [rows, amount // rows]})
+    yield Work("special", amount, "MaxPool", {"input": images}, pool)
+    yield Work("special", amount, "FusedBatchNormV3", {"x": images}, norm)
+    large = {"x": [traffic]}
     # An Add reads two tensors and writes one.
-    read = {"x": large, "y": large}
-    yield Work("traffic", 3.0 * 4 * sizes.traffic, "AddV2", read, dtypes=("float32",))
+    yield Work("traffic", 3 * 4 * traffic, "AddV2", {**large, "y": [traffic]}, {}, ("float32",))
     for low in ("bfloat16", "float16"):
         for source, target in (("float32", low), (low, "float32")):
-            cast = {"DstT": tf.as_dtype(target)}
-            moved = 6.0 * sizes.traffic
-            yield Work("cast traffic", moved, "Cast", {"x": large}, cast, dtypes=(source,))
-
-
-def _matmuls(rows: int, depth: int, columns: int) -> Iterator[Work]:
-    """A layer's product and those of its gradients, which are slower in float32."""
-    x, w, y = (rows, depth), (depth, columns), (rows, columns)
-    amount = 2.0 * rows * depth * columns
-    yield Work("matmul", amount, "MatMul", {"a": x, "b": w})
-    yield Work("matmul", amount, "MatMul", {"a": y, "b": w}, {"transpose_b": True})
-    yield Work("matmul", amount, "MatMul", {"a": x, "b": y}, {"transpose_a": True})
+            made = {"DstT": tf.as_dtype(target)}
+            yield Work("cast traffic", 6 * traffic, "Cast", large, made, (source,))
 
 
 def _convolutions(
@@ -274,21 +263,10 @@ def _convolutions(
     x, y = [batch, size, size, channels], [batch, size, size, filters]
     w = [kernel, kernel, channels, filters]
     same = {"strides": [1, 1, 1, 1], "padding": "SAME"}
-    by_input, by_filter = {"input_sizes": x, **same}, {"filter_sizes": w, **same}
-    amount = 2.0 * math.prod(y) * math.prod(w[:3])
-    yield Work("conv", amount, "Conv2D", {"input": x, "filter": w}, same)
-    gradient = "Conv2DBackpropInput"
-    yield Work("conv_input", amount, gradient, {"filter": w, "out_backprop": y}, by_input)
-    gradient = "Conv2DBackpropFilter"
-    yield Work("conv_filter", amount, gradient, {"input": x, "out_backprop": y}, by_filter)
-
-
-def _special(batch: int, size: int, channels: int) -> Iterator[Work]:
-    images = [batch, size, size, channels]
-    amount = float(math.prod(images))
-    yield Work("special", amount, "Softmax", {"logits": [batch * size, size * channels]})
-    pool = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "SAME"}
-    yield Work("special", amount, "MaxPool", {"input": images}, pool)
-    ones, nothing = tf.ones((channels,)), tf.zeros((0,))
-    norm = {"scale": ones, "offset": ones, "mean": nothing, "variance": nothing}
-    yield Work("special", amount, "FusedBatchNormV3", {"x": images}, norm)
+    flops = 2.0 * math.prod(y) * math.prod(w[:3])
+    op = "Conv2DBackprop"
+    yield Work("conv", flops, "Conv2D", {"input": x, "filter": w}, same)
+    given: dict[str, Any] = {"filter": w, "out_backprop": y}
+    yield Work("conv_input", flops, f"{op}Input", given, {"input_sizes": x, **same})
+    given = {"input": x, "out_backprop": y}
+    yield Work("conv_filter", flops, f"{op}Filter", given, {"filter_sizes": w, **same})

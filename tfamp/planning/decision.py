@@ -16,12 +16,7 @@ from typing import NamedTuple
 from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, crossing_tensors, estimate, scope_seconds
 from tfamp.planning.exact_values import ends_of, exact_slots, statistics
-from tfamp.planning.options import (
-    ChosenNodes,
-    GraphUse,
-    RewriteOptions,
-    choose_nodes,
-)
+from tfamp.planning.options import GraphUse, RewriteOptions, choose_nodes
 from tfamp.planning.placement import place
 from tfamp.planning.ranges import too_large
 from tfamp.planning.structures import (
@@ -96,13 +91,14 @@ def decide(
     Raises:
         ValueError: The graph has no node of a name, or that matches a pattern.
     """
-    chosen = choose_nodes(indexes, options, use)
+    chosen, forced = choose_nodes(indexes, options, use)
     joined = join(indexes, options.colors, weights)
-    found = _unforced(_float32_nodes(joined, options, use), chosen.forced)
-    forced_slots = {slot for node in chosen.forced for slot in joined.index.nodes[node].slots}
-    exact = _unforced(_float32_slots(joined, options, chosen), forced_slots)
-    regions = find_regions(joined.index, {**found, **chosen.kept}, {**exact, **joined.kept})
-    rules = Rules(joined.index, regions, options.colors, chosen.forced, options.updates)
+    found = _unforced(_float32_nodes(joined, options, use), forced)
+    forced_slots = {slot for node in forced for slot in joined.index.nodes[node].slots}
+    fetched = [node for node, reason in chosen.items() if reason.rule == "fetches"]
+    exact = _unforced(_float32_slots(joined, options, fetched), forced_slots)
+    regions = find_regions(joined.index, {**found, **chosen}, {**exact, **joined.kept})
+    rules = Rules(joined.index, regions, options.colors, forced, options.updates)
     painting = paint(rules)
     costs = [estimate(index, options.machine, options.dtype) for index in indexes]
     if options.placement != "lists":
@@ -169,12 +165,11 @@ def _added_up_low(index: GraphIndex) -> Iterator[tuple[int, Reason]]:
 
 
 def _float32_slots(
-    joined: Joined, options: RewriteOptions, chosen: ChosenNodes
+    joined: Joined, options: RewriteOptions, fetched: Sequence[int]
 ) -> dict[int, Reason]:
     """Slots that need float32 for their values; with exactly Grappler's lists there are none."""
     if options.updates == "low":
         return {}
-    fetched = [node for node, reason in chosen.used.items() if reason.rule == "fetches"]
     ends = ends_of(joined.scopes, joined.slots, fetched)
     return exact_slots(joined.index, options.colors, ends, options.dtype)
 

@@ -235,37 +235,23 @@ def _check_types(op_lists: Any, profile: Any) -> None:
 MOST_CALLERS = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenNodes:
-    """What the caller decides about the nodes of a graph and its functions.
-
-    Positions of nodes count through the graph and its functions, one after the other.
-
-    Attributes:
-        used: The nodes that are fetched or fed, with the reason.
-        kept: The nodes that stay float32, these among them, with the reason.
-        forced: The nodes that are converted whatever their op. A node that is also kept stays
-            float32.
-    """
-
-    used: Mapping[int, Reason]
-    kept: Mapping[int, Reason]
-    forced: frozenset[int]
-
-
 def choose_nodes(
     indexes: Sequence[GraphIndex], options: RewriteOptions, use: GraphUse
-) -> ChosenNodes:
+) -> tuple[dict[int, Reason], frozenset[int]]:
     """Returns the nodes of a graph and its functions that the caller chooses.
 
     A pattern is searched for in the name of a node; for a node of a branch, a body or any other
     function also in that name behind the names of its callers, as in "gate/cond/MatMul".
 
+    Returns:
+        The nodes that stay float32, those that are fetched or fed among them, with the reason; and
+        the nodes that are converted whatever their op, unless they are also kept. Their positions
+        count through the graph and its functions, one after the other.
+
     Raises:
         ValueError: The graph has no node of a name, or that matches a pattern.
     """
-    used = _used_nodes(indexes[0], use)
-    kept, forced = dict(used), set[int]()
+    kept, forced = _used_nodes(indexes[0], use), set[int]()
     names = _node_names(indexes) if options.keep_float32 or options.force_low else []
     for argument, patterns in options.patterns.items():
         for pattern in patterns:
@@ -279,7 +265,7 @@ def choose_nodes(
                 kept.setdefault(node, Reason("keep_float32", text))
     # Casts follow their neighbours.
     nodes = [node for index in indexes for node in index.nodes]
-    return ChosenNodes(used, kept, frozenset(n for n in forced if nodes[n].op != "Cast"))
+    return kept, frozenset(node for node in forced if nodes[node].op != "Cast")
 
 
 def _used_nodes(index: GraphIndex, use: GraphUse) -> dict[int, Reason]:
