@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,7 +18,7 @@ from tfamp.graph.index import build_indexes
 from tfamp.interop import tf_private
 from tfamp.planning.decision import PaintedScope
 from tfamp.planning.options import SUCCESSORS
-from tfamp.planning.structures import FLOAT32, RESULT, CastSite, GraphIndex, Retype, RewritePlan
+from tfamp.planning.structures import FLOAT32, RESULT, GraphIndex, Retype, RewritePlan
 
 
 def apply_plan(graph: GraphEditor, plan: RewritePlan) -> None:
@@ -28,10 +28,7 @@ def apply_plan(graph: GraphEditor, plan: RewritePlan) -> None:
     tensor. Functions keep their names and the names of their arguments and results.
     """
     for body in graph.bodies:
-        retypes = [each for each in plan.retypes if each.scope == body.scope]
-        casts = [each for each in plan.casts if each.scope == body.scope]
-        if retypes or casts:
-            _rewrite_scope(body, retypes, casts, plan.dtype)
+        _rewrite_scope(body, plan)
 
 
 def connect(function: Any, by_name: Mapping[str, Any], cast: str, consumers: Any) -> None:
@@ -44,9 +41,11 @@ def connect(function: Any, by_name: Mapping[str, Any], cast: str, consumers: Any
             by_name[consumer].input[position] = output
 
 
-def _rewrite_scope(
-    body: GraphEditor, retypes: Iterable[Retype], casts: Sequence[CastSite], dtype: str
-) -> None:
+def _rewrite_scope(body: GraphEditor, plan: RewritePlan) -> None:
+    retypes = [retype for retype in plan.retypes if retype.scope == body.scope]
+    casts = [cast for cast in plan.casts if cast.scope == body.scope]
+    if not retypes and not casts:
+        return
     function = body.graph if body.is_function else None
     by_name = dict(body.by_name)
     arguments = function.signature.input_arg if function else ()
@@ -55,9 +54,9 @@ def _rewrite_scope(
         by_name |= {RESULT + each.name: each for each in function.signature.output_arg}
     for retype in retypes:
         if retype.attr:
-            change_dtype(by_name[retype.node], retype, dtype)
+            change_dtype(by_name[retype.node], retype, plan.dtype)
         else:
-            by_name[retype.node].type = tf_private.dtype_number(dtype)
+            by_name[retype.node].type = tf_private.dtype_number(plan.dtype)
     following: dict[str, list[Any]] = defaultdict(list)
     for cast in casts:
         source, target = map(tf_private.dtype_number, (cast.from_, cast.to))

@@ -93,11 +93,16 @@ def decide(
     """
     chosen, forced = choose_nodes(indexes, options, use)
     joined = join(indexes, options.colors, weights)
-    found = _unforced(_float32_nodes(joined, options, use), forced)
-    forced_slots = {slot for node in forced for slot in joined.index.nodes[node].slots}
-    fetched = [node for node, reason in chosen.items() if reason.rule == "fetches"]
-    exact = _unforced(_float32_slots(joined, options, fetched), forced_slots)
-    regions = find_regions(joined.index, {**found, **chosen}, {**exact, **joined.kept})
+    found = _float32_nodes(joined, options, use)
+    found = {node: reason for node, reason in found.items() if node not in forced} | chosen
+    exact: dict[int, Reason] = {}
+    if options.updates != "low":  # With exactly Grappler's lists there are none.
+        fetched = [node for node, reason in chosen.items() if reason.rule == "fetches"]
+        ends = ends_of(joined.scopes, joined.slots, fetched)
+        exact = exact_slots(joined.index, options.colors, ends, options.dtype)
+    slots = joined.index.slots
+    exact = {slot: reason for slot, reason in exact.items() if slots[slot].node not in forced}
+    regions = find_regions(joined.index, found, {**exact, **joined.kept})
     rules = Rules(joined.index, regions, options.colors, forced, options.updates)
     painting = paint(rules)
     costs = [estimate(index, options.machine, options.dtype) for index in indexes]
@@ -125,10 +130,6 @@ def decide(
         speed_up=_speed_up(scopes),
     )
     return Decision(scopes, plan)
-
-
-def _unforced(found: Mapping[int, Reason], forced: Collection[int]) -> dict[int, Reason]:
-    return {each: reason for each, reason in found.items() if each not in forced}
 
 
 def _float32_nodes(joined: Joined, options: RewriteOptions, use: GraphUse) -> dict[int, Reason]:
@@ -162,16 +163,6 @@ def _added_up_low(index: GraphIndex) -> Iterator[tuple[int, Reason]]:
             if not (height == width and height in _CUDNN_DEPTHWISE and multiplier == 1):
                 text = "a GPU adds its pixels up in the low dtype, as cuDNN has no such filter"
                 yield position, Reason("sum", text)
-
-
-def _float32_slots(
-    joined: Joined, options: RewriteOptions, fetched: Sequence[int]
-) -> dict[int, Reason]:
-    """Slots that need float32 for their values; with exactly Grappler's lists there are none."""
-    if options.updates == "low":
-        return {}
-    ends = ends_of(joined.scopes, joined.slots, fetched)
-    return exact_slots(joined.index, options.colors, ends, options.dtype)
 
 
 # ---- The plan ------------------------------------------------------------------------------------

@@ -496,6 +496,13 @@ def reach(roots: Iterable[K], neighbours: Callable[[K], Iterable[K]]) -> dict[K,
     return found
 
 
+def along(
+    enters: Callable[[int], bool], *tables: Sequence[Iterable[int]]
+) -> Callable[[int], Iterable[int]]:
+    """The neighbours of a slot, by some tables, that may be entered; for `reach`."""
+    return lambda slot: [each for table in tables for each in table[slot] if enters(each)]
+
+
 def producers_first(keys: Iterable[K], sources: Callable[[K], Iterable[K]]) -> list[K]:
     """Returns keys in an order in which each follows its sources, as given as far as possible."""
     pending = list(keys)[::-1]
