@@ -168,11 +168,8 @@ def _policy_of(gpu: Gpu) -> tuple[str, str]:
     what = f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}"
     if gpu.lacks_tensor_cores:
         return "float32", f"{what} but no Tensor Cores: its chip is a TU116 or TU117"
-    if "bfloat16" in gpu.native:
-        return "mixed_bfloat16", f"{what}: bfloat16 Tensor Cores from 8.0 on"
-    if "float16" in gpu.native:
-        return "mixed_float16", f"{what}: float16 Tensor Cores from 7.0 on, bfloat16 from 8.0 on"
-    return "float32", f"{what}: Tensor Cores come with 7.0"
+    policy = f"mixed_{gpu.native[0]}" if gpu.native else "float32"
+    return policy, f"{what}: Tensor Cores multiply float16 from 7.0 on, bfloat16 from 8.0 on"
 
 
 def _gpu(device: Any) -> Gpu:

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from tfamp.core.profile import STRIDED, WIDE, MachineProfile
 from tfamp.planning.structures import (
@@ -252,7 +252,8 @@ SPECIAL_OPS = op_types("""
 """)
 
 
-class FlopRule(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class FlopRule:
     """How the arithmetic of an op is counted.
 
     Attributes:

@@ -13,7 +13,7 @@ import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import PLACEMENTS
@@ -221,11 +221,9 @@ def _check_types(op_lists: Any, profile: Any) -> None:
             "OpLists.default(dtype).with_changes(...)."
         )
     if not isinstance(profile, MachineProfile | None) and profile != "builtin":
-        is_text = isinstance(profile, str)
-        got = repr(profile) if is_text else type(profile).__name__
-        raise (ValueError if is_text else TypeError)(
-            f'profile must be a tfamp.graph.MachineProfile or None; got {got}. "builtin" stands '
-            "for fixed figures; a file's is MachineProfile.from_json(text)."
+        raise (ValueError if isinstance(profile, str) else TypeError)(
+            f'profile must be a tfamp.graph.MachineProfile, None, or "builtin" for fixed figures; '
+            f"got {profile!r}. A file's is MachineProfile.from_json(text)."
         )
 
 
@@ -316,6 +314,10 @@ def _no_match(argument: str, pattern: str, names: Iterable[Sequence[str]]) -> Va
     )
 
 
+# A function, the name of what runs it, and the functions around it.
+_Call: TypeAlias = tuple[str, str, frozenset[str]]
+
+
 def caller_names(calls: Mapping[str, Iterable[tuple[str, str]]]) -> dict[str, Sequence[str]]:
     """Returns for each function the names of the nodes that run it, callers of these in front.
 
@@ -333,10 +335,7 @@ def caller_names(calls: Mapping[str, Iterable[tuple[str, str]]]) -> dict[str, Se
     """
     found: dict[str, dict[str, None]] = {}
 
-    # A function, the name of what runs it, and the functions around it.
-    def called_by(
-        call: tuple[str, str, frozenset[str]],
-    ) -> Iterator[tuple[str, str, frozenset[str]]]:
+    def called_by(call: _Call) -> Iterator[_Call]:
         function, caller, around = call
         for node, called in calls.get(function, ()):
             name, names = full_name(caller, node), found.setdefault(called, {})
