@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import warnings
 
@@ -146,15 +147,19 @@ def test_decorated_function_keeps_its_name_and_returns(a):
     assert matmul_dtype(a) == "float32"
 
 
-def test_only_functions_that_neither_yield_nor_await_can_be_decorated():
-    async def work():
+def test_a_coroutine_can_be_decorated_and_a_generator_not(a):
+    def work():
         yield
 
+    @tfamp.autocast("bfloat16")
     async def wait():
-        pass
+        await asyncio.sleep(0)
+        return matmul_dtype(a)
 
-    for function in (work, wait, 3):
-        with pytest.raises(TypeError, match="autocast decorates functions that neither yield"):
+    assert asyncio.run(wait()) == "bfloat16"
+    assert matmul_dtype(a) == "float32"
+    for function in (work, 3):
+        with pytest.raises(TypeError, match="autocast decorates functions that do not yield"):
             tfamp.autocast("bfloat16")(function)
 
 

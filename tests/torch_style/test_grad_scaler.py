@@ -19,9 +19,9 @@ from helpers.training import assert_identical, assert_same_values, data, small_m
 MODES = {"eager": lambda f: f, "function": tf.function, "xla": tf.function(jit_compile=True)}
 IN_EVERY_MODE = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 ORDER_ERRORS = {
-    "unscale twice": r"unscale\(\) is called after unscale\(\)",
+    "unscale twice": r"unscale\(\) has already been called",
     "unscale after step": r"unscale\(\) is called after step\(\)",
-    "step twice": r"step\(\) is called after step\(\)",
+    "step twice": r"step\(\) has already been called",
     "minimize after unscale": r"minimize\(\) is called after unscale\(\)",
     "minimize after step": r"minimize\(\) is called after step\(\)",
     "update alone": "No inf checks were recorded",
@@ -387,6 +387,8 @@ def test_a_bad_state_dict_restores_nothing():
             scaler.load_state_dict(before | {"scale": 2.0} | changes)
     with pytest.raises(KeyError, match="no 'growth_factor', .*, only .'scale'"):
         scaler.load_state_dict({"scale": 2.0})
+    with pytest.raises(RuntimeError, match="of an enabled GradScaler"):
+        scaler.load_state_dict(tfamp.GradScaler(enabled=False).state_dict())
     assert scaler.state_dict() == before
 
 

@@ -636,14 +636,22 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
 
     def __call__(self, function: _Callable) -> _Callable:
         """Decorates a function, or a layer's or model's `call`, to run under this autocast."""
-        kinds = (
-            inspect.isgeneratorfunction, inspect.isasyncgenfunction, inspect.iscoroutinefunction,
-        )  # fmt: skip
-        if not callable(function) or any(is_kind(function) for is_kind in kinds):
+        if not callable(function) or any(
+            is_generator(function)
+            for is_generator in (inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+        ):
             raise TypeError(
-                f"autocast decorates functions that neither yield nor await; got {function!r}. "
-                "Inside others, use `with tfamp.autocast(...)`."
+                f"autocast decorates functions that do not yield; got {function!r}. Inside a "
+                "generator use `with tfamp.autocast(...)` around code that does not yield."
             )
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def awaited_under_autocast(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return await function(*args, **kwargs)
+
+            return awaited_under_autocast  # type: ignore[return-value]
 
         @functools.wraps(function)
         def under_autocast(*args: Any, **kwargs: Any) -> Any:

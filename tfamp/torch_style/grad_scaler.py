@@ -294,7 +294,8 @@ class GradScaler(tf.Module):
             state_dict: The state; not modified.
 
         Raises:
-            KeyError: Something is missing, as from a scaler that was not enabled.
+            RuntimeError: It is empty: it comes from a scaler that was not enabled.
+            KeyError: Something is missing.
             TypeError: A value has the wrong type.
             ValueError: A value is out of range. Nothing is restored then.
         """
@@ -302,7 +303,8 @@ class GradScaler(tf.Module):
             return
         missing = [name for name in _CHECKS if name not in state_dict]
         if missing:
-            raise KeyError(
+            # As PyTorch: a disabled scaler's empty state is another fault than a damaged one.
+            raise (KeyError if state_dict else RuntimeError)(
                 f"The state dict has no {', '.join(map(repr, missing))}, only {list(state_dict)}. "
                 "Pass what state_dict() of an enabled GradScaler returned."
             )
@@ -371,10 +373,11 @@ class _CallOrder:
         """Raises if a call, "unscale", "step" or "minimize", does not come in order."""
         last = self._last_call(optimizer)
         if last in _TOO_LATE[call]:
+            fault = "has already been called" if call == last else f"is called after {last}()"
             raise RuntimeError(
-                f"{call}() is called after {last}() on this optimizer since the last update(). In "
-                "each iteration call unscale() at most once, then step() or, without unscale(), "
-                "minimize(), then update()."
+                f"{call}() {fault} on this optimizer since the last update(). In each iteration "
+                "call unscale() at most once, then step() or, without unscale(), minimize(), then "
+                "update()."
             )
 
     def check_recorded(self) -> None:
