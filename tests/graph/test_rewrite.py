@@ -313,10 +313,10 @@ def test_missing_attributes_stay_missing():
 
 def test_a_graph_with_nothing_to_convert_says_so_and_stays_as_it_is():
     made = graph_dsl.graph("x>i>c>d")
-    with pytest.warns(
-        tfamp.NothingConvertedWarning, match="no op that can be converted to float16"
-    ):
+    match = "no op that can be converted to float16"
+    with pytest.warns(tfamp.NothingConvertedWarning, match=match) as warned:
         result = rewrite_graph_def(made.graph_def, made.fetches, device="cpu")
+    assert warned[0].filename == __file__, "the caller's line"
     assert result.graph_def == made.graph_def
     assert result.plan.casts == ()
 

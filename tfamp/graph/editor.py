@@ -19,7 +19,7 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import RewriteError
 from tfamp.interop import tf_private
 from tfamp.planning.options import SUCCESSORS
-from tfamp.planning.structures import FLOAT32, MAIN_GRAPH, free_name, node_name, op_types
+from tfamp.planning.structures import FLOAT32, MAIN_GRAPH, RESULT, free_name, node_name, op_types
 
 # The attribute that holds the shapes of a node's outputs, in a graph exported with shapes.
 SHAPES = "_output_shapes"
@@ -464,3 +464,21 @@ def replace_nodes(nodes: Any, left: Iterable[Any]) -> None:
     kept = list(left)
     del nodes[:]
     nodes.extend(kept)
+
+
+def cast_node(name: str, tensor: str, source: int, target: int, device: str = "") -> Any:
+    """Returns a new Cast, between dtypes by number."""
+    node = tf.compat.v1.NodeDef(name=name, op="Cast", input=[tensor], device=device)
+    node.attr["SrcT"].type, node.attr["DstT"].type = source, target
+    node.attr["Truncate"].b = False
+    return node
+
+
+def connect(function: Any, by_name: Mapping[str, Any], cast: str, consumers: Any) -> None:
+    """Has inputs of nodes, and results of a function, take what a Cast makes."""
+    output = cast if function is None else f"{cast}:y:0"
+    for consumer, position in consumers:
+        if consumer.startswith(RESULT):
+            function.ret[consumer.removeprefix(RESULT)] = output
+        else:
+            by_name[consumer].input[position] = output

@@ -3,7 +3,7 @@
 Every type attribute of a node is a slot, and so is every dtype the op fixes. Reads of a variable
 with nothing between them count as one tensor, so that one Cast serves them all. The dtypes of both
 ends of every edge are compared on the way, so that the index of a graph that is not valid cannot be
-built: `tfamp.graph.apply` relies on it.
+built: the check of a rewritten graph relies on it.
 """
 
 from __future__ import annotations

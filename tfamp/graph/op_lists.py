@@ -133,7 +133,7 @@ class OpLists(OpColors):
         """
         check_choice("dtype", dtype, LOW_PRECISION)
         check_choice("device", device, DEVICES)
-        return _default_lists(dtype, device)
+        return default_lists(dtype, device)
 
     @staticmethod
     def grappler(dtype: str) -> OpLists:
@@ -284,7 +284,8 @@ def _grappler_lists(dtype: str) -> OpLists:
 
 
 @functools.cache
-def _default_lists(dtype: str, device: str) -> OpLists:
+def default_lists(dtype: str, device: str) -> OpLists:
+    """Returns tfamp's lists for names that were checked."""
     lists = _grappler_lists(dtype)
     lists = dataclasses.replace(lists, clear=lists.clear | _CLEAR_ADDED, exact_statistics=True)
     if dtype == "bfloat16":
