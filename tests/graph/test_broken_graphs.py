@@ -132,24 +132,6 @@ def test_an_output_with_a_number_that_is_none():
     refused(graph, "its input 'x:first' is no output")
 
 
-@pytest.mark.parametrize("attr", ["equation", "_class", "_gradient_op_type"])
-def test_an_attribute_that_is_no_text_names_its_node(attr):
-    graph = chain(1)
-    inside = graph.library.function[0].node_def[0]
-    if attr == "equation":
-        inside.op, inside.attr["N"].i = "Einsum", 1
-        graph.library.function[0].ret["y"] = "n0:output:0"
-    if attr == "_class":
-        inside.attr[attr].list.s.append(b"loc:@\xff")
-    else:
-        inside.attr[attr].s = b"ij\xff->i"
-    if attr == "_gradient_op_type":
-        # Only what is inlined twice is asked where it was inlined.
-        inside.attr["_tfamp_inlined_into"].s = b"\xff"
-        attr = "_tfamp_inlined_into"
-    refused(graph, rf"Node '(c/)?n0' \(\w+\): the attribute {attr} holds b'.*\\xff.*no UTF-8 text")
-
-
 @pytest.mark.parametrize("written", [False, True])
 def test_a_node_of_a_loop_that_feeds_itself(written):
     weight = tf.Variable(tf.eye(2))

@@ -440,23 +440,16 @@ def set_shape(node: Any, dims: Iterable[int]) -> None:
 
 def _attr_value(value: Any) -> Any:
     """A plain value as an `AttrValue`."""
-    made = tf.compat.v1.AttrValue()
-    if isinstance(value, tf.compat.v1.AttrValue):
+    make = tf.compat.v1.AttrValue
+    if isinstance(value, make):
         return value
     if isinstance(value, tf.DType):
-        made.type = value.as_datatype_enum
-    elif isinstance(value, bool):
-        made.b = value
-    elif isinstance(value, bytes):
-        made.s = value
-    elif isinstance(value, int):
-        made.i = value
-    else:
-        made.list.SetInParent()
-        types = [each.as_datatype_enum for each in value if isinstance(each, tf.DType)]
-        made.list.type.extend(types)
-        made.list.i.extend([] if types else value)
-    return made
+        return make(type=value.as_datatype_enum)
+    for kind, field in ((bool, "b"), (bytes, "s"), (int, "i")):  # A bool is an int too.
+        if isinstance(value, kind):
+            return make(**{field: value})
+    types = [each.as_datatype_enum for each in value if isinstance(each, tf.DType)]
+    return make(list=make.ListValue(type=types, i=[] if types else value))
 
 
 def replace_nodes(nodes: Any, left: Iterable[Any]) -> None:

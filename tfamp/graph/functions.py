@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +15,7 @@ from tfamp.graph.editor import (
     attribute,
     control_inputs_of,
     is_control,
+    replace_nodes,
     tensor_inputs,
 )
 from tfamp.interop import tf_private
@@ -38,18 +39,7 @@ def library_of(graph_def: Any) -> dict[str, Any]:
 
 def attribute_text(node: Any, attr: str) -> str:
     """Returns the text that an attribute of a node holds, "" if it has none."""
-    return as_text(node, attr, attribute(node, attr).s)
-
-
-def as_text(node: Any, attr: str, data: bytes) -> str:
-    """Returns the text of a node's attribute; a RewriteError names the node if it is none."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise RewriteError(
-            f"Node {node.name!r} ({node.op}): the attribute {attr} holds {data!r}, which is no "
-            f"UTF-8 text ({error.reason} at byte {error.start}): the graph is damaged."
-        ) from error
+    return str(attribute(node, attr).s.decode(errors="backslashreplace"))
 
 
 def bodies(graph_def: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -82,8 +72,10 @@ def rename_functions(graph_def: Any, suffix: str) -> Any:
     """
     library = graph_def.library
     reached = reached_functions(library_of(graph_def), calls_in(graph_def.node))
-    _keep(library.function, lambda each: each.signature.name in reached)
-    _keep(library.gradient, lambda each: {each.function_name, each.gradient_func} <= reached)
+    kept = [each for each in library.function if each.signature.name in reached]
+    pairs = [each for each in library.gradient if each.function_name in reached]
+    replace_nodes(library.function, kept)
+    replace_nodes(library.gradient, [each for each in pairs if each.gradient_func in reached])
     for _, nodes, function in bodies(graph_def):
         for node in nodes:
             for _, called in _named_functions(node):
@@ -95,12 +87,6 @@ def rename_functions(graph_def: Any, suffix: str) -> Any:
         gradient.function_name += suffix
         gradient.gradient_func += suffix
     return graph_def
-
-
-def _keep(messages: Any, is_kept: Callable[[Any], bool]) -> None:
-    for position in reversed(range(len(messages))):
-        if not is_kept(messages[position]):
-            del messages[position]
 
 
 def unshare_branches(graph_def: Any) -> Any:
@@ -126,13 +112,6 @@ def unshare_branches(graph_def: Any) -> Any:
 
     reach([MAIN_GRAPH], own_branches)
     return graph_def
-
-
-def called_functions(node: Any) -> Iterator[str]:
-    """The names by which a node may call functions: its op and its attributes that hold names."""
-    yield node.op
-    for _, name in function_attributes(node):
-        yield name
 
 
 def function_attributes(node: Any) -> Iterator[tuple[str, str]]:
@@ -175,8 +154,10 @@ def reached_bodies(graph: GraphEditor, nodes: Iterable[Any]) -> list[GraphEditor
 
 
 def calls_in(nodes: Iterable[Any]) -> Iterator[str]:
-    """The names by which nodes may call functions."""
-    return itertools.chain.from_iterable(map(called_functions, nodes))
+    """The names by which nodes may call functions: ops, and attributes that hold names."""
+    for node in nodes:
+        yield node.op
+        yield from (name for _, name in function_attributes(node))
 
 
 # ---- Inlining ------------------------------------------------------------------------------------
@@ -252,7 +233,7 @@ class _Inliner:
         """Replaces the calls of a graph or a function with the nodes of the functions."""
         if has_old_control_flow(body.nodes):
             return
-        calls = [(node, self._called(node)) for node in body.nodes]
+        calls = [(node, self._called(body, node)) for node in body.nodes]
         if all(function is None for _, function in calls):
             return
         taken = set(body.by_name)
@@ -279,14 +260,18 @@ class _Inliner:
         for output, tensor in list(body.graph.ret.items() if body.is_function else ()):
             body.graph.ret[output] = resolve(tensor)
 
-    def _called(self, node: Any) -> GraphEditor | None:
+    def _called(self, body: GraphEditor, node: Any) -> GraphEditor | None:
         """The expanded function to inline for a node; None if the node must stay."""
         name = node.attr["f"].func.name if node.op in CALLS else node.op
         function = self._functions.get(name)
         if function is None:
             return None
-        _check_arguments(node, function.graph)
-        opaque = any(map(_is_opaque, (node, function.graph)))
+        given, taken = len(tensor_inputs(node)), len(function.graph.signature.input_arg)
+        if given != taken:
+            cause = f"it has {given} inputs, and the function {name!r} takes {taken}"
+            raise body.error(node, cause)
+        marks = (each.attr for each in (node, function.graph))
+        opaque = any(mark in attr and attr[mark].b for attr in marks for mark in _OPAQUE)
         recursive = self._is_expanded.get(name) is False
         if opaque or recursive or has_old_control_flow(function.nodes):
             return None
@@ -373,13 +358,10 @@ class _Copy:
             if value.placeholder:  # The caller gives the attribute of a polymorphic function.
                 copy.attr[name].CopyFrom(self._call.attr[value.placeholder])
         if "_class" in copy.attr:
-            names = (as_text(node, "_class", each) for each in node.attr["_class"].list.s)
-            inner = (name.removeprefix("loc:@") for name in names)
-            copy.attr["_class"].list.s[:] = [
-                f"loc:@{self._prefix}{name}".encode()
-                for name in inner
-                if name in self._function.by_name
-            ]
+            places = (each.decode(errors="replace") for each in node.attr["_class"].list.s)
+            names = (each.removeprefix("loc:@") for each in places)
+            inner = [name for name in names if name in self._function.by_name]
+            copy.attr["_class"].list.s[:] = [f"loc:@{self._prefix}{n}".encode() for n in inner]
         if GRADIENT in node.attr:
             before = attribute_text(node, INLINED_INTO)
             copy.attr[INLINED_INTO].s = f"{self._prefix}{before}".encode()
@@ -408,16 +390,6 @@ class _Copy:
         return f"^{self._prefix}{name}"
 
 
-def _check_arguments(call: Any, function: Any) -> None:
-    given = len(tensor_inputs(call))
-    taken = len(function.signature.input_arg)
-    if given != taken:
-        raise RewriteError(
-            f"Node {call.name!r} ({call.op}): it has {given} inputs, and the function "
-            f"{function.signature.name!r} takes {taken}."
-        )
-
-
 def argument_name(prefix: str, position: int) -> str:
     """Returns the name of the node that stands for an argument of an inlined function."""
     return f"{prefix}argument/{position}"
@@ -432,8 +404,3 @@ def _has_side_effects(op: str) -> bool:
 def has_old_control_flow(nodes: Iterable[Any]) -> bool:
     """Whether there is control flow of TensorFlow 1 among nodes."""
     return any(node.op in _OLD_CONTROL_FLOW for node in nodes)
-
-
-def _is_opaque(owner: Any) -> bool:
-    """Whether a node or a function is marked as not to be inlined."""
-    return any(name in owner.attr and owner.attr[name].b for name in _OPAQUE)
