@@ -93,10 +93,6 @@ def test_a_call_that_is_its_own_argument():
     refused(graph, "computed from nothing but itself")
 
 
-def test_functions_that_call_one_another_too_deep():
-    refused(chain(2000), "hundreds deep")
-
-
 @pytest.mark.filterwarnings("ignore::tfamp.NothingConvertedWarning")
 def test_functions_that_double_at_every_level_stay_small(monkeypatch):
     monkeypatch.setattr(functions, "MOST_NEW_NODES", 100)

@@ -455,7 +455,7 @@ def test_a_wheel_without_gpu_kernels_is_named(monkeypatch):
     monkeypatch.setattr(
         tf_private, "kernels", lambda op: tuple(k for k in every(op) if k.device != "gpu")
     )
-    wheel = rf"'gpu', but the wheel tensorflow\S* {tf.__version__} .*device='cpu'"
+    wheel = rf"'gpu', but this TensorFlow {tf.__version__} .*device='cpu'"
     with pytest.raises(ValueError, match=wheel):
         batch_matmul("gpu")
     sees_a_gpu(monkeypatch)

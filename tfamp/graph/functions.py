@@ -189,8 +189,7 @@ def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
     that the graph would grow by more than 100,000 nodes. The names of the tensors ("c:0") or nodes
     ("c") to keep remain. Functions no longer called are still in the library.
 
-    Raises RewriteError if a call does not fit its function, or functions call one another without
-    end or hundreds deep.
+    Raises RewriteError if a call does not fit its function.
 
     Example:
         >>> import tensorflow as tf
@@ -202,14 +201,8 @@ def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
     """
     graph = GraphEditor(graph_def, keep)
     inliner = _Inliner(graph)
-    try:
-        for name in graph.library:
-            inliner.expand_function(name)
-    except RecursionError:
-        raise RewriteError(
-            "The functions of the graph call one another hundreds deep, which is deeper than "
-            "Python can follow."
-        ) from None
+    for name in graph.library:
+        inliner.expand_function(name)
     inliner.expand(graph)
     return graph_def
 
@@ -238,7 +231,6 @@ class _Inliner:
             return
         taken = set(body.by_name)
         moved: dict[str, str] = {}
-        stand_ins: set[str] = set()
         nodes: list[Any] = []
         for node, function in calls:
             if function is None:
@@ -247,7 +239,6 @@ class _Inliner:
             copy = _Copy(body, node, function, taken)
             made = list(copy.nodes())
             taken |= {each.name for each in made}
-            stand_ins.add(node.name)
             moved |= copy.results
             nodes += made
         resolve = functools.partial(_resolve, moved)
@@ -255,6 +246,7 @@ class _Inliner:
             node.input[:] = map(resolve, node.input)
         awaited = {name[1:] for node in nodes for name in control_inputs_of(node)}
         controls = body.graph.control_ret.values() if body.is_function else body.kept
+        stand_ins = {node.name for node, function in calls if function is not None}
         unused = stand_ins - awaited - set(controls)
         body.replace_nodes(node for node in nodes if node.name not in unused)
         for output, tensor in list(body.graph.ret.items() if body.is_function else ()):

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import importlib
-import importlib.metadata
 import itertools
 import warnings
 from collections import defaultdict
@@ -35,7 +34,6 @@ from tfamp.planning.structures import (
     LOOPS,
     RESULT,
     GraphIndex,
-    Retype,
     RewritePlan,
     RewriteResult,
     ScopePlan,
@@ -126,8 +124,17 @@ def resolved(options: RewriteOptions) -> RewriteOptions:
         ValueError: This machine cannot rewrite for the device, or XLA does not work here.
     """
     kind = hardware.device_kind(options.device)
-    _check_kernels(kind)
-    _check_fusion(options.placement)
+    if kind == "gpu" and all(kernel.device != kind for kernel in tf_private.kernels("MatMul")):
+        raise ValueError(
+            f"device is 'gpu', but this TensorFlow {tf.__version__} was built without GPU kernels, "
+            "and these tell what may be low there. Convert with one that has them, such as "
+            "tensorflow for Linux on x86-64, or give device='cpu'."
+        )
+    if options.placement == "fused" and not tf_private.xla_works(""):
+        raise ValueError(
+            "placement='fused' has XLA compile arithmetic, and XLA does not work here. Give "
+            "placement='min_cut', which is the same without it."
+        )
     profile = options.profile
     # The placement "lists" needs no measurement: its plan only holds estimated times.
     if profile is None and options.placement != "lists":
@@ -138,26 +145,6 @@ def resolved(options: RewriteOptions) -> RewriteOptions:
         op_lists=options.op_lists or default_lists(options.dtype, kind),
         profile=profile if isinstance(profile, MachineProfile) else hardware.profile_of(kind),
     )
-
-
-def _check_kernels(device: str) -> None:
-    """Raises a ValueError if TensorFlow has no kernels that tell what may be low on GPUs."""
-    if device == "gpu" and all(kernel.device != device for kernel in tf_private.kernels("MatMul")):
-        wheels = importlib.metadata.packages_distributions().get("tensorflow", ["tensorflow"])
-        raise ValueError(
-            f"device is 'gpu', but the wheel {' or '.join(sorted(set(wheels)))} {tf.__version__} "
-            "was built without GPU kernels, and these tell what may be low there. Convert with one "
-            "that has them, such as tensorflow for Linux on x86-64, or give device='cpu'."
-        )
-
-
-def _check_fusion(placement: str) -> None:
-    """Raises a ValueError where XLA is to compile and does not work."""
-    if placement == "fused" and not tf_private.xla_works(""):
-        raise ValueError(
-            "placement='fused' has XLA compile arithmetic, and XLA does not work here. Give "
-            "placement='min_cut', which is the same without it."
-        )
 
 
 @contextlib.contextmanager
@@ -298,12 +285,13 @@ def convert_prepared(prepared: PreparedGraph, options: RewriteOptions, use: Grap
     for text in decision.idle:
         warnings.warn(text, TfampWarning, stacklevel=level_of_user())
     if not decision.plan.summary.low_nodes:
-        text = _nothing_converted(decision.plan, decision)
+        text = _nothing_converted(decision)
         warnings.warn(text, NothingConvertedWarning, stacklevel=level_of_user())
     return decision
 
 
-def _nothing_converted(plan: RewritePlan, decision: Decision) -> str:
+def _nothing_converted(decision: Decision) -> str:
+    plan = decision.plan
     rules = {node.reason.rule: node for node in reversed(plan.nodes)}
     able = "is worth converting" if "cut" in rules else "can be converted"
     because = ""
@@ -324,12 +312,13 @@ def apply_plan(graph: GraphEditor, plan: RewritePlan) -> None:
     Nodes keep their names and their order; a Cast comes right behind the node that makes its
     tensor. Functions keep their names and the names of their arguments and results.
     """
+    low = tf_private.dtype_number(plan.dtype)
     for changes in plan.scopes:
         if changes.retypes or changes.casts:
-            _rewrite_scope(graph.library.get(changes.scope, graph), changes, plan.dtype)
+            _rewrite_scope(graph.library.get(changes.scope, graph), changes, low)
 
 
-def _rewrite_scope(body: GraphEditor, changes: ScopePlan, dtype: str) -> None:
+def _rewrite_scope(body: GraphEditor, changes: ScopePlan, low: int) -> None:
     function = body.graph if body.is_function else None
     by_name = dict(body.by_name)
     arguments = function.signature.input_arg if function else ()
@@ -337,10 +326,17 @@ def _rewrite_scope(body: GraphEditor, changes: ScopePlan, dtype: str) -> None:
         by_name |= {each.name: each for each in arguments}
         by_name |= {RESULT + each.name: each for each in function.signature.output_arg}
     for retype in changes.retypes:
-        if retype.attr:
-            _change_dtype(by_name[retype.node], retype, dtype)
+        node = by_name[retype.node]
+        if not retype.attr:
+            node.type = low
+            continue
+        if node.op in SUCCESSORS:
+            node.op = SUCCESSORS[node.op]
+            node.attr[STATISTICS_ATTR].type = tf_private.dtype_number(FLOAT32)
+        if retype.index is None:
+            node.attr[retype.attr].type = low
         else:
-            by_name[retype.node].type = tf_private.dtype_number(dtype)
+            node.attr[retype.attr].list.type[retype.index] = low
     following: dict[str, list[Any]] = defaultdict(list)
     for cast in changes.casts:
         source, target = map(tf_private.dtype_number, (cast.from_, cast.to))
@@ -353,18 +349,6 @@ def _rewrite_scope(body: GraphEditor, changes: ScopePlan, dtype: str) -> None:
         first = (following[argument.name] for argument in arguments)
         rest = ([node, *following.get(node.name, ())] for node in body.nodes)
         body.replace_nodes(itertools.chain(*first, *rest))
-
-
-def _change_dtype(node: Any, retype: Retype, dtype: str) -> None:
-    """Gives one slot of a node another dtype, in place."""
-    number = tf_private.dtype_number(dtype)
-    if node.op in SUCCESSORS:
-        node.op = SUCCESSORS[node.op]
-        node.attr[STATISTICS_ATTR].type = tf_private.dtype_number(FLOAT32)
-    if retype.index is None:
-        node.attr[retype.attr].type = number
-    else:
-        node.attr[retype.attr].list.type[retype.index] = number
 
 
 # ---- The check -----------------------------------------------------------------------------------
