@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.core.errors import RewriteError
 from tfamp.graph.editor import (
     GraphEditor,
     attribute,
@@ -279,8 +278,6 @@ def _resolve(moved: Mapping[str, str], tensor: str) -> str:
     if tensor not in moved:
         return tensor
     *_, end = reach([tensor], lambda name: filter(None, [moved.get(name)]))
-    if end in moved:
-        raise RewriteError(f"The value of {tensor!r} is computed from nothing but itself.")
     return end
 
 
@@ -365,14 +362,9 @@ class _Copy:
             return self._given[name]
         if self._caller.is_function:
             return f"{self._prefix}{name}"
-        node = node_name(name)
-        port = self._function.port(name) if node in self._function.by_name else -1
-        if port < 0:
-            raise RewriteError(
-                f"Function {self._signature.name!r}: {name!r} is used, and is not an output of its "
-                "nodes."
-            )
-        return f"{self._prefix}{node}:{port}" if port else f"{self._prefix}{node}"
+        port = self._function.port(name)  # -1 of a wrong name, which the index refuses.
+        made = f"{self._prefix}{node_name(name)}"
+        return f"{made}:{port}" if port else made
 
     def _control(self, name: str) -> str:
         """A control input of the function, as it is spelled in the caller."""
