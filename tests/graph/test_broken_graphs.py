@@ -83,18 +83,7 @@ def test_a_call_of_itself_without_arguments():
 def test_a_function_that_uses_what_no_node_gives(tensor):
     graph = chain(1)
     graph.library.function[0].ret["y"] = tensor
-    refused(graph, "Function 'f0': .* is not an output of its nodes")
-
-
-def test_a_call_that_is_its_own_argument():
-    graph = chain(1)
-    graph.library.function[0].ret["y"] = "x"
-    graph.node[1].input[0] = "c"
-    refused(graph, "computed from nothing but itself")
-
-
-def test_functions_that_call_one_another_too_deep():
-    refused(chain(2000), "hundreds deep")
+    refused(graph, r"its input 'c/.*' is no (node's )?output")
 
 
 @pytest.mark.filterwarnings("ignore::tfamp.NothingConvertedWarning")
@@ -130,24 +119,6 @@ def test_an_output_with_a_number_that_is_none():
     node = graph.node.add(name="e", op="Exp", input=["x:first"])
     node.attr["T"].type = FLOAT
     refused(graph, "its input 'x:first' is no output")
-
-
-@pytest.mark.parametrize("attr", ["equation", "_class", "_gradient_op_type"])
-def test_an_attribute_that_is_no_text_names_its_node(attr):
-    graph = chain(1)
-    inside = graph.library.function[0].node_def[0]
-    if attr == "equation":
-        inside.op, inside.attr["N"].i = "Einsum", 1
-        graph.library.function[0].ret["y"] = "n0:output:0"
-    if attr == "_class":
-        inside.attr[attr].list.s.append(b"loc:@\xff")
-    else:
-        inside.attr[attr].s = b"ij\xff->i"
-    if attr == "_gradient_op_type":
-        # Only what is inlined twice is asked where it was inlined.
-        inside.attr["_tfamp_inlined_into"].s = b"\xff"
-        attr = "_tfamp_inlined_into"
-    refused(graph, rf"Node '(c/)?n0' \(\w+\): the attribute {attr} holds b'.*\\xff.*no UTF-8 text")
 
 
 @pytest.mark.parametrize("written", [False, True])

@@ -43,6 +43,7 @@ def test_counts(op, inputs, output, expected):
         ("...ab,...bc->...ac", [(7, 6, 4, 8), (6, 8, 5)], 2 * 7 * 6 * 4 * 8 * 5),
         ("ab->ba", [(4, 8)], 4 * 8),
         ("a,b,c->abc", [(2,), (3,), (4,)], 2 * 2 * 24),
+        ("abc,bc->ac", [(4, 8), (8, 5)], None),
     ],
 )
 def test_einsums_count_every_combination_of_indices(equation, inputs, expected):

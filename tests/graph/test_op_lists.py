@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import pickle
 import re
 from pathlib import Path
 
 import pytest
 import tensorflow as tf
-from hypothesis import given
-from hypothesis import strategies as st
 from tensorflow.python.framework import kernels
 
 import tfamp
 from helpers.cases import one_of_each
-from helpers.tolerances import assert_close
 from tfamp.graph import op_lists
 from tfamp.graph.op_lists import COLORS, DEVICES, OpLists
 from tfamp.interop import tf_private
@@ -34,10 +30,6 @@ HEADER = (
     Path(tf.__file__).parent
     / "include/tensorflow/core/grappler/optimizers/auto_mixed_precision_lists.h"
 )
-
-
-def all_ops(lists: OpLists) -> frozenset[str]:
-    return lists.allow | lists.infer | lists.deny | lists.clear
 
 
 def type_attributes(op: str) -> dict[str, set[str] | None]:
@@ -186,24 +178,6 @@ def test_why_the_gradient_of_a_bias_stays_float32_on_a_cpu():
     assert gradient.numpy().tolist() == [256.0] * 4
 
 
-def test_a_squared_loss_does_not_keep_the_gradients_in_float32():
-    @tf.function
-    def step(x, w):
-        with tf.GradientTape() as tape:
-            tape.watch(w)
-            loss = tf.reduce_mean(((x @ w) ** 2) @ tf.transpose(w))
-        return loss, tape.gradient(loss, w)
-
-    x = tf.random.stateless_normal((64, 32), (1, 2))
-    w = tf.random.stateless_normal((32, 16), (3, 4))
-    fast = tfamp.rewrite(step, dtype="bfloat16", placement="lists")
-    powers = [node.dtype for node in fast.plan(x, w).nodes if node.op == "Pow"]
-    assert powers
-    assert set(powers) == {"bfloat16"}
-    for value, wanted in zip(fast(x, w), step(x, w), strict=True):
-        assert_close(value, wanted, "bfloat16", depth=32)
-
-
 @pytest.mark.parametrize("build", [OpLists.default, OpLists.grappler])
 @pytest.mark.parametrize("dtype", ["float32", "half", "", None, tf.float16, ["float16"]])
 def test_another_dtype_is_refused(build, dtype):
@@ -312,11 +286,10 @@ def test_changes_hold_under_autocast(change, held, freed):
         ({"deny_add": ["Sum"], "deny_remove": ["Sum"]}, r"'Sum' in both deny_add and deny_remove"),
         ({"allow_remove": ["Sum"]}, r"allow_remove .*; got 'Sum', but it is on deny"),
         ({"clear_remove": ["Cast"]}, r"clear_remove .*; got 'Cast', but it is on no list"),
-        ({"deny_add": ["MatMull"]}, r"no op 'MatMull'; the nearest names are 'MatMul', "),
-        ({"deny_add": ["batch_mat_mul"]}, r"no op 'batch_mat_mul'; .* 'BatchMatMul', "),
-        ({"deny_add": ["tf.matmul"]}, r"no op 'tf.matmul'; the nearest names are 'MatMul', "),
-        ({"deny_remove": ["Expp"]}, r"no op 'Expp'; the nearest names are 'Exp', "),
-        ({"clear_add": ["Zqxzqxzqx"]}, r"no op 'Zqxzqxzqx'\. Give op types"),
+        ({"deny_add": ["MatMull"]}, r"no op 'MatMull'; the nearest name is 'MatMul'\."),
+        ({"deny_add": ["batch_mat_mul"]}, r"no op 'batch_mat_mul'; .* 'BatchMatMul'\."),
+        ({"deny_add": ["tf.matmul"]}, r"no op 'tf.matmul'; the nearest name is 'MatMul'\."),
+        ({"deny_remove": ["Expp"]}, r"no op 'Expp'; the nearest name is 'Exp'\. Give op types"),
     ],
 )
 def test_contradictions_and_unknown_ops_are_refused_by_name(changes, message):
@@ -368,60 +341,3 @@ def test_lists_cannot_be_changed():
 def test_wrong_lists_are_refused_by_name(given, error, message):
     with pytest.raises(error, match=message):
         OpLists(**given)
-
-
-def test_the_lazy_package_tells_its_names():
-    assert "OpLists" in dir(tfamp.graph)
-    with pytest.raises(AttributeError, match=r"module 'tfamp.graph' has no attribute 'Oplists'"):
-        tfamp.graph.Oplists  # noqa: B018
-    assert importlib.util.find_spec("tfamp.graph.op_lists")
-
-
-OPS = ["MatMul", "Conv2D", "AddV2", "Softmax", "Exp", "Pow", "Sum", "Reshape", "Cast", "Rsqrt"]
-
-
-@st.composite
-def lists_and_changes(draw):
-    """Lists after a few changes, and one more change that can be made to them."""
-    lists = OpLists.default(draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DEVICES)))
-    for _ in range(draw(st.integers(0, 3))):
-        lists = lists.with_changes(**draw(changes_of(lists)))
-    return lists, draw(changes_of(lists))
-
-
-@st.composite
-def changes_of(draw, lists):
-    changes = {f"{color}_{what}": [] for color in COLORS for what in ("add", "remove")}
-    for op in draw(st.lists(st.sampled_from(OPS), unique=True)):
-        target = draw(st.sampled_from([*COLORS, None]))
-        if target:
-            changes[f"{target}_add"].append(op)
-        elif lists.color(op):
-            changes[f"{lists.color(op)}_remove"].append(op)
-    return changes
-
-
-@given(lists_and_changes())
-def test_any_sequence_of_changes_keeps_the_invariants(case):
-    before, changes = case
-    after = before.with_changes(**changes)
-    added = {op: c for c in COLORS for op in changes[f"{c}_add"]}
-    removed = {op for c in COLORS for op in changes[f"{c}_remove"]}
-
-    assert sum(len(getattr(after, color)) for color in COLORS) == len(all_ops(after))
-    for op in OPS:
-        expected = added.get(op, None if op in removed else before.color(op))
-        assert after.color(op) == expected
-        if op not in added and op not in removed:
-            for name in ("low", "float32", "widest", "as_given"):
-                assert (op in getattr(after, name)) == (op in getattr(before, name))
-    untouched = {color: getattr(after, color) - set(OPS) for color in COLORS}
-    assert untouched == {color: getattr(before, color) - set(OPS) for color in COLORS}
-    assert not after.low & after.float32
-    assert not after.widest & (after.low | after.float32)
-    assert after.deny <= after.float32
-    assert not after.as_given & (after.low | after.float32)
-    # Adding once more what was added changes nothing.
-    again = {name: ops for name, ops in changes.items() if name.endswith("_add")}
-    assert after.with_changes(**again) == after
-    assert before.with_changes() == before

@@ -3,17 +3,12 @@
 import functools
 import random
 
-import keras
 import pytest
 import tensorflow as tf
-from keras import layers
 
 from helpers import graph_dsl, graph_models, grappler
-from helpers.cases import one_in
 from tfamp.graph import rewrite
-from tfamp.graph.editor import writes_variable
 from tfamp.graph.op_lists import OpLists
-from tfamp.rewriting.pipeline import fused_batch_normalization
 
 # These tests are about what the lists decide.
 rewrite_graph_def = functools.partial(rewrite.rewrite_graph_def, placement="lists")
@@ -128,68 +123,3 @@ def test_a_product_whose_kernels_are_joint_stays_as_grappler_leaves_it():
 
 
 # ---- Train steps of Keras models -----------------------------------------------------------------
-
-
-def transformer():
-    inputs = keras.Input((16,), dtype="int32")
-    x = layers.Embedding(50, 32)(inputs)
-    for _ in range(2):
-        x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 16)(x, x))
-        x = layers.LayerNormalization()(
-            x + layers.Dense(32)(layers.Dense(64, activation="gelu")(x))
-        )
-    x = layers.Dropout(0.1)(layers.GlobalAveragePooling1D()(x))
-    return keras.Model(inputs, layers.Dense(10)(x))
-
-
-def recurrent(layer):
-    inputs = keras.Input((16,), dtype="int32")
-    x = layer(24, return_sequences=True)(layers.Embedding(50, 16)(inputs))
-    return keras.Model(inputs, layers.Dense(10)(layer(24)(x)))
-
-
-def application(name):
-    options = {"include_preprocessing": False} if "MobileNetV3" in name else {}
-    make = getattr(keras.applications, name)
-    return make(weights=None, input_shape=(64, 64, 3), classes=10, **options)
-
-
-KERAS_MODELS = {
-    "transformer": transformer,
-    "LSTM": lambda: recurrent(layers.LSTM),
-    "GRU": lambda: recurrent(layers.GRU),
-    **{
-        name: functools.partial(application, name)
-        for name in ("ResNet50", "MobileNetV3Small", "EfficientNetB0", "ConvNeXtTiny")
-    },
-}
-
-
-def keras_case(name):
-    """A whole train step, with BatchNormalization as the op that it is in a rewritten function."""
-    model, optimizer = KERAS_MODELS[name](), keras.optimizers.SGD(0.1, momentum=0.9)
-    optimizer.build(model.trainable_variables)
-    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-    @tf.function
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            loss = loss_of(y, model(x, training=True))
-        optimizer.apply(tape.gradient(loss, model.trainable_variables))
-        return loss
-
-    x = tf.TensorSpec((2, *model.inputs[0].shape[1:]), model.inputs[0].dtype)
-    with fused_batch_normalization():
-        function = step.get_concrete_function(x, tf.TensorSpec((2,), tf.int32))
-    graph_def = function.graph.as_graph_def()
-    fetches = [each.name for each in function.outputs]
-    fetches += [node.name for node in graph_def.node if writes_variable(node.op)]
-    feeds = [each.name for each in function.inputs]
-    return grappler.optimized(graph_def, fetches, feeds, "function"), fetches, feeds
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", one_in(6, KERAS_MODELS))
-def test_train_steps_of_keras_models_for_gpus(name):
-    case = keras_case(name)
-    assert_painted_alike(case, "float16")

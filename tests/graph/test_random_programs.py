@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import os
-import random
 import subprocess
 import sys
 import warnings
@@ -234,12 +233,3 @@ def test_an_inlined_calls_side_effects_are_waited_for_in_a_fixed_order():
     ]
     assert waits == [sorted(waits[0])]
     assert len(waits[0]) > len(variables)  # And the last one that is read.
-
-
-def test_the_programs_have_every_kind_of_step():
-    found = set()
-    for seed in range(60):
-        block = random_programs.draw(random.Random(seed))
-        found |= set().union(*(step.ops() for step in block))
-    wanted = {"loop", "conditional", "call", "call_kept", "call_compiled", "map", "list_in_loop"}
-    assert wanted | {"assign", "read", "wait", "low_cast", "integer_cast", "list"} <= found

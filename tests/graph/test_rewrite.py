@@ -1,9 +1,7 @@
 """The rewrite as a whole: what it computes, what it keeps, what it refuses."""
 
-import copy
 import functools
 import json
-import pickle
 import warnings
 
 import numpy as np
@@ -176,13 +174,6 @@ def test_taking_the_loss_scale_off_stays_float32_in_float16(placement):
     assert_close(gradient, function(tf.ones((4, 4))), "float16", depth=4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_with_grapplers_lists_updates_are_converted_as_grappler_does(dtype):
-    plan = rewritten(_scaled_step(), dtype, op_lists=OpLists.grappler(dtype)).plan
-    behind = [node for node in plan.nodes if node.reason.rule == "behind low"]
-    assert {node.op for node in behind} >= {"Mul"}
-
-
 @pytest.mark.parametrize("placement", ["lists", "min_cut"])
 def test_optimizers_compute_in_float32(placement):
     weight, momentum = tf.Variable(tf.zeros((4, 4))), tf.Variable(tf.zeros((4, 4)))
@@ -303,20 +294,12 @@ def test_control_inputs_stay_and_names_of_casts_avoid_nodes():
     ]
 
 
-def test_missing_attributes_stay_missing():
-    made = graph_dsl.graph("x>A>I")
-    graph_def = tf.compat.v1.GraphDef.FromString(made.graph_def.SerializeToString())
-    before = {node.name: set(node.attr) for node in graph_def.node}
-    result = rewrite_graph_def(graph_def, made.fetches, device="cpu")
-    assert {n.name: set(n.attr) for n in result.graph_def.node if n.name in before} == before
-
-
 def test_a_graph_with_nothing_to_convert_says_so_and_stays_as_it_is():
     made = graph_dsl.graph("x>i>c>d")
-    with pytest.warns(
-        tfamp.NothingConvertedWarning, match="no op that can be converted to float16"
-    ):
+    match = "no op that can be converted to float16"
+    with pytest.warns(tfamp.NothingConvertedWarning, match=match) as warned:
         result = rewrite_graph_def(made.graph_def, made.fetches, device="cpu")
+    assert warned[0].filename == __file__, "the caller's line"
     assert result.graph_def == made.graph_def
     assert result.plan.casts == ()
 
@@ -392,29 +375,6 @@ def test_the_plan_as_json_and_text():
     assert "3 of 6 float nodes in bfloat16; 2 Casts inserted" in plan.to_text()
 
 
-def test_bytes_of_casts_come_from_the_shapes_in_the_graph():
-    with tf.Graph().as_default() as graph:
-        x = tf.compat.v1.placeholder(tf.float32, (2, 4), name="x")
-        tf.identity(x @ tf.ones((4, 3)), name="out")
-    graph_def = graph.as_graph_def(add_shapes=True)
-    plan = rewrite_graph_def(graph_def, ["out:0"], dtype="bfloat16", device="cpu").plan
-    assert {cast.producer: cast.bytes for cast in plan.casts} == {
-        "x": 2 * 4 * (4 + 2),
-        "ones": 4 * 3 * (4 + 2),
-        "MatMul" if any(n.name == "MatMul" for n in plan.nodes) else "matmul": 2 * 3 * (2 + 4),
-    }
-
-
-def test_a_reason_is_its_text_and_knows_its_rule():
-    made = graph_dsl.graph("x>A1>d")
-    plan = rewrite_graph_def(made.graph_def, made.fetches, dtype="bfloat16", placement="lists").plan
-    (reason,) = [node.reason for node in plan.nodes if node.name == "a1"]
-    assert isinstance(reason, str)
-    assert reason == reason.text == "MatMul is on the allow list"
-    assert reason.rule == copy.deepcopy(reason).rule == pickle.loads(pickle.dumps(reason)).rule
-    assert plan.casts[0].from_ in ("float32", "bfloat16")
-
-
 def batch_matmul(device):
     """What is decided about a product of batches, an op that has float16 kernels on GPUs only."""
     with tf.Graph().as_default() as graph:
@@ -447,7 +407,7 @@ def test_a_wheel_without_gpu_kernels_is_named(monkeypatch):
     monkeypatch.setattr(
         tf_private, "kernels", lambda op: tuple(k for k in every(op) if k.device != "gpu")
     )
-    wheel = rf"'gpu', but the wheel tensorflow\S* {tf.__version__} .*device='cpu'"
+    wheel = rf"'gpu', but this TensorFlow {tf.__version__} .*device='cpu'"
     with pytest.raises(ValueError, match=wheel):
         batch_matmul("gpu")
     sees_a_gpu(monkeypatch)

@@ -98,25 +98,6 @@ def test_gradients_are_the_same_inside_and_around(fused_wins):
     assert_close(twice(x), expected, "bfloat16", depth=8)
 
 
-def test_a_custom_gradient_of_what_is_compiled(fused_wins):
-    layer, x = Layer(), data(ROWS, WIDTH)
-
-    @tf.custom_gradient
-    def swish(x):
-        inner = tf.sigmoid(x)
-        return x * inner, lambda upstream: upstream * (inner + x * inner * (1 - inner))
-
-    def function(x):
-        return tf.reduce_sum(swish(layer(x) * 2.0 + 1.0) - 0.5)
-
-    def gradient_of(function):
-        with tf.GradientTape() as tape:
-            loss = function(x)
-        return tape.gradient(loss, layer.weights)
-
-    assert_close(gradient_of(tuned(function, x).best), gradient_of(function), "bfloat16", depth=8)
-
-
 def test_where_nothing_is_to_be_compiled_there_is_no_such_candidate(fused_wins, monkeypatch):
     layer, x = Layer(), data(4, WIDTH)
 
@@ -149,16 +130,6 @@ def test_what_overflows_when_it_is_stored_is_not_finite_inside():
     assert rounded
     assert widened
     assert not set(rounded) & set(widened)
-
-
-def test_other_batches(fused_wins):
-    layer = Layer()
-    signature = [tf.TensorSpec((None, WIDTH))]
-    options = {"dtype": "bfloat16", "placement": "fused"}
-    rewritten = tfamp.rewrite(tf.function(layer, signature), **options)
-    for rows in (ROWS, 2 * ROWS, 1):
-        x = data(rows, WIDTH)
-        assert_close(rewritten(x), layer(x), "bfloat16", depth=4)
 
 
 def test_fit_runs_what_level_auto_found(fused_wins):

@@ -19,7 +19,7 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import RewriteError
 from tfamp.interop import tf_private
 from tfamp.planning.options import SUCCESSORS
-from tfamp.planning.structures import FLOAT32, MAIN_GRAPH, free_name, node_name, op_types
+from tfamp.planning.structures import FLOAT32, MAIN_GRAPH, RESULT, free_name, node_name, op_types
 
 # The attribute that holds the shapes of a node's outputs, in a graph exported with shapes.
 SHAPES = "_output_shapes"
@@ -440,23 +440,16 @@ def set_shape(node: Any, dims: Iterable[int]) -> None:
 
 def _attr_value(value: Any) -> Any:
     """A plain value as an `AttrValue`."""
-    made = tf.compat.v1.AttrValue()
-    if isinstance(value, tf.compat.v1.AttrValue):
+    make = tf.compat.v1.AttrValue
+    if isinstance(value, make):
         return value
     if isinstance(value, tf.DType):
-        made.type = value.as_datatype_enum
-    elif isinstance(value, bool):
-        made.b = value
-    elif isinstance(value, bytes):
-        made.s = value
-    elif isinstance(value, int):
-        made.i = value
-    else:
-        made.list.SetInParent()
-        types = [each.as_datatype_enum for each in value if isinstance(each, tf.DType)]
-        made.list.type.extend(types)
-        made.list.i.extend([] if types else value)
-    return made
+        return make(type=value.as_datatype_enum)
+    for kind, field in ((bool, "b"), (bytes, "s"), (int, "i")):  # A bool is an int too.
+        if isinstance(value, kind):
+            return make(**{field: value})
+    types = [each.as_datatype_enum for each in value if isinstance(each, tf.DType)]
+    return make(list=make.ListValue(type=types, i=[] if types else value))
 
 
 def replace_nodes(nodes: Any, left: Iterable[Any]) -> None:
@@ -464,3 +457,21 @@ def replace_nodes(nodes: Any, left: Iterable[Any]) -> None:
     kept = list(left)
     del nodes[:]
     nodes.extend(kept)
+
+
+def cast_node(name: str, tensor: str, source: int, target: int, device: str = "") -> Any:
+    """Returns a new Cast, between dtypes by number."""
+    node = tf.compat.v1.NodeDef(name=name, op="Cast", input=[tensor], device=device)
+    node.attr["SrcT"].type, node.attr["DstT"].type = source, target
+    node.attr["Truncate"].b = False
+    return node
+
+
+def connect(function: Any, by_name: Mapping[str, Any], cast: str, consumers: Any) -> None:
+    """Has inputs of nodes, and results of a function, take what a Cast makes."""
+    output = cast if function is None else f"{cast}:y:0"
+    for consumer, position in consumers:
+        if consumer.startswith(RESULT):
+            function.ret[consumer.removeprefix(RESULT)] = output
+        else:
+            by_name[consumer].input[position] = output

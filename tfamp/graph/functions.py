@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from tfamp.core.errors import RewriteError
 from tfamp.graph.editor import (
     GraphEditor,
     attribute,
     control_inputs_of,
     is_control,
+    replace_nodes,
     tensor_inputs,
 )
 from tfamp.interop import tf_private
@@ -38,18 +38,7 @@ def library_of(graph_def: Any) -> dict[str, Any]:
 
 def attribute_text(node: Any, attr: str) -> str:
     """Returns the text that an attribute of a node holds, "" if it has none."""
-    return as_text(node, attr, attribute(node, attr).s)
-
-
-def as_text(node: Any, attr: str, data: bytes) -> str:
-    """Returns the text of a node's attribute; a RewriteError names the node if it is none."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise RewriteError(
-            f"Node {node.name!r} ({node.op}): the attribute {attr} holds {data!r}, which is no "
-            f"UTF-8 text ({error.reason} at byte {error.start}): the graph is damaged."
-        ) from error
+    return str(attribute(node, attr).s.decode(errors="backslashreplace"))
 
 
 def bodies(graph_def: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -82,8 +71,10 @@ def rename_functions(graph_def: Any, suffix: str) -> Any:
     """
     library = graph_def.library
     reached = reached_functions(library_of(graph_def), calls_in(graph_def.node))
-    _keep(library.function, lambda each: each.signature.name in reached)
-    _keep(library.gradient, lambda each: {each.function_name, each.gradient_func} <= reached)
+    kept = [each for each in library.function if each.signature.name in reached]
+    pairs = [each for each in library.gradient if each.function_name in reached]
+    replace_nodes(library.function, kept)
+    replace_nodes(library.gradient, [each for each in pairs if each.gradient_func in reached])
     for _, nodes, function in bodies(graph_def):
         for node in nodes:
             for _, called in _named_functions(node):
@@ -95,12 +86,6 @@ def rename_functions(graph_def: Any, suffix: str) -> Any:
         gradient.function_name += suffix
         gradient.gradient_func += suffix
     return graph_def
-
-
-def _keep(messages: Any, is_kept: Callable[[Any], bool]) -> None:
-    for position in reversed(range(len(messages))):
-        if not is_kept(messages[position]):
-            del messages[position]
 
 
 def unshare_branches(graph_def: Any) -> Any:
@@ -126,13 +111,6 @@ def unshare_branches(graph_def: Any) -> Any:
 
     reach([MAIN_GRAPH], own_branches)
     return graph_def
-
-
-def called_functions(node: Any) -> Iterator[str]:
-    """The names by which a node may call functions: its op and its attributes that hold names."""
-    yield node.op
-    for _, name in function_attributes(node):
-        yield name
 
 
 def function_attributes(node: Any) -> Iterator[tuple[str, str]]:
@@ -175,8 +153,10 @@ def reached_bodies(graph: GraphEditor, nodes: Iterable[Any]) -> list[GraphEditor
 
 
 def calls_in(nodes: Iterable[Any]) -> Iterator[str]:
-    """The names by which nodes may call functions."""
-    return itertools.chain.from_iterable(map(called_functions, nodes))
+    """The names by which nodes may call functions: ops, and attributes that hold names."""
+    for node in nodes:
+        yield node.op
+        yield from (name for _, name in function_attributes(node))
 
 
 # ---- Inlining ------------------------------------------------------------------------------------
@@ -208,8 +188,7 @@ def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
     that the graph would grow by more than 100,000 nodes. The names of the tensors ("c:0") or nodes
     ("c") to keep remain. Functions no longer called are still in the library.
 
-    Raises RewriteError if a call does not fit its function, or functions call one another without
-    end or hundreds deep.
+    Raises RewriteError if a call does not fit its function.
 
     Example:
         >>> import tensorflow as tf
@@ -221,14 +200,8 @@ def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
     """
     graph = GraphEditor(graph_def, keep)
     inliner = _Inliner(graph)
-    try:
-        for name in graph.library:
-            inliner.expand_function(name)
-    except RecursionError:
-        raise RewriteError(
-            "The functions of the graph call one another hundreds deep, which is deeper than "
-            "Python can follow."
-        ) from None
+    for name in graph.library:
+        inliner.expand_function(name)
     inliner.expand(graph)
     return graph_def
 
@@ -252,12 +225,11 @@ class _Inliner:
         """Replaces the calls of a graph or a function with the nodes of the functions."""
         if has_old_control_flow(body.nodes):
             return
-        calls = [(node, self._called(node)) for node in body.nodes]
+        calls = [(node, self._called(body, node)) for node in body.nodes]
         if all(function is None for _, function in calls):
             return
         taken = set(body.by_name)
         moved: dict[str, str] = {}
-        stand_ins: set[str] = set()
         nodes: list[Any] = []
         for node, function in calls:
             if function is None:
@@ -266,7 +238,6 @@ class _Inliner:
             copy = _Copy(body, node, function, taken)
             made = list(copy.nodes())
             taken |= {each.name for each in made}
-            stand_ins.add(node.name)
             moved |= copy.results
             nodes += made
         resolve = functools.partial(_resolve, moved)
@@ -274,19 +245,24 @@ class _Inliner:
             node.input[:] = map(resolve, node.input)
         awaited = {name[1:] for node in nodes for name in control_inputs_of(node)}
         controls = body.graph.control_ret.values() if body.is_function else body.kept
+        stand_ins = {node.name for node, function in calls if function is not None}
         unused = stand_ins - awaited - set(controls)
         body.replace_nodes(node for node in nodes if node.name not in unused)
         for output, tensor in list(body.graph.ret.items() if body.is_function else ()):
             body.graph.ret[output] = resolve(tensor)
 
-    def _called(self, node: Any) -> GraphEditor | None:
+    def _called(self, body: GraphEditor, node: Any) -> GraphEditor | None:
         """The expanded function to inline for a node; None if the node must stay."""
         name = node.attr["f"].func.name if node.op in CALLS else node.op
         function = self._functions.get(name)
         if function is None:
             return None
-        _check_arguments(node, function.graph)
-        opaque = any(map(_is_opaque, (node, function.graph)))
+        given, taken = len(tensor_inputs(node)), len(function.graph.signature.input_arg)
+        if given != taken:
+            cause = f"it has {given} inputs, and the function {name!r} takes {taken}"
+            raise body.error(node, cause)
+        marks = (each.attr for each in (node, function.graph))
+        opaque = any(mark in attr and attr[mark].b for attr in marks for mark in _OPAQUE)
         recursive = self._is_expanded.get(name) is False
         if opaque or recursive or has_old_control_flow(function.nodes):
             return None
@@ -302,8 +278,6 @@ def _resolve(moved: Mapping[str, str], tensor: str) -> str:
     if tensor not in moved:
         return tensor
     *_, end = reach([tensor], lambda name: filter(None, [moved.get(name)]))
-    if end in moved:
-        raise RewriteError(f"The value of {tensor!r} is computed from nothing but itself.")
     return end
 
 
@@ -373,13 +347,10 @@ class _Copy:
             if value.placeholder:  # The caller gives the attribute of a polymorphic function.
                 copy.attr[name].CopyFrom(self._call.attr[value.placeholder])
         if "_class" in copy.attr:
-            names = (as_text(node, "_class", each) for each in node.attr["_class"].list.s)
-            inner = (name.removeprefix("loc:@") for name in names)
-            copy.attr["_class"].list.s[:] = [
-                f"loc:@{self._prefix}{name}".encode()
-                for name in inner
-                if name in self._function.by_name
-            ]
+            places = (each.decode(errors="replace") for each in node.attr["_class"].list.s)
+            names = (each.removeprefix("loc:@") for each in places)
+            inner = [name for name in names if name in self._function.by_name]
+            copy.attr["_class"].list.s[:] = [f"loc:@{self._prefix}{n}".encode() for n in inner]
         if GRADIENT in node.attr:
             before = attribute_text(node, INLINED_INTO)
             copy.attr[INLINED_INTO].s = f"{self._prefix}{before}".encode()
@@ -391,14 +362,9 @@ class _Copy:
             return self._given[name]
         if self._caller.is_function:
             return f"{self._prefix}{name}"
-        node = node_name(name)
-        port = self._function.port(name) if node in self._function.by_name else -1
-        if port < 0:
-            raise RewriteError(
-                f"Function {self._signature.name!r}: {name!r} is used, and is not an output of its "
-                "nodes."
-            )
-        return f"{self._prefix}{node}:{port}" if port else f"{self._prefix}{node}"
+        port = self._function.port(name)  # -1 of a wrong name, which the index refuses.
+        made = f"{self._prefix}{node_name(name)}"
+        return f"{made}:{port}" if port else made
 
     def _control(self, name: str) -> str:
         """A control input of the function, as it is spelled in the caller."""
@@ -406,16 +372,6 @@ class _Copy:
         if name in self._given:
             return f"^{node_name(self._given[name])}"
         return f"^{self._prefix}{name}"
-
-
-def _check_arguments(call: Any, function: Any) -> None:
-    given = len(tensor_inputs(call))
-    taken = len(function.signature.input_arg)
-    if given != taken:
-        raise RewriteError(
-            f"Node {call.name!r} ({call.op}): it has {given} inputs, and the function "
-            f"{function.signature.name!r} takes {taken}."
-        )
 
 
 def argument_name(prefix: str, position: int) -> str:
@@ -432,8 +388,3 @@ def _has_side_effects(op: str) -> bool:
 def has_old_control_flow(nodes: Iterable[Any]) -> bool:
     """Whether there is control flow of TensorFlow 1 among nodes."""
     return any(node.op in _OLD_CONTROL_FLOW for node in nodes)
-
-
-def _is_opaque(owner: Any) -> bool:
-    """Whether a node or a function is marked as not to be inlined."""
-    return any(name in owner.attr and owner.attr[name].b for name in _OPAQUE)

@@ -3,7 +3,7 @@
 Every type attribute of a node is a slot, and so is every dtype the op fixes. Reads of a variable
 with nothing between them count as one tensor, so that one Cast serves them all. The dtypes of both
 ends of every edge are compared on the way, so that the index of a graph that is not valid cannot be
-built: `tfamp.graph.apply` relies on it.
+built: the check of a rewritten graph relies on it.
 """
 
 from __future__ import annotations
@@ -232,16 +232,23 @@ class _Indexer:
 
     def _finish(self) -> GraphIndex:
         edges: list[Edge] = []
-        for position, (names, wanted) in enumerate(zip(self.tensors, self.inputs, strict=True)):
+        wrong = self.body.error
+        for node, names, wanted in zip(self.nodes, self.tensors, self.inputs, strict=True):
             if len(names) != len(wanted):
-                raise self._wrong(position, f"it has {len(names)} inputs, not {len(wanted)}")
+                raise wrong(node, f"it has {len(names)} inputs, not {len(wanted)}")
             for i, (tensor, target) in enumerate(zip(names, wanted, strict=True)):
-                producer, port = self._producer(position, tensor)
+                name = node_name(tensor)
+                producer = self.positions.get(name)
+                if producer is None:
+                    raise wrong(node, f"its input {tensor!r} is no node's output")
+                port = self.body.port(tensor)
+                if not 0 <= port < len(self.outputs[producer]):
+                    raise wrong(node, f"its input {tensor!r} is no output of {name!r}")
                 source = self.outputs[producer][port]
                 made, taken = self.slots[source].dtype, self.slots[target].dtype
                 if made != taken:
-                    raise self._wrong(position, f"its input {tensor!r} is {made}, not {taken}")
-                tensor = tensor.replace(node_name(tensor), self.nodes[producer].name, 1)
+                    raise wrong(node, f"its input {tensor!r} is {made}, not {taken}")
+                tensor = tensor.replace(name, self.nodes[producer].name, 1)
                 edges.append(Edge(source, target, port, i, tensor))
         return GraphIndex(
             scope=self.body.scope,
@@ -251,19 +258,6 @@ class _Indexer:
             shapes=self.shapes,
             largest=self.largest,
         )
-
-    def _producer(self, consumer: int, tensor: str) -> tuple[int, int]:
-        name = node_name(tensor)
-        producer = self.positions.get(name)
-        if producer is None:
-            raise self._wrong(consumer, f"its input {tensor!r} is no node's output")
-        port = self.body.port(tensor)
-        if not 0 <= port < len(self.outputs[producer]):
-            raise self._wrong(consumer, f"its input {tensor!r} is no output of {name!r}")
-        return producer, port
-
-    def _wrong(self, position: int, cause: str) -> RewriteError:
-        return self.body.error(self.nodes[position], cause)
 
 
 def largest_finite(tensor: Any) -> float:

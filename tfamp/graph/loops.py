@@ -89,14 +89,16 @@ class Loop:
         place, made = self.new_place, self.graph.by_name[node_name(start)]
         self._extend(place, start, made, dtype)
         name = self._free_argument(wanted)
-        for function in (self.body.graph, self.condition.graph):
+        body, condition = self.body.graph, self.condition.graph
+        for function in (body, condition):
             for table in (function.arg_attr, function.resource_arg_unique_id):
                 _make_room(table, place)
-            _insert_argument(function.signature.input_arg, place, name, dtype)
             if SHAPES in made.attr:
                 function.arg_attr[place].attr[SHAPES].CopyFrom(made.attr[SHAPES])
-        _insert_argument(self.body.graph.signature.output_arg, place, name, dtype)
-        self.body.graph.ret[name] = name
+        taken = body.signature.input_arg, condition.signature.input_arg
+        for arguments in (*taken, body.signature.output_arg):
+            arguments.insert(place, type(arguments[0])(name=name, type=dtype))
+        body.ret[name] = name
         return name
 
     def _extend(self, place: int, start: str, made: Any, dtype: int) -> None:
@@ -123,10 +125,6 @@ class Loop:
         while (free := self.condition.free_name(self.body.free_name(name))) != name:
             name = free
         return name
-
-
-def _insert_argument(arguments: Any, position: int, name: str, dtype: int) -> None:
-    arguments.insert(position, type(arguments[0])(name=name, type=dtype))
 
 
 def _make_room(table: Any, place: int) -> None:

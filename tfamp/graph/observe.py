@@ -22,8 +22,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import RewriteError
-from tfamp.graph.apply import cast_node, connect
-from tfamp.graph.editor import PYTHON, replace_nodes
+from tfamp.graph.editor import PYTHON, cast_node, connect, replace_nodes
 from tfamp.graph.functions import (
     bodies,
     copied,

@@ -8,29 +8,24 @@ them.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.options import checked_flag
+from tfamp.core.options import checked_flag, nearest
 from tfamp.planning import op_sets
 from tfamp.planning.options import COLORS, DEVICES, Color, OpColors, check_choice
-from tfamp.planning.structures import LOOPS
+from tfamp.planning.structures import LOOPS, op_types
 
 _OP_SETS = (*COLORS, "as_given")
 
 # tfamp's defaults, where they differ from Grappler's.
 
-_FLOAT16_ALLOW_ADDED = frozenset(
-    {
-        "Conv",  # Conv2D and Conv3D in one; newer than Grappler's lists
-        "FusedPadConv2D",  # Grappler allows it in bfloat16 only
-        "FusedResizeAndPadConv2D",
-    }
-)
+# Conv is Conv2D and Conv3D in one, and newer than Grappler's lists; Grappler allows the others in
+# bfloat16 only.
+_FLOAT16_ALLOW_ADDED = op_types("Conv FusedPadConv2D FusedResizeAndPadConv2D")
 # There is no float16 kernel for CPUs, so that "auto" cannot have it.
 _FLOAT16_ALLOW_ADDED_ON_GPU = frozenset({"BatchMatMulV3"})
 # They take float32 only: converting them makes an invalid graph.
@@ -133,7 +128,7 @@ class OpLists(OpColors):
         """
         check_choice("dtype", dtype, LOW_PRECISION)
         check_choice("device", device, DEVICES)
-        return _default_lists(dtype, device)
+        return default_lists(dtype, device)
 
     @staticmethod
     def grappler(dtype: str) -> OpLists:
@@ -236,15 +231,22 @@ class OpLists(OpColors):
         """
         added = _op_sets("add", allow_add, infer_add, deny_add, clear_add)
         removed = _op_sets("remove", allow_remove, infer_remove, deny_remove, clear_remove)
-        _refuse_op_on_two_lists(added, "_add")
+        _refuse_op_on_two_lists(added)
         added_ops = frozenset[str]().union(*added.values())
         touched = added_ops.union(*removed.values())
         self._refuse_unknown(touched)
-        self._refuse_removals(added, removed)
-        freed = added["infer"] | added["clear"] | (removed["deny"] - added_ops)
+        for color in COLORS:
+            name = f"{color}_remove"
+            _refuse_op_on_two_lists({f"{color}_add": added[f"{color}_add"], name: removed[name]})
+            for op in sorted(removed[name] - getattr(self, color)):
+                raise ValueError(
+                    f"{name} must hold ops that are on {color}; got {op!r}, but it is on "
+                    f"{self.color(op) or 'no list'}."
+                )
+        freed = added["infer_add"] | added["clear_add"] | (removed["deny_remove"] - added_ops)
         exact = self.exact_statistics if exact_statistics is None else exact_statistics
         return OpLists(
-            **{color: (getattr(self, color) - touched) | added[color] for color in COLORS},
+            **{each: (getattr(self, each) - touched) | added[f"{each}_add"] for each in COLORS},
             as_given=(self.as_given - touched) | freed,
             exact_statistics=exact,
         )
@@ -255,22 +257,11 @@ class OpLists(OpColors):
             from tfamp.interop import tf_private  # Late: lists alone need no framework.
 
             if tf_private.op_definition(op) is None:
+                near = nearest(op.rpartition(".")[2].replace("_", ""), tf_private.known_ops())
                 raise ValueError(
-                    f"TensorFlow knows no op {op!r}{_suggestion(op, tf_private.known_ops())} Give "
-                    "op types as in a graph; an op of a library of yours is known once "
-                    "tf.load_op_library has loaded it."
-                )
-
-    def _refuse_removals(self, added: _Changes, removed: _Changes) -> None:
-        for color in COLORS:
-            for op in sorted(removed[color] & added[color]):
-                raise ValueError(
-                    f"got {op!r} in both {color}_add and {color}_remove; keep it in one of them."
-                )
-            for op in sorted(removed[color] - getattr(self, color)):
-                raise ValueError(
-                    f"{color}_remove must hold ops that are on {color}; got {op!r}, but it is on "
-                    f"{self.color(op) or 'no list'}."
+                    f"TensorFlow knows no op {op!r}; the nearest name is {near!r}. Give op types "
+                    "as in a graph; an op of a library of yours is known once tf.load_op_library "
+                    "has loaded it."
                 )
 
 
@@ -284,7 +275,8 @@ def _grappler_lists(dtype: str) -> OpLists:
 
 
 @functools.cache
-def _default_lists(dtype: str, device: str) -> OpLists:
+def default_lists(dtype: str, device: str) -> OpLists:
+    """Returns tfamp's lists for names that were checked."""
     lists = _grappler_lists(dtype)
     lists = dataclasses.replace(lists, clear=lists.clear | _CLEAR_ADDED, exact_statistics=True)
     if dtype == "bfloat16":
@@ -317,25 +309,14 @@ def _op_set(name: str, ops: object) -> frozenset[str]:
 
 
 def _op_sets(change: str, *given: Iterable[str]) -> _Changes:
-    named = zip(COLORS, given, strict=True)
-    return {color: _op_set(f"{color}_{change}", ops) for color, ops in named}
+    names = (f"{color}_{change}" for color in COLORS)
+    return {name: _op_set(name, ops) for name, ops in zip(names, given, strict=True)}
 
 
-def _refuse_op_on_two_lists(lists: _Changes, suffix: str = "") -> None:
+def _refuse_op_on_two_lists(lists: _Changes) -> None:
     for (one, held), (other, ops) in itertools.combinations(lists.items(), 2):
         if both := sorted(held & ops):
             raise ValueError(
-                f"an op must be on one list at most; got {both[0]!r} in both {one}{suffix} and "
-                f"{other}{suffix}. Keep it in one of them."
+                f"an op must be on one list at most; got {both[0]!r} in both {one} and {other}. "
+                "Keep it in one of them."
             )
-
-
-def _suggestion(op: str, known: Iterable[str]) -> str:
-    # "batch_mat_mul" and "batchmatmul" are near "BatchMatMul" only without case and underscores.
-    plain = {_plain(name): name for name in sorted(known)}
-    close = [repr(plain[name]) for name in difflib.get_close_matches(_plain(op), plain, n=3)]
-    return f"; the nearest names are {', '.join(close)}." if close else "."
-
-
-def _plain(name: str) -> str:
-    return name.rpartition(".")[2].replace("_", "").lower()

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import gc
 import importlib
-import importlib.metadata
+import itertools
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,23 +16,26 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.errors import NothingConvertedWarning
+from tfamp.core.errors import NothingConvertedWarning, RewriteError
 from tfamp.core.profile import MachineProfile
-from tfamp.graph.apply import apply_plan, verify_rewrite
-from tfamp.graph.editor import GraphEditor
+from tfamp.graph.editor import STATISTICS_ATTR, GraphEditor, cast_node, connect, set_shape
 from tfamp.graph.functions import FRAMES, copied, inline_calls
 from tfamp.graph.index import build_indexes
-from tfamp.graph.op_lists import OpLists
+from tfamp.graph.op_lists import OpLists, default_lists
 from tfamp.interop import tf_private
 from tfamp.interop.patching import level_of_user
 from tfamp.machine import hardware
-from tfamp.planning.decision import Decision, decide
+from tfamp.planning.decision import Decision, PaintedScope, decide
 from tfamp.planning.exact_values import CHOICES
-from tfamp.planning.options import GraphUse, RewriteOptions, check_choice
+from tfamp.planning.options import SUCCESSORS, GraphUse, RewriteOptions, check_choice
 from tfamp.planning.ranges import RULE as CALIBRATION
 from tfamp.planning.structures import (
+    FLOAT32,
     LOOPS,
+    RESULT,
+    CastSite,
     GraphIndex,
+    Retype,
     RewritePlan,
     RewriteResult,
     op_types,
@@ -121,8 +125,17 @@ def resolved(options: RewriteOptions) -> RewriteOptions:
         ValueError: This machine cannot rewrite for the device, or XLA does not work here.
     """
     kind = hardware.device_kind(options.device)
-    _check_kernels(kind)
-    _check_fusion(options.placement)
+    if kind == "gpu" and all(kernel.device != kind for kernel in tf_private.kernels("MatMul")):
+        raise ValueError(
+            f"device is 'gpu', but this TensorFlow {tf.__version__} was built without GPU kernels, "
+            "and these tell what may be low there. Convert with one that has them, such as "
+            "tensorflow for Linux on x86-64, or give device='cpu'."
+        )
+    if options.placement == "fused" and not tf_private.xla_works(""):
+        raise ValueError(
+            "placement='fused' has XLA compile arithmetic, and XLA does not work here. Give "
+            "placement='min_cut', which is the same without it."
+        )
     profile = options.profile
     # The placement "lists" needs no measurement: its plan only holds estimated times.
     if profile is None and options.placement != "lists":
@@ -130,29 +143,9 @@ def resolved(options: RewriteOptions) -> RewriteOptions:
     return dataclasses.replace(
         options,
         device=kind,
-        op_lists=options.op_lists or OpLists.default(options.dtype, kind),
+        op_lists=options.op_lists or default_lists(options.dtype, kind),
         profile=profile if isinstance(profile, MachineProfile) else hardware.profile_of(kind),
     )
-
-
-def _check_kernels(device: str) -> None:
-    """Raises a ValueError if TensorFlow has no kernels that tell what may be low on GPUs."""
-    if device == "gpu" and all(kernel.device != device for kernel in tf_private.kernels("MatMul")):
-        wheels = importlib.metadata.packages_distributions().get("tensorflow", ["tensorflow"])
-        raise ValueError(
-            f"device is 'gpu', but the wheel {' or '.join(sorted(set(wheels)))} {tf.__version__} "
-            "was built without GPU kernels, and these tell what may be low there. Convert with one "
-            "that has them, such as tensorflow for Linux on x86-64, or give device='cpu'."
-        )
-
-
-def _check_fusion(placement: str) -> None:
-    """Raises a ValueError where XLA is to compile and does not work."""
-    if placement == "fused" and not tf_private.xla_works(""):
-        raise ValueError(
-            "placement='fused' has XLA compile arithmetic, and XLA does not work here. Give "
-            "placement='min_cut', which is the same without it."
-        )
 
 
 @contextlib.contextmanager
@@ -265,19 +258,18 @@ def convert(graph_def: Any, options: RewriteOptions, use: GraphUse) -> Decision:
     return convert_prepared(prepare(graph_def, options, use), options, use)
 
 
-@_collector_paused()
 def prepare(graph_def: Any, options: RewriteOptions, use: GraphUse) -> PreparedGraph:
     """Runs the first passes on a graph of the caller's own, in place, and indexes it.
 
     The result does not depend on the placement, nor on patterns.
     """
-    graph = GraphEditor(graph_def, use.names)
-    _run(_passes_for(graph, options, carries_plan=False), graph, options)
-    indexes = build_indexes(graph_def, dtype=options.dtype, device=options.device)
-    return PreparedGraph(graph, indexes, graph.weights)
+    with _collector_paused():
+        graph = GraphEditor(graph_def, use.names)
+        _run(_passes_for(graph, options, carries_plan=False), graph, options)
+        indexes = build_indexes(graph_def, dtype=options.dtype, device=options.device)
+        return PreparedGraph(graph, indexes, graph.weights)
 
 
-@_collector_paused()
 def convert_prepared(prepared: PreparedGraph, options: RewriteOptions, use: GraphUse) -> Decision:
     """Decides about a graph, and converts it in place."""
     graph = prepared.graph
@@ -286,17 +278,19 @@ def convert_prepared(prepared: PreparedGraph, options: RewriteOptions, use: Grap
         from tfamp.graph.passes.bias_sums import with_sums  # Few graphs need it.
 
         options = with_sums(options, prepared.indexes)
-    decision = decide(prepared.indexes, prepared.weights, options, use)
-    apply_plan(graph, decision.plan)
-    verify_rewrite(graph.graph, decision.scopes, decision.plan)
-    _run(passes, graph, options, decision.plan)
+    with _collector_paused():
+        decision = decide(prepared.indexes, prepared.weights, options, use)
+        apply_plan(graph, decision.plan)
+        verify_rewrite(graph.graph, decision.scopes, decision.plan)
+        _run(passes, graph, options, decision.plan)
     if not decision.plan.summary.low_nodes:
-        text = _nothing_converted(decision.plan, decision)
+        text = _nothing_converted(decision)
         warnings.warn(text, NothingConvertedWarning, stacklevel=level_of_user())
     return decision
 
 
-def _nothing_converted(plan: RewritePlan, decision: Decision) -> str:
+def _nothing_converted(decision: Decision) -> str:
+    plan = decision.plan
     rules = {node.reason.rule: node for node in reversed(plan.nodes)}
     able = "is worth converting" if "cut" in rules else "can be converted"
     because = ""
@@ -306,3 +300,93 @@ def _nothing_converted(plan: RewritePlan, decision: Decision) -> str:
     for dtype in sorted({slot.dtype for slot in slots if slot.dtype in LOW_PRECISION}):
         because += f"; some compute in {dtype} already, as they do under a mixed policy of Keras"
     return f"The graph has no op that {able} to {plan.dtype}{because}: it stays as it is."
+
+
+# ---- The new graph -------------------------------------------------------------------------------
+
+
+def apply_plan(graph: GraphEditor, plan: RewritePlan) -> None:
+    """Carries out a plan in the graph it was made for, in place.
+
+    Nodes keep their names and their order; a Cast comes right behind the node that makes its
+    tensor. Functions keep their names and the names of their arguments and results.
+    """
+    low = tf_private.dtype_number(plan.dtype)
+    for body in graph.bodies:
+        retypes = [retype for retype in plan.retypes if retype.scope == body.scope]
+        casts = [cast for cast in plan.casts if cast.scope == body.scope]
+        if retypes or casts:
+            _rewrite_scope(body, retypes, casts, low)
+
+
+def _rewrite_scope(
+    body: GraphEditor, retypes: Sequence[Retype], casts: Sequence[CastSite], low: int
+) -> None:
+    function = body.graph if body.is_function else None
+    by_name = dict(body.by_name)
+    arguments = function.signature.input_arg if function else ()
+    if function:
+        by_name |= {each.name: each for each in arguments}
+        by_name |= {RESULT + each.name: each for each in function.signature.output_arg}
+    for retype in retypes:
+        node = by_name[retype.node]
+        if not retype.attr:
+            node.type = low
+            continue
+        if node.op in SUCCESSORS:
+            node.op = SUCCESSORS[node.op]
+            node.attr[STATISTICS_ATTR].type = tf_private.dtype_number(FLOAT32)
+        if retype.index is None:
+            node.attr[retype.attr].type = low
+        else:
+            node.attr[retype.attr].list.type[retype.index] = low
+    following: dict[str, list[Any]] = defaultdict(list)
+    for cast in casts:
+        source, target = map(tf_private.dtype_number, (cast.from_, cast.to))
+        node = cast_node(cast.name, cast.tensor, source, target, cast.device)
+        if (dims := body.shape(cast.tensor)) is not None:
+            set_shape(node, dims)
+        following[cast.producer].append(node)
+        connect(function, by_name, cast.name, cast.consumers)
+    if casts:
+        first = (following[argument.name] for argument in arguments)
+        rest = ([node, *following.get(node.name, ())] for node in body.nodes)
+        body.replace_nodes(itertools.chain(*first, *rest))
+
+
+# ---- The check -----------------------------------------------------------------------------------
+
+
+def verify_rewrite(after: Any, scopes: Sequence[PaintedScope], plan: RewritePlan) -> None:
+    """Checks a rewritten graph against the decisions: what this finds is a bug of tfamp's.
+
+    Both ends of every edge agree, every node is there under its name, what must not change is as it
+    was, and all that is new are the plan's Casts; else a RewriteError.
+    """
+    # Indexing compares the dtypes of both ends of every edge.
+    indexes = {index.scope: index for index in build_indexes(after)}
+    for painted in scopes:
+        old, index = painted.index, indexes.get(painted.index.scope)
+        if index is None:
+            raise _violation(f"function {old.scope!r}", "it was lost")
+        found = {node.name: node for node in index.nodes}
+        expected = {node.name for node in old.nodes} | {
+            cast.name for cast in plan.casts if cast.scope == old.scope
+        }
+        if wrong := found.keys() ^ expected:
+            raise _violation(f"node {min(wrong)!r}", "it was lost or added")
+        for node in old.nodes:
+            slots = (index.slots[i] for i in found[node.name].slots)
+            dtypes = {(slot.attr, slot.index): slot.dtype for slot in slots}
+            for slot in (old.slots[i] for i in node.slots if i in painted.kept):
+                now = dtypes.get((slot.attr, slot.index))
+                if slot.attr and now != slot.dtype:
+                    cause = f"{slot.attr} became {now}, but must stay {slot.dtype}"
+                    raise _violation(f"node {node.name!r} ({node.op})", cause)
+
+
+def _violation(place: str, cause: str) -> RewriteError:
+    return RewriteError(
+        f"Internal error of the rewrite, found by its check: {place}: {cause}. The graph is "
+        "unchanged; please report this with the graph."
+    )

@@ -265,7 +265,7 @@ class FlopRule:
 
     kind: str
     places: str
-    count: Callable[[Sequence[Shape], str], float]
+    count: Callable[[Sequence[Shape], str], float | None]
 
     def flops(
         self,
@@ -279,6 +279,9 @@ class FlopRule:
             inputs: Shapes by position, control inputs left out.
             outputs: Shapes by port.
             equation: An Einsum's equation.
+
+        Returns:
+            The number, or None where a shape that tells it is missing, None or wrong.
         """
         operands = [f"i{number}" for number in range(equation.count(",") + 1)]
         shapes = [
@@ -295,14 +298,19 @@ def _matmul(shapes: Sequence[Shape], _: str) -> float:
     return 2 * math.prod(shapes[-1][:-2]) * math.sqrt(math.prod(sizes))
 
 
-def _einsum(shapes: Sequence[Shape], equation: str) -> float:
-    """Every combination of indices is multiplied once, for each operand after the first."""
+def _einsum(shapes: Sequence[Shape], equation: str) -> float | None:
+    """Every combination of indices is multiplied once, for each operand after the first.
+
+    None where a shape does not fit the equation, as in a graph that is not valid.
+    """
     sizes: dict[str, int] = {}
-    for labels, shape in zip(equation.partition("->")[0].split(","), shapes, strict=True):
+    for labels, shape in zip(equation.partition("->")[0].split(","), shapes, strict=False):
         before, dots, after = labels.replace(" ", "").partition("...")
         hidden = len(shape) - len(before) - len(after) if dots else 0
         # An ellipsis is aligned at its end, as in broadcasting.
         names = [*before, *(f"...{i}" for i in range(hidden, 0, -1)), *after]
+        if len(names) != len(shape):
+            return None
         for name, size in zip(names, shape, strict=True):
             sizes[name] = max(size, sizes.get(name, 0))
     return 2 * max(len(shapes) - 1, 0.5) * math.prod(tuple(sizes.values()))

@@ -8,10 +8,9 @@ import tensorflow as tf
 
 import tfamp
 from helpers.graph_asserts import graph_op_dtypes
-from helpers.rewritten_graphs import RULES, random, rewritten, run, traced
+from helpers.rewritten_graphs import random, rewritten, run, traced
 from helpers.tolerances import tolerance
 from tfamp import OpLists
-from tfamp.graph import rewrite_graph_def
 from tfamp.machine.hardware import detect
 
 NATIVE, PRODUCT = "Conv2DBackpropFilter", "MatMul"
@@ -153,54 +152,3 @@ def test_large_depthwise_filters_get_theirs_from_a_convolution(
     if batch is None:  # One of no images too, though no convolution is of no channels.
         (found,) = run(concrete, result, *random((0, *image[1:]), kernel))
         np.testing.assert_array_equal(found, np.zeros(kernel))
-
-
-def test_a_depthwise_gradient_of_batches_of_which_only_one_is_known():
-    def by_filter(x, upstream):
-        return tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
-            input=x,
-            filter_sizes=[5, 5, 6, 1],
-            out_backprop=upstream,
-            strides=[1, 1, 1, 1],
-            padding="SAME",
-        )
-
-    for batches in ((None, 3), (3, None)):
-        concrete = traced(by_filter, *((batch, 8, 8, 6) for batch in batches))
-        result = rewritten(concrete)
-        assert counts(result, (DEPTHWISE, FORWARD)) == {FORWARD: 1}
-        args = random((3, 8, 8, 6), (3, 8, 8, 6))
-        assert error(concrete, result, *args) < tolerance("bfloat16", depth=4)
-
-
-def test_loops_of_tensorflow_1_get_no_constants():
-    v1 = tf.compat.v1
-    shapes = (2, 4, 4, 16), (1, 1, 16, 16), (16,)
-
-    def looped(x, w, bias):
-        def body(i, w, bias):
-            y = tf.nn.bias_add(tf.nn.conv2d(x, w, 1, "SAME"), bias)
-            return i + 1, *v1.gradients(tf.reduce_mean(y * y), [w, bias])
-
-        return v1.while_loop(lambda i, *_: i < 2, body, (0, w, bias))[1:]
-
-    def session_of(graph, fetches, values):
-        with tf.Graph().as_default() as imported, v1.Session(graph=imported) as session:
-            tf.graph_util.import_graph_def(graph, name="")
-            return session.run(fetches, values)
-
-    v1.disable_control_flow_v2()
-    try:
-        with tf.Graph().as_default() as built:
-            given = [v1.placeholder(tf.float32, shape) for shape in shapes]
-            fetches = [each.name for each in looped(*given)]
-    finally:
-        v1.enable_control_flow_v2()
-    graph = built.as_graph_def(add_shapes=True)
-    result = rewrite_graph_def(graph, fetches, dtype="bfloat16", **RULES)
-    assert result.plan.summary.low_nodes
-    values = {x.name: v.numpy() for x, v in zip(given, random(*shapes), strict=True)}
-    pairs = zip(*(session_of(g, fetches, values) for g in (graph, result.graph_def)), strict=True)
-    for expected, found in pairs:
-        atol = tolerance("bfloat16", depth=8) * np.abs(expected).max()
-        np.testing.assert_allclose(found, expected, atol=atol)

@@ -11,6 +11,7 @@ Source: `core/kernels/bias_op_gpu.cu.cc` and `reduction_gpu_kernels.cu.h` of Ten
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import cast
 
@@ -37,9 +38,14 @@ def with_sums(options: RewriteOptions, indexes: Sequence[GraphIndex]) -> Rewrite
         return options
     if not all(map(_ranks_are_known, indexes)):
         return options
-    lists = cast(OpLists, options.op_lists).with_changes(infer_add=[_GRADIENT])
+    lists = _with_gradients(cast(OpLists, options.op_lists))
     changed = dataclasses.replace(options, op_lists=lists)
     return changed if changed.updates == options.updates else options
+
+
+@functools.lru_cache
+def _with_gradients(lists: OpLists) -> OpLists:
+    return lists.with_changes(infer_add=[_GRADIENT])
 
 
 def _ranks_are_known(index: GraphIndex) -> bool:

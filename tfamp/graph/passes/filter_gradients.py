@@ -51,20 +51,12 @@ class _Convolution:
     zeros: Sequence[tuple[int, int]]
 
     @property
-    def has_zeros(self) -> bool:
-        return any(map(any, self.zeros))
-
-    @property
-    def is_pointwise(self) -> bool:
-        return list(self.stride) == list(self.filter[:2]) == [1, 1] and not self.has_zeros
-
-    @property
     def has_patches(self) -> bool:
         """Whether the filter sees square patches of the image, each pixel once."""
         size = self.filter[0]
         square = list(self.stride) == list(self.filter[:2]) == [size, size]
         whole = all(a == b * size for a, b in zip(self.image[1:3], self.result[1:3], strict=True))
-        return square and whole and not self.has_zeros and min(self.filter[2:]) >= _LEAST_CHANNELS
+        return square and whole and not any(map(any, self.zeros))
 
     @property
     def is_large(self) -> bool:
@@ -90,7 +82,9 @@ def run(graph: GraphEditor, options: RewriteOptions) -> None:
             if node.op == _DEPTHWISE_GRADIENT:
                 if low_is_faster and found.is_large:
                     _Builder(body, node, found).convolve()
-            elif found.is_pointwise or (low_is_faster and found.has_patches):
+            elif found.has_patches and (
+                found.filter[0] == 1 or (low_is_faster and min(found.filter[2:]) >= _LEAST_CHANNELS)
+            ):
                 _Builder(body, node, found).multiply()
 
 

@@ -24,8 +24,8 @@ import functools
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any
 
 import tensorflow as tf
 
@@ -108,14 +108,14 @@ def fuse(graph: GraphEditor, least: int = _LEAST) -> int:
     """
     if has_old_control_flow(graph.nodes):
         return 0
-    found = _Fusible(graph)
-    groups = _Groups(found, least)
-    library = _Library(graph)
-    calls = [library.call(groups, number) for number in range(len(groups.own))]
-    for call in calls:
-        _insert(graph, call)
-    graph.drop({name for call in calls for name in call.gone})
-    return len(calls)
+    groups = _Groups(graph, least)
+    made: dict[bytes, str] = {}
+    bodies = [_Body(groups, number, made) for number in range(len(groups.own))]
+    for group, body in zip(groups.own, bodies, strict=True):
+        _insert(graph, group, body)
+    gone = {name for group in groups.own for name in group} - groups.staying
+    graph.drop(gone.difference(*(body.dtypes_of_results for body in bodies)))
+    return len(bodies)
 
 
 def has_fused(graph: tf.Graph) -> bool:
@@ -127,51 +127,71 @@ def has_fused(graph: tf.Graph) -> bool:
 # ---- Groups --------------------------------------------------------------------------------------
 
 
-class _Fusible:
-    """The nodes of a graph that can be fused.
+class _Groups:
+    """The groups of a graph's nodes that become calls.
 
     Attributes:
         graph: The graph.
         known: The names of nodes whose values are known when a function is compiled: small
             constants, shapes, and what is computed from them.
-        fusible: The names of nodes that can be part of a group.
-        inputs: For each node those that run before it, without the known ones.
-        ordered: The names, each behind those of its inputs.
-        places: How many nodes run before each.
+        own: The nodes of each group, in the order they run in.
+        members: What each group computes, copies of other groups' nodes included, in order.
+        staying: The nodes of groups that stay in the graph too.
     """
 
-    def __init__(self, graph: GraphEditor) -> None:
+    def __init__(self, graph: GraphEditor, least: int) -> None:
         self.graph = graph
         for node in graph.of_types("Shape"):
-            if (shape := self.static_shape(node.input[0])) is not None:
+            if self._elements(node.input[0]) < math.inf:
                 dtype = tf.as_dtype(attribute(node, "out_type").type or tf.int32)
-                value = tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(shape, dtype))
+                shape = tf.make_tensor_proto(graph.shape(node.input[0]), dtype)
+                value = tf.compat.v1.AttrValue(tensor=shape)
                 graph.become(node, "Const", (), dtype=dtype, value=value)
         for node in graph.of_types("Const"):
             graph.set_inputs(node, ())  # It waits for nothing.
         nodes = graph.by_name
         before = {name: list(map(node_name, node.input)) for name, node in nodes.items()}
-        self.ordered = producers_first(nodes, before.__getitem__)
-        self.places = {name: number for number, name in enumerate(self.ordered)}
+        self._ordered = producers_first(nodes, before.__getitem__)
+        self._places = {name: number for number, name in enumerate(self._ordered)}
         self.known: set[str] = set()
-        for name in self.ordered:
+        for name in self._ordered:
             if self._is_known(nodes[name], before[name]):
                 self.known.add(name)
-        self.inputs = {
+        # What runs before each node, without what is known.
+        self._inputs = {
             name: [e for e in dict.fromkeys(taken) if e in nodes and e not in self.known]
             for name, taken in before.items()
         }
-        self.fusible = {name for name in nodes if self._is_fusible(nodes[name])}
+        self._fusible = {name for name in nodes if self._is_fusible(nodes[name])}
+        self.own = [group for group in self._connected() if self._pays(group, least)]
+        self._fused = {name for group in self.own for name in group}
+        self.members = [self._in_order({*group, *self._copies(group)}) for group in self.own]
+        # For each node the groups that compute it.
+        self._computing = defaultdict[str, set[int]](set)
+        for number, members in enumerate(self.members):
+            for name in members:
+                self._computing[name].add(number)
+        # A tensor is stored once: who takes it in another shape reshapes it outside.
+        self.staying: set[str] = set()
+        for name in reversed(self._ordered):
+            is_reshaped = name in self._computing and nodes[name].op in _RESHAPES
+            if is_reshaped and self.is_used_outside(name):
+                self.staying.add(name)
 
-    def static_shape(self, tensor: str) -> list[int] | None:
-        """The shape of a tensor; None unless the graph has all of it."""
-        shape = self.graph.shape(tensor)
-        return None if shape is None or -1 in shape else shape
+    def is_used_outside(self, name: str) -> bool:
+        """Whether something takes what a group computes, and not in that group or again."""
+        return name in self.graph.kept or any(
+            user in self.staying or not self._computing.get(user, _NOWHERE) <= self._computing[name]
+            for user in self.graph.consumers[name]
+        )
 
-    def elements(self, tensor: str) -> float:
+    def _in_order(self, names: Iterable[str]) -> list[str]:
+        return sorted(names, key=self._places.__getitem__)
+
+    def _elements(self, tensor: str) -> float:
         """How many elements a tensor has; infinity if the graph does not have its shape."""
-        shape = self.static_shape(tensor)
-        return math.inf if shape is None else math.prod(shape)
+        shape = self.graph.shape(tensor)
+        return math.inf if shape is None or -1 in shape else math.prod(shape)
 
     def _is_known(self, node: Any, inputs: Iterable[str]) -> bool:
         if node.op != "Const":
@@ -196,194 +216,124 @@ class _Fusible:
         users = (self.graph.by_name[user] for user in self.graph.consumers[node.name])
         return any(u.op == "Cast" and u.attr["DstT"].type == FLOAT32_TYPE for u in users)
 
-    def groups(self) -> Iterator[list[str]]:
+    def _connected(self) -> Iterator[list[str]]:
         """Nodes that can be one call, in the order they run in."""
         depths = self._depths()
         linked = defaultdict[str, list[str]](list)
-        for name in self.fusible:
-            for each in self.inputs[name]:
+        for name in self._fusible:
+            for each in self._inputs[name]:
                 if self._device(each) == self._device(name) and depths[each] == depths[name]:
                     linked[name].append(each)
                     linked[each].append(name)
         seen: set[str] = set()
-        for name in self.ordered:
-            if name in self.fusible and name not in seen:
+        for name in self._ordered:
+            if name in self._fusible and name not in seen:
                 group = reach([name], linked.__getitem__)
                 seen.update(group)
-                yield sorted(group, key=self.places.__getitem__)
+                yield self._in_order(group)
 
     def _device(self, name: str) -> str | None:
         """The device of a node that can be part of a group; None for others."""
-        return str(self.graph.by_name[name].device) if name in self.fusible else None
+        return str(self.graph.by_name[name].device) if name in self._fusible else None
 
     def _depths(self) -> dict[str, int]:
         depths: dict[str, int] = {}
         later = defaultdict[str, set[tuple[str | None, int]]](set)
-        for name in self.ordered:
+        for name in self._ordered:
             here = self._device(name)
-            ways = (depths.get(i, 0) + (here != self._device(i)) for i in self.inputs[name])
+            ways = (depths.get(i, 0) + (here != self._device(i)) for i in self._inputs[name])
             depths[name] = max(ways, default=0)
-        for name in reversed(self.ordered):
+        for name in reversed(self._ordered):
             here = self._device(name)
             if here is not None and len(later[name]) == 1:
                 ((there, depth),) = later[name]
                 depths[name] = depth if there == here else depths[name]
-            for each in self.inputs[name]:
+            for each in self._inputs[name]:
                 later[each].add((here, depths[name]))
         return depths
 
-    def pays(self, group: Sequence[str], least: int) -> bool:
+    def _pays(self, group: Sequence[str], least: int) -> bool:
         """Whether a call takes less than the ops of a group."""
         nodes = (self.graph.by_name[name] for name in group)
-        sizes = (
-            max(map(self.elements, (node.name, *tensor_inputs(node))))
-            for node in nodes
-            if node.op in _COMPUTES
-        )
+        computing = (node for node in nodes if node.op in _COMPUTES)
+        sizes = (max(map(self._elements, (n.name, *tensor_inputs(n)))) for n in computing)
         return sum(size >= _LEAST_ELEMENTS for size in sizes) >= least
 
+    # ---- Recomputation ---------------------------------------------------------------------------
 
-# ---- Recomputation -------------------------------------------------------------------------------
+    def _copies(self, group: Sequence[str]) -> set[str]:
+        """What a group takes from others and computes faster than it is stored and read.
 
-
-class _Groups:
-    """The groups of a graph that become calls.
-
-    Attributes:
-        found: The graph and what of it can be fused.
-        own: The nodes of each group.
-        members: What each group computes, copies of other groups' nodes included, in order.
-    """
-
-    def __init__(self, found: _Fusible, least: int) -> None:
-        self.found, place = found, found.places.__getitem__
-        self.own = [group for group in found.groups() if found.pays(group, least)]
-        fused = {name for group in self.own for name in group}
-        self.members = [
-            sorted({*group, *_copies(found, group, fused)}, key=place) for group in self.own
-        ]
-
-    @functools.cached_property
-    def computing(self) -> Mapping[str, Set[int]]:
-        """For each node the groups that compute it."""
-        found = defaultdict[str, set[int]](set)
-        for number, members in enumerate(self.members):
-            for name in members:
-                found[name].add(number)
-        return found
-
-    @functools.cached_property
-    def staying(self) -> Set[str]:
-        """The nodes of groups that stay in the graph too.
-
-        A tensor is stored once: who takes it in another shape reshapes it outside.
+        From tensors that it takes anyway, from small ones, and from those of `_sources`.
         """
-        stays: set[str] = set()
-        for name in reversed(self.found.ordered):
-            op = self.found.graph.by_name[name].op
-            if name in self.computing and op in _RESHAPES and self.is_used_outside(name, stays):
-                stays.add(name)
-        return stays
+        given = self._in_order({each for name in group for each in self._inputs[name]} - {*group})
+        there = {name for name in given if name not in self._fused} | self._sources(given)
+        copies: set[str] = set()
+        for name in given:
+            more = self._computed_from(name, there | copies) if name in self._fused else None
+            if more is None:
+                there.add(name)
+            else:
+                copies |= more
+        return copies
 
-    def is_used_outside(self, name: str, stays: Set[str]) -> bool:
-        """Whether something takes what a group computes, and not in that group or again."""
-        graph = self.found.graph
-        return name in graph.kept or any(
-            user in stays or not self.computing.get(user, _NOWHERE) <= self.computing[name]
-            for user in graph.consumers[name]
-        )
+    def _sources(self, given: Iterable[str]) -> set[str]:
+        """What is taken instead of tensors that are computed of it alone.
 
+        It is there anyway, as a product, or two need it: one is stored instead of two.
+        """
+        ways = [list(self._way_up(name)) for name in given if name in self._fused]
+        counts = Counter(itertools.chain.from_iterable(ways))
+        sources: set[str] = set()
+        for way in ways:
+            found = (e for e in reversed(way) if counts[e] > 1 or e not in self._fused)
+            sources.update(itertools.islice(found, 1))
+        return sources
 
-def _copies(found: _Fusible, group: Sequence[str], fused: Set[str]) -> set[str]:
-    """What a group takes from others and computes faster than it is stored and read.
+    def _way_up(self, name: str) -> Iterator[str]:
+        """A tensor, what it is computed of if that is only one that is not small, and so on."""
+        small = self._elements(name) / _SMALL
+        for _ in range(_MOST_COPIES):
+            yield name
+            large = [each for each in self._inputs[name] if self._elements(each) > small]
+            if not self._is_cheap(name) or len(large) != 1:
+                return
+            (name,) = large
 
-    From tensors that it takes anyway, from small ones, and from those of `_sources`.
-    """
-    inside = set(group)
-    taken = {each for name in group for each in found.inputs[name]}
-    given = sorted(taken - inside, key=found.places.__getitem__)
-    there = {name for name in given if name not in fused} | _sources(found, given, fused)
-    copies: set[str] = set()
-    for name in given:
-        more = _computed_from(found, name, there | copies, fused) if name in fused else None
-        if more is None:
-            there.add(name)
-        else:
-            copies |= more
-    return copies
+    def _computed_from(self, name: str, there: Set[str]) -> set[str] | None:
+        """The nodes that compute a tensor of what is there; None if others or too many would."""
+        small = self._elements(name) / _SMALL
+        needed: set[str] = set()
+        pending = [name]
+        while pending:
+            each = pending.pop()
+            if each in there or each in needed or (each != name and self._elements(each) <= small):
+                continue
+            needed.add(each)
+            if not self._is_cheap(each) or len(needed) > _MOST_COPIES:
+                return None
+            pending += self._inputs[each]
+        return needed
 
-
-def _sources(found: _Fusible, given: Iterable[str], fused: Set[str]) -> set[str]:
-    """What is taken instead of tensors that are computed of it alone.
-
-    It is there anyway, as a product, or two need it: one is stored instead of two.
-    """
-    ways = [list(_way_up(found, name, fused)) for name in given if name in fused]
-    counts = Counter(itertools.chain.from_iterable(ways))
-    sources: set[str] = set()
-    for way in ways:
-        sources.update([e for e in reversed(way) if counts[e] > 1 or e not in fused][:1])
-    return sources
-
-
-def _way_up(found: _Fusible, name: str, fused: Set[str]) -> Iterator[str]:
-    """A tensor, what it is computed of if that is only one that is not small, and so on."""
-    small = found.elements(name) / _SMALL
-    for _ in range(_MOST_COPIES):
-        yield name
-        large = [each for each in found.inputs[name] if found.elements(each) > small]
-        if name not in fused or found.graph.by_name[name].op not in _CHEAP or len(large) != 1:
-            return
-        (name,) = large
-
-
-def _computed_from(found: _Fusible, name: str, there: Set[str], fused: Set[str]) -> set[str] | None:
-    """The nodes that compute a tensor of what is there; None if others or too many would."""
-    small = found.elements(name) / _SMALL
-    needed: set[str] = set()
-    pending = [name]
-    while pending:
-        each = pending.pop()
-        if each in there or each in needed or (each != name and found.elements(each) <= small):
-            continue
-        needed.add(each)
-        cheap = each in fused and found.graph.by_name[each].op in _CHEAP
-        if not cheap or len(needed) > _MOST_COPIES:
-            return None
-        pending += found.inputs[each]
-    return needed
+    def _is_cheap(self, name: str) -> bool:
+        return name in self._fused and self.graph.by_name[name].op in _CHEAP
 
 
 # ---- Calls ---------------------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
-    """A call of a function, before it is in the graph.
-
-    Attributes:
-        name: Its name.
-        device: Its device.
-        inputs: What it takes and waits for.
-        attrs: Its attributes.
-        results: For each node whose results others take the dtypes of these.
-        gone: The nodes that are in the function only.
-    """
-
-    name: str
-    device: str
-    inputs: Sequence[str]
-    attrs: Mapping[str, Any]
-    results: Mapping[str, Sequence[tf.DType]]
-    gone: Set[str]
-
-
-def _insert(graph: GraphEditor, call: _Call) -> None:
-    """Adds a call; nodes whose results others take pass on what it returns."""
-    tensor = graph.add(call.name, "PartitionedCall", call.inputs, device=call.device, **call.attrs)
+def _insert(graph: GraphEditor, group: Sequence[str], body: _Body) -> None:
+    """Adds the call of a group; nodes whose results others take pass on what it returns."""
+    nodes = [graph.by_name[name] for name in group]
+    inside = {f"^{name}" for name in group}
+    waits = dict.fromkeys(w for node in nodes for w in control_inputs_of(node) if w not in inside)
+    inputs, attrs = [*body.given, *waits], {**body.call_attrs, _COMPILED: True}
+    name, device = f"{group[0]}{_CALL}", nodes[0].device
+    call = graph.by_name[graph.add(name, "PartitionedCall", inputs, device=device, **attrs)]
     ports = itertools.count()
-    for name, dtypes in call.results.items():
+    for name, dtypes in body.dtypes_of_results.items():
         node = graph.by_name[name]
-        given = [graph.tensor(graph.by_name[tensor], next(ports)) for _ in dtypes]
+        given = [graph.tensor(call, next(ports)) for _ in dtypes]
         graph.set_inputs(node, ())  # The call waits for what it waited for.
         if len(given) > 1:
             graph.become(node, "IdentityN", given, T=dtypes)
@@ -394,111 +344,82 @@ def _insert(graph: GraphEditor, call: _Call) -> None:
             graph.become(node, "Identity", given, T=dtypes[0])
 
 
-class _Library:
-    """The functions of a graph; of those that are alike there is one."""
-
-    def __init__(self, graph: GraphEditor) -> None:
-        self._graph = graph
-        self._names = set(graph.library)
-        self._made: dict[bytes, str] = {}
-
-    def call(self, groups: _Groups, number: int) -> _Call:
-        """Returns the call that replaces a group."""
-        group, nodes = groups.own[number], self._graph.by_name
-        gone = [name for name in group if name not in groups.staying]
-        results = [name for name in gone if groups.is_used_outside(name, groups.staying)]
-        body = _Body(groups.found, groups.members[number], results, self.call_attrs)
-        inside = {f"^{name}" for name in group}
-        waits = dict.fromkeys(w for name in group for w in control_inputs_of(nodes[name]))
-        return _Call(
-            name=f"{group[0]}{_CALL}",
-            device=nodes[group[0]].device,
-            inputs=[*body.given, *(each for each in waits if each not in inside)],
-            attrs={**self.call_attrs(body.function), _COMPILED: True},
-            results={name: body.dtypes[name] for name in results},
-            gone=set(gone).difference(results),
-        )
-
-    def call_attrs(self, function: Any) -> dict[str, Any]:
-        """The attributes of a call of a function, which is added if none is like it."""
-        key = function.SerializeToString(deterministic=True)
-        if key not in self._made:
-            self._made[key] = free_name("fused", self._names)
-            self._names.add(self._made[key])
-            added = self._graph.graph.library.function.add()
-            added.CopyFrom(function)
-            added.signature.name = self._made[key]
-        called = tf.compat.v1.AttrValue()
-        called.func.name = self._made[key]
-        arguments = function.signature.input_arg, function.signature.output_arg
-        types = ([tf.as_dtype(each.type) for each in args] for args in arguments)
-        return {"f": called, **dict(zip(("Tin", "Tout"), types, strict=True))}
+def _call_attrs(graph: GraphEditor, made: dict[bytes, str], function: Any) -> dict[str, Any]:
+    """The attributes of a call of a function, which is added if none that was made is like it."""
+    key = function.SerializeToString(deterministic=True)
+    library = graph.graph.library.function
+    if key not in made:
+        made[key] = free_name("fused", {each.signature.name for each in library})
+        library.add().CopyFrom(function)
+        library[-1].signature.name = made[key]
+    called = tf.compat.v1.AttrValue()
+    called.func.name = made[key]
+    taken, given = function.signature.input_arg, function.signature.output_arg
+    types = {"Tin": taken, "Tout": given}
+    return {"f": called, **{k: [tf.as_dtype(arg.type) for arg in v] for k, v in types.items()}}
 
 
 class _Body:
-    """A function that computes some nodes, in float32. Names in it do not depend on theirs.
+    """A function that computes the nodes of a group, in float32. Names in it do not depend on its.
 
     Attributes:
-        function: The function, which has no name yet.
         given: The tensors of the graph that it is called with.
-        dtypes: Those of the outputs of each node, in the graph.
+        call_attrs: The attributes of its call.
+        dtypes_of_results: Those of the outputs of each node whose results others take.
     """
 
-    def __init__(
-        self,
-        found: _Fusible,
-        names: Sequence[str],
-        results: Collection[str],
-        call_attrs: Callable[[Any], Mapping[str, Any]],
-    ) -> None:
-        self._found, self._call_attrs = found, call_attrs
-        self.function = tf.compat.v1.GraphDef().library.function.add()
-        self._body = GraphEditor(self.function)
+    def __init__(self, groups: _Groups, number: int, made: dict[bytes, str]) -> None:
+        self._known, self._graph, self._made = groups.known, groups.graph, made
+        function = tf.compat.v1.GraphDef().library.function.add()
+        self._body = GraphEditor(function)
         self.given: list[str] = []
-        self.dtypes: dict[str, list[tf.DType]] = {}
         self._spelled: dict[str, str] = {}
-        for name in names:
-            self._add(found.graph.by_name[name], stored=name in results)
+        own = (name for name in groups.own[number] if name not in groups.staying)
+        results = [name for name in own if groups.is_used_outside(name)]
+        dtypes: dict[str, list[tf.DType]] = {}
+        for name in groups.members[number]:
+            dtypes[name] = self._add(self._graph.by_name[name], stored=name in results)
+        self.dtypes_of_results = {name: dtypes[name] for name in results}
         for name in results:
-            for port, dtype in enumerate(self.dtypes[name]):
-                result = self.function.signature.output_arg.add(type=dtype.as_datatype_enum)
-                result.name = f"result{len(self.function.ret)}"
-                wide = self._spelled[found.graph.tensor(found.graph.by_name[name], port)]
-                self.function.ret[result.name] = self._cast(wide, _wide(dtype), dtype)
+            for port, dtype in enumerate(dtypes[name]):
+                result = function.signature.output_arg.add(type=dtype.as_datatype_enum)
+                result.name = f"result{len(function.ret)}"
+                wide = self._spelled[self._graph.tensor(self._graph.by_name[name], port)]
+                function.ret[result.name] = self._cast(wide, _wide(dtype), dtype)
         for attr in (_COMPILED, "_noinline"):
-            self.function.attr[attr].b = True
+            function.attr[attr].b = True
+        self.call_attrs = _call_attrs(self._graph, made, function)
 
-    def _add(self, node: Any, stored: bool = False) -> None:
+    def _add(self, node: Any, stored: bool = False) -> list[tf.DType]:
+        """Adds what computes a node; returns the dtypes of its outputs in the graph."""
         own = self._body.signature(node)
         taken = zip(tensor_inputs(node), _dtypes(node, own, own.inputs), strict=True)
         inputs = [self._tensor(name, dtype) for name, dtype in taken]
-        self.dtypes[node.name] = _dtypes(node, own, own.outputs)
-        for port, (tensor, made) in enumerate(self._outputs(node, own, inputs)):
-            dtype = self.dtypes[node.name][port]
-            tensor = self._cast(tensor, made, _wide(dtype))
+        dtypes = _dtypes(node, own, own.outputs)
+        made = self._computed(node, inputs)
+        for port, dtype in enumerate(dtypes):
+            tensor = made if len(dtypes) == 1 else self._body.tensor(self._node(made), port)
+            if node.op == "Const":
+                tensor = self._cast(tensor, dtype, _wide(dtype))
             if stored and dtype == tf.float16:
                 tensor = self._overflowed(tensor)
-            self._spelled[self._found.graph.tensor(node, port)] = tensor
+            self._spelled[self._graph.tensor(node, port)] = tensor
+        return dtypes
 
-    def _outputs(
-        self, node: Any, own: OpSignature, inputs: Sequence[str]
-    ) -> Iterator[tuple[str, tf.DType]]:
-        """What a node makes of inputs, with its dtypes in the function."""
+    def _node(self, tensor: str) -> Any:
+        return self._body.by_name[node_name(tensor)]
+
+    def _computed(self, node: Any, inputs: Sequence[str]) -> str:
+        """The first tensor that a node makes of inputs."""
         if node.op in _CHOOSES:
-            yield self._chosen(_CHOOSES[node.op], *inputs), tf.float32
-            return
+            return self._chosen(_CHOOSES[node.op], *inputs)
         if node.op == _CROSS_ENTROPY:
-            called = _cross_entropy_function(node.attr["Tlabels"].type)
-            op, attrs = "PartitionedCall", dict(self._call_attrs(called))
-            dtypes = [tf.float32] * 2
-        else:
-            op, attrs = node.op, {k: v for k, v in node.attr.items() if not k.startswith("_")}
-            low = {k for k in _COMPUTED_IN if k in attrs and attrs[k].type in LOW_TYPES}
-            attrs |= dict.fromkeys(low, tf.float32)
-            dtypes = []
-        made = self._body.by_name[node_name(self._op(op, inputs, **attrs))]
-        for port, dtype in enumerate(dtypes or _dtypes(made, own, own.outputs)):
-            yield self._body.tensor(made, port), dtype
+            function = _cross_entropy_function(node.attr["Tlabels"].type)
+            attrs = _call_attrs(self._graph, self._made, function)
+            return self._op("PartitionedCall", inputs, **attrs)
+        attrs = {k: v for k, v in node.attr.items() if not k.startswith("_")}
+        low = [k for k in _COMPUTED_IN if k in attrs and attrs[k].type in LOW_TYPES]
+        return self._op(node.op, inputs, **attrs | dict.fromkeys(low, tf.float32))
 
     def _overflowed(self, tensor: str) -> str:
         """The values unrounded, and infinite where float16 has none.
@@ -525,11 +446,11 @@ class _Body:
     def _tensor(self, tensor: str, dtype: tf.DType) -> str:
         """How a tensor is spelled in the function, which takes it if it does not compute it."""
         tensor, name = tensor.removesuffix(":0"), node_name(tensor)
-        if tensor not in self._spelled and name in self._found.known:
-            self._add(self._found.graph.by_name[name])
+        if tensor not in self._spelled and name in self._known:
+            self._add(self._graph.by_name[name])
         if tensor not in self._spelled:
             given = f"given{len(self.given)}"
-            self.function.signature.input_arg.add(name=given, type=dtype.as_datatype_enum)
+            self._body.graph.signature.input_arg.add(name=given, type=dtype.as_datatype_enum)
             self.given.append(tensor)
             self._spelled[tensor] = self._cast(given, dtype, _wide(dtype))
         return self._spelled[tensor]

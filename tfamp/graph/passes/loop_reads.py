@@ -17,6 +17,7 @@ from tfamp.graph.editor import (
     GraphEditor,
     attribute,
     control_inputs_of,
+    tensor_inputs,
     writes_variable,
 )
 from tfamp.graph.functions import reached_bodies
@@ -80,19 +81,15 @@ def _behind(graph: GraphEditor, start: str) -> Collection[str]:
     """The nodes that a node's results lead to, also through variables that are written and read."""
 
     def users(name: str) -> Iterator[str]:
-        node = graph.by_name.get(name)
-        is_loop = node is not None and node.op in LOOPS
+        is_loop = name in loops
         for user in graph.consumers[name]:
             # A read waits for a write. What only waits for a loop does not depend on its results.
-            only_waits = is_loop and f"^{name}" in graph.by_name[user].input
-            if not only_waits or any(_is_of(each, name) for each in graph.by_name[user].input):
+            taken = map(node_name, tensor_inputs(graph.by_name[user]))
+            if not is_loop or name in taken:
                 yield user
 
+    loops = {node.name for node in graph.of_types(*LOOPS)}
     return reach([start], users)
-
-
-def _is_of(tensor: str, name: str) -> bool:
-    return tensor == name or tensor.startswith(f"{name}:")
 
 
 def _hoist(loop: Loop, read: Any, handle: str) -> None:

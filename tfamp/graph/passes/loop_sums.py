@@ -18,7 +18,7 @@ from tfamp.graph.editor import FLOAT32_TYPE, SHAPES, GraphEditor, attribute, con
 from tfamp.graph.loops import Loop, own_loops
 from tfamp.planning.cost import counted_shape
 from tfamp.planning.options import RewriteOptions
-from tfamp.planning.structures import node_name
+from tfamp.planning.structures import node_name, reach
 
 _VARIANT = tf.variant.as_datatype_enum
 _ADDING = frozenset({"Add", "AddN", "AddV2"})
@@ -68,11 +68,10 @@ def run(graph: GraphEditor, options: RewriteOptions) -> None:
     for loop in loops.values():
         length = _most_rounds(loop, loops) if loop.is_single else None
         sums = list(_sums(loop)) if length else []
-        products = [each for each in sums if each.pays]
-        rows = {tensor for each in products for tensor in each.term.input}
-        # Other sums go along where they need no rows but those of products.
-        sums = [each for each in sums if each.pays or rows.issuperset(each.term.input)]
-        if length and products:
+        rows = {tensor for each in sums if each.pays for tensor in each.term.input}
+        if length and rows:
+            # Other sums go along where they need no rows but those of products.
+            sums = [each for each in sums if rows.issuperset(each.term.input)]
             _add_up_behind(loop, sums, length)
 
 
@@ -82,12 +81,12 @@ def run(graph: GraphEditor, options: RewriteOptions) -> None:
 def _most_rounds(loop: Loop, loops: Mapping[str, Loop]) -> str | None:
     """A tensor that no loop of a gradient runs more often than: the length of a list it empties."""
     popped = [node.input[0] for node in loop.body.of_types("TensorListPopBack")]
-    for i, (argument, _) in enumerate(loop.variables):
-        if popped.count(argument.name) == 1 and _is_one_list(loop, i):
-            length = _length(loop.node.input[i], loop.graph, loops)
-            if length:
-                return length
-    return None
+    lengths = (
+        _length(loop.node.input[i], loop.graph, loops)
+        for i, (argument, _) in enumerate(loop.variables)
+        if popped.count(argument.name) == 1 and _is_one_list(loop, i)
+    )
+    return next(filter(None, lengths), None)
 
 
 def _length(tensor: str, graph: GraphEditor, loops: Mapping[str, Loop]) -> str | None:
@@ -104,15 +103,13 @@ def _length(tensor: str, graph: GraphEditor, loops: Mapping[str, Loop]) -> str |
 def _is_one_list(loop: Loop, variable: int) -> bool:
     """Whether a variable is one list, which elements are pushed to or popped from."""
     argument, result = loop.variables[variable]
-    body = loop.body
-    tensor = body.graph.ret[result.name]
-    seen = set()
-    while (node := body.by_name.get(node_name(tensor))) is not None and node.op in _PASSING:
-        if tensor in seen:
-            return False
-        seen.add(tensor)
-        tensor = node.input[0]
-    return bool(tensor == argument.name)
+
+    def made_of(tensor: str) -> Sequence[str]:
+        node = loop.body.by_name.get(node_name(tensor))
+        return node.input[:1] if node is not None and node.op in _PASSING else ()
+
+    *_, start = reach([loop.body.graph.ret[result.name]], made_of)
+    return bool(start == argument.name)
 
 
 # ---- What a loop only adds up --------------------------------------------------------------------
