@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from tfamp.diagnostics.nonfinite import find_nonfinite as find_nonfinite
     from tfamp.diagnostics.nonfinite_report import NonFiniteReport as NonFiniteReport
     from tfamp.diagnostics.nonfinite_report import ValueRange as ValueRange
-    from tfamp.diagnostics.operator_stats import OpCounts as OpCounts
     from tfamp.diagnostics.operator_stats import op_counts as op_counts
     from tfamp.diagnostics.plots import plot_exponents as plot_exponents
     from tfamp.diagnostics.plots import plot_loss_scale as plot_loss_scale
@@ -32,7 +31,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         ".monitor": ("NumericsMonitor",),
         ".nonfinite": ("find_nonfinite",),
         ".nonfinite_report": ("NonFiniteReport", "ValueRange"),
-        ".operator_stats": ("OpCounts", "op_counts"),
+        ".operator_stats": ("op_counts",),
         ".plots": ("plot_exponents", "plot_loss_scale"),
     },
 )
