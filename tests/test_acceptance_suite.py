@@ -19,14 +19,14 @@ from helpers.acceptance_report import report_path
 SUITE = Path(__file__).parent / "gpu"
 
 
-# What takes longest is left to the night: a machine measured again and again, the largest models,
-# kernels in a second dtype, a process that starts no device, which tests/test_architecture.py has
+# What takes longest is left to the night: a machine measured again and again, the largest models, a
+# second dtype or optimizer, a process that starts no device, which tests/test_architecture.py has
 # too, and faults in every way, which tests/integration has.
 _QUICKER = (
-    "not (doctor or idle or measured_twice or test_training or (compiled and not policy)"
-    " or (test_trained and transformer) or (test_layers and bfloat16) or (test_recurrent and GRU)"
-    " or (several_gpus and test_faults and not policy)"
-    " or (test_faults.py and (test_loop or test_scaler)))"
+    "not (doctor or idle or measured_twice or test_training or adam or (compiled and not policy)"
+    " or (test_trained and (transformer or bfloat16)) or (test_layers and (policy or bfloat16))"
+    " or (test_recurrent and GRU) or (several_gpus and (test_fit or test_faults) and not policy)"
+    " or (test_faults.py and (test_loop or test_scaler or off)))"
 )
 
 
