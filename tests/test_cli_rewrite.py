@@ -106,14 +106,6 @@ def test_a_wrong_value_is_one_line(run, src, tmp_path, options, message):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_pattern_without_effect_is_a_warning(run, src, tmp_path):
-    options = ("--dtype", "bfloat16", "--keep-float32", "^serving_default_x$")
-    code, _, err = run("rewrite", src, tmp_path / "low", *options)
-    assert code == 0
-    assert one_line(err).startswith("tfamp: warning: keep_float32")
-    assert "'^serving_default_x$' has no effect" in err
-
-
 def test_missing_and_existing_directories_are_one_line(run, src, tmp_path):
     low, file = tmp_path / "low", tmp_path / "file"
     file.touch()

@@ -129,22 +129,6 @@ def test_flush_ends_a_window_early_and_knows_what_was_unscaled_in_each_batch(tra
     assert int(optimizer.iterations) == 1
 
 
-def test_reset_drops_a_window_and_forgets_that_a_batch_was_not_finite():
-    weight = keras.Variable(0.0)
-    optimizer, accumulator = make(lambda: keras.optimizers.SGD(1.0), steps=2)
-
-    def step(gradient):
-        accumulator.apply_gradients([(optimizer.get_scaled_loss(gradient), weight)])
-
-    step(100.0)
-    optimizer.get_unscaled_gradients([tf.constant(np.nan)])
-    accumulator.reset()
-    step(1.0)
-    assert float(weight) == 0.0
-    step(3.0)
-    assert float(weight) == -2.0
-
-
 def test_clipping_is_of_the_mean():
     weight = keras.Variable(0.0)
     optimizer, accumulator = make(lambda: keras.optimizers.SGD(1.0), steps=2, grad_clip=3.0)

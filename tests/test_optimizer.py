@@ -150,18 +150,12 @@ def test_gradients_unscaled_only_to_be_looked_at_do_not_spoil_a_later_step():
 
 
 @pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize(
-    "clip",
-    [
-        lambda g: tf.clip_by_value(g, -1.0, 1.0),
-        tf.zeros_like,
-    ],
-)
-def test_clipping_cannot_hide_an_overflow_in_another_function_neither(clip, traced):
+def test_clipping_cannot_hide_an_overflow_in_another_function_neither(traced):
     weight, optimizer = one_weight()
 
     def unscale(gradient):
-        return clip(optimizer.get_unscaled_gradients([gradient])[0])
+        (gradient,) = optimizer.get_unscaled_gradients([gradient])
+        return tf.clip_by_value(gradient, -1.0, 1.0)
 
     def apply(gradient):
         optimizer.apply_gradients([(gradient, weight)])
@@ -204,19 +198,6 @@ def test_unscaling_twice_is_an_error_that_says_so(again, sparse, traced):
 
     with pytest.raises(ValueError, match="unscaled already since the last apply"):
         (tf.function(step) if traced else step)(tf.ones((1, 2)))
-
-
-def test_retracing_for_new_shapes_keeps_unscaling_once():
-    weight, optimizer = one_weight()
-
-    @tf.function
-    def step(rows):
-        (gradients,) = optimizer.get_unscaled_gradients([rows])
-        optimizer.apply_gradients([(tf.reduce_sum(gradients, 0), weight)])
-
-    for rows in (2, 1, 2):
-        step(tf.ones((rows, 2)))
-    np.testing.assert_array_equal(weight.numpy(), [0.375, 0.375])
 
 
 @settings(max_examples=30)
@@ -322,27 +303,14 @@ def test_minimize(traced, with_tape):
         assert float(weight.numpy()) == 1.5
 
 
-def test_exclusion_from_weight_decay_reaches_the_inner_optimizer():
-    kept, decayed = keras.Variable(1.0, name="bias"), keras.Variable(1.0, name="kernel")
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.5, weight_decay=0.5))
-    optimizer.exclude_from_weight_decay(var_names=["bias"])
-    zero = tf.constant(0.0)
-    optimizer.apply_gradients([(zero, kept), (zero, decayed)], unscaled=True)
-    assert (float(kept), float(decayed)) == (1.0, 0.75)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("traced", [False, True])
-def test_keras_accumulates_gradients_of_low_variables(dtype, traced):
-    weight = keras.Variable([1.0, 1.0], dtype=dtype)
+def test_keras_accumulates_gradients_of_low_variables():
+    weight = keras.Variable([1.0, 1.0], dtype="float16")
     inner = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
     optimizer = tfamp.LossScaleOptimizer(inner, loss_scale=8.0)
 
     def step(gradient):
         optimizer.apply([gradient], [weight], unscaled=False)
 
-    step = tf.function(step) if traced else step
-    for values in ([8.0, 16.0], [24.0, 16.0]):
-        step(tf.constant(values, dtype))
-    assert weight.dtype == dtype
+    for run, values in ((step, [8.0, 16.0]), (tf.function(step), [24.0, 16.0])):
+        run(tf.constant(values, "float16"))
     assert keras.ops.cast(weight, "float32").numpy().tolist() == [0.0, 0.0]

@@ -102,12 +102,12 @@ INTEGERS = tf.ones((4, 8), tf.int32)
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
-        (lambda g, v: ([], []), ValueError, "nothing to apply: the list of gradients is empty"),
-        (lambda g, v: ([None] * 4, v), ValueError, "No gradient was given for any of 4 variables"),
+        (lambda g, v: ([], []), ValueError, "There is nothing to apply"),
+        (lambda g, v: ([None] * 4, v), ValueError, "no gradient was given for any of 4 variables"),
         (lambda g, v: ([g[1], *g[1:]], v), ValueError, "has shape .*; the variable has shape"),
-        (lambda g, v: ([1.0, *g[1:]], v), TypeError, "must be a float tensor; got float"),
-        (lambda g, v: ([INTEGERS, *g[1:]], v), TypeError, "must be a float tensor; got int32"),
-        (lambda g, v: (v, g), TypeError, "as variable. Are the two swapped"),
+        (lambda g, v: ([1.0, *g[1:]], v), TypeError, "a float gradient and .*; got float"),
+        (lambda g, v: ([INTEGERS, *g[1:]], v), TypeError, "a float gradient and .*; got int32"),
+        (lambda g, v: (v, g), TypeError, "pairs of a float gradient and a variable"),
         (lambda g, v: (g[:1], [keras.Variable(np.ones((4, 8)))]), ValueError, "Unknown variable"),
     ],
     ids=["empty", "all_none", "shape", "number", "integer", "swapped", "unknown"],

@@ -67,7 +67,7 @@ def test_settings_without_effect_are_left_out_and_unknown_or_missing_ones_errors
     with pytest.raises(TypeError, match="nonsense"):
         tfamp.LossScaleOptimizer.from_config(config | {"nonsense": 1})
     config.pop("inner_optimizer")
-    with pytest.raises(ValueError, match="has no 'inner_optimizer'.*'adam'"):
+    with pytest.raises(TypeError, match="The optimizer for a LossScaleOptimizer must be"):
         tfamp.LossScaleOptimizer.from_config(config)
 
 

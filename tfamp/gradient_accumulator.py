@@ -140,18 +140,6 @@ class GradientAccumulator(tf.Module):
             return tf.constant(False)
         return self._end_window_if(self._count > 0)
 
-    @as_written
-    def reset(self) -> None:
-        """Drops what has been added since the last window ended."""
-        self._clear()
-        # What was unscaled for it, and was not finite, says nothing of the next window.
-        self._optimizer.unscaled_gradients.forget()
-
-    def _clear(self) -> None:
-        for total in self._sums:
-            total.assign(tf.zeros_like(total))
-        self._count.assign(0)
-
     def _build(self, variables: list[Any]) -> None:
         if not self._optimizer.built:
             self._optimizer.build(variables)
@@ -202,7 +190,9 @@ class GradientAccumulator(tf.Module):
             for i, total in enumerate(self._sums)
         ]
         self._optimizer.apply(means, self._window.variables, unscaled=True)
-        self._clear()
+        for total in self._sums:
+            total.assign(tf.zeros_like(total))
+        self._count.assign(0)
 
 
 def _zeros_like(variable: Any) -> tf.Variable:

@@ -16,7 +16,7 @@ from keras import ops
 from tfamp.core import options
 from tfamp.core.errors import TfampWarning
 from tfamp.core.options import DynamicLossScale, FixedLossScale, GradClip, LossScale, LossScaleState
-from tfamp.interop.keras_hooks import as_tensor, native, runs_tensorflow
+from tfamp.interop.keras_hooks import as_tensor, native, require_tensorflow, runs_tensorflow
 from tfamp.interop.patching import level_of_user
 from tfamp.interop.tf_private import as_written
 from tfamp.training import gradients as gradient_lib
@@ -149,7 +149,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.master_weights = master_weights
         self.weight_rounding, self.slots = weight_rounding, slots
         self._create_variables()
-        # Held by `prepare` too; GradientAccumulator holds `unscaled_gradients`.
+        # Used by `prepare` too, and `unscaled_gradients` by GradientAccumulator.
         self.stored_weights = self._stored_weights(how)
         if runs_tensorflow():
             scaling.watch(self)
@@ -171,8 +171,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._unscaled_finite = self._scalar("unscaled_finite", "bool", True)
         clips = self.grad_clip is not None
         self._norm = self._scalar("last_gradient_norm", "float32", 0.0) if clips else None
-        left = self._unscaled_pending, self._unscaled_finite
-        self.unscaled_gradients = scaling.UnscaledGradients(self.dynamic_scale, *left)
+        self.unscaled_gradients = scaling.UnscaledGradients(
+            self.dynamic_scale, self._unscaled_pending, self._unscaled_finite
+        )
 
     def _stored_weights(self, how: tuple[str, str] | None) -> PlainWeights:
         if how is None:
@@ -386,12 +387,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             unscaled = True
         before, weights = self.unscaled_gradients, self.stored_weights
         gradients = before.take(grads, weights.targets(variables), unscaled)
-        divisor, scale = gradients.divisor, as_tensor(self.dynamic_scale)
+        divisor = gradients.divisor
+        float16_at = as_tensor(self.dynamic_scale) if self.aggregate_in_float16 else None
         gradients, finite, norm = gradient_lib.summed_checked_clipped(
-            gradients,
-            before.all_finite,
-            self.grad_clip,
-            float16_at=scale if self.aggregate_in_float16 else None,
+            gradients, before.all_finite, self.grad_clip, float16_at
         )
         if self.gradient_observer is not None:
             self.gradient_observer(grads, variables, divisor, finite)
@@ -454,10 +453,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 optimizers do not support it.
         """
         if not self.built:
-            raise ValueError(
-                f"{self.name} must be built before stateless_apply: call "
-                "optimizer.build(model.trainable_variables)."
-            )
+            raise ValueError(f"{self.name} must be built before stateless_apply: call build.")
         mapping = list(zip(self.variables, optimizer_variables, strict=True))
         inner_values = list(optimizer_variables[len(self._variables) :])
         with keras.StatelessScope(state_mapping=mapping) as scope:
@@ -566,7 +562,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            **_config_of(self.rule),
+            "loss_scale": asdict(self.rule),
             "aggregate_in_float16": self.aggregate_in_float16,
             "master_weights": self.master_weights,
             "weight_rounding": self.weight_rounding,
@@ -590,7 +586,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             The optimizer, without its state.
 
         Raises:
-            ValueError: There is no inner optimizer in it.
+            TypeError: There is no inner optimizer in it.
 
         Example:
             >>> import keras, tfamp
@@ -600,24 +596,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             32768.0
         """
         arguments = {name: v for name, v in config.items() if name not in _WITHOUT_EFFECT}
-        inner = _inner_of(arguments.pop("inner_optimizer", None), custom_objects)
+        inner = arguments.pop("inner_optimizer", None)
+        if isinstance(inner, Mapping) and "module" in inner:
+            inner = keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects)
         if saved := arguments.pop("loss_scale", None):
             kind = FixedLossScale if "scale" in saved else DynamicLossScale
             arguments["loss_scale"] = kind(**saved)
-        return cls(inner, **arguments)
-
-
-def _inner_of(saved: Any, custom_objects: dict[str, Any] | None) -> Any:
-    """The optimizer that a configuration says is to be wrapped."""
-    if saved is None:
-        raise ValueError(
-            "The configuration of a LossScaleOptimizer has no 'inner_optimizer', and there is no "
-            "default. Give one, such as {'inner_optimizer': 'adam'}."
-        )
-    if isinstance(saved, Mapping) and "module" in saved:
-        return keras.saving.deserialize_keras_object(saved, custom_objects=custom_objects)
-    with keras.saving.CustomObjectScope(custom_objects or {}):
-        return keras.optimizers.get(saved)
+        return cls(keras.optimizers.get(inner), **arguments)
 
 
 def go_on_from(optimizer: LossScaleOptimizer, other: LossScaleOptimizer) -> None:
@@ -636,31 +621,19 @@ def _or_default(given: Any, default: Any) -> Any:
 def _check_features(
     inner: Any, clip: GradClip | None, in_float16: Any, masters: Any, rounding: Any
 ) -> None:
-    """Raises if what is asked of the optimizer cannot be had together."""
-    asked = {
-        "aggregate_in_float16": options.checked_flag("aggregate_in_float16", in_float16),
-        "grad_clip": clip is not None,
-        "master_weights": options.checked_flag("master_weights", masters),
-        "weight_rounding": rounding is not None,
-    }
-    if any(asked.values()) and not runs_tensorflow():
-        raise ValueError(
-            f"{', '.join(name for name, is_asked in asked.items() if is_asked)} need Keras's "
-            f"TensorFlow backend; got {keras.backend.backend()}."
+    """Raises if the inner optimizer or Keras's backend does not support the features."""
+    of_sums = options.checked_flag("aggregate_in_float16", in_float16) or clip is not None
+    of_weights = options.checked_flag("master_weights", masters) or rounding is not None
+    if of_sums or of_weights:
+        require_tensorflow(
+            "tfamp.LossScaleOptimizer with grad_clip, aggregate_in_float16, master_weights or "
+            "weight_rounding",
+            "tfamp.LossScaleOptimizer without them",
         )
-    if inner.gradient_accumulation_steps and (asked["aggregate_in_float16"] or asked["grad_clip"]):
+    if of_sums and inner.gradient_accumulation_steps:
         raise ValueError(
             f"{inner.name} has gradient_accumulation_steps={inner.gradient_accumulation_steps}: "
             "grad_clip and aggregate_in_float16 would act on the gradients of every micro-batch "
             "instead of their mean. Create it without, and accumulate with "
             "tfamp.GradientAccumulator."
         )
-
-
-def _config_of(rule: LossScale) -> dict[str, Any]:
-    """Returns the arguments of `LossScaleOptimizer` that mean a loss scale."""
-    fields = asdict(rule)
-    if isinstance(rule, FixedLossScale):
-        return {"loss_scale": fields}
-    growth_steps = fields.pop("growth_steps")
-    return {**fields, "dynamic_growth_steps": growth_steps}

@@ -7,6 +7,7 @@ import tensorflow as tf
 import tfamp
 from helpers.cases import first_of, one_of_each
 from helpers.tolerances import assert_close
+from tfamp.planning.structures import op_types
 
 DTYPES = ("bfloat16", "float16")
 PLACEMENTS = ("lists", "min_cut", "fused")
@@ -44,18 +45,7 @@ def with_penalty(x, y):
 
 
 LOSSES = {"squared error": squared_error, "divergence": divergence, "penalty": with_penalty}
-ARITHMETIC = (
-    "Sub",
-    "Square",
-    "Mean",
-    "Sum",
-    "Softmax",
-    "Log",
-    "RealDiv",
-    "DivNoNan",
-    "Mul",
-    "AddV2",
-)
+ARITHMETIC = op_types("Sub Square Mean Sum Softmax Log RealDiv DivNoNan Mul AddV2")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,8 +1,6 @@
 """Names of nodes behind those of their callers, and names like a pattern."""
 
-import pytest
-
-from tfamp.planning.options import MOST_CALLERS, caller_names, full_name, nearest_names
+from tfamp.planning.options import MOST_CALLERS, caller_names, full_name
 
 
 def test_a_function_has_the_names_of_all_its_callers_and_ends_where_it_calls_itself():
@@ -24,17 +22,3 @@ def test_a_name_that_repeats_its_callers_is_not_written_twice():
     assert full_name("cond", "cond") == "cond/cond"
     assert full_name("a/b", "a/c") == "a/b/a/c"
     assert full_name("", "MatMul") == "MatMul"
-
-
-@pytest.mark.parametrize(
-    ("pattern", "nearest"),
-    [
-        (r"^dense_l/", "dense_1/MatMul"),
-        (r"Softmx$", "head/Softmax"),
-        (r"dense_1/(matmul|bias)", "dense_1/MatMul"),
-        (r"\.\d+", "x"),
-    ],
-)
-def test_the_nearest_names_are_those_like_the_pattern(pattern, nearest):
-    names = ["x", "Const", "dense/MatMul", "dense_1/MatMul", "dense_1/MatMul/read", "head/Softmax"]
-    assert nearest_names(pattern, names)[0] == nearest

@@ -214,7 +214,7 @@ def test_it_is_never_dearer_than_the_lists_and_as_safe(made, profile, dtype, def
     options = RewriteOptions(dtype, lists)
     colors = options.colors
     (index,) = build_indexes(shaped(made.graph_def), dtype=dtype, device="cpu")
-    chosen = choose_nodes([index], options, GraphUse(made.fetches, made.feeds)).used
+    chosen = choose_nodes([index], options, GraphUse(made.fetches, made.feeds))[0]
     regions = find_regions(index, chosen)
     rules = Rules(index, regions, colors, updates="low")
     painting = paint(rules)
@@ -228,18 +228,36 @@ def test_it_is_never_dearer_than_the_lists_and_as_safe(made, profile, dtype, def
     assert seconds(index, costs, low) <= seconds(index, costs, painting.low)
 
 
-@RARELY
-@given(made=graph_dsl.random_graphs(), profile=profiles(), dtype=FLOATS, shapes=st.booleans())
-def test_random_graphs_stay_valid_and_are_their_own_rewrite(made, profile, dtype, shapes):
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    made=graph_dsl.random_graphs(),
+    profile=profiles(),
+    dtype=FLOATS,
+    shapes=st.booleans(),
+    placement=st.sampled_from(["grappler", "lists", "min_cut"]),
+)
+def test_random_graphs_stay_valid_and_are_their_own_rewrite(
+    made, profile, dtype, shapes, placement
+):
     graph_def = shaped(made.graph_def) if shapes else made.graph_def
+    given_graph = graph_def.SerializeToString(deterministic=True)
     # The graphs' denied op is Pow.
     lists = OpLists.default(dtype).with_changes(deny_add=["Pow"])
-    choices = {"dtype": dtype, "op_lists": lists, "profile": profile}
+    if placement == "grappler":
+        placement, lists = "lists", OpLists.grappler(dtype)
+    choices = {"dtype": dtype, "op_lists": lists, "profile": profile, "placement": placement}
     result = rewritten(graph_def, made.fetches, made.feeds, **choices)
-    with tf.Graph().as_default():  # TensorFlow compares the dtypes of both ends of every edge.
+    assert graph_def.SerializeToString(deterministic=True) == given_graph
+    with tf.Graph().as_default() as graph:  # TensorFlow compares the dtypes of every edge's ends.
         tf.graph_util.import_graph_def(result.graph_def, name="")
+    ends = (*made.fetches, *made.feeds)
+    assert {graph.get_tensor_by_name(name).dtype for name in ends} == {tf.float32}
     low = graph_dsl.low_nodes(result.graph_def, dtype)
     assert not {name for name in low if name[0] in "dn"}
+    if placement == "lists":
+        assert {name for name in made.nodes if name[0] == "a"} <= low
+    casts = [node for node in result.graph_def.node if node.op == "Cast"]
+    assert len({(node.input[0], node.attr["DstT"].type) for node in casts}) == len(casts)
     again = rewritten(result.graph_def, made.fetches, made.feeds, **choices)
     assert again.graph_def == result.graph_def
 

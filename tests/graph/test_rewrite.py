@@ -327,22 +327,14 @@ CHAIN = "x>A>i"
 @pytest.mark.parametrize(
     ("choices", "error", "message"),
     [
-        (
-            {"placement": "best"},
-            ValueError,
-            "lists, fused; got 'best'",
-        ),
-        (
-            {"profile": {"matmul": 1}},
-            TypeError,
-            "must be a .*MachineProfile or None; got dict",
-        ),
+        ({"placement": "best"}, ValueError, "lists, fused; got 'best'"),
+        ({"profile": {"matmul": 1}}, TypeError, "must be a .*MachineProfile, None.*got {'matmul'"),
         ({"op_lists": {"MatMul"}}, TypeError, "op_lists must be a tfamp.OpLists or None; got set"),
         ({"dtype": "float64"}, ValueError, "dtype must be one of float16, bfloat16; got"),
         ({"device": "npu"}, ValueError, "device must be one of auto, cpu, gpu, tpu; got 'npu'"),
         ({"fetches": ["out_j:0"]}, ValueError, r"fetches: .* no node 'out_j:0'.*\['out_i'"),
         ({"feeds": ["y:0"]}, ValueError, "feeds: the graph has no node 'y:0'"),
-        ({"feeds": ["x:0:9"]}, ValueError, "'x:0:9' is not the name of a tensor; .* 'x:0', 'x:1'"),
+        ({"feeds": ["x:0:9"]}, ValueError, "'x:0:9' is not the name of a tensor; give 'x:0'"),
         ({"fetches": "out_i:0"}, TypeError, "fetches must be a collection of strings"),
         ({"keep_float32": ["conv"]}, ValueError, "keep_float32: no node's name matches 'conv'"),
         ({"force_low": ["("]}, ValueError, r"force_low must hold regular expressions; got '\('"),

@@ -130,11 +130,6 @@ def test_what_the_user_forces_is_low():
     assert dtypes["moments/variance"] == "float32"
 
 
-def test_keeping_what_is_float32_anyway_is_said():
-    with pytest.warns(UserWarning, match="'Rsqrt' has no effect: without it"):
-        plan_of(NORMALIZATIONS["rms"], keep_float32=["Rsqrt"])
-
-
 def test_normalization_in_a_loop_is_found():
     def loop(x):
         return tf.while_loop(

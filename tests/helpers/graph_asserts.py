@@ -11,21 +11,14 @@ from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
+from tfamp.planning.structures import op_types
+
 LOW_PRECISION = frozenset({"float16", "bfloat16"})
 # What mixed precision is for; BatchMatMul is what einsum and attention become.
-COMPUTE_OPS = frozenset(
-    {
-        "BatchMatMulV2",
-        "BatchMatMulV3",
-        "Conv2D",
-        "Conv3D",
-        "DepthwiseConv2dNative",
-        "Einsum",
-        "MatMul",
-        "_FusedConv2D",
-        "_FusedMatMul",
-    }
-)
+COMPUTE_OPS = op_types("""
+    BatchMatMulV2 BatchMatMulV3 Conv2D Conv3D DepthwiseConv2dNative Einsum MatMul _FusedConv2D
+    _FusedMatMul
+""")
 # Attribute that holds the dtype an op computes in, first match wins. A Cast counts under what it
 # casts to.
 _DTYPE_ATTRS = ("T", "DstT", "dtype", "out_type")
@@ -56,9 +49,7 @@ def graph_op_dtypes(graph_def) -> dict[str, set[str]]:
 
 def assert_computes_in(dtype: str, fn: Callable, *args, **kwargs) -> None:
     """Asserts that the graph has matmuls or convolutions and that all of them are in `dtype`."""
-    found = op_dtypes(fn, *args, **kwargs)
-    compute = {op: dtypes for op, dtypes in found.items() if op in COMPUTE_OPS}
-    assert compute, f"no matmul or convolution in the graph; it has {sorted(found)}"
+    compute = _compute_dtypes(fn, *args, **kwargs)
     assert all(dtypes == {dtype} for dtypes in compute.values()), (
         f"expected every matmul and convolution in {dtype}; found {compute}"
     )
@@ -66,11 +57,17 @@ def assert_computes_in(dtype: str, fn: Callable, *args, **kwargs) -> None:
 
 def assert_has_low_precision(fn: Callable, *args, **kwargs) -> None:
     """Asserts that at least one matmul or convolution is in float16 or bfloat16."""
+    compute = _compute_dtypes(fn, *args, **kwargs)
+    assert any(dtypes & LOW_PRECISION for dtypes in compute.values()), (
+        f"no matmul or convolution in float16 or bfloat16; found {compute}"
+    )
+
+
+def _compute_dtypes(fn: Callable, *args, **kwargs) -> dict[str, set[str]]:
     found = op_dtypes(fn, *args, **kwargs)
     compute = {op: dtypes for op, dtypes in found.items() if op in COMPUTE_OPS}
-    assert any(dtypes & LOW_PRECISION for dtypes in compute.values()), (
-        f"no matmul or convolution in float16 or bfloat16; found {compute or sorted(found)}"
-    )
+    assert compute, f"no matmul or convolution in the graph; it has {sorted(found)}"
+    return compute
 
 
 def _reachable_nodes(graph_def) -> Iterator:

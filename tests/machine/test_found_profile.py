@@ -76,10 +76,6 @@ def test_threads_measure_it_once_it_is_kept_and_damage_is_replaced(folder, measu
 CHANGES = {
     "tensorflow": lambda patch: patch.setattr(tf, "__version__", "9.9"),
     "isa": lambda patch: patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2"),
-    "onednn": lambda patch: patch.setenv("TF_ENABLE_ONEDNN_OPTS", "0"),
-    "cores": lambda patch: patch.setattr(
-        "os.sched_getaffinity", lambda _: range(77), raising=False
-    ),
     "cpu": lambda patch: set_machine(patch, cpu_model="another"),
     "native": lambda patch: set_machine(patch, cpu_bfloat16=not hardware.detect().cpu_bfloat16),
     "gpus": lambda patch: set_machine(patch, gpus=(hardware.Gpu("A100", (8, 0)),)),

@@ -36,9 +36,9 @@ def gpus(*capabilities):
 @pytest.mark.parametrize(
     ("facts", "policy", "reason"),
     [
-        ({}, "float32", "neither bfloat16 nor float16"),
+        ({}, "float32", "does not multiply bfloat16"),
         ({"cpu_bfloat16": True}, "mixed_bfloat16", "this CPU"),
-        ({"cpu_float16": True}, "float32", "GPUs only"),
+        ({"cpu_float16": True}, "float32", "no GPU"),
         ({"tpu": True}, "mixed_bfloat16", "TPU"),
         ({"gpus": gpus((8, 0))}, "mixed_bfloat16", "8.0"),
         ({"gpus": gpus((12, 0))}, "mixed_bfloat16", "12.0"),

@@ -25,7 +25,7 @@ def test_profiles_are_written_read_and_checked():
     assert changed.peaks_of("Softmax", "special") == profile.peaks["special"]
     for changes, message in (
         ({"bandwidth": -1}, "bandwidth must be a positive finite number; got -1"),
-        ({"op_overhead": -1}, "op_overhead must be a finite number from 0 on; got -1"),
+        ({"op_overhead": -1}, "op_overhead must be a positive finite number; got -1"),
         ({"peaks": 3}, "peaks must have exactly matmul, .*; got 3"),
         ({"peaks": {"matmul": {}}}, "peaks must have exactly matmul, .*; got matmul"),
         ({"peaks": {**profile.peaks, "conv": {"float64": 1.0}}}, r"peaks\['conv'\] must have "),

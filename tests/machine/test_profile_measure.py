@@ -7,19 +7,18 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.cases import first_of
 from tfamp.core.profile import DTYPES, KINDS, MachineProfile, builtin_profile
 from tfamp.interop import tf_private
 from tfamp.machine import profile_measure
-from tfamp.machine.profile_measure import NO_KERNEL, SIZES, Sizes, works
+from tfamp.machine.profile_measure import NO_KERNEL, SIZES, works
 
-TINY = Sizes(
-    matmuls=((8, 8, 8),),
-    convolutions=((1, 4, 2, 2, 3),),
-    elements=64,
-    images=(2, 4, 4),
-    traffic=64,
-)
+TINY = {
+    "matmuls": ((8, 8, 8),),
+    "convolutions": ((1, 4, 2, 2, 3),),
+    "elements": 64,
+    "images": (2, 4, 4, 4),
+    "traffic": 64,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -29,21 +28,6 @@ def tiny(monkeypatch):
 
 def measure():
     return profile_measure.measure_profile(seconds=0.01)
-
-
-@pytest.fixture
-def results(monkeypatch):
-    """The (eager, dtype) of every product of two matrices that is computed."""
-    found = []
-    matmul = tf.raw_ops.MatMul
-
-    def watched(**inputs):
-        result = matmul(**inputs)
-        found.append((tf.executing_eagerly(), result.dtype.name))
-        return result
-
-    monkeypatch.setattr(tf.raw_ops, "MatMul", watched)
-    return found
 
 
 def check(profile):
@@ -58,42 +42,26 @@ def check(profile):
     assert MachineProfile.from_json(profile.to_json()) == profile
 
 
-def test_every_kind_is_timed_in_every_dtype_by_turns(results):
-    check(measure())
+def test_every_kind_is_timed_in_every_dtype_wherever_it_is_asked_for(monkeypatch):
+    results = []
+    matmul = tf.raw_ops.MatMul
+
+    def watched(**inputs):
+        result = matmul(**inputs)
+        results.append((tf.executing_eagerly(), result.dtype.name))
+        return result
+
+    monkeypatch.setattr(tf.raw_ops, "MatMul", watched)
+    with tf.Graph().as_default() as graph, tfamp.autocast("bfloat16"), tf.device("CPU:1"):
+        check(measure())
+    assert not graph.get_operations()
+    assert {eager for eager, _ in results} == {True}
+    # Each dtype as it is: an autocast would have made bfloat16 of float32's.
     dtypes = [dtype for _, dtype in results]
     assert set(dtypes) == set(DTYPES)
     last = [len(dtypes) - 1 - dtypes[::-1].index(dtype) for dtype in DTYPES]
-    assert max(dtypes.index(dtype) for dtype in DTYPES) < min(last)
-    assert {work.kind for work in works(TINY)} == {*KINDS, "traffic", "cast traffic"}
-
-
-def in_a_graph(results):
-    with tf.Graph().as_default() as graph:
-        profile = measure()
-    assert not graph.get_operations()
-    return profile
-
-
-def autocast(results):
-    with tfamp.autocast("bfloat16"):
-        return measure()
-
-
-def pinned(results):
-    with tf.device("CPU:1"):
-        return measure()
-
-
-@pytest.mark.parametrize(
-    "where",
-    first_of([in_a_graph, autocast, pinned]),
-    ids=lambda f: f.__name__,
-)
-def test_it_is_measured_the_same_wherever_it_is_asked_for(where, results):
-    check(where(results))
-    assert {eager for eager, _ in results} == {True}
-    # Each dtype as it is: an autocast would have made bfloat16 of float32's.
-    assert {dtype for _, dtype in results} == set(DTYPES)
+    assert max(dtypes.index(dtype) for dtype in DTYPES) < min(last)  # in rounds
+    assert {work.kind for work in works(**TINY)} == {*KINDS, "traffic", "cast traffic"}
 
 
 def without_kernel(monkeypatch, op, dtype, error):
@@ -145,7 +113,7 @@ def test_nothing_is_timed_where_it_was_not_asked_for(monkeypatch):
 def test_measuring_holds_at_most_512_mib_at_once(device):
     with tf.Graph().as_default() as graph:  # Where tensors take no memory.
         held = {}
-        for work, dtype in [(each, dtype) for each in works(SIZES[device]) for dtype in DTYPES]:
+        for work, dtype in [(each, dtype) for each in works(**SIZES[device]) for dtype in DTYPES]:
             before = len(graph.get_operations())
             work.make(dtype)()
             tensors = [o for op in graph.get_operations()[before:] for o in op.outputs]

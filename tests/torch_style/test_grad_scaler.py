@@ -19,11 +19,11 @@ from helpers.training import assert_identical, assert_same_values, data, small_m
 MODES = {"eager": lambda f: f, "function": tf.function, "xla": tf.function(jit_compile=True)}
 IN_EVERY_MODE = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 ORDER_ERRORS = {
-    "unscale twice": "already been called on this optimizer since the last update",
-    "unscale after step": r"unscale\(\) is called after step",
+    "unscale twice": r"unscale\(\) has already been called",
+    "unscale after step": r"unscale\(\) is called after step\(\)",
     "step twice": r"step\(\) has already been called",
-    "minimize after unscale": r"minimize\(\) is called after unscale",
-    "minimize after step": r"minimize\(\) is called after step",
+    "minimize after unscale": r"minimize\(\) is called after unscale\(\)",
+    "minimize after step": r"minimize\(\) is called after step\(\)",
     "update alone": "No inf checks were recorded",
 }
 
@@ -129,26 +129,6 @@ def test_scale_tracker_and_weights_are_torchs(optimizers, traced):
     check()
 
 
-@settings(max_examples=40)
-@given(
-    st.floats(2.0**-20, 2.0**20),
-    st.floats(1.01, 1e4),
-    st.floats(0.01, 0.99),
-    st.lists(st.booleans(), max_size=20),
-)
-@pytest.mark.slow
-def test_any_factors_give_torchs_scale_to_the_last_bit(scale, growth, backoff, history):
-    weight, optimizer, scaler = one_weight(
-        init_scale=scale, growth_factor=growth, backoff_factor=backoff, growth_interval=1
-    )
-    rule = TorchRule(scale, growth, backoff, 1)
-    for finite in history:
-        scaler.step(optimizer, [(tf.constant([0.0 if finite else math.inf, 0.0]), weight)])
-        scaler.update()
-        rule.update(not finite)
-        assert float(scaler.get_scale()) == float(rule.scale)
-
-
 @IN_EVERY_MODE
 def test_a_scale_that_cannot_grow_keeps_its_value_and_none_becomes_zero(mode):
     weight, optimizer, scaler = one_weight(
@@ -169,20 +149,24 @@ def test_a_scale_that_cannot_grow_keeps_its_value_and_none_becomes_zero(mode):
     np.testing.assert_array_equal(weight.numpy(), [1.0, 1.0])
 
 
-def test_an_interval_made_shorter_takes_effect_in_a_traced_function():
+def test_a_state_that_is_loaded_holds_in_a_traced_function():
     weight, optimizer, scaler = one_weight(growth_interval=10)
 
     @tf.function
-    def step():
-        scaler.step(optimizer, [(tf.zeros(2), weight)])
+    def step(gradient):
+        scaler.step(optimizer, [(gradient, weight)])
         scaler.update()
 
     for _ in range(4):
-        step()
-    changes = {"growth_interval": 3, "growth_factor": 4.0}
-    scaler.load_state_dict(scaler.state_dict() | changes)
-    step()
-    assert float(scaler.get_scale()) == 32.0
+        step(tf.zeros(2))
+    factors = {"growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 3}
+    scaler.load_state_dict(scaler.state_dict() | factors)  # The count is larger than the interval.
+    step(tf.zeros(2))
+    rule = TorchRule(8.0 * 1.7, 1.7, 0.3, 3)
+    for finite in (True, True, True, False, False, True, True, True, True):
+        step(tf.constant([0.0 if finite else math.inf, 0.0]))
+        rule.update(not finite)
+        assert float(scaler.get_scale()) == float(rule.scale)
 
 
 @IN_EVERY_MODE
@@ -248,29 +232,6 @@ def test_unscale_step_and_update_in_functions_of_their_own(traced):
     assert float(scaler.get_scale()) == 4.0
 
 
-@IN_EVERY_MODE
-def test_a_step_on_condition(mode):
-    weight, optimizer, scaler = one_weight()
-    optimizer.build([weight])
-    total = tf.Variable(tf.zeros(2))
-
-    def apply():
-        (gradient,) = scaler.unscale(optimizer, [total.value()])
-        scaler.step(optimizer, [(gradient, weight)])
-        scaler.update()
-        total.assign(tf.zeros(2))
-
-    @mode
-    def step(count, gradient):
-        total.assign_add(gradient)
-        tf.cond(count % 2 == 0, apply, lambda: None)
-
-    for count in range(1, 5):
-        step(tf.constant(count), scaled(0.25, 0.125))
-    np.testing.assert_array_equal(weight.numpy(), [0.0, 0.5])
-    assert scaler.state_dict()["_growth_tracker"] == 2
-
-
 def test_scaling_in_float32_and_of_nests():
     scaler = tfamp.GradScaler(init_scale=2.0**20)
     losses = {"a": tf.constant(3.0, "float16"), "b": (tf.constant([1.0], "float64"), 2.0)}
@@ -331,39 +292,15 @@ def out_of_order(scaler, optimizer, weight, case):
 def test_calls_out_of_order(case):
     weight, optimizer, scaler = one_weight()
     optimizer.build([weight])
-    for _ in range(2):  # The second time: after an error, update starts anew.
-        first, second = out_of_order(scaler, optimizer, weight, case)
-        first()
+    first, second = out_of_order(scaler, optimizer, weight, case)
+    for call in (first, tf.function(first)):  # An update ends an iteration with an error too.
+        call()
         with pytest.raises(RuntimeError, match=ORDER_ERRORS[case]):
             second()
         scaler.update(8.0)
-    if case != "update alone":
-        for jit_compile in (False, True):  # Found while tracing.
-            both = tf.function(lambda: (first(), second()), jit_compile=jit_compile)
-            with pytest.raises(RuntimeError, match=ORDER_ERRORS[case]):
-                both.get_concrete_function()
-
-
-ASK = {"unscale twice": "get_scale", "step twice": "update"}
-
-
-@pytest.mark.parametrize(("case", "jit_compile"), one_of_each(ORDER_ERRORS, [False, True]))
-def test_calls_out_of_order_in_two_functions_raise_outside_them(case, jit_compile):
-    weight, optimizer, scaler = one_weight()
-    optimizer.build([weight])
-    eager = out_of_order(scaler, optimizer, weight, case)
-    first, second = (tf.function(each, jit_compile=jit_compile) for each in eager)
-    first()
-    before = weight.numpy()
-    second()
-    np.testing.assert_array_equal(weight.numpy(), before)
-    with pytest.raises(RuntimeError, match=ORDER_ERRORS[case]):
-        getattr(scaler, ASK.get(case, "state_dict"))()
-    scaler.update(8.0)
-    assert float(scaler.get_scale()) == 8.0
-    first()  # A function and eager mode know of each other.
-    with pytest.raises(RuntimeError, match=ORDER_ERRORS[case]):
-        eager[1]()
+    if case != "update alone":  # Found while tracing.
+        with pytest.raises(RuntimeError, match=ORDER_ERRORS[case]):
+            tf.function(lambda: (first(), second())).get_concrete_function()
 
 
 def test_nothing_in_a_traced_step_makes_the_host_wait():
@@ -448,10 +385,10 @@ def test_a_bad_state_dict_restores_nothing():
     ]:
         with pytest.raises(error):
             scaler.load_state_dict(before | {"scale": 2.0} | changes)
-    with pytest.raises(KeyError, match="no 'growth_factor', .*, only 'scale'"):
+    with pytest.raises(KeyError, match="no 'growth_factor', .*, only .'scale'"):
         scaler.load_state_dict({"scale": 2.0})
-    with pytest.raises(RuntimeError, match="state dict is empty"):
-        scaler.load_state_dict({})
+    with pytest.raises(RuntimeError, match="of an enabled GradScaler"):
+        scaler.load_state_dict(tfamp.GradScaler(enabled=False).state_dict())
     assert scaler.state_dict() == before
 
 

@@ -11,9 +11,7 @@ import tensorflow as tf
 
 import tfamp
 from helpers.cases import one_in, one_of_each
-from helpers.graph_asserts import op_dtypes
 from helpers.tolerances import assert_all_equal
-from helpers.training import assert_identical, data, small_model, snapshot, train_step
 from tfamp.training import fused_update
 
 # Of the shared matmul weights, of a bias and of something with more axes.
@@ -204,13 +202,6 @@ def test_any_scale_exclusion_from_decay_eager_steps_and_settings_changed_between
     pair.assert_same()
 
 
-def test_an_infinite_weight_stays_what_it_is():
-    mask = keras.Variable([-np.inf, 1.0])
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.5), initial_scale=1.0)
-    optimizer.apply([tf.constant([0.0, 1.0])], [mask], unscaled=True)
-    np.testing.assert_allclose(mask.numpy(), [-np.inf, 0.5], rtol=1e-4)
-
-
 @pytest.mark.parametrize("changed", [False, True])
 def test_gradients_are_checked_once(changed):
     ours = variables()
@@ -257,10 +248,11 @@ def test_huge_gradients_are_finite_but_not_if_they_overflow_when_unscaled():
 
 
 def test_a_scale_whose_inverse_is_subnormal():
-    weight, expected = keras.Variable([1.0]), keras.Variable([1.0])
+    """And a weight that is infinite, as in a mask, stays so."""
+    weight, expected = (keras.Variable([1.0, -np.inf]) for _ in range(2))
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.5), loss_scale=2.0**127)
-    optimizer.apply([tf.constant([2.0**125])], [weight], unscaled=False)
-    keras.optimizers.Adam(0.5).apply([tf.constant([2.0**-2])], [expected])
+    optimizer.apply([tf.constant([2.0**125, 0.0])], [weight], unscaled=False)
+    keras.optimizers.Adam(0.5).apply([tf.constant([2.0**-2, 0.0])], [expected])
     np.testing.assert_allclose(weight.numpy(), expected.numpy(), rtol=1e-6)
 
 
@@ -289,16 +281,6 @@ def test_other_optimizers_update_themselves(make):
     assert "AssignSubVariableOp" in kinds or "AssignAddVariableOp" in kinds
     pair.run(range(6))
     pair.assert_same()
-
-
-def test_an_update_replaced_on_the_object_is_called():
-    inner, called = keras.optimizers.SGD(1.0), []
-    weight = keras.Variable([1.0])
-    optimizer = tfamp.LossScaleOptimizer(inner, initial_scale=1.0)
-    object.__setattr__(inner, "update_step", lambda g, v, rate: called.append(v.name))
-    optimizer.apply([tf.constant([1.0])], [weight], unscaled=True)
-    assert called == [weight.value.name]
-    assert weight.numpy() == [1.0]
 
 
 def test_variables_that_do_not_fit_are_updated_by_the_optimizer_itself():
@@ -360,23 +342,6 @@ def test_each_replica_updates_its_copies_in_one_pass(two_replicas, name, constra
         np.testing.assert_array_equal(first.numpy(), second.numpy(), variable.path)
 
 
-def test_under_the_rewrite_the_update_stays_one_compiled_pass_in_float32():
-    x, y = map(tf.constant, data(1))
-    model, optimizer = small_model(), tfamp.LossScaleOptimizer(OPTIMIZERS["adam"]())
-    optimizer.build(model.trainable_variables)
-    step = tfamp.rewrite(train_step(model, optimizer), dtype="bfloat16")
-    dtypes = op_dtypes(step.concrete(x, y))
-    assert "bfloat16" in dtypes["MatMul"]
-    assert dtypes["Sqrt"] == {"float32"}
-    library = step.concrete(x, y).graph.as_graph_def().library
-    assert any(each.attr["_XlaMustCompile"].b for each in library.function)
-    before = snapshot(model, optimizer.inner_optimizer)
-    step(x * np.inf, y)
-    assert_identical(snapshot(model, optimizer.inner_optimizer), before)
-    step(x, y)
-    assert int(optimizer.iterations) == 1
-
-
 @pytest.mark.parametrize("name", ["momentum", "adam"])
 def test_values_read_before_the_update_stay(name):
     weight = keras.Variable(np.ones(SHAPES[0]))
@@ -388,34 +353,6 @@ def test_values_read_before_the_update_stay(name):
     optimizer.apply([tf.ones(SHAPES[0])], [weight], unscaled=True)
     assert (weight.numpy() < 1).all()
     assert_all_equal(read, copies)
-
-
-def test_applying_under_a_tape_that_records():
-    weight = keras.Variable([2.0])
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.5), initial_scale=1.0)
-    with tf.GradientTape(persistent=True) as tape:
-        loss = tf.reduce_sum(weight**2)
-        gradient = tape.gradient(loss, weight.value)
-        optimizer.apply([gradient], [weight], unscaled=True)
-        again = tf.reduce_sum(weight**2)
-    np.testing.assert_allclose(weight.numpy(), [1.5], rtol=1e-4)
-    np.testing.assert_allclose(tape.gradient(again, weight.value), [3.0], rtol=1e-4)
-
-
-@pytest.mark.parametrize("traced", [True, False], ids=["function", "eager"])
-def test_grad_scaler_steps_in_one_pass_too(traced):
-    pair = Pair(OPTIMIZERS["adamw"])
-    inner, scaler = pair.optimizer.inner_optimizer, tfamp.GradScaler(init_scale=2.0**10)
-
-    @tf.function
-    def step(*grads):
-        scaler.step(inner, zip([g * 2.0**10 for g in grads], pair.ours, strict=True))
-        scaler.update()
-
-    assert one_pass_updates(step) == 1
-    pair.step = step if traced else step.python_function
-    pair.run(range(3))
-    pair.assert_same()
 
 
 def test_where_xla_does_not_work_keras_updates(monkeypatch):

@@ -8,9 +8,8 @@ import tensorflow as tf
 import tfamp
 from helpers.cases import first_of
 from helpers.replicas import halves
-from helpers.tolerances import assert_all_close, assert_all_equal, assert_close
+from helpers.tolerances import assert_all_close, assert_close
 from helpers.training import (
-    assert_identical,
     assert_same_values,
     data,
     scaled_gradients,
@@ -51,10 +50,9 @@ def assert_rounded(variables, masters):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("masters", [True, False])
-def test_updates_below_half_a_spacing_add_up(dtype, masters):
+def test_updates_below_half_a_spacing_add_up(dtype):
     weight = keras.Variable(np.ones(3), dtype=dtype)
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), master_weights=masters)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), master_weights=True)
     optimizer.build([weight])
 
     @tf.function
@@ -63,8 +61,7 @@ def test_updates_below_half_a_spacing_add_up(dtype, masters):
             optimizer.apply([tf.fill([3], 1e-4)], [weight], unscaled=True)
 
     steps()
-    moved = 0.1 if masters else 0.0
-    assert_close(np.float32(weight.numpy()), np.full(3, 1 - moved), dtype)
+    assert_close(np.float32(weight.numpy()), np.full(3, 0.9), dtype)
 
 
 @pytest.mark.parametrize(
@@ -122,21 +119,6 @@ def test_gradients_are_unscaled_in_float32():
     optimizer.get_scaled_loss(1.0)
     optimizer.apply([tf.constant([2.0**-10, 0.0], tf.float16)], [weight])
     np.testing.assert_array_equal(optimizer.master_variables[0].numpy(), [-(2.0**-25), 0.0])
-
-
-@pytest.mark.parametrize("traced", [True, False], ids=["function", "eager"])
-def test_a_nonfinite_step_changes_nothing(traced):
-    model, optimizer = low_model(), make()
-    step = train_step(model, optimizer)
-    step = tf.function(step) if traced else step
-    x, y = data(1)
-    step(x, y)
-    before = snapshot(model, optimizer.inner_optimizer)
-    masters = [m.numpy() for m in optimizer.master_variables]
-    step(np.full_like(x, np.inf), y)
-    assert_identical(snapshot(model, optimizer.inner_optimizer), before)
-    assert_all_equal(optimizer.master_variables, masters)
-    assert int(optimizer.skipped_steps) == 1
 
 
 @pytest.mark.parametrize("traced", [True, False], ids=["function", "eager"])
@@ -204,21 +186,6 @@ def test_constraints_hold_on_the_master():
     optimizer.apply([tf.constant([0.5, 2.0, 1.0])], [weight], unscaled=True)
     np.testing.assert_array_equal(optimizer.master_variables[0].numpy(), [0.5, 0.0, 0.0])
     np.testing.assert_array_equal(weight.numpy(), [0.5, 0.0, 0.0])
-
-
-def test_an_inner_optimizer_built_for_low_precision_is_refused():
-    model, inner = low_model(), keras.optimizers.Adam()
-    inner.build(model.trainable_variables)
-    with pytest.raises(ValueError, match=r"built for 4 low-precision variables.*new inner"):
-        make(inner).build(model.trainable_variables)
-
-
-def test_master_weights_is_a_flag_of_the_configuration():
-    for value in (1, None, "yes"):
-        with pytest.raises(TypeError, match="master_weights must be True or False"):
-            tfamp.LossScaleOptimizer(keras.optimizers.SGD(), master_weights=value)
-    assert tfamp.LossScaleOptimizer.from_config(make().get_config()).master_weights
-    assert not tfamp.LossScaleOptimizer(keras.optimizers.SGD()).get_config()["master_weights"]
 
 
 # ---- Saving ------------------------------------------------------------------------------------

@@ -126,11 +126,10 @@ def test_a_nonfinite_step_moves_nothing(rounding):
     assert_same(own, again)
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_where_xla_does_not_work_the_same_is_computed(monkeypatch, rounding):
-    compiled, _ = trained(INNER["AdamW"], weight_rounding=rounding)
+def test_where_xla_does_not_work_the_same_is_computed(monkeypatch):
+    compiled, _ = trained(INNER["AdamW"], weight_rounding="stochastic")
     monkeypatch.setattr(fused_update, "xla_works", lambda device: False)
-    assert_same(trained(INNER["AdamW"], weight_rounding=rounding)[0], compiled)
+    assert_same(trained(INNER["AdamW"], weight_rounding="stochastic")[0], compiled)
 
 
 def test_variables_and_steps_are_rounded_differently():
@@ -237,29 +236,20 @@ def test_constraints_hold_when_those_of_masters_do(rounding):
 
 @pytest.mark.parametrize("how", [{"weight_rounding": "split"}, {}])
 def test_a_variable_given_twice_is_updated_twice(how):
-    # As the weights of two models that share a layer are.
+    """As the weights of two models that share a layer are; others may have no elements."""
     dtype = "bfloat16" if how else "float32"
-    own = [keras.Variable(np.ones(3), dtype=each) for each in (dtype, "float32", dtype)]
-    shared, plain, other = own
+    shared, plain = (keras.Variable(np.ones(3), dtype=each) for each in (dtype, "float32"))
+    other = keras.Variable(np.ones(0), dtype=dtype)
     optimizer = tfamp.LossScaleOptimizer(optimizers.Adam(0.25), **how)
     bare = optimizers.Adam(0.25)
     step = tf.function(lambda *g: optimizer.apply(list(g), [shared, shared, other], unscaled=True))
     optimizer.build([shared, other])
     for number in range(3):
-        values = [tf.fill([3], tf.cast(number - each, dtype)) for each in (0.5, 2.0, 1.0)]
-        step(*values)
-        bare.apply([tf.cast(value, "float32") for value in values[:2]], [plain, plain])
+        values = [tf.fill([3], tf.cast(number - each, dtype)) for each in (0.5, 2.0)]
+        step(*values, tf.ones(0, dtype))
+        bare.apply([tf.cast(value, "float32") for value in values], [plain, plain])
     rounding = float_format(dtype).eps if how else 1e-6
     np.testing.assert_allclose(shared.numpy().astype("float32"), plain.numpy(), rtol=rounding)
-
-
-@pytest.mark.parametrize("how", [{"weight_rounding": "split"}, {}])
-def test_variables_without_elements(how):
-    dtype = "bfloat16" if how else "float32"
-    own = [keras.Variable(np.ones(shape), dtype=dtype) for shape in [(0,), (2,)]]
-    optimizer = tfamp.LossScaleOptimizer(optimizers.Adam(0.5), **how)
-    optimizer.apply([tf.ones(v.shape, dtype) for v in own], own, unscaled=True)
-    np.testing.assert_allclose(own[1].numpy().astype("float32"), 0.5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
@@ -321,7 +311,7 @@ def test_prepared_weights_start_from_the_exact_ones(how):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"weight_rounding": "kahan"}, "one of 'stochastic', 'split', or None; got 'kahan'"),
+        ({"weight_rounding": "kahan"}, "must be one of 'stochastic', 'split'; got 'kahan'"),
         ({"weight_rounding": "split", "slots": "int8"}, "'bfloat16', 'float16', 'float32'"),
         ({"slots": "bfloat16"}, "give weight_rounding"),
         ({"weight_rounding": "split", "master_weights": True}, "Leave one of the two out"),

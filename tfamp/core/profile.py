@@ -61,18 +61,16 @@ class MachineProfile:
 
     def __post_init__(self) -> None:
         _check_names("peaks", self.peaks, KINDS)
-        numbers = {"bandwidth": self.bandwidth, "cast_bandwidth": self.cast_bandwidth}
+        names = ("bandwidth", "cast_bandwidth", "op_overhead", "least_gain")
+        numbers = {name: getattr(self, name) for name in names}
         for name, table in (("peaks", self.peaks), ("ops", self.ops)):
             for key, row in table.items():
                 _check_names(f"{name}[{key!r}]", row, DTYPES)
                 numbers |= {f"{name}[{key!r}][{dtype!r}]": value for dtype, value in row.items()}
         for name, value in numbers.items():
-            if not isinstance(value, int | float) or not 0 < value < math.inf:
+            is_none = value == 0 and name in ("op_overhead", "least_gain")
+            if not isinstance(value, int | float) or not (is_none or 0 < value < math.inf):
                 raise ValueError(f"{name} must be a positive finite number; got {value!r}.")
-        for name in ("op_overhead", "least_gain"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be a finite number from 0 on; got {value!r}.")
 
     def peaks_of(self, op: str, kind: str, form: str = "") -> Mapping[str, float]:
         """Returns the speed of an op in each dtype: of its form, its type or its kind."""

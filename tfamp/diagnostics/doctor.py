@@ -24,7 +24,7 @@ import tensorflow as tf
 import tfamp
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.profile import KINDS, MachineProfile
-from tfamp.interop.keras_hooks import how_to_change, runs_tensorflow
+from tfamp.interop.keras_hooks import HOW_TO_CHANGE, runs_tensorflow
 from tfamp.machine import hardware
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
@@ -163,7 +163,7 @@ def device_report() -> DeviceReport:
         reason=reason,
         profile=profile,
         profile_source=source,
-        problems=() if runs_tensorflow() else (wrong_backend + how_to_change(),),
+        problems=() if runs_tensorflow() else (wrong_backend + HOW_TO_CHANGE,),
         known_issues=known_issues(read_environment(found)),
     )
 

@@ -18,7 +18,7 @@ from tfamp.graph.index import build_indexes
 from tfamp.interop import tf_private
 from tfamp.planning.decision import PaintedScope
 from tfamp.planning.options import SUCCESSORS
-from tfamp.planning.structures import FLOAT32, RESULT, GraphIndex, Retype, RewritePlan, ScopePlan
+from tfamp.planning.structures import FLOAT32, RESULT, GraphIndex, Retype, RewritePlan
 
 
 def apply_plan(graph: GraphEditor, plan: RewritePlan) -> None:
@@ -27,9 +27,8 @@ def apply_plan(graph: GraphEditor, plan: RewritePlan) -> None:
     Nodes keep their names and their order; a Cast comes right behind the node that makes its
     tensor. Functions keep their names and the names of their arguments and results.
     """
-    for changes in plan.scopes:
-        if changes.retypes or changes.casts:
-            _rewrite_scope(graph.library.get(changes.scope, graph), changes, plan.dtype)
+    for body in graph.bodies:
+        _rewrite_scope(body, plan)
 
 
 def connect(function: Any, by_name: Mapping[str, Any], cast: str, consumers: Any) -> None:
@@ -42,27 +41,31 @@ def connect(function: Any, by_name: Mapping[str, Any], cast: str, consumers: Any
             by_name[consumer].input[position] = output
 
 
-def _rewrite_scope(body: GraphEditor, changes: ScopePlan, dtype: str) -> None:
+def _rewrite_scope(body: GraphEditor, plan: RewritePlan) -> None:
+    retypes = [retype for retype in plan.retypes if retype.scope == body.scope]
+    casts = [cast for cast in plan.casts if cast.scope == body.scope]
+    if not retypes and not casts:
+        return
     function = body.graph if body.is_function else None
     by_name = dict(body.by_name)
     arguments = function.signature.input_arg if function else ()
     if function:
         by_name |= {each.name: each for each in arguments}
         by_name |= {RESULT + each.name: each for each in function.signature.output_arg}
-    for retype in changes.retypes:
+    for retype in retypes:
         if retype.attr:
-            change_dtype(by_name[retype.node], retype, dtype)
+            change_dtype(by_name[retype.node], retype, plan.dtype)
         else:
-            by_name[retype.node].type = tf_private.dtype_number(dtype)
+            by_name[retype.node].type = tf_private.dtype_number(plan.dtype)
     following: dict[str, list[Any]] = defaultdict(list)
-    for cast in changes.casts:
+    for cast in casts:
         source, target = map(tf_private.dtype_number, (cast.from_, cast.to))
         node = cast_node(cast.name, cast.tensor, source, target, cast.device)
         if (dims := body.shape(cast.tensor)) is not None:
             set_shape(node, dims)
         following[cast.producer].append(node)
         connect(function, by_name, cast.name, cast.consumers)
-    if changes.casts:
+    if casts:
         first = (following[argument.name] for argument in arguments)
         rest = ([node, *following.get(node.name, ())] for node in body.nodes)
         body.replace_nodes(itertools.chain(*first, *rest))
@@ -101,8 +104,9 @@ def verify_rewrite(after: Any, scopes: Sequence[PaintedScope], plan: RewritePlan
     indexes = build_indexes(after, dtype=None, device="cpu")
     if [index.scope for index in indexes] != [scope.index.scope for scope in scopes]:
         raise _violation("the functions of the graph", "a function was lost or added")
-    for scope, index, changes in zip(scopes, indexes, plan.scopes, strict=True):
-        _verify_nodes(scope, index, {cast.name for cast in changes.casts})
+    for scope, index in zip(scopes, indexes, strict=True):
+        casts = {cast.name for cast in plan.casts if cast.scope == index.scope}
+        _verify_nodes(scope, index, casts)
 
 
 def _verify_nodes(scope: PaintedScope, index: GraphIndex, casts: set[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.errors import NothingConvertedWarning, TfampWarning
+from tfamp.core.errors import NothingConvertedWarning
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.apply import apply_plan, verify_rewrite
 from tfamp.graph.editor import GraphEditor
@@ -290,8 +290,6 @@ def convert_prepared(prepared: PreparedGraph, options: RewriteOptions, use: Grap
     apply_plan(graph, decision.plan)
     verify_rewrite(graph.graph, decision.scopes, decision.plan)
     _run(passes, graph, options, decision.plan)
-    for text in decision.idle:
-        warnings.warn(text, TfampWarning, stacklevel=level_of_user())
     if not decision.plan.summary.low_nodes:
         text = _nothing_converted(decision.plan, decision)
         warnings.warn(text, NothingConvertedWarning, stacklevel=level_of_user())

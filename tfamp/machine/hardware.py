@@ -114,14 +114,19 @@ def detect() -> Hardware:
         >>> isinstance(detect().cpu_bfloat16, bool)
         True
     """
-    from tfamp.interop.tf_private import visible_devices
+    import tensorflow as tf
 
-    return _detected(visible_devices("GPU"), bool(visible_devices("TPU")))
+    visible = tf.config.get_visible_devices
+    return _detected(tuple(visible("GPU")), bool(visible("TPU")))
 
 
 @functools.cache
 def _detected(gpus: tuple[Any, ...], tpu: bool) -> Hardware:
-    model, flags = _cpu()
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = f"model name: {platform.processor()}"
+    model, flags = parse_cpuinfo(text)
     return Hardware(
         cpu_model=model,
         cpu_bfloat16=bool(flags & _BFLOAT16_FLAGS),
@@ -145,7 +150,7 @@ def automatic_policy(hardware: Hardware) -> tuple[str, str]:
     Example:
         >>> laptop = Hardware("", cpu_bfloat16=False, cpu_float16=False, gpus=(), tpu=False)
         >>> automatic_policy(laptop)
-        ('float32', 'this CPU multiplies neither ... no GPU and no TPU')
+        ('float32', 'this CPU does not multiply bfloat16 ... no GPU and no TPU')
     """
     if hardware.tpu:
         return "mixed_bfloat16", "TPUs multiply bfloat16 natively"
@@ -153,14 +158,9 @@ def automatic_policy(hardware: Hardware) -> tuple[str, str]:
         return _policy_of(hardware.weakest_gpu)
     if hardware.cpu_bfloat16:
         return "mixed_bfloat16", "this CPU multiplies bfloat16 natively"
-    if hardware.cpu_float16:
-        return "float32", (
-            "this CPU has float16 arithmetic but no bfloat16, and float16 training pays on GPUs "
-            "only; there is no GPU and no TPU"
-        )
-    return "float32", (
-        "this CPU multiplies neither bfloat16 nor float16 natively, and there is no GPU and no TPU"
-    )
+    # Float16 needs a loss scale and pays on GPUs only, also where a CPU has its arithmetic.
+    why = "this CPU does not multiply bfloat16 natively, and there is no GPU and no TPU"
+    return "float32", why
 
 
 def _policy_of(gpu: Gpu) -> tuple[str, str]:
@@ -169,11 +169,8 @@ def _policy_of(gpu: Gpu) -> tuple[str, str]:
     what = f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}"
     if gpu.lacks_tensor_cores:
         return "float32", f"{what} but no Tensor Cores: its chip is a TU116 or TU117"
-    if "bfloat16" in gpu.native:
-        return "mixed_bfloat16", f"{what}: bfloat16 Tensor Cores from 8.0 on"
-    if "float16" in gpu.native:
-        return "mixed_float16", f"{what}: float16 Tensor Cores from 7.0 on, bfloat16 from 8.0 on"
-    return "float32", f"{what}: Tensor Cores come with 7.0"
+    policy = f"mixed_{gpu.native[0]}" if gpu.native else "float32"
+    return policy, f"{what}: Tensor Cores multiply float16 from 7.0 on, bfloat16 from 8.0 on"
 
 
 def _gpu(device: Any) -> Gpu:
@@ -190,15 +187,6 @@ def _gpu(device: Any) -> Gpu:
         found = re.search(r"(\d+)\.(\d+)", capability)
         capability = (int(found[1]), int(found[2])) if found else None
     return Gpu(details.get("device_name", "unknown GPU"), capability)
-
-
-def _cpu() -> tuple[str, frozenset[str]]:
-    """Returns the CPU's name and its instruction set flags as /proc/cpuinfo spells them."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return platform.processor(), frozenset()
-    return parse_cpuinfo(text)
 
 
 def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:

@@ -8,15 +8,13 @@ of work exist during its turn only.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import tensorflow as tf
 
@@ -25,83 +23,81 @@ from tfamp.interop import tf_private
 
 # The speed of a kind of op in a dtype that it has no kernel for, in parts of float32's.
 NO_KERNEL = 1e-3
-# The errors of a missing kernel, or of one missing for this dtype on this device.
-_NO_KERNEL_ERRORS = (
-    tf.errors.InvalidArgumentError,
-    tf.errors.NotFoundError,
-    tf.errors.UnimplementedError,
-    tf.errors.InternalError,
-    tf.errors.UnknownError,
-)
-# Short works are repeated for this long at each turn.
+# Short works are repeated for this long in each round.
 _LEAST_SECONDS = 3e-3
 _MOST_REPEATS = 30
 _LEAST_ROUNDS = 3
-# A round that makes more than a few of the best times better by this much shows a busy machine:
-# there it takes longer.
-_IMPROVEMENT = 0.9
-_FEW = 0.1
-_LONGEST = 3.0
 # Speeds closer than this cannot be told from equal ones in a few seconds.
 _NOISE = 1.1
 
-_Result = TypeVar("_Result")
 
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The shapes that are timed: of the size that a small training step has.
-
-    Attributes:
-        matmuls: (rows, depth, columns) of each matmul; its gradients are timed as well.
-        convolutions: (batch, height and width, channels, filters, kernel) of each convolution.
-        elements: Elements of what elementwise ops take: on a CPU few enough for the cache, so that
-            their arithmetic is timed and not the memory.
-        images: (batch, height and width, channels) for pooling, normalization and softmax.
-        traffic: Elements that are read and written to time the memory: more than a cache holds.
-    """
-
-    matmuls: Sequence[tuple[int, int, int]]
-    convolutions: Sequence[tuple[int, int, int, int, int]]
-    elements: int
-    images: tuple[int, int, int]
-    traffic: int
-
-
-# A GPU needs more work to be busy.
-SIZES = {
-    "cpu": Sizes(
-        matmuls=((256, 1024, 1024), (2048, 512, 256), (32, 512, 2048)),
-        convolutions=((4, 32, 64, 32, 3), (8, 16, 256, 64, 1), (4, 8, 256, 128, 3)),
-        elements=1 << 19,
-        images=(16, 32, 32),
-        traffic=1 << 22,
-    ),
-    "gpu": Sizes(
-        matmuls=((2048, 4096, 4096), (16384, 1024, 1024)),
-        convolutions=((64, 56, 64, 64, 3), (64, 28, 512, 128, 1), (64, 14, 256, 256, 3)),
-        elements=1 << 22,
-        images=(64, 56, 64),
-        traffic=1 << 25,
-    ),
+# The shapes that are timed, of the size that a small training step has: see `works`. A GPU needs
+# more work to be busy.
+SIZES: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "matmuls": ((256, 1024, 1024), (2048, 512, 256), (32, 512, 2048)),
+        "convolutions": ((4, 32, 64, 32, 3), (8, 16, 256, 64, 1), (4, 8, 256, 128, 3)),
+        "elements": 1 << 19,
+        "images": (16, 32, 32, 32),
+        "traffic": 1 << 22,
+    },
+    "gpu": {
+        "matmuls": ((2048, 4096, 4096), (16384, 1024, 1024)),
+        "convolutions": ((64, 56, 64, 64, 3), (64, 28, 512, 128, 1), (64, 14, 256, 256, 3)),
+        "elements": 1 << 22,
+        "images": (64, 56, 56, 64),
+        "traffic": 1 << 25,
+    },
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One piece of work.
+    """One piece of work: an op on tensors of ones.
 
     Attributes:
         kind: A kind of a profile's peaks, "traffic" or "cast traffic".
         amount: How much work it is: operations, elements or bytes.
-        make: Makes tensors of a dtype, and returns a function that does the work on them.
-        dtypes: The dtypes; there must be a kernel for the first one.
+        op: The op type.
+        shapes: Shapes of the inputs in the dtype, by name.
+        options: The other arguments of the op.
+        dtypes: The dtypes to time; there must be a kernel for the first one.
+        best: The best time in each dtype that has a kernel, in seconds.
     """
 
     kind: str
     amount: float
-    make: Callable[[str], Callable[[], Any]]
+    op: str
+    shapes: Mapping[str, Sequence[int]]
+    options: Mapping[str, Any] = field(default_factory=dict)
     dtypes: tuple[str, ...] = DTYPES
+    best: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def first(self) -> float:
+        """Best seconds in the first dtype: in float32, but for Casts to it."""
+        return self.best[self.dtypes[0]]
+
+    def make(self, dtype: str) -> Callable[[], Any]:
+        """Makes tensors of a dtype, and returns a function that does the work on them."""
+        function = getattr(tf.raw_ops, self.op)
+        tensors = {name: tf.ones(shape, dtype) for name, shape in self.shapes.items()}
+        return lambda: function(**tensors, **self.options)
+
+    def time_first(self) -> None:
+        """Times the work once in each dtype, which also shows whether there is a kernel."""
+        for dtype in self.dtypes:
+            try:
+                self.best[dtype] = together(self.make(dtype), 1)
+            except tf.errors.OpError as error:
+                if dtype == self.dtypes[0] or isinstance(error, tf.errors.ResourceExhaustedError):
+                    raise  # Else there is no kernel for this dtype on this device.
+
+    def time_again(self) -> None:
+        """Times the work in each dtype that has a kernel."""
+        for dtype, known in self.best.items():
+            repeats = min(math.ceil(_LEAST_SECONDS / max(known, 1e-9)), _MOST_REPEATS)
+            self.best[dtype] = min(known, together(self.make(dtype), repeats))
 
 
 def measure_profile(*, seconds: float = 2.0) -> MachineProfile:
@@ -111,8 +107,7 @@ def measure_profile(*, seconds: float = 2.0) -> MachineProfile:
     autocast, tape, device or distribution strategy is active and nothing is in the default graph.
 
     Args:
-        seconds: About how long to measure, on a machine with nothing else to do; up to three times
-            as long on a busy one.
+        seconds: About how long to measure.
 
     Returns:
         The profile, every measured figure rounded to two digits: more would be noise. A dtype that
@@ -128,17 +123,9 @@ def measure_profile(*, seconds: float = 2.0) -> MachineProfile:
         True
     """
     device = tf_private.default_device_kind()
-    return _in_own_thread(lambda: _measure(device, seconds))
-
-
-def _in_own_thread(function: Callable[[], _Result]) -> _Result:
-    """Runs a function free of TensorFlow's and tfamp's per-thread state: scopes, graphs, modes.
-
-    It runs eagerly wherever this is called: in a function that is being traced, and under
-    `tf.Graph().as_default()`, which `tf.init_scope` does not leave.
-    """
+    # A thread of its own leaves `tf.Graph().as_default()` too, as `tf.init_scope` does not.
     with ThreadPoolExecutor(1) as own_thread:
-        return own_thread.submit(function).result()
+        return own_thread.submit(_measure, device, seconds).result()
 
 
 def let_memory_grow() -> None:
@@ -150,7 +137,7 @@ def let_memory_grow() -> None:
     """
     if tf_private.runtime_has_started():
         return
-    for gpu in tf_private.visible_devices("GPU"):
+    for gpu in tf.config.get_visible_devices("GPU"):
         if tf.config.experimental.get_memory_growth(gpu) is None:
             with contextlib.suppress(ValueError):  # It is divided, so that each part has a limit.
                 tf.config.experimental.set_memory_growth(gpu, True)
@@ -163,48 +150,47 @@ def _measure(device: str, seconds: float) -> MachineProfile:
     tf.config.set_soft_device_placement(False)
     try:
         with tf.device(f"{device.upper()}:0"):
-            timers = _timed(works(SIZES[device]), seconds)
+            timed = _timed(works(**SIZES[device]), seconds)
     finally:
         tf.config.set_soft_device_placement(before)
-    by_kind: dict[str, list[_Timer]] = defaultdict(list)
-    for timer in timers:
-        by_kind[timer.work.kind].append(timer)
     usual = builtin_profile(device)
-    peaks = {kind: _peaks(by_kind[kind]) for kind in KINDS}
+    peaks = {kind: _peaks([work for work in timed if work.kind == kind]) for kind in KINDS}
     return MachineProfile(
         name=f"{device.upper()}, measured with TensorFlow {tf.__version__}",
         peaks=peaks,
-        bandwidth=_rate(by_kind["traffic"]),
-        cast_bandwidth=_rate(by_kind["cast traffic"]),
+        bandwidth=_rate(work for work in timed if work.kind == "traffic"),
+        cast_bandwidth=_rate(work for work in timed if work.kind == "cast traffic"),
         op_overhead=usual.op_overhead,
         least_gain=usual.least_gain,
         ops=cpu_ops(peaks) if device == "cpu" else {},
     )
 
 
-def _timed(found: Iterable[Work], seconds: float) -> list[_Timer]:
+def _timed(found: Iterable[Work], seconds: float) -> list[Work]:
     """Times all in rounds, a few at least, for about that long."""
-    start = time.perf_counter()
-    timers = [_Timer(work) for work in found]
-    for number in itertools.count(1):
-        better = [timer.time_once() for timer in timers]
-        steady = sum(better) <= _FEW * len(timers)
-        enough = time.perf_counter() - start >= seconds * (1.0 if steady else _LONGEST)
-        if enough and number >= _LEAST_ROUNDS:
-            break
-    return timers
+    end = time.perf_counter() + seconds
+    timed = list(found)
+    for work in timed:
+        work.time_first()
+    rounds = 0
+    while rounds < _LEAST_ROUNDS or time.perf_counter() < end:
+        for work in timed:
+            work.time_again()
+        rounds += 1
+    return timed
 
 
-def _rate(timers: Sequence[_Timer]) -> float:
-    return _rounded(sum(each.work.amount for each in timers) / sum(each.first for each in timers))
+def _rate(timed: Iterable[Work]) -> float:
+    amounts, seconds = zip(*((work.amount, work.first) for work in timed), strict=True)
+    return _rounded(sum(amounts) / sum(seconds))
 
 
-def _peaks(timers: Sequence[_Timer]) -> dict[str, float]:
+def _peaks(timed: Sequence[Work]) -> dict[str, float]:
     """Work per second by dtype; ratios to float32 are means over the works that have a kernel."""
-    float32 = statistics.geometric_mean(each.work.amount / each.first for each in timers)
+    float32 = statistics.geometric_mean(work.amount / work.first for work in timed)
     peaks = {}
     for dtype in DTYPES:
-        ratios = [each.first / each.best[dtype] for each in timers if dtype in each.best]
+        ratios = [work.first / work.best[dtype] for work in timed if dtype in work.best]
         ratio = statistics.geometric_mean(ratios) if ratios else NO_KERNEL
         # A dtype that is hardly faster than float32 counts as equal: that may be noise.
         peaks[dtype] = _rounded(float32 * (1.0 if 1.0 < ratio < _NOISE else ratio))
@@ -213,35 +199,6 @@ def _peaks(timers: Sequence[_Timer]) -> dict[str, float]:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.1e}")
-
-
-class _Timer:
-    """The best times of a piece of work, in each dtype that it has a kernel for."""
-
-    def __init__(self, work: Work) -> None:
-        self.work = work
-        self.best: dict[str, float] = {}
-        # The first run also shows whether there is a kernel.
-        for dtype in work.dtypes:
-            try:
-                self.best[dtype] = together(work.make(dtype), 1)
-            except _NO_KERNEL_ERRORS:
-                if dtype == work.dtypes[0]:
-                    raise
-
-    @property
-    def first(self) -> float:
-        """Best seconds in the first dtype: in float32, but for Casts to it."""
-        return self.best[self.work.dtypes[0]]
-
-    def time_once(self) -> bool:
-        """Times the work in each dtype; returns whether a time improved."""
-        improved = False
-        for dtype, known in self.best.items():
-            repeats = min(math.ceil(_LEAST_SECONDS / max(known, 1e-9)), _MOST_REPEATS)
-            self.best[dtype] = min(known, together(self.work.make(dtype), repeats))
-            improved |= self.best[dtype] < _IMPROVEMENT * known
-        return improved
 
 
 def together(run: Callable[[], Any], repeats: int) -> float:
@@ -254,84 +211,62 @@ def together(run: Callable[[], Any], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-# ---- The works -----------------------------------------------------------------------------------
+def works(
+    matmuls: Iterable[tuple[int, int, int]],
+    convolutions: Iterable[tuple[int, int, int, int, int]],
+    elements: int,
+    images: Sequence[int],
+    traffic: int,
+) -> Iterator[Work]:
+    """Makes everything that is timed for a profile, on the current device.
 
-
-def works(sizes: Sizes) -> Iterator[Work]:
-    """Makes everything that is timed for a profile, on the current device."""
-    for matmul in sizes.matmuls:
-        yield from _matmuls(*matmul)
-    for convolution in sizes.convolutions:
-        yield from _convolution(*convolution)
-    flat = [sizes.elements]
-    inputs = {"AddV2": "x y", "Mul": "x y", "Relu": "features", "ReluGrad": "gradients features"}
-    for op, names in inputs.items():
-        yield Work(
-            "elementwise", float(sizes.elements), _run(op, dict.fromkeys(names.split(), flat))
-        )
-    yield from _special(*sizes.images)
+    Args:
+        matmuls: (rows, depth, columns) of each matmul; its gradients are timed as well.
+        convolutions: (batch, height and width, channels, filters, kernel) of each convolution.
+        elements: Elements of what elementwise ops take: on a CPU few enough for the cache, so that
+            their arithmetic is timed and not the memory.
+        images: Shape for pooling, normalization and softmax.
+        traffic: Elements that are read and written to time the memory: more than a cache holds.
+    """
+    for rows, depth, columns in matmuls:
+        x, w, y = (rows, depth), (depth, columns), (rows, columns)
+        flops = 2.0 * rows * depth * columns
+        yield Work("matmul", flops, "MatMul", {"a": x, "b": w})
+        # The gradients' products, which are slower in float32.
+        yield Work("matmul", flops, "MatMul", {"a": y, "b": w}, {"transpose_b": True})
+        yield Work("matmul", flops, "MatMul", {"a": x, "b": y}, {"transpose_a": True})
+    for convolution in convolutions:
+        yield from _convolutions(*convolution)
+    names = {"AddV2": "x y", "Mul": "x y", "Relu": "features", "ReluGrad": "gradients features"}
+    for op, inputs in names.items():
+        yield Work("elementwise", elements, op, dict.fromkeys(inputs.split(), [elements]))
+    amount, rows = math.prod(images), math.prod(images[:2])
+    ones, nothing = tf.ones(images[-1:]), tf.zeros((0,))
+    norm = {"scale": ones, "offset": ones, "mean": nothing, "variance": nothing}
+    pool = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "SAME"}
+    yield Work("special", amount, "Softmax", {"logits": [rows, amount // rows]})
+    yield Work("special", amount, "MaxPool", {"input": images}, pool)
+    yield Work("special", amount, "FusedBatchNormV3", {"x": images}, norm)
+    large = {"x": [traffic]}
     # An Add reads two tensors and writes one.
-    add = _run("AddV2", {"x": [sizes.traffic], "y": [sizes.traffic]})
-    yield Work("traffic", 3.0 * 4 * sizes.traffic, add, ("float32",))
-    for low in (tf.bfloat16, tf.float16):
-        for source, target in ((tf.float32, low), (low, tf.float32)):
-            cast = _run("Cast", {"x": [sizes.traffic]}, DstT=target)
-            yield Work("cast traffic", 6.0 * sizes.traffic, cast, (source.name,))
+    yield Work("traffic", 3 * 4 * traffic, "AddV2", {**large, "y": [traffic]}, {}, ("float32",))
+    for low in ("bfloat16", "float16"):
+        for source, target in (("float32", low), (low, "float32")):
+            made = {"DstT": tf.as_dtype(target)}
+            yield Work("cast traffic", 6 * traffic, "Cast", large, made, (source,))
 
 
-def _run(
-    op: str, shapes: Mapping[str, Sequence[int]], **options: Any
-) -> Callable[[str], Callable[[], Any]]:
-    """Runs an op on tensors of ones, of shapes by the names of its inputs."""
-    function = getattr(tf.raw_ops, op)
-
-    def make(dtype: str) -> Callable[[], Any]:
-        tensors = {name: tf.ones(shape, dtype) for name, shape in shapes.items()}
-        return lambda: function(**tensors, **options)
-
-    return make
-
-
-def _matmuls(rows: int, depth: int, columns: int) -> Iterator[Work]:
-    """A layer's product and those of its gradients, which are slower in float32."""
-    x, w, y = (rows, depth), (depth, columns), (rows, columns)
-    for make in (
-        _run("MatMul", {"a": x, "b": w}),
-        _run("MatMul", {"a": y, "b": w}, transpose_b=True),
-        _run("MatMul", {"a": x, "b": y}, transpose_a=True),
-    ):
-        yield Work("matmul", 2.0 * rows * depth * columns, make)
-
-
-def _convolution(batch: int, size: int, channels: int, filters: int, kernel: int) -> Iterator[Work]:
+def _convolutions(
+    batch: int, size: int, channels: int, filters: int, kernel: int
+) -> Iterator[Work]:
     """A convolution and its gradients by input and by filter."""
     x, y = [batch, size, size, channels], [batch, size, size, filters]
     w = [kernel, kernel, channels, filters]
-    options: dict[str, Any] = {"strides": [1, 1, 1, 1], "padding": "SAME"}
-    for kind, make in (
-        ("conv", _run("Conv2D", {"input": x, "filter": w}, **options)),
-        (
-            "conv_input",
-            _run("Conv2DBackpropInput", {"filter": w, "out_backprop": y}, input_sizes=x, **options),
-        ),
-        (
-            "conv_filter",
-            _run(
-                "Conv2DBackpropFilter", {"input": x, "out_backprop": y}, filter_sizes=w, **options
-            ),
-        ),
-    ):
-        yield Work(kind, 2.0 * math.prod(y) * math.prod(w[:3]), make)
-
-
-def _special(batch: int, size: int, channels: int) -> Iterator[Work]:
-    images = [batch, size, size, channels]
-    pool: dict[str, Any] = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "SAME"}
-    ones, nothing = tf.ones((channels,)), tf.zeros((0,))
-    norm = {"scale": ones, "offset": ones, "mean": nothing, "variance": nothing}
-    for make in (
-        _run("Softmax", {"logits": [batch * size, size * channels]}),
-        _run("MaxPool", {"input": images}, **pool),
-        _run("FusedBatchNormV3", {"x": images}, **norm),
-    ):
-        yield Work("special", float(math.prod(images)), make)
+    same = {"strides": [1, 1, 1, 1], "padding": "SAME"}
+    flops = 2.0 * math.prod(y) * math.prod(w[:3])
+    op = "Conv2DBackprop"
+    yield Work("conv", flops, "Conv2D", {"input": x, "filter": w}, same)
+    given: dict[str, Any] = {"filter": w, "out_backprop": y}
+    yield Work("conv_input", flops, f"{op}Input", given, {"input_sizes": x, **same})
+    given = {"input": x, "out_backprop": y}
+    yield Work("conv_filter", flops, f"{op}Filter", given, {"filter_sizes": w, **same})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from tfamp.planning.cost import FLOP_RULES
 from tfamp.planning.op_sets import LIST_READERS, LIST_WRITERS
@@ -25,12 +25,12 @@ from tfamp.planning.structures import (
     Painting,
     Reason,
     Regions,
+    along,
     op_types,
     reach,
 )
 
 Updates = Literal["low", "reduced", "float32"]
-_Table: TypeAlias = Sequence[Sequence[int]]
 
 # What makes the gradients of biases, scales and embeddings out of larger tensors.
 REDUCTIONS = frozenset({"BiasAddGrad", "Mean", "SegmentSum", "Sum", "UnsortedSegmentSum"})
@@ -121,8 +121,8 @@ def safe_slots(rules: Rules, painting: Painting) -> frozenset[int]:
         return is_clear(slot) or (slot not in updates and rules.may_infer(slot, painting))
 
     roots = (slot for slot in painting.low if rules.index.node_of(slot).op != "Cast")
-    behind = reach(roots, _along(follows, rules.fanout))
-    safe = reach(behind, _along(is_clear, rules.fanin, rules.fanout))
+    behind = reach(roots, along(follows, rules.fanout))
+    safe = reach(behind, along(is_clear, rules.fanin, rules.fanout))
     # A TensorList or a loop of which a part is safe is safe as a whole, or not at all.
     low = dict.fromkeys(safe, Reason("safe", "it may be converted"))
     whole = Painting(low, dict(painting.denied))
@@ -192,7 +192,7 @@ def spread_deny_forward(rules: Rules, painting: Painting) -> None:
     """
     slots = range(len(rules.index.slots))
     ends = [slot for slot in slots if rules.colors[slot] in ("deny", "infer")]
-    leads_there = reach(ends, _along(lambda slot: rules.colors[slot] == "clear", rules.fanin))
+    leads_there = reach(ends, along(lambda slot: rules.colors[slot] == "clear", rules.fanin))
     denied = set(painting.denied)
     roots = [s for s in slots if rules.colors[s] == "deny" and s not in painting.low]
 
@@ -200,7 +200,7 @@ def spread_deny_forward(rules: Rules, painting: Painting) -> None:
         is_forced = rules.index.slots[slot].node in rules.forced
         return slot in leads_there and slot not in denied and not is_forced
 
-    for slot, cause in reach(roots, _along(follows, rules.fanout)).items():
+    for slot, cause in reach(roots, along(follows, rules.fanout)).items():
         reason = Reason(
             "behind deny", f"it is computed from {rules.name(cause)}, which needs float32"
         )
@@ -231,8 +231,8 @@ def convert_between_allow(rules: Rules, painting: Painting) -> None:
     def joins(slot: int) -> bool:
         return rules.may_join(slot, painting, "infer", "clear")
 
-    behind = reach(painting.low, _along(joins, rules.fanout))
-    for slot in reach(painting.low, _along(behind.__contains__, rules.fanin)):
+    behind = reach(painting.low, along(joins, rules.fanout))
+    for slot in reach(painting.low, along(behind.__contains__, rules.fanin)):
         painting.low.setdefault(slot, Reason("between", "it is between converted nodes"))
 
 
@@ -260,7 +260,7 @@ def convert_clear_beside_converted(rules: Rules, painting: Painting) -> None:
     def is_clear(slot: int) -> bool:
         return rules.may_join(slot, painting, "clear")
 
-    near = reach(painting.low, _along(is_clear, rules.fanin, rules.fanout))
+    near = reach(painting.low, along(is_clear, rules.fanin, rules.fanout))
     for slot, cause in near.items():
         text = f"it is next to {rules.name(cause)}, which is converted"
         painting.low.setdefault(slot, Reason("beside low", text))
@@ -325,12 +325,7 @@ def _ways_to_variables(rules: Rules, reduced: bool) -> Iterable[int]:
         reduces = reduced and index.node_of(slot).op in REDUCTIONS
         return rules.colors[slot] not in ("allow", "deny") and not reduces
 
-    return reach(roots, _along(leads_on, rules.fanin))
-
-
-def _along(enters: Callable[[int], bool], *tables: _Table) -> Callable[[int], Iterable[int]]:
-    """The neighbours of a slot, by some tables, that may be entered."""
-    return lambda slot: [each for table in tables for each in table[slot] if enters(each)]
+    return reach(roots, along(leads_on, rules.fanin))
 
 
 # ---- What the structure of a scope demands -------------------------------------------------------
@@ -420,7 +415,9 @@ def _lists(index: GraphIndex) -> Iterator[tuple[list[int], tuple[int, ...]]]:
                 yield handles, found
 
 
-def _linked_handles(index: GraphIndex, *tables: _Table) -> Callable[[int], Iterable[int]]:
+def _linked_handles(
+    index: GraphIndex, *tables: Sequence[Iterable[int]]
+) -> Callable[[int], Iterable[int]]:
     def neighbours(slot: int) -> Iterable[int]:
         # The gradient of a loop in a loop has lists of lists: what one holds is part of it.
         within = _handles(index, slot) if "TensorList" in index.node_of(slot).op else ()

@@ -173,8 +173,8 @@ class _Estimate:
             kind = "special" if node.op in SPECIAL_OPS else "elementwise"
             return kind, max((self._size([tensor]) for tensor in tensors), default=0.0)
         inputs = {number: self._shapes.get(t) for number, t in self._inputs[position].items()}
-        outputs = {port: self._shapes.get((position, port)) for port in rule.outputs}
-        return rule.kind, rule.flops(inputs, outputs, node.equation) or 0.0
+        made = {0: self._shapes.get((position, 0))}
+        return rule.kind, rule.flops(inputs, made, node.equation) or 0.0
 
     def _form(self, position: int) -> str:
         """The form of a depthwise convolution's gradient, as its shapes tell it."""
@@ -224,7 +224,6 @@ class _Estimate:
 
 
 Shape: TypeAlias = tuple[int, ...]
-_Count: TypeAlias = Callable[[Sequence[Shape], str], float]
 
 # Nodes that take no time to start: a constant and a variable are where they are, and Casts have
 # times of their own.
@@ -259,15 +258,14 @@ class FlopRule:
 
     Attributes:
         kind: The peak it is held against: "matmul", "conv", "conv_input" or "conv_filter".
-        inputs: Positions of the inputs whose shapes tell it, None for all.
-        outputs: The same for outputs.
-        count: Counts from these shapes, those of inputs first, and the equation.
+        places: The tensors whose shapes tell it: "i1 o0" for the second input and the first
+            output; "" for all operands of an equation.
+        count: Counts from these shapes and the equation.
     """
 
     kind: str
-    inputs: tuple[int, ...] | None
-    outputs: tuple[int, ...]
-    count: _Count
+    places: str
+    count: Callable[[Sequence[Shape], str], float]
 
     def flops(
         self,
@@ -275,20 +273,18 @@ class FlopRule:
         outputs: Mapping[int, Shape | None],
         equation: str = "",
     ) -> float | None:
-        """Counts the operations of one node.
+        """Counts the operations of one node; None where a shape that tells it is not known.
 
         Args:
             inputs: Shapes by position, control inputs left out.
             outputs: Shapes by port.
             equation: An Einsum's equation.
-
-        Returns:
-            The number, or None where a shape that tells it is missing or None.
         """
-        operands = range(equation.count(",") + 1)
-        positions = operands if self.inputs is None else self.inputs
-        shapes = [inputs.get(position) for position in positions]
-        shapes += [outputs.get(port) for port in self.outputs]
+        operands = [f"i{number}" for number in range(equation.count(",") + 1)]
+        shapes = [
+            (inputs if place[0] == "i" else outputs).get(int(place[1:]))
+            for place in self.places.split() or operands
+        ]
         known = [shape for shape in shapes if shape is not None]
         return self.count(known, equation) if len(known) == len(shapes) else None
 
@@ -323,10 +319,6 @@ def _depthwise(shapes: Sequence[Shape], _: str) -> float:
     return 2 * math.prod(made) * math.prod(weights[:2])
 
 
-def _filter_first(count: _Count) -> _Count:
-    return lambda shapes, equation: count(shapes[::-1], equation)
-
-
 def _cell(shapes: Sequence[Shape], _: str) -> float:
     """Of a recurrent cell: every row of the first input meets every weight."""
     rows, *weights = shapes
@@ -338,32 +330,29 @@ def _cell_gradient(shapes: Sequence[Shape], _: str) -> float:
 
 
 _DEPTHWISE = "DepthwiseConv2dNative"
-_MATMULS = "MatMul _FusedMatMul BatchMatMul BatchMatMulV2 BatchMatMulV3"
-_CONVOLUTIONS = "Conv Conv2D Conv3D _FusedConv2D FusedConv2DBiasActivation"
-_BY_INPUT = "Conv2DBackpropInput Conv2DBackpropInputV2 Conv3DBackpropInput Conv3DBackpropInputV2"
-_BY_FILTER = _BY_INPUT.replace("Input", "Filter")
+_CONV_GRADIENTS = "Conv2DBackprop{0} Conv2DBackprop{0}V2 Conv3DBackprop{0} Conv3DBackprop{0}V2"
 _CUDNN_GRADIENTS = "CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3"
 _RULES = {
-    _MATMULS: FlopRule("matmul", (0, 1), (0,), _matmul),
-    "Einsum": FlopRule("matmul", None, (), _einsum),
-    _CONVOLUTIONS: FlopRule("conv", (1,), (0,), _filter_first(_convolution)),
-    "FusedPadConv2D": FlopRule("conv", (2,), (0,), _filter_first(_convolution)),
-    "FusedResizeAndPadConv2D": FlopRule("conv", (3,), (0,), _filter_first(_convolution)),
-    _BY_INPUT: FlopRule("conv_input", (2, 1), (), _convolution),
-    _BY_FILTER: FlopRule("conv_filter", (2,), (0,), _convolution),
-    _DEPTHWISE: FlopRule("conv", (1,), (0,), _filter_first(_depthwise)),
-    f"{_DEPTHWISE}BackpropInput": FlopRule("conv_input", (2, 1), (), _depthwise),
-    f"{_DEPTHWISE}BackpropFilter": FlopRule("conv_filter", (2,), (0,), _depthwise),
+    "MatMul _FusedMatMul BatchMatMul BatchMatMulV2 BatchMatMulV3": ("matmul", "i0 i1 o0", _matmul),
+    "Einsum": ("matmul", "", _einsum),
+    "Conv Conv2D Conv3D _FusedConv2D FusedConv2DBiasActivation": ("conv", "o0 i1", _convolution),
+    "FusedPadConv2D": ("conv", "o0 i2", _convolution),
+    "FusedResizeAndPadConv2D": ("conv", "o0 i3", _convolution),
+    _CONV_GRADIENTS.format("Input"): ("conv_input", "i2 i1", _convolution),
+    _CONV_GRADIENTS.format("Filter"): ("conv_filter", "i2 o0", _convolution),
+    _DEPTHWISE: ("conv", "o0 i1", _depthwise),
+    f"{_DEPTHWISE}BackpropInput": ("conv_input", "i2 i1", _depthwise),
+    f"{_DEPTHWISE}BackpropFilter": ("conv_filter", "i2 o0", _depthwise),
     # The gradient of an LSTMBlockCell leaves the matmuls to other ops.
-    "LSTMBlockCell CudnnRNN CudnnRNNV2 CudnnRNNV3": FlopRule("matmul", (0, 3), (), _cell),
-    _CUDNN_GRADIENTS: FlopRule("matmul", (0, 3), (), _cell_gradient),
-    "GRUBlockCell": FlopRule("matmul", (0, 2, 3), (), _cell),
-    "GRUBlockCellGrad": FlopRule("matmul", (0, 2, 3), (), _cell_gradient),
-    "BlockLSTM BlockLSTMV2": FlopRule("matmul", (1, 4), (), _cell),
-    "BlockLSTMGrad BlockLSTMGradV2": FlopRule("matmul", (1, 4), (), _cell_gradient),
+    "LSTMBlockCell CudnnRNN CudnnRNNV2 CudnnRNNV3": ("matmul", "i0 i3", _cell),
+    _CUDNN_GRADIENTS: ("matmul", "i0 i3", _cell_gradient),
+    "GRUBlockCell": ("matmul", "i0 i2 i3", _cell),
+    "GRUBlockCellGrad": ("matmul", "i0 i2 i3", _cell_gradient),
+    "BlockLSTM BlockLSTMV2": ("matmul", "i1 i4", _cell),
+    "BlockLSTMGrad BlockLSTMGradV2": ("matmul", "i1 i4", _cell_gradient),
 }
 # Op type -> how its arithmetic is counted; all other ops count elements.
-FLOP_RULES = {op: rule for ops, rule in _RULES.items() for op in ops.split()}
+FLOP_RULES = {op: FlopRule(*rule) for ops, rule in _RULES.items() for op in ops.split()}
 
 
 # Sums, whose kernels add up in the dtype of their tensors. Those of FLOP_RULES do so in float32.
@@ -387,7 +376,7 @@ def reduction_depth(
         return None
     if op in SUMS and 0 in inputs and output is not None:
         return math.prod(inputs[0]) // math.prod(output)
-    if rule is None or not (rule.outputs or op == "Einsum" or rule.kind == "conv_input"):
+    if rule is None or not ("o0" in rule.places or op == "Einsum" or rule.kind == "conv_input"):
         return None
     if rule.kind == "conv_input":  # A filter ends with the channels in and out.
         return math.prod(inputs[1]) // inputs[1][-2] if 1 in inputs else None

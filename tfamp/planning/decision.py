@@ -9,19 +9,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tfamp.planning.coloring import Rules, find_regions, paint, safe_slots
 from tfamp.planning.cost import ScopeCosts, crossing_tensors, estimate, scope_seconds
 from tfamp.planning.exact_values import ends_of, exact_slots, statistics
-from tfamp.planning.options import (
-    ChosenNodes,
-    GraphUse,
-    RewriteOptions,
-    choose_nodes,
-)
+from tfamp.planning.options import GraphUse, RewriteOptions, choose_nodes
 from tfamp.planning.placement import place
 from tfamp.planning.ranges import too_large
 from tfamp.planning.structures import (
@@ -40,7 +35,6 @@ from tfamp.planning.structures import (
     Retype,
     RewritePlan,
     RewriteSummary,
-    ScopePlan,
     Tensor,
     TypeSlot,
     free_name,
@@ -74,12 +68,10 @@ class Decision:
     Attributes:
         scopes: The graph and its functions, with their colours and costs.
         plan: The changes.
-        idle: A text for each pattern of the caller's that changes nothing.
     """
 
     scopes: tuple[PaintedScope, ...]
     plan: RewritePlan
-    idle: tuple[str, ...]
 
 
 def decide(
@@ -99,13 +91,19 @@ def decide(
     Raises:
         ValueError: The graph has no node of a name, or that matches a pattern.
     """
-    chosen = choose_nodes(indexes, options, use)
+    chosen, forced = choose_nodes(indexes, options, use)
     joined = join(indexes, options.colors, weights)
-    found = _unforced(_float32_nodes(joined, options, use), chosen.forced)
-    forced_slots = {slot for node in chosen.forced for slot in joined.index.nodes[node].slots}
-    exact = _unforced(_float32_slots(joined, options, chosen), forced_slots)
-    regions = find_regions(joined.index, {**found, **chosen.kept}, {**exact, **joined.kept})
-    rules = Rules(joined.index, regions, options.colors, chosen.forced, options.updates)
+    found = _float32_nodes(joined, options, use)
+    found = {node: reason for node, reason in found.items() if node not in forced} | chosen
+    exact: dict[int, Reason] = {}
+    if options.updates != "low":  # With exactly Grappler's lists there are none.
+        fetched = [node for node, reason in chosen.items() if reason.rule == "fetches"]
+        ends = ends_of(joined.scopes, joined.slots, fetched)
+        exact = exact_slots(joined.index, options.colors, ends, options.dtype)
+    slots = joined.index.slots
+    exact = {slot: reason for slot, reason in exact.items() if slots[slot].node not in forced}
+    regions = find_regions(joined.index, found, {**exact, **joined.kept})
+    rules = Rules(joined.index, regions, options.colors, forced, options.updates)
     painting = paint(rules)
     costs = [estimate(index, options.machine, options.dtype) for index in indexes]
     if options.placement != "lists":
@@ -124,16 +122,14 @@ def decide(
         )
         for number, index in enumerate(indexes)
     )
-    nodes = tuple(node for scope in scopes for node in _node_plans(scope, options))
-    plans = tuple(_plan_scope(scope, options.dtype) for scope in scopes)
-    plan = make_plan(options.dtype, nodes, plans, _speed_up(scopes))
-    could = set(_convertible(rules, exact)) - found.keys() - chosen.used.keys()
-    low = {joined.index.slots[slot].node for slot in painting.low}
-    return Decision(scopes, plan, tuple(_idle_patterns(indexes, chosen, could, low, plan)))
-
-
-def _unforced(found: Mapping[int, Reason], forced: Collection[int]) -> dict[int, Reason]:
-    return {each: reason for each, reason in found.items() if each not in forced}
+    plan = make_plan(
+        options.dtype,
+        nodes=tuple(node for scope in scopes for node in _node_plans(scope, options)),
+        casts=tuple(cast for scope in scopes for cast in _casts(scope, options.dtype)),
+        retypes=tuple(retype for scope in scopes for retype in _retypes(scope)),
+        speed_up=_speed_up(scopes),
+    )
+    return Decision(scopes, plan)
 
 
 def _float32_nodes(joined: Joined, options: RewriteOptions, use: GraphUse) -> dict[int, Reason]:
@@ -169,65 +165,28 @@ def _added_up_low(index: GraphIndex) -> Iterator[tuple[int, Reason]]:
                 yield position, Reason("sum", text)
 
 
-def _float32_slots(
-    joined: Joined, options: RewriteOptions, chosen: ChosenNodes
-) -> dict[int, Reason]:
-    """Slots that need float32 for their values; with exactly Grappler's lists there are none."""
-    if options.updates == "low":
-        return {}
-    fetched = [node for node, reason in chosen.used.items() if reason.rule == "fetches"]
-    ends = ends_of(joined.scopes, joined.slots, fetched)
-    return exact_slots(joined.index, options.colors, ends, options.dtype)
-
-
-def _convertible(rules: Rules, exact: Collection[int]) -> Iterator[int]:
-    """The nodes that could be low by their ops and values."""
-    for slot, found in enumerate(rules.index.slots):
-        listed = rules.colors[slot] in ("allow", "infer", "clear") and slot not in exact
-        is_cast = rules.index.node_of(slot).op == "Cast"
-        if found.can_be_low and (listed or is_cast or found.node in rules.forced):
-            yield found.node
-
-
-def _idle_patterns(
-    indexes: Sequence[GraphIndex],
-    chosen: ChosenNodes,
-    could: Set[int],
-    low: Set[int],
-    plan: RewritePlan,
-) -> Iterator[str]:
-    """A warning for each pattern that changes no node, given which could be and which are low."""
-    reasons = {(node.scope, node.name): node.reason for node in plan.nodes}
-    places = [(index.scope, node.name) for index in indexes for node in index.nodes]
-    for (argument, pattern), nodes in chosen.matches.items():
-        names = ", ".join(map(repr, itertools.islice(nodes.values(), 3)))
-        if argument == "keep_float32" and could.isdisjoint(nodes):
-            yield f"{argument}: {pattern!r} has no effect: without it, too, {names} stays float32."
-        elif argument == "force_low" and low.isdisjoint(nodes):
-            known = (reasons[places[node]] for node in nodes if places[node] in reasons)
-            why = next(known, "it holds no float32")
-            yield f"{argument}: {pattern!r} has no effect: {names} stays as it is; {why}."
-
-
 # ---- The plan ------------------------------------------------------------------------------------
 
 
 def make_plan(
-    dtype: str, nodes: tuple[NodePlan, ...], scopes: tuple[ScopePlan, ...], speed_up: float | None
+    dtype: str,
+    nodes: tuple[NodePlan, ...],
+    casts: tuple[CastSite, ...],
+    retypes: tuple[Retype, ...],
+    speed_up: float | None,
 ) -> RewritePlan:
-    """Returns the plan of what becomes of nodes and scopes, with the totals."""
-    casts = tuple(cast for scope in scopes for cast in scope.casts)
+    """Returns a plan with its totals."""
     known = [cast.bytes for cast in casts if cast.bytes is not None]
     summary = RewriteSummary(
         nodes=len(nodes),
         low_nodes=sum(node.dtype == dtype for node in nodes),
-        retyped_nodes=sum(len({each.node for each in s.retypes if each.attr}) for s in scopes),
+        retyped_nodes=len({(each.scope, each.node) for each in retypes if each.attr}),
         casts=len(casts),
         cast_bytes=sum(known),
         casts_of_unknown_size=len(casts) - len(known),
         estimated_speed_up=speed_up,
     )
-    return RewritePlan(dtype, nodes, casts, scopes, summary)
+    return RewritePlan(dtype, nodes, casts, retypes, summary)
 
 
 def _speed_up(scopes: Sequence[PaintedScope]) -> float | None:
@@ -238,16 +197,15 @@ def _speed_up(scopes: Sequence[PaintedScope]) -> float | None:
     return before / after if after else None
 
 
-def _plan_scope(scope: PaintedScope, dtype: str) -> ScopePlan:
+def _retypes(scope: PaintedScope) -> Iterator[Retype]:
     index = scope.index
-    retypes = tuple(
-        Retype(index.node_of(slot).name, index.slots[slot].attr, index.slots[slot].index)
-        for slot in sorted(scope.low)
-    )
-    return ScopePlan(index.scope, retypes, tuple(_casts(index, scope.low, dtype)))
+    for number in sorted(scope.low):
+        slot = index.slots[number]
+        yield Retype(index.scope, index.nodes[slot.node].name, slot.attr, slot.index)
 
 
-def _casts(index: GraphIndex, low: Collection[int], dtype: str) -> Iterator[CastSite]:
+def _casts(scope: PaintedScope, dtype: str) -> Iterator[CastSite]:
+    index, low = scope.index, scope.low
     taken = {node.name for node in index.nodes}
     # All edges of a tensor that need a Cast need the same one: the producer has one dtype.
     for tensor, edges in sorted(crossing_tensors(index, low).items()):

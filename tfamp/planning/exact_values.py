@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -33,13 +33,13 @@ from tfamp.planning.structures import (
     RESULT,
     GraphIndex,
     Reason,
+    along,
     op_types,
     reach,
 )
 
 # Slots or nodes in an order, each once.
 _Ordered: TypeAlias = dict[int, None]
-_Table: TypeAlias = Sequence[Sequence[int]]
 
 _ON_THE_WAY = Reason("result", "it leads from the last product to a result of the function")
 _COMPARED = Reason("result", "its results are compared with given data")
@@ -226,7 +226,7 @@ class _Values:
         # Sizes of tensors are no data: they are in another slot of a Shape.
         integers = reach(
             (slot for slot in data if is_integer[slot]),
-            _along(is_integer.__getitem__, self._index.fanout),
+            along(is_integer.__getitem__, self._index.fanout),
         )
         for slot in integers:
             if self._ops[slot] == "Cast":
@@ -252,11 +252,11 @@ class _Values:
             and not self._moves(slot)
             and any(source in data for source in self._sources[slot])
         ]
-        moved = reach(arithmetic, _along(lambda s: s in data and self._moves(s), self._sources))
+        moved = reach(arithmetic, along(lambda s: s in data and self._moves(s), self._sources))
         softmaxes = [slot for slot in self._order if self._ops[slot] in _SOFTMAXES]
-        leading = reach(softmaxes, _along(lambda s: not self._multiplies(s), self._sources))
+        leading = reach(softmaxes, along(lambda s: not self._multiplies(s), self._sources))
         mixing = (slot for slot in arithmetic if slot not in data and slot in leading)
-        masked = reach(mixing, _along(leading.__contains__, self._targets))
+        masked = reach(mixing, along(leading.__contains__, self._targets))
         return [slot for slot in dict.fromkeys([*moved, *masked]) if self._may_stay(slot)]
 
     def before_results(self, ends: Ends, data: Collection[int]) -> dict[int, Reason]:
@@ -326,11 +326,6 @@ class _Values:
                 changed |= (every, crossing) != (leads[slot], through[slot])
                 leads[slot], through[slot] = every, crossing
         return leads, through
-
-
-def _along(enters: Callable[[int], bool], table: _Table) -> Callable[[int], Iterable[int]]:
-    """The neighbours of a slot, by a table, that may be entered."""
-    return lambda slot: [each for each in table[slot] if enters(each)]
 
 
 # ---- Normalizations ------------------------------------------------------------------------------
@@ -532,4 +527,4 @@ class _Tensors:
                 between.add(node)
                 if not inside.isdisjoint(sources) or not found.isdisjoint(sources):
                     found.add(node)
-        return reach(found, _along(between.__contains__, self._inputs))
+        return reach(found, along(between.__contains__, self._inputs))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from tfamp.planning.structures import (
     MAIN_GRAPH,
     RESULT,
     GraphIndex,
-    IndexedNode,
     Reason,
     node_name,
     reach,
@@ -223,11 +221,9 @@ def _check_types(op_lists: Any, profile: Any) -> None:
             "OpLists.default(dtype).with_changes(...)."
         )
     if not isinstance(profile, MachineProfile | None) and profile != "builtin":
-        is_text = isinstance(profile, str)
-        got = repr(profile) if is_text else type(profile).__name__
-        raise (ValueError if is_text else TypeError)(
-            f'profile must be a tfamp.graph.MachineProfile or None; got {got}. "builtin" stands '
-            "for fixed figures; a file's is MachineProfile.from_json(text)."
+        raise (ValueError if isinstance(profile, str) else TypeError)(
+            f'profile must be a tfamp.graph.MachineProfile, None, or "builtin" for fixed figures; '
+            f"got {profile!r}. A file's is MachineProfile.from_json(text)."
         )
 
 
@@ -237,65 +233,37 @@ def _check_types(op_lists: Any, profile: Any) -> None:
 MOST_CALLERS = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenNodes:
-    """What the caller decides about the nodes of a graph and its functions.
-
-    Positions of nodes count through the graph and its functions, one after the other.
-
-    Attributes:
-        used: The nodes that are fetched or fed, with the reason.
-        kept: The nodes that stay float32, these among them, with the reason.
-        forced: The nodes that are converted whatever their op. A node that is also kept stays
-            float32.
-        matches: By argument and pattern, the nodes of each pattern that should change something,
-            with the name that matches.
-    """
-
-    used: Mapping[int, Reason]
-    kept: Mapping[int, Reason]
-    forced: frozenset[int]
-    matches: Mapping[tuple[str, str], Mapping[int, str]]
-
-
 def choose_nodes(
     indexes: Sequence[GraphIndex], options: RewriteOptions, use: GraphUse
-) -> ChosenNodes:
+) -> tuple[dict[int, Reason], frozenset[int]]:
     """Returns the nodes of a graph and its functions that the caller chooses.
 
     A pattern is searched for in the name of a node; for a node of a branch, a body or any other
     function also in that name behind the names of its callers, as in "gate/cond/MatMul".
 
+    Returns:
+        The nodes that stay float32, those that are fetched or fed among them, with the reason; and
+        the nodes that are converted whatever their op, unless they are also kept. Their positions
+        count through the graph and its functions, one after the other.
+
     Raises:
         ValueError: The graph has no node of a name, or that matches a pattern.
     """
-    used = _used_nodes(indexes[0], use)
-    # A NoOp holds functions and does not run them.
-    calls = {
-        index.scope: [
-            (n.name, called) for n in index.nodes if n.op != "NoOp" for _, called in n.calls
-        ]
-        for index in indexes
-    }
-    callers = caller_names(calls)
-    named = [(callers.get(index.scope, ()), node) for index in indexes for node in index.nodes]
-    kept: dict[int, Reason] = {}
-    forced: set[int] = set()
-    matches = {}
+    kept, forced = _used_nodes(indexes[0], use), set[int]()
+    names = _node_names(indexes) if options.keep_float32 or options.force_low else []
     for argument, patterns in options.patterns.items():
         for pattern in patterns:
-            found = _matching(pattern, named)
-            if pattern.pattern not in options.may_miss:
-                matches[argument, pattern.pattern] = found
-                if not found:
-                    raise _no_match(argument, pattern.pattern, named)
+            found = [node for node, each in enumerate(names) if any(map(pattern.search, each))]
+            if not found and pattern.pattern not in options.may_miss:
+                raise _no_match(argument, pattern.pattern, names)
             if argument == "force_low":
-                # Casts follow their neighbours.
-                forced.update(position for position in found if named[position][1].op != "Cast")
-            else:
+                forced.update(found)
+            for node in found if argument == "keep_float32" else ():
                 text = f"its name matches keep_float32 {pattern.pattern!r}"
-                kept = dict.fromkeys(found, Reason("keep_float32", text)) | kept
-    return ChosenNodes(used, kept | used, frozenset(forced), matches)
+                kept.setdefault(node, Reason("keep_float32", text))
+    # Casts follow their neighbours.
+    nodes = [node for index in indexes for node in index.nodes]
+    return kept, frozenset(node for node in forced if nodes[node].op != "Cast")
 
 
 def _used_nodes(index: GraphIndex, use: GraphUse) -> dict[int, Reason]:
@@ -312,39 +280,42 @@ def _used_nodes(index: GraphIndex, use: GraphUse) -> dict[int, Reason]:
             raise ValueError(f"{reason.rule}: the graph has no node {name!r}.{hint}")
         if colon and not port.isdecimal():
             raise ValueError(
-                f"{reason.rule}: {name!r} is not the name of a tensor; those of the node are "
-                f"'{own}:0', '{own}:1' and so on."
+                f"{reason.rule}: {name!r} is not the name of a tensor; give '{own}:0'."
             )
         used[positions[own]] = reason
     return used
 
 
-# For each node the names of what runs its function, and the node.
-_Named: TypeAlias = Sequence[tuple[Sequence[str], IndexedNode]]
-
-
-def _matching(pattern: re.Pattern[str], named: _Named) -> dict[int, str]:
-    found = {}
-    for position, (around, node) in enumerate(named):
-        if node.op not in (ARGUMENT, RESULT):
-            longer = (full_name(caller, node.name) for caller in around)
-            name = next(filter(pattern.search, itertools.chain([node.name], longer)), None)
-            if name is not None:
-                found[position] = name
-    return found
-
-
-def _no_match(argument: str, pattern: str, named: _Named) -> ValueError:
-    names = [
-        full_name(next(iter(around), ""), node.name)
-        for around, node in named
+def _node_names(indexes: Sequence[GraphIndex]) -> list[list[str]]:
+    """For each node its name, alone and behind those of its callers; no names of arguments."""
+    # A NoOp holds functions and does not run them.
+    calls = {
+        index.scope: [
+            (n.name, called) for n in index.nodes if n.op != "NoOp" for _, called in n.calls
+        ]
+        for index in indexes
+    }
+    callers = caller_names(calls)
+    return [
+        [node.name, *(full_name(caller, node.name) for caller in callers.get(index.scope, ()))]
         if node.op not in (ARGUMENT, RESULT)
+        else []
+        for index in indexes
+        for node in index.nodes
     ]
-    near = nearest_names(pattern, names) or ["dense/MatMul"]
+
+
+def _no_match(argument: str, pattern: str, names: Iterable[Sequence[str]]) -> ValueError:
+    known = dict.fromkeys(each[:2][-1] for each in names if each)
+    near = difflib.get_close_matches(pattern, known, cutoff=0.0) or ["dense/MatMul"]
     return ValueError(
         f"{argument}: no node's name matches {pattern!r}. The pattern is searched for in names "
         f"such as {', '.join(map(repr, near))}."
     )
+
+
+# A function, the name of what runs it, and the functions around it.
+_Call: TypeAlias = tuple[str, str, frozenset[str]]
 
 
 def caller_names(calls: Mapping[str, Iterable[tuple[str, str]]]) -> dict[str, Sequence[str]]:
@@ -364,10 +335,7 @@ def caller_names(calls: Mapping[str, Iterable[tuple[str, str]]]) -> dict[str, Se
     """
     found: dict[str, dict[str, None]] = {}
 
-    # A function, the name of what runs it, and the functions around it.
-    def called_by(
-        call: tuple[str, str, frozenset[str]],
-    ) -> Iterator[tuple[str, str, frozenset[str]]]:
+    def called_by(call: _Call) -> Iterator[_Call]:
         function, caller, around = call
         for node, called in calls.get(function, ()):
             name, names = full_name(caller, node), found.setdefault(called, {})
@@ -394,23 +362,3 @@ def full_name(caller: str, node: str) -> str:
         if around[-length:] == own[:length]:
             return "/".join([*around, *own[length:]])
     return f"{caller}/{node}" if caller else node
-
-
-def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Returns up to three names most like a regular expression that is found in none of them.
-
-    As many parts of a name, between its "/", are compared as the expression has.
-
-    Example:
-        >>> nearest_names("^dense_l/", ["x", "dense/MatMul", "dense_1/MatMul"])[0]
-        'dense_1/MatMul'
-    """
-    text = re.sub(r"\\.|[^\w/]", "", pattern).strip("/").lower()
-    length = text.count("/") + 1
-    by_parts: dict[str, str] = {}
-    for name in names:
-        parts = name.lower().split("/")
-        for start in range(max(len(parts) - length, 0) + 1):
-            by_parts.setdefault("/".join(parts[start : start + length]), name)
-    near = difflib.get_close_matches(text, by_parts, n=3, cutoff=0.0)
-    return list(dict.fromkeys(by_parts[each] for each in near))

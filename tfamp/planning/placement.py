@@ -109,11 +109,6 @@ def _cast_arcs(free: Collection[int], costs: ScopeCosts, index: GraphIndex) -> I
             consumers.setdefault((index.tensor(edge), source), {})[target] = None
     for (tensor, producer), others in consumers.items():
         seconds = costs.casts[tensor]
-        if len(others) == 1:
-            (other,) = others
-            yield producer, other, seconds
-            yield other, producer, seconds
-            continue
         down, up = ("low if one consumer is", tensor), ("float32 if one consumer is", tensor)
         yield down, producer, seconds
         yield producer, up, seconds
@@ -145,7 +140,7 @@ def minimum_cut(edges: Iterable[Arc], source: Hashable, sink: Hashable) -> froze
         The vertices on the source side.
 
     Raises:
-        ValueError: A capacity is negative or NaN, or every cut takes an infinite edge.
+        ValueError: Every cut takes an infinite edge.
 
     Example:
         >>> edges = [("a", "b", 3.0), ("b", "c", 1.0), ("c", "d", 3.0)]
@@ -161,8 +156,6 @@ def minimum_cut(edges: Iterable[Arc], source: Hashable, sink: Hashable) -> froze
     numbers = {vertex: number for number, vertex in enumerate(vertices)}
     ends = np.array([(numbers[tail], numbers[head]) for tail, head, _ in arcs], np.int32)
     values = np.array([capacity for _, _, capacity in arcs], float)
-    if not np.all(values >= 0):
-        raise ValueError(f"A capacity must not be negative or NaN; got {values.min()}.")
     graph: Any = csr_matrix((values, ends.reshape(-1, 2).T), shape=(len(vertices), len(vertices)))
     finite = np.isfinite(graph.data)
     step = _FINEST_STEP

@@ -253,11 +253,13 @@ class Retype:
     """One slot to change to the plan's low dtype.
 
     Attributes:
+        scope: The function it is in; "" for the graph itself.
         node: Name of the node, or of an argument or result of the function as in its index.
         attr: The attribute that holds the dtype; "" for an argument or a result.
         index: Position in the attribute where that is a list of dtypes, else None.
     """
 
+    scope: str
     node: str
     attr: str
     index: int | None
@@ -315,15 +317,6 @@ class NodePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class ScopePlan:
-    """The changes to one scope."""
-
-    scope: str
-    retypes: tuple[Retype, ...]
-    casts: tuple[CastSite, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class RewriteSummary:
     """Totals of a plan.
 
@@ -355,7 +348,7 @@ class RewritePlan:
         dtype: The low dtype.
         nodes: Every node that computes with floats, in graph order, functions after the graph.
         casts: Every Cast to insert.
-        scopes: The changes, scope by scope.
+        retypes: Every slot to change.
         summary: Totals.
 
     Example:
@@ -373,7 +366,7 @@ class RewritePlan:
     dtype: str
     nodes: tuple[NodePlan, ...]
     casts: tuple[CastSite, ...]
-    scopes: tuple[ScopePlan, ...]
+    retypes: tuple[Retype, ...]
     summary: RewriteSummary
 
     def to_text(self) -> str:
@@ -501,6 +494,13 @@ def reach(roots: Iterable[K], neighbours: Callable[[K], Iterable[K]]) -> dict[K,
                 found[each] = near
                 pending.append(each)
     return found
+
+
+def along(
+    enters: Callable[[int], bool], *tables: Sequence[Iterable[int]]
+) -> Callable[[int], Iterable[int]]:
+    """The neighbours of a slot, by some tables, that may be entered; for `reach`."""
+    return lambda slot: [each for table in tables for each in table[slot] if enters(each)]
 
 
 def producers_first(keys: Iterable[K], sources: Callable[[K], Iterable[K]]) -> list[K]:

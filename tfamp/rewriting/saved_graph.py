@@ -10,7 +10,6 @@ TensorFlow 1 does, without objects: so signatures share their constants.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 import types
@@ -339,11 +338,8 @@ def store_low_constants(meta_graph: Any, roles: Roles, plan: RewritePlan) -> Rew
     folded = fold_casts(meta_graph.graph_def, keep)
     # It raises where dtypes do not agree.
     build_indexes(meta_graph.graph_def, dtype=plan.dtype, device="cpu")
-    scopes = []
-    for each in plan.scopes:
-        casts = (cast for cast in each.casts if (cast.scope, cast.name) not in folded)
-        scopes.append(dataclasses.replace(each, casts=tuple(casts)))
-    return make_plan(plan.dtype, plan.nodes, tuple(scopes), plan.summary.estimated_speed_up)
+    casts = tuple(cast for cast in plan.casts if (cast.scope, cast.name) not in folded)
+    return make_plan(plan.dtype, plan.nodes, casts, plan.retypes, plan.summary.estimated_speed_up)
 
 
 def _check_reads_only(nodes: Iterable[Any], variables: Sequence[str]) -> None:

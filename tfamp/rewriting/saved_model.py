@@ -16,7 +16,7 @@ from tfamp.graph.calibration import Calibration
 from tfamp.graph.op_lists import OpLists
 from tfamp.interop import tf_private
 from tfamp.machine import hardware
-from tfamp.machine.file_replacing import new_directory, restore_directory
+from tfamp.machine.file_replacing import new_directory
 from tfamp.planning.decision import make_plan
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import RewritePlan
@@ -219,8 +219,9 @@ def _rewritten(
     if len(plans) == 1:
         return plans[0]
     nodes = tuple(node for plan in plans for node in plan.nodes)
-    scopes = tuple(scope for plan in plans for scope in plan.scopes)
-    return make_plan(plans[0].dtype, nodes, scopes, None)
+    casts = tuple(cast for plan in plans for cast in plan.casts)
+    retypes = tuple(retype for plan in plans for retype in plan.retypes)
+    return make_plan(plans[0].dtype, nodes, casts, retypes, None)
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -261,8 +262,6 @@ def _read(src: Path) -> Any:
 def _checked_target(src: Path, dst: Path, overwrite: bool) -> Path:
     """Checks where a SavedModel is to be written; returns it without symbolic links.
 
-    A SavedModel that another process was killed in the middle of replacing is put back first.
-
     Raises:
         SavedModelError: `dst` is `src`, is inside it or holds it, or exists and must stay.
     """
@@ -274,7 +273,6 @@ def _checked_target(src: Path, dst: Path, overwrite: bool) -> Path:
             f"The output {dst} and the input {src} are inside one another; give a directory next "
             "to it."
         )
-    restore_directory(target)
     if os.path.lexists(dst) and not overwrite:
         raise SavedModelError(
             f"The output {dst} exists; give another directory, or allow to overwrite it "

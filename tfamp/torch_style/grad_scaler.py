@@ -1,9 +1,8 @@
 """`GradScaler`: loss scaling in the shape PyTorch and Paddle gave it.
 
-An *iteration* lasts from one update to the next. Whatever happens is noted in a variable as the
-number of the iteration it last happened in. So it is known in every other `tf.function` too, and an
-update forgets all of it by starting another iteration: also what belongs to an optimizer that the
-function that updates has never heard of.
+An *iteration* lasts from one update to the next. A variable holds the number of the iteration in
+which something last happened, so that every `tf.function` can read it. An update starts the next
+iteration and thereby resets all of them, also those of optimizers that its function never used.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import keras
@@ -19,7 +17,6 @@ import tensorflow as tf
 
 from tfamp.core import options
 from tfamp.core.dtypes import float_format
-from tfamp.core.options import LossScaleState
 from tfamp.interop.keras_hooks import as_tensor, require_tensorflow
 from tfamp.interop.tf_private import as_written
 from tfamp.training import gradients as gradient_lib
@@ -57,9 +54,8 @@ class GradScaler(tf.Module):
     falls below float32's smallest normal number, 2**-126, so never becomes 0. As in PyTorch, a
     scale that would grow to inf keeps its value.
 
-    Calls out of order raise, in a function while it is traced. What another function has done only
-    shows when this one runs: no step is applied from then on, and the next call outside a function
-    raises. `get_scale` and `state_dict` are such calls.
+    Calls out of order raise, in a function while it is traced. A function does not check the order
+    of its calls and those of another function.
 
     The methods work in eager mode, in a `tf.function`, in several, under `jit_compile=True` and in
     `strategy.run`; create the scaler under `strategy.scope()`. `tf.train.Checkpoint` saves it.
@@ -156,7 +152,7 @@ class GradScaler(tf.Module):
         scaling.check_scales_no_loss(optimizer, "GradScaler")
         self._calls.check_order("unscale", optimizer)
         unscaled, finite = Gradients.unscaled_for(optimizer, grads, as_tensor(self._scale))
-        self._calls.record(optimizer, "unscaled", gradient_lib.on_every_replica(finite))
+        self._calls.record(optimizer, "unscale", gradient_lib.on_every_replica(finite))
         return unscaled
 
     @as_written
@@ -197,7 +193,7 @@ class GradScaler(tf.Module):
         # Also what unscale found, perhaps in another function, and clipping has hidden since.
         gradients = Gradients(grads, variables, divisor)
         finite = gradients.all_finite_everywhere(self._calls.may_step(optimizer))
-        self._calls.record(optimizer, "stepped", finite)
+        self._calls.record(optimizer, "step", finite)
         apply_if_finite(PlainWeights(optimizer), gradients, finite)
         return finite
 
@@ -219,9 +215,12 @@ class GradScaler(tf.Module):
         if new_scale is None:
             self._calls.check_recorded()
             self._follow_the_rule(self._calls.all_finite())
+        elif tf.is_tensor(new_scale):
+            scale = tf.reshape(tf.cast(new_scale, "float32"), [])
+            usable = (scale >= _FLOAT32.tiny) & (scale <= _FLOAT32.max)
+            self._scale.assign(tf.where(usable, scale, self._scale))
         else:
-            self._calls.raise_fault()
-            self._set_scale(new_scale)
+            self._scale.assign(options.checked_scale("new_scale", new_scale))
         self._calls.start_next()
 
     @as_written
@@ -259,38 +258,18 @@ class GradScaler(tf.Module):
 
     def _follow_the_rule(self, finite: Any) -> None:
         """Moves the scale on by one iteration, whose gradients were all finite or not."""
-        scale = tf.cast(self._scale, "float64")
-        growth_factor = tf.convert_to_tensor(self._growth_factor)
-        grown = tf.cast(scale * growth_factor, "float32")
-        # A DynamicLossScale in tensors: a state that is loaded holds in traced functions too.
-        rule = SimpleNamespace(
-            growth_factor=growth_factor,
-            backoff_factor=tf.convert_to_tensor(self._backoff_factor),
-            growth_steps=tf.convert_to_tensor(self._growth_interval),
-            # What cannot grow any more keeps its value.
-            max_scale=tf.where(tf.math.is_finite(grown), tf.cast(_FLOAT32.max, "float64"), scale),
-            min_scale=_FLOAT32.tiny,
-            hysteresis=1,
-            consecutive_hysteresis=True,
-        )
-        state = LossScaleState(self._scale, self._growth_tracker, None, None, None)
-        scaling.advance(state, rule, finite, dtype="float64")
-
-    def _set_scale(self, new_scale: Any) -> None:
-        if not tf.is_tensor(new_scale):
-            self._scale.assign(options.checked_scale("new_scale", new_scale))
-            return
-        scale = tf.reshape(tf.cast(new_scale, "float32"), [])
-        usable = (scale >= _FLOAT32.tiny) & (scale <= _FLOAT32.max)
-        self._scale.assign(tf.where(usable, scale, self._scale))
+        good = tf.where(finite, self._growth_tracker + 1, 0)
+        # ">=", not "==": an interval made shorter than the count still takes effect.
+        grows = good >= self._growth_interval
+        growth, backoff = as_tensor(self._growth_factor), as_tensor(self._backoff_factor)
+        factor = tf.where(finite, tf.where(grows, growth, 1.0), backoff)
+        scale = tf.cast(tf.cast(self._scale, "float64") * factor, "float32")
+        scale = tf.where(tf.math.is_inf(scale), self._scale, tf.maximum(scale, _FLOAT32.tiny))
+        self._scale.assign(scale)
+        self._growth_tracker.assign(tf.where(grows, tf.zeros_like(good), good))
 
     def get_scale(self) -> Any:
-        """The current scale, a scalar float32 tensor; 1 if not enabled.
-
-        Raises:
-            RuntimeError: Calls were out of order, which showed when a traced function ran.
-        """
-        self._calls.raise_fault()
+        """The current scale, a scalar float32 tensor; 1 if not enabled."""
         return tf.convert_to_tensor(self._scale) if self._enabled else tf.constant(1.0)
 
     def is_enabled(self) -> bool:
@@ -303,13 +282,9 @@ class GradScaler(tf.Module):
         Returns:
             `scale`, `growth_factor`, `backoff_factor`, `growth_interval` and `_growth_tracker`;
             an empty dict if not enabled.
-
-        Raises:
-            RuntimeError: As `get_scale`.
         """
         if not self._enabled:
             return {}
-        self._calls.raise_fault()
         return {name: variable.numpy().item() for name, variable in self._state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -326,16 +301,12 @@ class GradScaler(tf.Module):
         """
         if not self._enabled:
             return
-        if not state_dict:
-            raise RuntimeError(
-                "The state dict is empty; it was probably saved by a GradScaler with "
-                "enabled=False. Start this one without it, or disable it too."
-            )
         missing = [name for name in _CHECKS if name not in state_dict]
         if missing:
-            raise KeyError(
-                f"The state dict has no {', '.join(map(repr, missing))}, only "
-                f"{', '.join(map(repr, state_dict))}. Pass what state_dict() returned, whole."
+            # As PyTorch: a disabled scaler's empty state is another fault than a damaged one.
+            raise (KeyError if state_dict else RuntimeError)(
+                f"The state dict has no {', '.join(map(repr, missing))}, only {list(state_dict)}. "
+                "Pass what state_dict() of an enabled GradScaler returned."
             )
         # All are checked first: a bad value must not leave half a state.
         values = {name: check(state_dict[name]) for name, check in _CHECKS.items()}
@@ -351,48 +322,26 @@ class GradScaler(tf.Module):
 # ---- The order of calls ----------------------------------------------------------------------
 
 
-# How far an optimizer has come in the iteration: "ready", "unscaled" or "stepped". In eager mode it
-# is always known. While a function is traced it is known from the calls traced before; at the
-# beginning it is not (None), since the gradients may have been unscaled elsewhere.
-_Stage = str | None
-_OUT_OF_ORDER = {
-    "unscale": {
-        "unscaled": "unscale() has already been called on this optimizer since the last update(). "
-        "Call it once, when all its gradients have been added up.",
-        "stepped": "unscale() is called after step() on this optimizer. Unscale, then step, then "
-        "update().",
-    },
-    "step": {
-        "stepped": "step() has already been called on this optimizer since the last update(). Call "
-        "update() at the end of every iteration.",
-    },
-    "minimize": {
-        "unscaled": "minimize() is called after unscale() on this optimizer. minimize() takes the "
-        "gradients itself; to change them, call unscale(), step() and update().",
-        "stepped": "minimize() is called after step() on this optimizer. It steps itself.",
-    },
+# The calls after which a method cannot be called on an optimizer until the next update.
+_TOO_LATE = {
+    "unscale": ("unscale", "step"),
+    "step": ("step",),
+    "minimize": ("unscale", "step"),
 }
-_NO_CHECKS = (
-    "No inf checks were recorded prior to update(). Call step() or unscale() first, with every "
-    "optimizer of the iteration."
-)
-_MESSAGES = (_NO_CHECKS, *(each for calls in _OUT_OF_ORDER.values() for each in calls.values()))
 
 
 class _CallOrder:
-    """What one scaler has been called with since its last update.
+    """The calls of one scaler since its last update.
 
-    A call out of order raises in eager mode, and where the trace tells. Where it only shows when a
-    function runs, raising would make the host wait for the device in every step: it is noted as a
-    fault, with which no step is applied, and the next call outside a function raises.
+    A call out of order raises in eager mode, and while a function is traced if the trace holds both
+    calls. To check it when a function runs would make the host wait for the device in every step.
     """
 
     def __init__(self) -> None:
         # All int64: comparisons of int32 are made on the host.
         self._now = _variable("int64", 0)
         self._checked, self._nonfinite = _variable("int64", -1), _variable("int64", -1)
-        self._fault = _variable("int64", 0)  # Number of the message, from 1 on.
-        # The iterations in which each optimizer last reached a stage, or had nonfinite gradients.
+        # The iterations of each optimizer's last calls, and of its last nonfinite gradients.
         self._marks: _ByOptimizer[dict[str, tf.Variable]] = weakref.WeakKeyDictionary()
         self._traced: PerTrace[_ByOptimizer[str]] = PerTrace(weakref.WeakKeyDictionary)
 
@@ -401,7 +350,7 @@ class _CallOrder:
 
     def _marks_of(self, optimizer: keras.optimizers.Optimizer) -> dict[str, tf.Variable]:
         def create() -> None:
-            names = ("unscaled", "stepped", "nonfinite")
+            names = ("unscale", "step", "nonfinite")
             self._marks[optimizer] = {name: _variable("int64", -1) for name in names}
 
         if optimizer not in self._marks:
@@ -414,60 +363,50 @@ class _CallOrder:
             outside_the_graph(create)
         return self._marks[optimizer]
 
-    def _stage(self, optimizer: keras.optimizers.Optimizer) -> _Stage:
+    def _last_call(self, optimizer: keras.optimizers.Optimizer) -> str | None:
+        """The last call in this iteration; "" for none, None for a call in another function."""
         if not tf.executing_eagerly():
             return self._traced.current().get(optimizer)
-        return next((s for s in ("stepped", "unscaled") if self._is_now(optimizer, s)), "ready")
+        return next((call for call in ("step", "unscale") if self._is_now(optimizer, call)), "")
 
     def check_order(self, call: str, optimizer: keras.optimizers.Optimizer) -> None:
         """Raises if a call, "unscale", "step" or "minimize", does not come in order."""
-        self.raise_fault()
-        known = self._stage(optimizer)
-        for stage, message in _OUT_OF_ORDER[call].items():
-            if known == stage:
-                raise RuntimeError(message)
-            if known is None:
-                self._note_fault(self._is_now(optimizer, stage), message)
+        last = self._last_call(optimizer)
+        if last in _TOO_LATE[call]:
+            fault = "has already been called" if call == last else f"is called after {last}()"
+            raise RuntimeError(
+                f"{call}() {fault} on this optimizer since the last update(). In each iteration "
+                "call unscale() at most once, then step() or, without unscale(), minimize(), then "
+                "update()."
+            )
 
     def check_recorded(self) -> None:
-        """Raises if nothing was recorded in this iteration."""
-        self.raise_fault()
-        missing = tf.not_equal(self._checked, self._now)
-        if not tf.executing_eagerly():
-            if not self._traced.current():
-                self._note_fault(missing, _NO_CHECKS)
-        elif missing:
-            raise RuntimeError(_NO_CHECKS)
+        """Raises, in eager mode, if nothing was recorded in this iteration."""
+        if tf.executing_eagerly() and tf.not_equal(self._checked, self._now):
+            raise RuntimeError(
+                "No inf checks were recorded prior to update(). Call step() or unscale() first, "
+                "with every optimizer of the iteration."
+            )
 
-    def _note_fault(self, condition: Any, message: str) -> None:
-        number = tf.constant(_MESSAGES.index(message) + 1, tf.int64)
-        self._fault.assign(tf.where(condition & tf.equal(self._fault, 0), number, self._fault))
-
-    def raise_fault(self) -> None:
-        """Raises, in eager mode, for what was out of order when a function ran."""
-        if tf.executing_eagerly() and (number := int(tf.convert_to_tensor(self._fault))):
-            self._fault.assign(0)
-            raise RuntimeError(f"{_MESSAGES[number - 1]} (Found when a tf.function ran.)")
-
-    def record(self, optimizer: keras.optimizers.Optimizer, stage: str, finite: Any) -> None:
-        """Notes that an optimizer has reached a stage, with finite gradients or not."""
+    def record(self, optimizer: keras.optimizers.Optimizer, call: str, finite: Any) -> None:
+        """Notes a call, "unscale" or "step", with finite gradients or not."""
         marks = self._marks_of(optimizer)
-        for mark in (marks[stage], self._checked):
+        for mark in (marks[call], self._checked):
             mark.assign(self._now)
         for mark in (marks["nonfinite"], self._nonfinite):
             mark.assign(tf.where(finite, mark, self._now))
         if not tf.executing_eagerly():
-            self._traced.current()[optimizer] = stage
+            self._traced.current()[optimizer] = call
 
     def divisor(self, optimizer: keras.optimizers.Optimizer, scale: Any) -> Any:
         """What an optimizer's gradients are still to be divided by."""
-        stage = self._stage(optimizer)
-        known = None if stage is None else stage == "unscaled"
-        return scaling.divisor_of(scale, known, lambda: self._is_now(optimizer, "unscaled"))
+        last = self._last_call(optimizer)
+        known = None if last is None else last == "unscale"
+        return scaling.divisor_of(scale, known, lambda: self._is_now(optimizer, "unscale"))
 
     def may_step(self, optimizer: keras.optimizers.Optimizer) -> Any:
-        """Whether nothing found so far, in any function, forbids a step; a bool tensor."""
-        return tf.equal(self._fault, 0) & tf.logical_not(self._is_now(optimizer, "nonfinite"))
+        """Whether no gradient found so far, in any function, forbids a step; a bool tensor."""
+        return tf.logical_not(self._is_now(optimizer, "nonfinite"))
 
     def all_finite(self) -> Any:
         """Whether the gradients of all optimizers were finite in this iteration, a bool tensor."""
@@ -479,7 +418,7 @@ class _CallOrder:
         self._traced.current().clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _CallOrder:
-        return _CallOrder()  # What happened with one scaler says nothing of its copy.
+        return _CallOrder()  # A copy starts an iteration of its own.
 
 
 # ---- Values ---------------------------------------------------------------------------------

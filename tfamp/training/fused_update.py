@@ -15,6 +15,7 @@ bit in whatever form its variables are stored.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,16 +45,12 @@ def why_unruled(optimizer: keras.optimizers.Optimizer) -> str | None:
     words = f"{optimizer.name} ({type(optimizer).__name__})"
     if _rule_of(optimizer) is None:
         return words
-    features = {name: getattr(optimizer, name, None) for name in _UNRULED}
-    given = [f"{name}={value!r}" for name, value in features.items() if value]
-    # An optimizer with a method of its own does something else.
-    own = (name for name, value in vars(optimizer).items() if callable(value))
-    given += [f"its own {name}" for name in own if hasattr(type(optimizer), name)]
+    given = [f"{name}={value!r}" for name in _UNRULED if (value := getattr(optimizer, name, None))]
     return f"{words} with {', '.join(given)}" if given else None
 
 
 def fused_update(
-    optimizer: keras.optimizers.Optimizer, gradients: Gradients, chance: Chance | None = None
+    optimizer: keras.optimizers.Optimizer, gradients: Gradients, chance: Chance
 ) -> Gradients | None:
     """Applies dense gradients to float32 variables, and all to what is stored low, in one pass.
 
@@ -82,10 +79,8 @@ def fused_update(
     own = _chosen(gradients, fits, True)
     if several_replicas() and not own.summed:
         own = own.summed_over_replicas()
-    sparse = [isinstance(value, tf.IndexedSlices) for value in own.values]
-    for part in (_chosen(own, sparse, False), _chosen(own, sparse, True).unscaled()):
-        if part.values:
-            _update_in_one_pass(optimizer, rule, part, chance)
+    if own.values:
+        _update_in_one_pass(optimizer, rule, own, chance)
     if not all(fits):
         return _chosen(gradients, fits, False)
     iterations = native(optimizer._iterations)
@@ -123,12 +118,9 @@ def _is_low(target: Any) -> bool:
 
 
 def _update_in_one_pass(
-    optimizer: keras.optimizers.Optimizer, rule: _Rule, gradients: Gradients, chance: Chance | None
+    optimizer: keras.optimizers.Optimizer, rule: _Rule, gradients: Gradients, chance: Chance
 ) -> None:
     with tf.name_scope(optimizer.name):
-        if chance is None:  # Nothing is rounded; but the number of steps is needed.
-            steps = tf.convert_to_tensor(native(optimizer._iterations))
-            chance = Chance(tf.zeros_like(steps), steps)
         step = _step_of(optimizer, rule, gradients.divisor, chance)
         # A variable that is given twice is updated twice, one update after the other.
         times: Counter[int] = Counter()
@@ -145,9 +137,11 @@ def _update_in_one_pass(
                     continue
                 for group in _grouped(its_own, device):
                     _run_compiled(rule, step, group, device)
-        for variable in gradients.variables:
+        for variable in gradients.variables:  # Only low ones may have a constraint.
             if getattr(variable, "constraint", None) is not None:
-                _constrain(variable, keras_hooks.index_of(optimizer, variable), chance)
+                last = NUMBERS_OF_ONE * (keras_hooks.index_of(optimizer, variable) + 1) - 1
+                cell = _Cell(variable.form, variable.handles, tf.constant(last))
+                cell.store(variable.constraint(cell.load()), chance)
 
 
 def _step_of(optimizer: Any, rule: _Rule, divisor: Any, chance: Chance) -> _Step:
@@ -184,13 +178,6 @@ def _update_of(optimizer: Any, rule: _Rule, gradient: Any, variable: Any) -> _Up
         wide = gradient.dtype == tf.float64 or (rule.run is not None and not low)
         given = [tf.cast(gradient, tf.float32) if wide else gradient]
     return _Update(given, keras_hooks.decays(optimizer, target), forms, handles, index)
-
-
-def _constrain(target: Any, index: int, chance: Chance) -> None:
-    """Applies the constraint of a variable that is stored low, behind its update."""
-    number = tf.constant(index * NUMBERS_OF_ONE + NUMBERS_OF_ONE - 1)
-    cell = _Cell(target.form, target.handles, number)
-    cell.store(target.constraint(cell.load()), chance)
 
 
 # ---- Numbers that are stored ---------------------------------------------------------------------
@@ -284,17 +271,9 @@ def _sgd(optimizer: Any, step: _Step, updates: list[_Update]) -> None:
 # What follows computes with `times`, which rounds every product by itself.
 
 
-def _descent_value(times: Any, numbers: Any, gradient: Any, value: Any) -> Any:
-    return value - times(gradient, numbers[0])
-
-
 def _momentum_slots(times: Any, numbers: Any, gradient: Any, squares: Any, mean: Any) -> Any:
     rate, momentum = numbers
     return (times(mean, momentum) - times(gradient, rate),)
-
-
-def _momentum_value(times: Any, numbers: Any, gradient: Any, value: Any, mean: Any) -> Any:
-    return value + mean
 
 
 def _nesterov_value(times: Any, numbers: Any, gradient: Any, value: Any, mean: Any) -> Any:
@@ -410,12 +389,12 @@ def _slots(*names: str) -> Callable[[Any, int], list[Any]]:
 _DESCENT = _Rule(
     slots=_slots(),
     numbers=lambda optimizer, rate: (rate, _number(optimizer.momentum)),
-    next_value=_descent_value,
+    next_value=lambda times, numbers, gradient, value: value - times(gradient, numbers[0]),
     run=_sgd,
 )
 _MOMENTUM = _DESCENT._replace(
     slots=lambda optimizer, index: [optimizer.momentums[index]],
-    next_value=_momentum_value,
+    next_value=lambda times, numbers, gradient, value, mean: value + mean,
     next_slots=_momentum_slots,
 )
 _NESTEROV = _MOMENTUM._replace(next_value=_nesterov_value)
@@ -459,19 +438,13 @@ def _grouped(updates: list[_Update], device: str) -> list[list[_Update]]:
     for each in updates:
         kinds[each.kind].append(each)
     groups: list[list[_Update]] = []
-    others: list[_Update] = []
-    for alike in kinds.values():
-        count = max(1, _ROOM // max(1, alike[0].bytes))
-        whole = len(alike) - len(alike) % count
-        groups += [alike[i : i + count] for i in range(0, whole, count)]
-        others += alike[whole:]
-    left = 0
-    for each in others:
-        if not groups or each.bytes > left:
+    room = 0
+    for each in itertools.chain(*kinds.values()):
+        if not groups or each.bytes > room:
             groups.append([])
-            left = _ROOM
+            room = _ROOM
         groups[-1].append(each)
-        left -= each.bytes
+        room -= each.bytes
     return groups
 
 
@@ -540,7 +513,9 @@ def _update_slots(rule: _Rule, step: _Step, given: Any, decays: bool, cells: Any
     times = functools.partial(_product, step.chance.step)
     slots = [cell.load() for cell in cells[1:]]
     gradient = _unscaled(times, step, given[0])
-    squares = given[1] if len(given) > 1 else times(gradient, gradient)
+    squares = times(gradient, gradient)
+    if len(given) > 1:  # Scaled twice.
+        squares = _unscaled(times, step, _unscaled(times, step, given[1]))
     new = rule.next_slots(times, step.numbers, gradient, squares, *slots)
     for each, cell in zip(new, cells[1:], strict=True):
         cell.store(each, step.chance)

@@ -6,6 +6,7 @@ Every stage takes `Gradients` and returns new ones; `summed_checked_clipped` is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -64,10 +65,7 @@ class Gradients:
 
     def unscaled(self) -> Gradients:
         """The gradients divided by their divisor, in float32 or wider; sparse ones stay sparse."""
-
-        def divided(values: Any) -> Any:
-            return widened(values) if self.divisor is None else _quotient(values, self.divisor)
-
+        divided = functools.partial(_quotient, divisor=self.divisor)
         values = [g if is_next_value(v) else _mapped(divided, g) for g, v in self.pairs()]
         return replace(self, values=values, divisor=None)
 
@@ -125,18 +123,13 @@ class Gradients:
 
         The divisor stays, to the last bit, where the norm is within bounds.
         """
-        norm = self._norm(clip.norm_type)
         divisor = tf.constant(1.0) if self.divisor is None else tf.cast(self.divisor, tf.float32)
+        given = [g for g, v in self.pairs() if g is not None and not is_next_value(v)]
+        norm_of_one, combined = _NORMS[clip.norm_type]
+        norms = [tf.cast(norm_of_one(_distinct_rows(each)), tf.float32) for each in given]
+        norm = combined(tf.stack([0.0, *norms])) / divisor
         factor = tf.maximum(norm, clip.max_norm) / clip.max_norm
         return replace(self, divisor=divisor * factor), norm
-
-    def _norm(self, norm_type: float) -> Any:
-        """The norm of the unscaled gradients as one long vector; not finite where one is not."""
-        given = [g for g, v in self.pairs() if g is not None and not is_next_value(v)]
-        if not given:
-            return tf.constant(0.0)
-        norm = _NORMS[norm_type]([_distinct_rows(gradient) for gradient in given])
-        return norm / (1.0 if self.divisor is None else tf.cast(self.divisor, tf.float32))
 
 
 def summed_checked_clipped(
@@ -156,8 +149,12 @@ def summed_checked_clipped(
     elif several_replicas() and clip is not None:
         gradients = gradients.summed_over_replicas()
     finite = gradients.all_finite_everywhere(finite)
-    gradients, norm = (gradients, None) if clip is None else gradients.clipped(clip)
-    return gradients, finite, norm
+    if clip is None:
+        return gradients, finite, None
+    gradients, norm = gradients.clipped(clip)
+    # The squares may have overflowed. XLA and some kernels lose a NaN in a maximum.
+    finite &= tf.math.is_finite(norm)
+    return gradients, finite, tf.where(finite, norm, math.nan)
 
 
 def is_next_value(variable: Any) -> bool:
@@ -167,7 +164,7 @@ def is_next_value(variable: Any) -> bool:
 
 def _quotient(values: Any, divisor: Any) -> Any:
     wide = widened(values)
-    return wide / ops.cast(divisor, wide.dtype)
+    return wide if divisor is None else wide / ops.cast(divisor, wide.dtype)
 
 
 def widened(values: Any) -> Any:
@@ -229,8 +226,9 @@ def _finite_each(pairs: _Pairs, divisor: Any) -> Any:
         if dtype_name(values) in LOW_PRECISION and runs_tensorflow():
             checks.append(_low_finite(values, variable, own))
             continue
-        values = values if own is None else _quotient(values, own)
-        checks.append(ops.all(ops.isfinite(_narrowed(values, variable))))
+        values = _quotient(values, own)
+        values = values if variable is None else ops.cast(values, dtype_name(variable))
+        checks.append(ops.all(ops.isfinite(values)))
     return ops.all(ops.stack(checks))
 
 
@@ -243,12 +241,6 @@ def _low_finite(values: Any, variable: Any, divisor: Any) -> Any:
     # Less than what divides to the largest number of the variable, as the limit is rounded.
     limit = tf.where(limit < largest, limit * (1 - 2.0**-8), largest)
     return tf.reduce_all(tf.abs(values) <= tf.cast(limit, values.dtype))
-
-
-def _narrowed(gradient: Any, variable: Any) -> Any:
-    """A gradient in the dtype of its variable, if that is a low one."""
-    low = variable is not None and dtype_name(variable) in LOW_PRECISION
-    return _in_dtype_of(variable, gradient) if low else gradient
 
 
 def _in_dtype_of(variable: Any, gradient: Any) -> Any:
@@ -275,42 +267,12 @@ def _distinct_rows(gradient: Any) -> Any:
     return widened(gradient)
 
 
-def _total(parts: Sequence[Any]) -> Any:
-    return tf.add_n([tf.cast(part, tf.float32) for part in parts])
-
-
-def _sum_of_magnitudes(values: Sequence[Any]) -> Any:
-    return _total([tf.reduce_sum(tf.abs(value)) for value in values])
-
-
-def _greatest(values: Sequence[Any]) -> Any:
-    # Not tf.reduce_max: which of NaN and a number it takes is up to the kernel.
-    greatest = tf.stack([tf.cast(tf.norm(value, math.inf), tf.float32) for value in values])
-    is_nan = tf.stack([tf.reduce_any(tf.math.is_nan(value)) for value in values])
-    return tf.where(tf.reduce_any(is_nan), math.nan, tf.reduce_max(greatest))
-
-
-def _euclidean(values: Sequence[Any]) -> Any:
-    if tf.executing_eagerly():
-        # The host would wait for the device to know whether the squares are in range.
-        return _euclidean_of_any_size(values)
-    squares = 2 * _total([tf.nn.l2_loss(value) for value in values])
-    return tf.cond(
-        tf.math.is_finite(squares) & (squares > 1e-30),
-        lambda: tf.sqrt(squares),
-        lambda: _euclidean_of_any_size(values),
-    )
-
-
-def _euclidean_of_any_size(values: Sequence[Any]) -> Any:
-    """The same where squares overflow or underflow: gradients of a scaled loss may be large."""
-    greatest = _greatest(values)
-    unit = tf.where(greatest > 0, greatest, 1.0)
-    squares = [tf.nn.l2_loss(value / tf.cast(unit, value.dtype)) for value in values]
-    return unit * tf.sqrt(2 * _total(squares))
-
-
-_NORMS = {1: _sum_of_magnitudes, 2: _euclidean, math.inf: _greatest}
+# The norm of one gradient, or its square, and of all of them together.
+_NORMS: dict[float, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    1: (lambda values: tf.reduce_sum(tf.abs(values)), tf.reduce_sum),
+    2: (tf.nn.l2_loss, lambda halved_squares: tf.sqrt(2 * tf.reduce_sum(halved_squares))),
+    math.inf: (lambda values: tf.norm(values, math.inf), tf.reduce_max),
+}
 
 
 # ---- What a user gave ----------------------------------------------------------------------------
@@ -353,11 +315,6 @@ def split_pairs(
 
 def check_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     """Raises if the gradients cannot be applied to the variables, before anything is changed."""
-    if not gradients:
-        raise ValueError(
-            "There is nothing to apply: the list of gradients is empty. Pass one (gradient, "
-            "variable) pair for each trainable variable."
-        )
     if len(gradients) != len(variables):
         raise ValueError(
             f"Expected one gradient for each of the {len(variables)} variables; got "
@@ -366,8 +323,8 @@ def check_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     if all(gradient is None for gradient in gradients):
         names = ", ".join(variable_name(v) for v in variables[:3])
         raise ValueError(
-            f"No gradient was given for any of {len(variables)} variables ({names}, …): all are "
-            "None. Was the loss computed under the tape, from these variables?"
+            f"There is nothing to apply: no gradient was given for any of {len(variables)} "
+            f"variables ({names}). Was the loss computed under the tape, from these variables?"
         )
     for gradient, variable in zip(gradients, variables, strict=True):
         if gradient is not None:
@@ -376,20 +333,15 @@ def check_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
 
 def _check_gradient(gradient: Any, variable: Any) -> None:
     given = dtype_name(gradient) if hasattr(gradient, "dtype") else type(gradient).__name__
-    if given not in FLOAT_DTYPES:
+    if given not in FLOAT_DTYPES or not hasattr(variable, "assign"):
         raise TypeError(
-            f"The gradient of {variable_name(variable)} must be a float tensor; got {given}."
+            "Expected pairs of a float gradient and a variable; got "
+            f"{given} and {type(variable).__name__} for {variable_name(variable)}."
         )
-    if not hasattr(variable, "assign"):
-        raise TypeError(
-            f"Expected (gradient, variable) pairs; got {type(variable).__name__} as variable. "
-            "Are the two swapped?"
-        )
-    given_shape = tf.TensorShape(gradient.shape)
-    if not given_shape.is_compatible_with(tf.TensorShape(variable.shape)):
+    if not tf.TensorShape(gradient.shape).is_compatible_with(variable.shape):
         raise ValueError(
-            f"The gradient of {variable_name(variable)} has shape {given_shape}; the variable has "
-            f"shape {tf.TensorShape(variable.shape)}."
+            f"The gradient of {variable_name(variable)} has shape {gradient.shape}; the variable "
+            f"has shape {variable.shape}."
         )
 
 

@@ -19,7 +19,7 @@ from keras import ops
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import TfampWarning
-from tfamp.core.options import LossScaleState, next_state
+from tfamp.core.options import LossScale, LossScaleState, next_state
 from tfamp.interop.keras_hooks import as_tensor, described
 from tfamp.interop.patching import Patch, level_of_user
 from tfamp.training.gradients import Gradients, dtype_name, widened
@@ -53,27 +53,25 @@ def scaled_loss(loss: Any, scale: Any) -> Any:
     A float16 loss is cast first: the default maximum scale, and already 2**16, is inf in float16.
     """
     try:
-        tensor = ops.convert_to_tensor(loss)
+        wide = widened(loss)
     except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
         raise TypeError(
             f"The loss must be a float tensor; got {type(loss).__name__}. To scale several losses, "
             "scale each of them."
         ) from error
-    if dtype_name(tensor) not in FLOAT_DTYPES:
-        raise TypeError(f"The loss must be a float tensor; got dtype {dtype_name(tensor)}.")
-    wide = widened(tensor)
+    if dtype_name(wide) not in FLOAT_DTYPES:
+        raise TypeError(f"The loss must be a float tensor; got dtype {dtype_name(wide)}.")
     return wide * ops.cast(scale, wide.dtype)
 
 
-def advance(variables: LossScaleState, rule: Any, finite: Any, dtype: str = "float32") -> None:
+def advance(variables: LossScaleState, rule: LossScale, finite: Any) -> None:
     """Moves a loss scale on by one step, whose gradients were all `finite` or not.
 
-    Counters that the rule does not look at are None. The scale is computed in `dtype`.
+    Counters that the rule does not look at are None.
     """
     # Not a Python 0: it would become an int32, which GPUs' hosts compare.
     zero = ops.zeros_like(as_tensor(variables.good_steps))
     before = LossScaleState(*(zero if v is None else as_tensor(v) for v in variables))
-    before = before._replace(scale=ops.cast(before.scale, dtype))
     after = next_state(rule, before, finite, ops)
     for variable, old, new in zip(variables, before, after, strict=True):
         if variable is not None and new is not old:
@@ -114,7 +112,7 @@ class UnscaledGradients:
     def unscale(self, optimizer: Any, gradients: list[Any]) -> list[Any]:
         """Unscales gradients for an optimizer, once; checks them and notes both."""
         window, given = self._windows.current(), _tensors(gradients)
-        if any(key in window.given or key in window.came_out for key in given):
+        if any(key in window.tensors for key in given):
             raise ValueError(
                 "These gradients have been unscaled already since the last apply; unscaling them "
                 "again would divide by the loss scale twice. Call get_unscaled_gradients once on "
@@ -125,8 +123,7 @@ class UnscaledGradients:
         self._finite.assign(ops.logical_and(self.all_finite, finite))
         self._pending.assign(True)
         window.is_open = True
-        window.given.update(given)
-        window.came_out.update(_tensors(unscaled))
+        window.tensors.update(given | _tensors(unscaled))
         return unscaled
 
     def known_here(self) -> bool:
@@ -143,7 +140,7 @@ class UnscaledGradients:
         window = self._windows.take()
         # What the variable's own dtype can hold was not known when they were unscaled.
         checked = [
-            id(gradient) in window.came_out and dtype_name(target) not in LOW_PRECISION
+            id(gradient) in window.tensors and dtype_name(target) not in LOW_PRECISION
             for gradient, target in zip(gradients, targets, strict=True)
         ]
         if window.is_open and unscaled is None:
@@ -161,23 +158,17 @@ class UnscaledGradients:
         self._pending.assign(False)
         self._finite.assign(True)
 
-    def forget(self) -> None:
-        """Forgets everything, here as well."""
-        self._windows.take()
-        self.start_next()
-
-
-# By identity, and weak: a window must not keep a step's gradients alive.
-_ById = weakref.WeakValueDictionary[int, Any]
-
 
 @dataclass
 class _Window:
     """What was unscaled since the last apply, in one graph or in eager mode."""
 
     is_open: bool = False  # Whether anything was.
-    given: _ById = field(default_factory=weakref.WeakValueDictionary)
-    came_out: _ById = field(default_factory=weakref.WeakValueDictionary)
+    # What was unscaled and the results, by identity: the one is finite if the other is. Weak: a
+    # window must not keep a step's gradients alive.
+    tensors: weakref.WeakValueDictionary[int, Any] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
 
 
 def _tensors(gradients: Iterable[Any]) -> dict[int, Any]:
@@ -225,8 +216,8 @@ class PerTrace(threading.local, Generic[_State]):
 # fifty steps and after each epoch, in eager loops every fifty steps. A loop around a `tf.function`
 # can read `consecutive_skipped_steps`, or use a `NumericsMonitor`.
 _EVERY, _MANY = 50, 20
-_warned: weakref.WeakSet[Any] = weakref.WeakSet()
 _eager_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch(optimizer: Any) -> None:
@@ -251,21 +242,18 @@ def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     return original(*given.args, **given.kwargs)
 
 
-_fits = Patch(fit=_fit)
-
-
 def _counting(model: Any) -> list[Any]:
     """The optimizers of a model that count skipped steps, those of its own included."""
     return [each for each in vars(model).values() if hasattr(each, "consecutive_skipped_steps")]
 
 
-class _SkipWatch(keras.callbacks.Callback):
-    _steps = 0
+_fits = Patch(fit=_fit)
 
+
+class _SkipWatch(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         # Not on_train_batch_end: for a callback that has it Keras waits for every step's loss.
-        self._steps += 1
-        if self._steps % _EVERY == 1 and self._steps > 1:
+        if batch and batch % _EVERY == 0:
             self.on_epoch_end(0)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras import ops
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
@@ -44,7 +45,7 @@ class PlainWeights:
         self._by_key: dict[Any, Any] = {}
 
     def create(self, variables: Sequence[Any]) -> list[keras.Variable]:
-        """Creates what is kept beside variables, once, and returns it."""
+        """Creates the variables that are stored with low-precision ones, once; returns them."""
         return []
 
     def targets(self, variables: Sequence[Any]) -> list[Any]:
@@ -78,13 +79,11 @@ class PlainWeights:
         A value that was assigned to a variable since the last update holds. Variables that are as
         they are are returned.
         """
+        self.load()
         return [
-            variable if target is variable else self._exact(variable, target)
+            variable if target is variable else tf.convert_to_tensor(target.value)
             for variable, target in zip(variables, self.targets(variables), strict=True)
         ]
-
-    def _exact(self, variable: Any, target: Any) -> Any:
-        raise NotImplementedError
 
     def set_exact(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         """Gives what stands for variables, if anything, their float32 values."""
@@ -93,12 +92,10 @@ class PlainWeights:
                 target.assign(tf.cast(tf.convert_to_tensor(value), tf.float32))
         self.store()
 
-    def chance(self) -> Chance | None:
-        """Returns what decides the rounding of the next update, where chance has a part in it."""
-        return None
-
-    def check_all_updated(self, variables: Sequence[Any]) -> None:
-        """Raises where the optimizer's own update cannot update one of these."""
+    def chance(self) -> Chance:
+        """Returns what decides the rounding of the next update."""
+        steps = as_tensor(self.optimizer._iterations)
+        return Chance(ops.zeros_like(steps), steps)
 
 
 class MasterWeights(PlainWeights):
@@ -125,7 +122,7 @@ class MasterWeights(PlainWeights):
         key = keras_hooks.key_of(self.optimizer)
         excluded, _ = keras_hooks.excluded_from_decay(self.optimizer)
         for variable in low:
-            master = _beside(variable, _in_float32, "float32")
+            master = _beside(variable, "float32", "", tf.identity)
             master.constraint = getattr(variable, "constraint", None)
             excluded |= {key(master)} if key(variable) in excluded else set()
             self._by_key[key(variable)] = master
@@ -155,9 +152,6 @@ class MasterWeights(PlainWeights):
         """Assigns the masters, rounded, to the variables."""
         for variable, master in self._pairs:
             update_everywhere(variable, _round, (master,))
-
-    def _exact(self, variable: Any, target: Any) -> Any:
-        return _current(target, variable)
 
 
 @dataclass(eq=False)
@@ -198,7 +192,8 @@ class StoredWeight:
         """The resources of what is stored, on a replica its own."""
         return [native(each).handle for each in (self.variable, *self.beside)]
 
-    def read(self) -> Any:
+    @property
+    def value(self) -> Any:
         """The float32 value, outside of a replica too, where there are no resources."""
         parts = (native(each) for each in (self.variable, *self.beside))
         return self.form.decode(*map(tf.convert_to_tensor, parts))
@@ -234,20 +229,17 @@ class RoundedWeights(PlainWeights):
     ) -> None:
         super().__init__(optimizer)
         self.how, self.slots, self.seed = how, slots, seed
-        self._check_optimizer()
-
-    def _check_optimizer(self) -> None:
-        if (other := why_unruled(self.optimizer)) is not None:
+        if (other := why_unruled(optimizer)) is not None:
             raise ValueError(
                 f"weight_rounding goes with {', '.join(RULED[:-1])} and {RULED[-1]} as Keras has "
                 "them, whose updates round as they are compiled; got "
                 f"{other}. Use one of these, or give master_weights=True instead of "
                 "weight_rounding."
             )
-        keeps_no_squares = isinstance(self.optimizer, keras.optimizers.SGD | keras.optimizers.Lion)
-        if self.slots == "float16" and not keeps_no_squares:
+        keeps_no_squares = isinstance(optimizer, keras.optimizers.SGD | keras.optimizers.Lion)
+        if slots == "float16" and not keeps_no_squares:
             raise ValueError(
-                f"slots='float16' cannot hold what {self.optimizer.name} keeps: squares of "
+                f"slots='float16' cannot hold what {optimizer.name} keeps: squares of "
                 "gradients under 2.4e-4 are zero in float16, and divide the step. Give "
                 "slots='bfloat16', which takes as much memory and has float32's range."
             )
@@ -266,7 +258,8 @@ class RoundedWeights(PlainWeights):
                     f"{dtype}. Give weight_rounding='stochastic', or bfloat16 weights."
                 )
             form = form_of(dtype, self.how)
-            beside = [_beside(variable, _zeros, part, f"_{self.how}") for part in form.dtypes[1:]]
+            rest = form.dtypes[1:]
+            beside = [_beside(variable, part, f"_{self.how}", tf.zeros_like) for part in rest]
             key = keras_hooks.key_of(self.optimizer)(variable)
             self._by_key[key] = StoredWeight(variable, key, form, beside, number)
             created += beside
@@ -274,31 +267,25 @@ class RoundedWeights(PlainWeights):
 
     def build(self, variables: Sequence[Any]) -> None:
         """Builds the optimizer, whose slots of low variables get the dtype of `slots`."""
-        add = functools.partial(_add_slot, self.slots, self.optimizer)
-        undo = wrap_method(self.optimizer, "add_variable_from_reference", add)
+        undo = wrap_method(self.optimizer, "add_variable_from_reference", self._add_slot)
         try:
             super().build(variables)
         finally:
             undo()
 
-    def _exact(self, variable: Any, target: Any) -> Any:
-        return target.read()
+    def _add_slot(self, original: Any, reference_variable: Any, **arguments: Any) -> Any:
+        if not isinstance(reference_variable, StoredWeight):
+            return original(reference_variable, **arguments)
+        name = f"{reference_variable.path.replace('/', '_')}_{arguments.pop('name', 'var')}"
+        extended = tf.distribute.get_strategy().extended
+        with extended.colocate_vars_with(native(reference_variable.variable)):
+            return self.optimizer.add_variable(
+                reference_variable.shape, dtype=self.slots, name=name, **arguments
+            )
 
     def chance(self) -> Chance:
         """Returns what decides the rounding of the next update."""
         return Chance(as_tensor(self.seed), as_tensor(self.optimizer._iterations))
-
-    def check_all_updated(self, variables: Sequence[Any]) -> None:
-        """Raises if variables that are stored low were left to the optimizer's own update."""
-        left = [each.path for each in variables if isinstance(each, StoredWeight)]
-        if left:
-            self._check_optimizer()  # What it is may have changed.
-            raise ValueError(
-                f"weight_rounding={self.how!r} cannot update {left[0]} here: it goes with eager "
-                "execution and tf.function on one device, and with MirroredStrategy and "
-                "MultiWorkerMirroredStrategy; got "
-                f"{type(tf.distribute.get_strategy()).__name__}. Give master_weights=True instead."
-            )
 
 
 def _low_ones(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
@@ -313,10 +300,8 @@ def _low_ones(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
     return low
 
 
-def _beside(
-    variable: Any, value: Callable[[Any], Any], dtype: str, suffix: str = ""
-) -> keras.Variable:
-    """Creates a variable of the same name, path, shape and place as another one.
+def _beside(variable: Any, dtype: str, suffix: str, value: Callable[[Any], Any]) -> keras.Variable:
+    """Creates a variable of the same name, path, shape and place as another one, from its value.
 
     Optimizers decide by names and paths what decays and which variables they treat how.
     """
@@ -327,7 +312,7 @@ def _beside(
         strategy = tf.distribute.get_strategy()
         stack.enter_context(strategy.extended.colocate_vars_with(native(variable)))
         return keras.Variable(
-            lambda shape, dtype: tf.cast(value(variable), dtype),
+            lambda shape, dtype: tf.cast(value(as_tensor(variable)), dtype),
             shape=tuple(variable.shape),
             dtype=dtype,
             trainable=False,
@@ -335,84 +320,49 @@ def _beside(
         )
 
 
-def _zeros(variable: Any) -> Any:
-    return tf.zeros(variable.shape)
-
-
-def _in_float32(variable: Any) -> Any:
-    return tf.cast(tf.convert_to_tensor(native(variable)), tf.float32)
-
-
-def _add_slot(
-    slots: str,
-    optimizer: Any,
-    original: Any,
-    reference_variable: Any,
-    name: str | None = None,
-    initializer: Any = "zeros",
-) -> Any:
-    if not isinstance(reference_variable, StoredWeight):
-        return original(reference_variable, name=name, initializer=initializer)
-    strategy = tf.distribute.get_strategy()
-    with strategy.extended.colocate_vars_with(native(reference_variable.variable)):
-        return optimizer.add_variable(
-            shape=reference_variable.shape,
-            initializer=initializer,
-            dtype=slots,
-            name=f"{reference_variable.path.replace('/', '_')}_{name or 'var'}",
-        )
-
-
 # ---- Masters and what was assigned since --------------------------------------------------------
-
-
-def _current(master: Any, variable: Any) -> Any:
-    """The master's values; the variable's where another value was assigned to it."""
-    assigned = _assigned(*map(tf.convert_to_tensor, (master, variable)))
-    return tf.where(assigned, _in_float32(variable), tf.convert_to_tensor(master))
 
 
 def _assigned(master: Any, value: Any) -> Any:
     return tf.not_equal(nearest(master, value.dtype), value)
 
 
-def _any_assigned(master: Any, value: Any) -> Any:
-    return tf.reduce_any(_assigned(master, value))
-
-
-def _differs(master: Any, variable: Any) -> Any:
-    return _in_one_pass(_any_assigned, master, variable)
-
-
 def _take_over(master: Any, variable: Any) -> None:
-    master.assign(_current(master, variable))
+    old, value = map(tf.convert_to_tensor, (master, variable))
+    master.assign(tf.where(_assigned(old, value), tf.cast(value, tf.float32), old))
 
 
 def _round(variable: Any, master: Any) -> None:
     if variable.dtype == tf.bfloat16:
-        variable.assign(_in_one_pass(_nearest_bfloat16, master))
+        variable.assign(_rounded_to_bfloat16(master))
     else:
         variable.assign(nearest(tf.convert_to_tensor(master), variable.dtype))
 
 
-def _nearest_bfloat16(master: Any) -> Any:
-    return nearest(master, tf.bfloat16)
-
-
-def _in_one_pass(function: Callable[..., Any], *variables: Any) -> Any:
-    """Calls a function with the values of variables, compiled where it is part of a graph.
+def _in_one_pass(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a function of tensors take variables, and compiles it where it is part of a graph.
 
     Op by op every step of a rounding reads and writes whole tensors.
     """
-    values = [tf.convert_to_tensor(variable) for variable in variables]
-    if tf.executing_eagerly() or not xla_works(native(variables[0]).device):
-        return function(*values)
-    return _compiled(function)(*values)
+    compiled = tf.function(function, jit_compile=True, autograph=False)
+
+    def call(*variables: Any) -> Any:
+        values = [tf.convert_to_tensor(variable) for variable in variables]
+        if tf.executing_eagerly() or not xla_works(native(variables[0]).device):
+            return function(*values)
+        return compiled(*values)
+
+    return call
 
 
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Any:
-    return tf.function(function, jit_compile=True, autograph=False)
+@_in_one_pass
+def _rounded_to_bfloat16(master: Any) -> Any:
+    return nearest(master, tf.bfloat16)
+
+
+@_in_one_pass
+def _differs(master: Any, value: Any) -> Any:
+    return tf.reduce_any(_assigned(master, value))
 
 
 # ---- The update ----------------------------------------------------------------------------------
@@ -481,20 +431,21 @@ def _apply(weights: PlainWeights, gradients: Gradients) -> None:
     others = fused_update(optimizer, gradients, weights.chance())
     if others is None:
         return
-    weights.check_all_updated(others.variables)
+    if any(isinstance(each, StoredWeight) for each in others.variables):
+        raise ValueError(
+            "weight_rounding goes with one device, MirroredStrategy and "
+            "MultiWorkerMirroredStrategy, and with optimizers as they were given; got "
+            f"{why_unruled(optimizer) or type(tf.distribute.get_strategy()).__name__}. Give "
+            "master_weights=True instead."
+        )
     others = others.unscaled()
-    if any(each.gradient_accumulation_steps for each in _applied(optimizer)):
+    applied = getattr(optimizer, "_inner_optimizers", [optimizer])
+    if any(each.gradient_accumulation_steps for each in applied):
         others = others.as_stored()
     counts_itself = tf.distribute.has_strategy() and not strategy_needs_merge_call()
     if others.summed or counts_itself:
         optimizer = _view_of(optimizer, others.summed)
     optimizer.apply(others.values, others.variables)
-
-
-def _applied(optimizer: Any) -> Sequence[Any]:
-    """The optimizers that are applied: those of a MultiOptimizer, else the optimizer itself."""
-    inside: Sequence[Any] = getattr(optimizer, "_inner_optimizers", [optimizer])
-    return inside
 
 
 def _view_of(optimizer: Any, summed: bool) -> Any:

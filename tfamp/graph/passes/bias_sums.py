@@ -53,12 +53,11 @@ def _ranks_are_known(index: GraphIndex) -> bool:
 
 def run(graph: GraphEditor, options: RewriteOptions, plan: RewritePlan) -> None:
     """Makes each BiasAddGrad that the plan has converted to bfloat16 a Sum, in place."""
-    for scope in plan.scopes:
-        body = graph.library.get(scope.scope, graph)
-        retyped = {retype.node for retype in scope.retypes}
+    retyped = {(retype.scope, retype.node) for retype in plan.retypes}
+    for body in graph.bodies:
         for node in body.of_types(_GRADIENT):
             rank = len(body.dims(node.input[0]))
-            if node.name in retyped and rank >= _LEAST_RANK:
+            if (body.scope, node.name) in retyped and rank >= _LEAST_RANK:
                 channels = 1 if attribute(node, "data_format").s == b"NCHW" else rank - 1
                 axes = [axis for axis in range(rank) if axis != channels]
                 inputs = [node.input[0], body.constant(f"{node.name}/axes", axes, node.device)]

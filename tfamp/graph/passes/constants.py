@@ -39,19 +39,18 @@ def run(graph: GraphEditor, options: RewriteOptions, plan: RewritePlan) -> None:
     that shows, and another value one that does not.
     """
     limit = float(tf.as_dtype(plan.dtype).max)
-    for scope in plan.scopes:
-        body = graph.library.get(scope.scope, graph)
-        for cast in scope.casts:
-            constant = body.by_name.get(cast.producer)
-            if constant is None or constant.op != "Const":
-                continue
-            users = [body.by_name.get(consumer) for consumer, _ in cast.consumers]
-            chosen = all(user is not None and user.op in CHOICES for user in users)
-            if chosen and largest_finite(constant.attr["value"].tensor) > limit:
-                node = body.by_name[cast.name]
-                _store(body, constant, [node], limit)
-                body.set_inputs(node, control_inputs_of(constant))
-        body.settle()
+    for cast in plan.casts:
+        body = graph.library.get(cast.scope, graph)
+        constant = body.by_name.get(cast.producer)
+        if constant is None or constant.op != "Const":
+            continue
+        users = [body.by_name.get(consumer) for consumer, _ in cast.consumers]
+        chosen = all(user is not None and user.op in CHOICES for user in users)
+        if chosen and largest_finite(constant.attr["value"].tensor) > limit:
+            node = body.by_name[cast.name]
+            _store(body, constant, [node], limit)
+            body.set_inputs(node, control_inputs_of(constant))
+            body.settle()
 
 
 def fold_casts(graph_def: Any, keep: Iterable[str] = ()) -> frozenset[tuple[str, str]]:
