@@ -20,12 +20,13 @@ sys.path.append(str(Path(__file__).parents[1]))
 pytest.importorskip("benchmarks", reason="the benchmarks are no part of the package")
 
 import tfamp
-from benchmarks import plot, profile, report, results, serving
+from benchmarks import interleaved, plot, profile, report, results, serving
 from benchmarks.__main__ import main
 from benchmarks.interleaved import Options, WorkerError, workers
 from benchmarks.results import Measured, Run, WorkloadRun
 from benchmarks.step_graph import count_casts, plain_op, trace
 from benchmarks.systems import SYSTEMS
+from benchmarks.worker import Worker
 
 ROOT = Path(__file__).parents[1]
 
@@ -248,9 +249,26 @@ def test_a_worker_that_fails_ends_only_itself_but_for_float32(monkeypatch):
         pass
 
 
+class WorkerHere(interleaved.WorkerProcess):
+    """A worker without a process of its own, which would have to import TensorFlow."""
+
+    def __init__(self, system, options):
+        self._worker, self._answers = Worker(system, options.dtype), [{"ready": True}]
+
+    def send(self, do, **arguments):
+        self._answers.append(getattr(self._worker, do)(**arguments))
+
+    def read(self):
+        return self._answers.pop(0)
+
+    def close(self):
+        assert not self._answers
+
+
 @pytest.mark.slow
-def test_a_tiny_run_from_the_command_line(tmp_path, capsys):
+def test_a_tiny_run_from_the_command_line(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(interleaved, "WorkerProcess", WorkerHere)
     written = {name: tmp_path / f"run.{name}" for name in ("json", "png")}
     arguments = ["--small", "--workload", "mlp", "--system", "rewrite", "--dtype", "bfloat16"]
     arguments += ["--rounds", "2", "--loss-steps", "10"]

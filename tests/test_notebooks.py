@@ -38,7 +38,7 @@ def comparison():
         ComparisonRow(HOSTILE, "Dense", "float16", 0.01, 0.01, 7e4, 0.25, 0.5),
         ComparisonRow("head", "Dense", "float32", 0.02, None, 1.0, 0.0, 0.0),
     ]
-    return diagnostics.Comparison("model", "float16", tuple(rows), 0.02, 0.01, (HOSTILE,), 0.005, 3)
+    return diagnostics.Comparison("model", "float16", tuple(rows), 0.02, 0.01, (HOSTILE,), 0.005)
 
 
 def nonfinite():

@@ -107,7 +107,7 @@ def test_inputs_weights_targets_and_the_loss_are_stages_of_their_own():
     x, y = np.ones((2, 8), np.float32), np.zeros((2, 3), np.float32)
     report = find_nonfinite(model, x, y * np.nan, loss="mse")
     assert (report.stage, report.kind) == ("input", "also_in_float32")
-    assert "y" in report.details[0]
+    assert "the first at index [0, 0] of y" in report.fix
     report = find_nonfinite(model, x, y, loss=lambda y, out: tf.math.log(y))
     assert (report.stage, report.op, report.kind) == ("loss", "Log", "also_in_float32")
     report = find_nonfinite(model, x * 1e5, y, loss="mse")
@@ -139,7 +139,6 @@ def test_a_gradient_that_float32_does_not_have_either():
 def test_raw_ops_of_a_function():
     report = find_nonfinite(raw_softmax_log, tf.constant([[30.0, 0.0]]))
     assert (report.op, report.kind) == ("Log", "underflow")
-    assert "faults.py" in report.where
     assert "Softmax" in report.fix
     assert find_nonfinite(raw_softmax_log, tf.constant([[3.0, 0.0]])) is None
     concrete = tf.function(raw_softmax_log).get_concrete_function(tf.TensorSpec((1, 2)))
@@ -274,7 +273,6 @@ def test_the_first_op_in_the_order_of_the_data():
 
     report = _found(function, [0.0, 1.0])
     assert (report.op, report.node, report.kind) == ("Log", "Log", "also_in_float32")
-    assert not report.details  # It is in no other function.
     assert [(each.name, each.max) for each in report.ranges["inputs"]] == [("input 0", 1.0)]
 
 
@@ -319,9 +317,7 @@ def test_inside_a_loop_the_iteration_is_that_of_the_fault():
 
     report = find_nonfinite(function, tf.ones((2,), tf.float16))
     assert (report.op, report.kind) == ("Mul", "overflow")
-    # 3**11 is the first power above 65504. The condition, and the loop it is in, are named.
-    assert "It is in the function that while/cond in while runs" in report.details[0]
-    assert "execution 11." in report.details[0]
+    # 3**11 is the first power above 65504.
     assert report.ranges["inputs"][0].max == pytest.approx(3.0**10, rel=2.0**-10)
     assert report.ranges["float32"][0].max == 3.0**11
 
@@ -335,7 +331,6 @@ def test_a_late_iteration_is_known_by_what_was_before():
     executions = int(np.isfinite(values).sum())
     assert 100 < executions < 400
     report = _found(function, np.float32(2.0**-40))
-    assert f"in its execution {executions}." in report.details[0]
     assert report.ranges["inputs"][0].max == values[executions - 1]
 
 

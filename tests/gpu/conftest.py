@@ -1,6 +1,6 @@
 """The acceptance suite: what only a GPU can show, with a report. docs/gpu.md explains it.
 
-    python -m pytest -m gpu tests/gpu --report gpu.html
+    python -m pytest -m gpu tests/gpu --report gpu.json
 
 With --on-cpu the same checks run on the CPU at toy size.
 """
@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--report",
         type=acceptance_report.report_path,
         metavar="FILE",
-        help="write what was checked to FILE, a page (.html) or JSON (.json)",
+        help="write what was checked to FILE, as JSON",
     )
     group.addoption(
         "--on-cpu",
@@ -126,8 +126,7 @@ class Reporter:
         # Workers of xdist end their checks in any order, and other tests may have run, too.
         rows = [row for group in ORDER for row in self._rows.values() if row.group == group]
         found = acceptance_report.Report.of(rows, on_cpu=self._on_cpu)
-        text = found.to_json() if self._path.suffix == ".json" else found.to_html()
-        self._path.write_text(text, encoding="utf-8")
+        self._path.write_text(found.to_json(), encoding="utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_sep("-", f"report: {self._path}")

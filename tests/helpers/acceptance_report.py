@@ -1,12 +1,10 @@
-"""The report of tests/gpu: what was checked on which machine, as JSON and as a page of its own."""
+"""The report of tests/gpu: what was checked on which machine, as JSON."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import datetime
-import html
-import itertools
 import json
 import platform
 import re
@@ -19,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from helpers.acceptance import TOY_TIMING, Figure, describe_gpu, show
+from helpers.acceptance import describe_gpu
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _OUTCOMES = ("passed", "failed", "skipped")
@@ -28,8 +26,8 @@ _OUTCOMES = ("passed", "failed", "skipped")
 def report_path(text: str) -> Path:
     """The file of `--report`; one that could not be written is refused before anything runs."""
     path = Path(text).absolute()
-    if path.suffix not in (".html", ".json"):
-        raise pytest.UsageError(f"--report takes a file ending in .html or .json; got {text!r}.")
+    if path.suffix != ".json":
+        raise pytest.UsageError(f"--report takes a file ending in .json; got {text!r}.")
     if not path.parent.is_dir():
         raise pytest.UsageError(f"--report: there is no folder {path.parent}.")
     return path
@@ -113,17 +111,6 @@ class Report:
         found = {"machine": dict(self.machine), "counts": self.counts(), "checks": checks}
         return json.dumps(found, indent=1)
 
-    def to_html(self) -> str:
-        """Returns the report as a page that loads nothing."""
-        facts = {**self.machine, **{each: str(count) for each, count in self.counts().items()}}
-        head = "".join(
-            f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
-            for name, value in facts.items()
-        )
-        parts = itertools.groupby(self.checks, key=lambda row: row.group)
-        rows = "\n".join(line for name, checks in parts for line in _part(name, checks))
-        return _PAGE.format(style=_STYLE, head=head, rows=rows)
-
 
 def _machine(on_cpu: bool) -> dict[str, str]:
     build = tf.sysconfig.get_build_info()
@@ -161,92 +148,3 @@ def _driver() -> str:
         return "none"
     found = re.search(r"(\d+\.[\d.]+)", _DRIVER.read_text(encoding="utf-8"))
     return found[1] if found else "unknown"
-
-
-def _part(name: str, checks: Iterable[Row]) -> list[str]:
-    """Table rows of a part of the suite."""
-    heading = html.escape(name.replace("_", " ").capitalize().replace("gpus", "GPUs"))
-    head = f'<tr class="part"><th scope="colgroup" colspan="5">{heading}</th></tr>'
-    return [head, *(line for each in checks for line in _lines(each))]
-
-
-def _lines(row: Row) -> list[str]:
-    """Table rows of one check: the first names it, each figure has one."""
-    figures = [Figure(**each) for each in row.figures]
-    first = f'<th scope="rowgroup" rowspan="{max(len(figures), 1)}">{html.escape(row.title)}</th>'
-    lines = [_cells(each) for each in figures]
-    if not lines:
-        lines = [f"<td colspan=3>{html.escape(row.why)}</td>{_outcome(row.outcome)}"]
-    elif row.outcome == "failed" and all(each.outcome != "failed" for each in figures):
-        # Not a figure: an error before, between or after them.
-        lines.append(f"<td colspan=3>{html.escape(row.why)}</td>{_outcome('failed')}")
-        first = first.replace(f'rowspan="{len(figures)}"', f'rowspan="{len(lines)}"')
-    return [
-        f"<tr{' class=first' if not number else ''}>{'' if number else first}{line}</tr>"
-        for number, line in enumerate(lines)
-    ]
-
-
-def _cells(figure: Figure) -> str:
-    what = html.escape(figure.what)
-    if figure.why and figure.why != TOY_TIMING:  # The head of the page says that, for all.
-        what += f'<span class="why">{html.escape(figure.why)}</span>'
-    value = html.escape(f"{show(figure.value)} {figure.unit}".strip())
-    return f"<td>{what}</td><td>{value}</td><td>{html.escape(figure.limit)}</td>" + _outcome(
-        figure.outcome
-    )
-
-
-def _outcome(outcome: str) -> str:
-    return f'<td class="{outcome}">{outcome}</td>'
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>tfamp acceptance suite</title>
-<style>{style}</style>
-</head>
-<body>
-<h1>tfamp acceptance suite</h1>
-<dl>{head}</dl>
-<table>
-<thead><tr><th>check</th><th>figure of</th><th>figure</th><th>limit</th><th>result</th></tr></thead>
-<tbody>
-{rows}
-</tbody>
-</table>
-</body>
-</html>
-"""
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1d1f23; --page: #fff; --line: #d5d8dd; --faint: #5d636e;
-  --passed: #17692f; --failed: #b3261e; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e8ec; --page: #16181c; --line: #363b43; --faint: #a0a7b3;
-    --passed: #6fce8a; --failed: #ff8a80; }
-}
-body { margin: 20px auto; max-width: 1180px; padding: 0 20px; color: var(--ink);
-  background: var(--page); font: 14px/1.45 system-ui, sans-serif; }
-h1 { font-size: 20px; margin: 0 0 10px; }
-dl { display: flex; flex-wrap: wrap; gap: 8px 28px; margin: 0 0 18px; }
-dt { color: var(--faint); font-size: 12px; }
-dd { margin: 0; font-weight: 600; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: 4px 10px; text-align: left; vertical-align: top; }
-thead th { border-bottom: 2px solid var(--line); white-space: nowrap; }
-tbody th { font-weight: 600; width: 34%; }
-tr.part th { padding-top: 18px; font-size: 15px; }
-tr.first > * { border-top: 1px solid var(--line); }
-td { overflow-wrap: anywhere; }
-td.passed { color: var(--passed); }
-td.failed { color: var(--failed); font-weight: 700; }
-td.skipped, td.recorded, .why { color: var(--faint); }
-td:last-child { overflow-wrap: normal; }
-.why { display: block; font-size: 12.5px; }
-"""

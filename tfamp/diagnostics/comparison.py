@@ -14,13 +14,14 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, float_format
+from tfamp.core.options import checked_number
 from tfamp.diagnostics.model_runs import (
     Around,
     all_layers,
@@ -45,6 +46,8 @@ _OWN_FACTOR = 2.0
 # Each list that is tried is a run of the model.
 _MOST_RUNS = 200
 
+# The list of a search and the error with it; None where no list is enough.
+Found: TypeAlias = tuple[tuple[str, ...] | None, float | None]
 _Tensors: TypeAlias = list[np.ndarray[Any, Any]]
 
 
@@ -102,7 +105,6 @@ class Comparison:
             them, that brings the output error under the bound. Empty where it is under the bound
             already, and where no bound was asked for; None where no list brings it there.
         proved_error: The output error of a run with these layers in float32; None without a list.
-        runs: How many lists were run to find it.
 
     Example:
         >>> rows = [ComparisonRow(n, "Dense", "float16", e, e, 1.0, 0.0, 0.0) for n, e in
@@ -118,7 +120,6 @@ class Comparison:
     bound: float | None = None
     keep_float32: tuple[str, ...] | None = ()
     proved_error: float | None = None
-    runs: int = 0
 
     @property
     def worst(self) -> ComparisonRow | None:
@@ -149,14 +150,12 @@ class Comparison:
             return
         bound = _number(self.bound)
         if self.keep_float32 is None:
-            yield f"no list of layers in float32 brings it under {bound}; {self.runs} were run"
+            yield f"no list of layers in float32 brings it under {bound}"
         elif not self.keep_float32:
             yield f"it is under {bound} with no layer kept in float32"
         else:
-            yield (
-                f"under {bound} with these in float32, proved by a run "
-                f"({_number(self.proved_error or 0.0)}; {self.runs} lists were run):"
-            )
+            proved = _number(self.proved_error or 0.0)
+            yield f"under {bound} with these in float32, proved by a run ({proved}):"
             yield from (f"  {layer}" for layer in self.keep_float32)
 
     def to_json(self) -> str:
@@ -206,9 +205,9 @@ def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None
         The comparison. Errors are the largest difference over the largest float32 magnitude.
 
     Raises:
-        TypeError: `model` is not a model or a layer.
-        ValueError: The dtype or the bound is wrong, or float32 gives nothing to compare with: no
-            example, or no finite output.
+        TypeError: `model` is not a model or a layer, or the bound is no number.
+        ValueError: The dtype is wrong, the bound is negative, or float32 gives nothing to compare
+            with: no example, or no finite output.
 
     Example:
         >>> dense = keras.layers.Dense
@@ -229,8 +228,8 @@ def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None
         )
     own = low_dtype_of(model)
     low = own if dtype in (None, "auto") and own else low_dtype(dtype) or "bfloat16"
-    if bound is not None and not (isinstance(bound, int | float) and bound >= 0):
-        raise ValueError(f"bound must be a relative error, such as 0.01; got {bound!r}.")
+    if bound is not None:
+        checked_number("bound", bound, low=0.0, high=math.inf)
     subject = _Subject(model, x, low)
     if subject.outputs and not any(np.isfinite(_float64(x)).any() for x in subject.outputs):
         raise ValueError(
@@ -238,7 +237,7 @@ def compare(model: Any, x: Any, *, dtype: Any = None, bound: float | None = None
             "least one example, or start with tfamp.diagnostics.find_nonfinite."
         )
     rows, error = subject.rows()
-    found = Found((), None, 0)
+    found: Found = (), None
     if bound is not None:
         found = search_list(subject.suspects(), subject.output_error, bound)
     return Comparison(model.name, low, rows, error, bound, *found)
@@ -423,14 +422,6 @@ def _float64(value: Any) -> np.ndarray[Any, Any]:
 # ---- The search for layers to keep ---------------------------------------------------------------
 
 
-class Found(NamedTuple):
-    """The result of a search: the list and its error, None without a list, and the runs it took."""
-
-    names: tuple[str, ...] | None
-    error: float | None
-    runs: int
-
-
 def search_list(
     suspects: Sequence[str], error_of: Callable[[frozenset[str]], float], bound: float
 ) -> Found:
@@ -452,7 +443,7 @@ def search_list(
     too_short, enough = 0, 0
     while not suffices(suspects[:enough]):
         if enough >= len(suspects):
-            return Found(None, None, len(errors))
+            return None, None
         too_short, enough = enough, 2 * enough or 1
     counts = range(too_short + 1, enough)
     count = bisect.bisect_left(counts, True, key=lambda n: suffices(suspects[:n]))
@@ -462,5 +453,5 @@ def search_list(
         if fewer and len(errors) < _MOST_RUNS and suffices(fewer):
             names = fewer
     # Of a random model an error of before may have been chance.
-    error, runs = error_of(frozenset(names)), len(errors) + 1
-    return Found(tuple(names), error, runs) if error <= bound else Found(None, None, runs)
+    error = error_of(frozenset(names))
+    return (tuple(names), error) if error <= bound else (None, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import math
@@ -130,11 +129,6 @@ class NumericsMonitor(keras.callbacks.Callback):
         self.history: list[dict[str, Any]] = []
         # A number is a TypeError: it would be written to as a file that is open already.
         self._jsonl = None if jsonl is None else Path(os.fspath(jsonl))
-        self._options: dict[str, Any] = {
-            "jsonl": jsonl,
-            "tensorboard": tensorboard,
-            "max_consecutive_skips": max_consecutive_skips,
-        }
         self._events = (
             None if tensorboard is None else tf.summary.create_file_writer(os.fspath(tensorboard))
         )
@@ -145,7 +139,6 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._next_look = 0.0
         self._reported = 0  # The last step whose loss scale is in a record.
         self._pending = 0
-        self._observer: Observer = as_written(self._observe)
 
     # Training with model.fit.
 
@@ -156,7 +149,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._scaling = scaling_of(model.optimizer)
         with model.distribute_strategy.scope():
             self._start(int(model.steps_per_execution))
-        self._take_off.append(watch_optimizer(model.optimizer, self._observer))
+        self._take_off.append(watch_optimizer(model.optimizer, as_written(self._observe)))
         self._take_off.append(add_to_epoch_logs(model, self._figures))
         self._take_off.append(lambda: model.make_train_function(force=True))
         model.make_train_function(force=True)
@@ -172,12 +165,6 @@ class NumericsMonitor(keras.callbacks.Callback):
         self.advance(self._pending)
         self._pending = 0
         self.detach()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NumericsMonitor:
-        """A monitor of other models with the same arguments and records, as tuners make them."""
-        made = type(self)(self.every, **self._options)
-        made.history = copy.deepcopy(self.history, memo)
-        return made
 
     def detach(self) -> None:
         """Stops watching; only needed if `model.fit` was interrupted and goes on without it."""

@@ -189,7 +189,6 @@ def _bad_before(step: Step, x: Any, y: Any) -> Finding | None:
         found = ValueRange.of(name, array)
         if not found.finite or (stage == "loss_scale" and found.max <= 0):
             index = np.argwhere(~np.isfinite(array.astype(np.float64))).tolist()
-            at = f"{name}: the first such value is at index {index[0]}." if array.ndim else ""
             is_variable = stage != "input"
             return Finding(
                 stage=stage,
@@ -199,7 +198,7 @@ def _bad_before(step: Step, x: Any, y: Any) -> Finding | None:
                 kind=ALSO_IN_FLOAT32,
                 ranges={"inputs": (), "outputs": (found,)},
                 dtype=found.dtype,
-                note=at,
+                at=f", the first at index {index[0]} of {name}" if array.ndim else "",
                 scale=float(array) if stage == "loss_scale" else None,
             )
     return None
@@ -325,6 +324,11 @@ class _Nodes:
         """Returns the nodes that make the inputs of a node."""
         return [tensor[:2] for tensor in self.inputs[place]]
 
+    def is_constant(self, place: Place) -> bool:
+        """Whether the value of a node depends on constants alone."""
+        ends = (at for at in reach([place], self.sources) if not self.sources(at))
+        return all(self.at[end].op in _CONSTANTS for end in ends)
+
     def bodies(self, place: Place) -> list[str]:
         """Returns the scopes that a node runs."""
         return [name for _, name in self.at[place].calls if name in self.order]
@@ -380,7 +384,7 @@ def _look(twins: _Twins, scale: float) -> Finding | None:
         return None
     runs = _Runs(twins.step, twins.nodes, low, twins.run_float32(scale) or low)
     found = _first_bad(runs, twins.results)
-    return None if found is None else _explained(runs, *found)
+    return None if found is None else _explained(runs, found)
 
 
 # ---- Where ---------------------------------------------------------------------------------------
@@ -389,12 +393,11 @@ _OK, _EXCUSED, _BAD = 0, 1, 2
 _States: TypeAlias = dict[TensorKey, int]
 
 
-def _first_bad(runs: _Runs, results: Iterable[TensorKey]) -> tuple[Path, str] | None:
+def _first_bad(runs: _Runs, results: Iterable[TensorKey]) -> Path | None:
     """Finds the first op whose result is not finite although its inputs are.
 
     It is looked for among what led to bad results; if these are finite, among what is bad only in
-    low precision, or bad because of large numbers. Where it is an infinite constant, the name of
-    the node that made a NaN of it comes with it.
+    low precision, or bad because of large numbers.
     """
     bad_results = [key[:2] for key in results if runs.low.get(key, _NEVER).is_bad]
     for excuse_constants in (True, False) if bad_results else (True,):
@@ -419,20 +422,16 @@ class _Walk:
         """Returns the states of a scope's tensors; of a function's up to one of its executions."""
         nodes = self._nodes
         states: _States = {}
-        constants: set[Place] = set()
         for place in nodes.order[scope]:
             worst = max((states.get(each, _OK) for each in nodes.inputs[place]), default=_OK)
-            sources = nodes.sources(place)
-            if nodes.at[place].op in _CONSTANTS or (sources and constants.issuperset(sources)):
-                constants.add(place)
-            excusable = place in constants if worst == _OK else worst == _EXCUSED
             for tensor in nodes.outputs[place]:
                 if tensor in nodes.variants:
                     # The elements of a list are seen where they are put in or taken out.
                     bad = worst == _BAD or self._is_bad_inside(place)
                     states[tensor] = _BAD if bad else _OK
                 elif (seen := self._low.get(tensor, _NEVER)).bad_at <= execution:
-                    is_excused = self._excuse and excusable and not seen[-1].nans
+                    can_be = self._excuse and worst != _BAD and not seen[-1].nans
+                    is_excused = can_be and (worst == _EXCUSED or nodes.is_constant(place))
                     states[tensor] = _EXCUSED if is_excused else _BAD
         return states
 
@@ -453,7 +452,7 @@ class _Walk:
             and not self.sources_with(_BAD, states, place)
         ]
 
-    def descend(self, place: Place, states: _States, callers: Path) -> tuple[Path, str]:
+    def descend(self, place: Place, states: _States, callers: Path) -> Path:
         """Returns an origin; of a call, the first one in its functions."""
         path = (*callers, place)
         for body in self._nodes.bodies(place) if place not in callers else ():
@@ -461,16 +460,12 @@ class _Walk:
             inner = self.states(body, min(numbers, default=sys.maxsize - 1))
             if origins := self.origins(body, inner):
                 return self.descend(origins[0], inner, path)
-        blamed = self._blamed(place, states)
-        return (path, "") if blamed is None else ((*callers, blamed), place[1])
-
-    def _blamed(self, place: Place, states: _States) -> Place | None:
-        """The constant that a NaN comes of, if that is infinite in low precision only."""
-        current = None
-        while excused := self.sources_with(_EXCUSED, states, place):
-            current = place = excused[0]
-        is_its = current is not None and not self._float32.get((*current, 0), _NEVER).is_bad
-        return current if is_its else None
+        # A NaN comes of a constant where that is infinite in low precision only.
+        constant = place
+        while excused := self.sources_with(_EXCUSED, states, constant):
+            constant = excused[0]
+        is_its = constant != place and not self._float32.get((*constant, 0), _NEVER).is_bad
+        return (*callers, constant) if is_its else path
 
     def is_fault(self, place: Place) -> bool:
         """Whether a bad value is a fault though all results are finite.
@@ -491,7 +486,7 @@ class _Walk:
 # ---- Why -----------------------------------------------------------------------------------------
 
 
-def _explained(runs: _Runs, path: Path, spread: str) -> Finding:
+def _explained(runs: _Runs, path: Path) -> Finding:
     step, nodes = runs.step, runs.nodes
     place = path[-1]
     inputs = runs.observed(nodes.inputs[place])
@@ -508,7 +503,6 @@ def _explained(runs: _Runs, path: Path, spread: str) -> Finding:
         stage=stage,
         op=nodes.at[place].op,
         node=shown_name(place[1]),
-        where=step.where_made(path[0][1]),
         layer=_layer_or_scope(layer, nodes.at[place]),
         layer_class=None if layer is None else type(layer).__name__,
         variable=(gradient_of or read) if stage == "backward" else read,
@@ -520,9 +514,7 @@ def _explained(runs: _Runs, path: Path, spread: str) -> Finding:
             "float32": _ranges(runs.float32, outputs, execution, "output"),
         },
         rewritten_by=step.rewritten_by,
-        spread=shown_name(spread),
-        callers=tuple(shown_name(caller) for _, caller in path[:-1]),
-        execution=execution,
+        is_constant=nodes.is_constant(place),
     )
 
 

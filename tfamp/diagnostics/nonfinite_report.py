@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -118,8 +118,6 @@ class NonFiniteReport:
         fix: What to change.
         node: Name of the op in the graph.
         dtype: Dtype of what is not finite.
-        where: File, line and function in which the op was made, if known.
-        details: More that was found out, a sentence each.
 
     Example:
         >>> import tensorflow as tf
@@ -140,14 +138,11 @@ class NonFiniteReport:
     fix: str
     node: str | None = None
     dtype: str | None = None
-    where: str | None = None
-    details: Sequence[str] = field(default=())
 
     def to_text(self) -> str:
         """Returns the report for people."""
         lines = [self._title()]
-        lines += [f"  {name:<7}  {text}" for name, text in self._made()]
-        lines += [f"  {line}" for line in (*table_lines(self._shown_ranges()), *self.details)]
+        lines += [f"  {line}" for line in table_lines(self._rows())]
         return "\n".join([*lines, f"  fix: {self.fix}"])
 
     def _title(self) -> str:
@@ -156,14 +151,11 @@ class NonFiniteReport:
         found = " ".join(text.format(name) for text, name in place.items() if name)
         return f"{self.kind} in {self.stage}: {found}".rstrip(": ")
 
-    def _made(self) -> list[tuple[str, str]]:
-        made = {"node": self.node, "made in": self.where}
-        return [(name, text) for name, text in made.items() if text]
-
-    def _shown_ranges(self) -> list[tuple[str, str]]:
+    def _rows(self) -> list[tuple[str, str]]:
         shown = {"inputs": "", "float32_inputs": "float32: ", "outputs": "", "float32": "float32: "}
         alike = self.ranges.get("float32") == self.ranges.get("outputs")
-        return [
+        rows = [("node", self.node)] if self.node else []
+        return rows + [
             (f"{title}{each.name}", each.to_text())
             for key, title in shown.items()
             if not (title and alike)
@@ -171,9 +163,7 @@ class NonFiniteReport:
         ]
 
     def _repr_html_(self) -> str:
-        rows = [*self._made(), *self._shown_ranges(), ("fix", self.fix)]
-        parts = tables.facts(rows), tables.lines_of(self.details)
-        return tables.fragment(self._title(), *parts)
+        return tables.fragment(self._title(), tables.facts([*self._rows(), ("fix", self.fix)]))
 
     def to_json(self) -> str:
         """Returns the report as one JSON object."""
@@ -190,44 +180,29 @@ class Finding(NonFiniteReport):
     gradient_of: str | None = None  # The first variable whose gradient is bad because of it.
     rewritten_by: str = ""  # The function of tfamp's that rewrites the step's graph, if one does.
     float32_max: float | None = None  # Largest magnitude of the result in float32, if finite.
-    spread: str = ""  # The node that made a NaN of it, where it is a constant that does not fit.
-    callers: tuple[str, ...] = ()  # The nodes whose functions it is in, the outermost first.
-    execution: int = 0  # In which execution of the function, from 0.
+    is_constant: bool = False  # Whether it is a constant that does not fit its dtype.
     # Of an underflow, where a value became zero, and its magnitude in float32 if all of it did.
     vanished_op: str | None = None
     vanished_layer: str | None = None
     vanished: float | None = None
     scale: float | None = None  # The loss scale, if that is the cause.
     best_scale: float | None = None  # The largest one with which the step is finite.
-    note: str = ""  # What else is known, a sentence.
+    at: str = ""  # Of data, the index of the first value that is not finite.
 
 
 def report_of(finding: Finding) -> NonFiniteReport:
     """Returns what the user is told of a finding."""
     told = (each.name for each in dataclasses.fields(NonFiniteReport))
     facts = {name: getattr(finding, name) for name in told}
-    return NonFiniteReport(**facts | {"fix": _fix(finding), "details": _details(finding)})
-
-
-def _details(finding: Finding) -> list[str]:
-    found = [finding.note] if finding.note else []
-    if finding.spread:
-        found.append(f"The first NaN came of it in {finding.spread}.")
-    if finding.callers:
-        callers = " in ".join(reversed(finding.callers))
-        number = finding.execution + 1
-        found.append(f"It is in the function that {callers} runs, in its execution {number}.")
-    if finding.scale is not None:
-        found.append(f"The loss scale is {finding.scale:g}.")
-    return found
+    return NonFiniteReport(**facts | {"fix": _fix(finding)})
 
 
 # ---- What to change ------------------------------------------------------------------------------
 
 _FIXES = {
     "data": (
-        "Clean the data: the input itself has values that are not finite. Look for missing values, "
-        "divisions by zero and logarithms of zero in the preprocessing."
+        "Clean the data: the input itself has values that are not finite{at}. Look for missing "
+        "values, divisions by zero and logarithms of zero in the preprocessing."
     ),
     "large data": (
         "Scale the input: its largest magnitude {exceeds}. Divide it by its range or standardize "
@@ -334,8 +309,7 @@ def _case(finding: Finding, tiny: float) -> str:
         name = "data" if finding.stage == "input" else "weights"
         return f"large {name}" if is_large else name
     if is_large:
-        is_constant = finding.op in ("Const", "HostConst") or finding.spread
-        return "constant" if is_constant else "overflow"
+        return "constant" if finding.is_constant else "overflow"
     if finding.kind != UNDERFLOW:
         return finding.kind.replace("_", " ")
     if finding.vanished_op in ("Softmax", "Sigmoid") or (

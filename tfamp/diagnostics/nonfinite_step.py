@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import tfamp
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.diagnostics.model_runs import all_layers, computing_in, observing_layers
 from tfamp.graph.functions import bodies, inline_calls, unshare_branches
@@ -45,7 +43,6 @@ class Step:
     """A traced step."""
 
     graph_def: Any  # Its calls are inlined.
-    traced: Any  # The `FuncGraph` it is from.
     inputs: tuple[str, ...]
     values: tuple[Any, ...]  # Of the inputs: arguments, then captures with handles of variables.
     outputs: tuple[str, ...]
@@ -81,20 +78,6 @@ class Step:
                 found = by_name_scope[scope]
             if len(found) == 1:
                 return self.layers[next(iter(found))]
-        return None
-
-    def where_made(self, node: str) -> str | None:
-        """Returns the line of the user's code that made an op, if it is known."""
-        try:
-            traceback = self.traced.get_operation_by_name(node).traceback or ()
-        except (KeyError, ValueError):  # It was inlined, and has another name where it was made.
-            return None
-        # TensorFlow and others name generated code "<...>".
-        libraries = ("<", os.path.dirname(tfamp.__file__))
-        for frame in reversed(traceback):
-            file = frame.filename
-            if "-packages" not in file and not file.startswith(libraries):
-                return f"{file}:{frame.lineno} in {frame.name}"
         return None
 
 
@@ -308,7 +291,6 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
     )
     return Step(
         graph_def=seeded(unshare_branches(graph_def)),
-        traced=graph,
         inputs=tuple(inputs),
         values=values,
         outputs=outputs,

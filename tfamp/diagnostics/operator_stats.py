@@ -11,52 +11,16 @@ import tensorflow as tf
 from tfamp.core.dtypes import FLOAT_DTYPES
 from tfamp.graph.index import build_indexes
 from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, RESULT, GraphIndex, op_types
-from tfamp.reports.tables import table_lines
 
 # Ops that compute nothing: they hold or pass on a value, or call functions that are counted.
 _NOT_COUNTED = {ARGUMENT, RESULT} | op_types("""
     Case Const Identity IdentityN If NoOp PartitionedCall Placeholder StatefulPartitionedCall
     StatelessCase StatelessIf StatelessWhile SymbolicGradient While
 """)
-# Paddle's columns.
-_COLUMNS = ("float16", "bfloat16", "float32")
 _STEP_ARGUMENTS = (2, 3)
 
 
-class OpCounts(dict[str, dict[str, int]]):
-    """Op type -> dtype -> number of ops; a dict with a table.
-
-    Args:
-        counts: The numbers.
-
-    Example:
-        >>> counts = OpCounts({"MatMul": {"float16": 2, "float32": 1}})
-        >>> print(counts.to_text())
-        op      float16  bfloat16  float32  other
-        MatMul        2         0        1      0
-    """
-
-    def __init__(self, counts: Mapping[str, dict[str, int]] | None = None) -> None:
-        super().__init__(counts or {})
-
-    def total(self, dtype: str) -> int:
-        """Returns the number of ops of all types in a dtype.
-
-        Args:
-            dtype: A dtype's name, such as "float16".
-        """
-        return sum(numbers.get(dtype, 0) for numbers in self.values())
-
-    def to_text(self) -> str:
-        """Returns a table: a row for each op type, a column for each dtype, integers as "other"."""
-        rows: list[tuple[str, ...]] = [("op", *_COLUMNS, "other")]
-        for op, numbers in self.items():
-            own = [numbers.get(dtype, 0) for dtype in _COLUMNS]
-            rows.append((op, *map(str, (*own, sum(numbers.values()) - sum(own)))))
-        return "\n".join(table_lines(rows, left=1))
-
-
-def op_counts(fn: Any, /, *args: Any, **kwargs: Any) -> OpCounts:
+def op_counts(fn: Any, /, *args: Any, **kwargs: Any) -> dict[str, dict[str, int]]:
     """Counts the ops of a function, by op type and dtype.
 
     The function is traced, not run: no variable changes. What a first call would make, such as the
@@ -79,7 +43,7 @@ def op_counts(fn: Any, /, *args: Any, **kwargs: Any) -> OpCounts:
         **kwargs: The same by name.
 
     Returns:
-        Op type -> dtype's name -> number, sorted by op type; it equals a plain dict.
+        Op type -> dtype's name -> number, sorted by op type.
 
     Raises:
         TypeError: `fn` cannot be called.
@@ -96,7 +60,7 @@ def op_counts(fn: Any, /, *args: Any, **kwargs: Any) -> OpCounts:
     graph = _traced(fn, args, kwargs).graph.as_graph_def()
     indexes = {index.scope: index for index in build_indexes(graph)}
     counts = Counter(_computed(MAIN_GRAPH, indexes))
-    found = OpCounts()
+    found: dict[str, dict[str, int]] = {}
     for op, dtype in sorted(counts):
         found.setdefault(op, {})[dtype] = counts[op, dtype]
     return found

@@ -13,14 +13,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfamp.core.options import checked_number
 from tfamp.graph.observe import Observer, drop_unused_nodes, input_specs, observed_scopes
 from tfamp.planning.ranges import Limits, Ranges, TensorRange
-
-_EMPTY = "Calibration needs at least one call's data; got none."
-_EXPECTED = (
-    "data must be an iterable with one element for each call: a tuple of arguments, a dict of "
-    "keyword arguments, or the only argument"
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +40,8 @@ class Calibration:
 
     Raises:
         TypeError: The data is one array or dict, or no iterable; or a limit is no number.
-        ValueError: The data is empty or endless; or a limit is not positive.
+        ValueError: The data is endless, or a limit is not positive; empty data is an error when it
+            is read.
 
     Example:
         >>> calibration = Calibration([([1.0, 2.0],), {"x": [3.0]}], data_max=1000.0)
@@ -62,10 +58,9 @@ class Calibration:
         if isinstance(self.data, Iterator):
             # The dataclass is frozen for its users; this is where its values are made.
             object.__setattr__(self, "data", tuple(self.data))
-        if hasattr(self.data, "__len__") and not _is_dataset(self.data) and not len(self.data):
-            raise ValueError(_EMPTY)
         for name in ("data_max", "reduction_depth"):
-            _check_limit(name, getattr(self, name))
+            if (value := getattr(self, name)) is not None:
+                checked_number(name, value, low=0.0, high=math.inf, bounds="(]")
 
     @staticmethod
     def of(value: Any) -> Calibration:
@@ -126,7 +121,7 @@ class Calibration:
         """Gives the arguments and keyword arguments of each call.
 
         Raises:
-            ValueError: The data turns out to be empty.
+            ValueError: The data is empty.
         """
         is_empty = True
         for each in self.data:
@@ -136,7 +131,7 @@ class Calibration:
             else:
                 yield (tuple(each) if isinstance(each, tuple) else (each,)), {}
         if is_empty:
-            raise ValueError(_EMPTY)
+            raise ValueError("Calibration needs at least one call's data; got none.")
 
     def limits(self, dtype: str) -> Limits:
         """Returns the limits for a dtype, the defaults where none were given.
@@ -154,29 +149,17 @@ class Calibration:
 
 
 def _check_data(data: Any) -> None:
-    if _is_dataset(data):
-        if int(data.cardinality()) == tf.data.INFINITE_CARDINALITY:
-            raise ValueError("data must end; this dataset repeats for ever. Use dataset.take(n).")
+    is_dataset = isinstance(data, tf.data.Dataset)
+    if is_dataset and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY:
+        raise ValueError("data must end; this dataset repeats for ever. Use dataset.take(n).")
     # The elements of an array would be single examples, where a batch is meant.
-    elif isinstance(data, Mapping) or hasattr(data, "shape"):
+    is_one = isinstance(data, Mapping | str | bytes) or hasattr(data, "shape")
+    if is_one or not isinstance(data, Iterable):
         raise TypeError(
-            f"{_EXPECTED}; got {type(data).__name__}. For one call put it into a list: [x]."
+            "data must be an iterable with one element for each call: a tuple of arguments, a dict "
+            f"of keyword arguments, or the only argument; got {type(data).__name__}. For one call "
+            "put it into a list: [x]."
         )
-    elif isinstance(data, str | bytes) or not isinstance(data, Iterable):
-        raise TypeError(f"{_EXPECTED}; got {type(data).__name__}.")
-
-
-def _is_dataset(data: Any) -> bool:
-    return hasattr(data, "cardinality") and hasattr(data, "element_spec")
-
-
-def _check_limit(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise TypeError(f"{name} must be a number or None; got {value!r}.")
-    if not value > 0:
-        raise ValueError(f"{name} must be more than 0; got {value!r}.")
 
 
 # ---- Measuring -----------------------------------------------------------------------------------
