@@ -352,6 +352,8 @@ def test_wrong_arguments_say_what_is_expected(layer, x):
         tfamp.tune(layer, x, candidates=["fast"])
     with pytest.raises(TypeError, match="a collection of strings; got the string 'lists'"):
         tfamp.tune(layer, x, candidates="lists")
+    with pytest.raises(TypeError, match="candidates must be a collection .* got 3"):
+        tfamp.tune(layer, x, candidates=3)
     for symbolic in (tf.TensorSpec((2, 64)), keras.Input((64,))):
         with pytest.raises(TypeError, match="Tuning runs layer .* must have values"):
             tfamp.tune(layer, symbolic)

@@ -196,8 +196,9 @@ def check_choice(name: str, value: str, allowed: Sequence[str], hint: str = "") 
 
 def strings(argument: str, names: Iterable[str]) -> tuple[str, ...]:
     """Returns an argument that holds names, which must not be a single string."""
-    if isinstance(names, str):
-        raise TypeError(f"{argument} must be a collection of strings; got the string {names!r}.")
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        kind = "the string " if isinstance(names, str) else ""
+        raise TypeError(f"{argument} must be a collection of strings; got {kind}{names!r}.")
     result = tuple(names)
     for name in result:
         if not isinstance(name, str):
