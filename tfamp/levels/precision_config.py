@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.dtypes import LOW_PRECISION, given_low_dtype
 from tfamp.core.errors import TfampWarning
 from tfamp.core.options import (
     PLACEMENTS,
@@ -35,7 +35,7 @@ from tfamp.core.options import (
 )
 from tfamp.machine import hardware
 from tfamp.machine.hardware import Hardware
-from tfamp.policy import Policy, low_dtype
+from tfamp.policy import Policy
 
 # How each level is carried out.
 LEVELS = {
@@ -230,9 +230,7 @@ def warn_of_variables(environ: Mapping[str, str]) -> None:
 def read_dtype(value: Any) -> str | None:
     """Returns the name of a low dtype or float32; None for the machine's choice."""
     name = getattr(value, "name", getattr(value, "__name__", value))
-    if name is None or name == "auto":
-        return None
-    return "float32" if name == "float32" else low_dtype(value)
+    return "float32" if name == "float32" else given_low_dtype(value)
 
 
 def _read_loss_scale(value: Any) -> LossScale | str | float | None:

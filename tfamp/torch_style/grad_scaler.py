@@ -271,9 +271,8 @@ class GradScaler(tf.Module):
             max_scale=tf.where(tf.math.is_finite(grown), tf.cast(_FLOAT32.max, "float64"), scale),
             min_scale=_FLOAT32.tiny,
             hysteresis=1,
-            consecutive_hysteresis=True,
         )
-        state = LossScaleState(self._scale, self._growth_tracker, None, None, None)
+        state = LossScaleState(self._scale, self._growth_tracker, None, None)
         scaling.advance(state, rule, finite, dtype="float64")
 
     def _set_scale(self, new_scale: Any) -> None:
