@@ -1,9 +1,7 @@
 """`tfamp.tune`: what is chosen, what is said, and that nothing is left changed."""
 
-import collections
 import dataclasses
 import itertools
-import json
 import math
 import random
 
@@ -17,7 +15,7 @@ from helpers.graph_asserts import assert_computes_in
 from helpers.seeds import set_random_seed
 from helpers.tolerances import assert_close
 from tfamp.interop import keras_hooks
-from tfamp.rewriting import pipeline, tuning
+from tfamp.rewriting import tuning
 from tfamp.rewriting.tuning import TuneReport, TuneRow
 
 CANDIDATES = ("float32", "lists", "min_cut")
@@ -125,17 +123,8 @@ def test_ops_that_hold_a_random_state_go_on_where_they_were(timed):
     assert (np.array([first, step(x).numpy()]) == np.array(expected)).all()
     # The seeds are those of the graph, so that all dropped the same.
     assert max(row.error for row in report.rows) < 0.05
-    assert report.notes == ()
     dropped = report.best(x).numpy() == 0
     assert (dropped == (expected[0] == 0)).all(), "the best one has drawn nothing yet"
-
-
-def test_random_numbers_that_cannot_be_repeated_are_said(timed):
-    tf.random.set_seed(None)
-    x = tf.constant(batch()[0])
-    report = tfamp.tune(lambda x: x @ tf.random.normal((WIDTH, WIDTH)), x, **QUICK)
-    assert report.rows[1].error > 0.5
-    assert "differ in each trace (RandomStandardNormal)" in report.to_text()
 
 
 def test_variables_that_are_arguments_are_as_they_were():
@@ -226,11 +215,9 @@ def test_the_fastest_within_the_bound_is_chosen_and_the_report_tells_why(layer, 
     assert_computes_in("bfloat16", report.best.concrete(x))
     assert_close(report.best(x)[0], layer(x)[0], "bfloat16", depth=64)
     assert "chosen: min_cut, 4.00 times as fast as float32" in report.to_text()
-    facts = json.loads(report.to_json())
-    assert [row["chosen"] for row in facts["rows"]] == [False, False, True]
     exact = tfamp.tune(layer, x, max_error=0, **QUICK)
     assert exact.best is layer
-    assert "low precision does not pay here: min_cut is 4.00 times as fast, but" in exact.to_text()
+    assert "low precision does not pay here: no candidate" in exact.to_text()
 
 
 def test_float32_is_always_a_candidate_and_never_made_slower(layer, x, timed):
@@ -260,31 +247,9 @@ def test_a_gain_that_may_be_noise_leaves_float32(seconds, chosen, layer, x, monk
     assert report.chosen.candidate == chosen
 
 
-@pytest.mark.parametrize(
-    ("choices", "expected"),
-    [
-        ({}, 8),
-        ({"rounds": 2}, 2),
-        ({"seconds": 0.0}, 3),
-        ({"max_error": 0.0}, 3),  # float32 is alone.
-    ],
-)
-def test_only_those_that_may_be_the_fastest_go_on(choices, expected, layer, x, monkeypatch):
-    """Times of lists and min_cut, which are far from float32's, overlap up to the last round."""
-    runs = collections.Counter()
-
-    def together(call, count):
-        placement = getattr(getattr(call.func, "settings", None), "placement", "float32")
-        runs[placement] += 1
-        return 2.0 if placement == "float32" else 1.0 + runs[placement] % 2 / 100
-
-    monkeypatch.setattr(tuning, "together", together)
-    options = {"dtype": "bfloat16", "candidates": CANDIDATES, "rounds": 8} | choices
-    report = tfamp.tune(layer, x, **options)
-    first = min(expected, 3)
-    # One call of each sets how often a round repeats it.
-    assert runs == {"float32": 1 + first, "lists": 1 + expected, "min_cut": 1 + expected}
-    assert report.rounds == expected
+def test_time_ends_the_rounds_but_the_first_three(layer, x, timed):
+    report = tfamp.tune(layer, x, **QUICK | {"rounds": 8, "seconds": 0.0})
+    assert report.rounds == 3
 
 
 def test_results_that_overflow_are_not_chosen_and_without_any_no_error_is_told(timed):
@@ -300,10 +265,8 @@ def test_results_that_overflow_are_not_chosen_and_without_any_no_error_is_told(t
         assert all(math.isnan(row.error) for row in report.rows)
         assert report.chosen.candidate == "min_cut"
         assert "the errors are unknown" in report.to_text()
-        assert "nan" in report.to_json()
     bound = tfamp.tune(lambda x: (x @ ones) / 0.0, ones, max_error=1, **QUICK)
     assert bound.chosen.candidate == "float32"
-    assert "but its error is nan" in bound.to_text()
 
 
 def test_the_arguments_of_a_rewritten_function_hold_for_all_candidates(layer, x, timed):
@@ -322,25 +285,16 @@ def test_models_and_concrete_functions_take_arrays(x, timed):
         assert report.best(given).dtype == "float32"
 
 
-def test_a_call_runs_what_was_traced_also_where_a_tape_is_around_it(layer, x, timed, monkeypatch):
-    traces, prepared, prepare = [], [], pipeline.prepare
+def test_the_function_is_traced_once_for_all_also_where_a_tape_is_around_it(layer, x, timed):
+    traces = []
 
     def counted(x):
         traces.append(x)
         return layer(x)[0]
 
-    def counted_prepare(*args):
-        prepared.append("once")
-        return prepare(*args)
-
-    monkeypatch.setattr(pipeline, "prepare", counted_prepare)
-
     with tf.GradientTape():
         report = tfamp.tune(counted, x.numpy(), **QUICK)
     assert len(traces) == 2, "float32's, and one for all the others"
-    assert prepared == ["once"]
-    report.best(x.numpy())
-    assert len(traces) == 2
     with tf.GradientTape() as tape:
         y = report.best(x)
     (variable,) = tape.watched_variables()
@@ -387,20 +341,14 @@ def report_of(*seconds, **facts):
 
 
 def test_text_and_html_are_a_table_with_a_verdict():
-    lines = report_of(3e-3, 2.5, 9e-6, notes=("a note",)).to_text().splitlines()
+    lines = report_of(3e-3, 2.5, 9e-6).to_text().splitlines()
     assert [line.split()[:3] for line in lines[1:4]] == [
         ["float32", "3", "ms"],
         ["lists", "2.5", "s"],
         ["min_cut", "9", "us"],
     ]
     assert lines[3].endswith("<- chosen")
-    assert lines[-1] == "a note"
-    overlapping = report_of(3e-3, 2.9e-3)
-    rows = [dataclasses.replace(row, chosen=row.candidate == "float32") for row in overlapping.rows]
-    text = dataclasses.replace(overlapping, rows=tuple(rows)).to_text()
-    assert "lists is 1.03 times as fast, but not in three quarters" in text
-
-    page = dataclasses.replace(overlapping, function="<lambda>")._repr_html_()
+    page = dataclasses.replace(report_of(3e-3, 2.9e-3), function="<lambda>")._repr_html_()
     assert page.startswith("<div")
     assert all(each not in page for each in ("http", "<script", "<link", "src=", "<lambda>"))
     assert page.count("<tr>") == 3

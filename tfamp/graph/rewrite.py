@@ -8,8 +8,7 @@ import gc
 import importlib
 import importlib.metadata
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -31,7 +30,6 @@ from tfamp.planning.options import GraphUse, RewriteOptions, check_choice
 from tfamp.planning.ranges import RULE as CALIBRATION
 from tfamp.planning.structures import (
     LOOPS,
-    GraphIndex,
     RewritePlan,
     RewriteResult,
     op_types,
@@ -235,26 +233,6 @@ def _run(passes: Iterable[Pass], *args: Any) -> None:
         importlib.import_module(f"tfamp.graph.passes.{each.file}").run(*args)
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedGraph:
-    """A graph behind its first passes, with its index: the start of every decision about it.
-
-    Attributes:
-        graph: The graph.
-        indexes: The index of the graph, then those of its functions.
-        weights: Arguments of loops' functions that hold weights.
-    """
-
-    graph: GraphEditor
-    indexes: Sequence[GraphIndex]
-    weights: Collection[tuple[str, str]]
-
-    def copy(self) -> PreparedGraph:
-        """Returns the same with a graph of its own."""
-        graph = GraphEditor(copied(self.graph.graph), self.graph.kept)
-        return dataclasses.replace(self, graph=graph)
-
-
 def convert(graph_def: Any, options: RewriteOptions, use: GraphUse) -> Decision:
     """Converts a graph of the caller's own, in place; returns what was decided.
 
@@ -262,34 +240,19 @@ def convert(graph_def: Any, options: RewriteOptions, use: GraphUse) -> Decision:
         ValueError: The graph has no node of a name, or that matches a pattern.
         RewriteError: The graph is not valid or has an unknown op.
     """
-    return convert_prepared(prepare(graph_def, options, use), options, use)
+    with _collector_paused():
+        graph = GraphEditor(graph_def, use.names)
+        _run(_passes_for(graph, options, carries_plan=False), graph, options)
+        indexes = build_indexes(graph_def, dtype=options.dtype, device=options.device)
+        passes = _passes_for(graph, options, carries_plan=True)
+        if _BIAS_SUMS in passes:
+            from tfamp.graph.passes.bias_sums import with_sums  # Few graphs need it.
 
-
-@_collector_paused()
-def prepare(graph_def: Any, options: RewriteOptions, use: GraphUse) -> PreparedGraph:
-    """Runs the first passes on a graph of the caller's own, in place, and indexes it.
-
-    The result does not depend on the placement, nor on patterns.
-    """
-    graph = GraphEditor(graph_def, use.names)
-    _run(_passes_for(graph, options, carries_plan=False), graph, options)
-    indexes = build_indexes(graph_def, dtype=options.dtype, device=options.device)
-    return PreparedGraph(graph, indexes, graph.weights)
-
-
-@_collector_paused()
-def convert_prepared(prepared: PreparedGraph, options: RewriteOptions, use: GraphUse) -> Decision:
-    """Decides about a graph, and converts it in place."""
-    graph = prepared.graph
-    passes = _passes_for(graph, options, carries_plan=True)
-    if _BIAS_SUMS in passes:
-        from tfamp.graph.passes.bias_sums import with_sums  # Few graphs need it.
-
-        options = with_sums(options, prepared.indexes)
-    decision = decide(prepared.indexes, prepared.weights, options, use)
-    apply_plan(graph, decision.plan)
-    verify_rewrite(graph.graph, decision.scopes, decision.plan)
-    _run(passes, graph, options, decision.plan)
+            options = with_sums(options, indexes)
+        decision = decide(indexes, graph.weights, options, use)
+        apply_plan(graph, decision.plan)
+        verify_rewrite(graph_def, decision.scopes, decision.plan)
+        _run(passes, graph, options, decision.plan)
     for text in decision.idle:
         warnings.warn(text, TfampWarning, stacklevel=level_of_user())
     if not decision.plan.summary.low_nodes:

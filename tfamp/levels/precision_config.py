@@ -92,8 +92,8 @@ class PrecisionConfig:
         ValueError: A value is out of range, or two contradict each other.
 
     Example:
-        >>> PrecisionConfig.from_dict({"loss_scale": 512.0}).to_dict()
-        {'level': 'O2', 'loss_scale': 512.0}
+        >>> PrecisionConfig.from_dict({"loss_scale": 512.0}).loss_scale
+        512.0
     """
 
     level: str = "O2"
@@ -176,21 +176,6 @@ class PrecisionConfig:
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{path}: {error}") from error
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields that differ from their defaults, and the level, for JSON or TOML.
-
-        Returns:
-            A dict that `from_dict` makes an equal configuration of. Classes and layers of
-            `keep_float32` are in it as they are, and no file holds them.
-        """
-        scale = self.loss_scale
-        plain = vars(self) | {
-            "loss_scale": dataclasses.asdict(scale) if isinstance(scale, LossScale) else scale,
-            "grad_clip": None if self.grad_clip is None else self.grad_clip.to_dict(),
-            "keep_float32": list(self.keep_float32) or None,
-        }
-        return {name: value for name, value in plain.items() if value is not None}
 
     @property
     def rewrite_placement(self) -> str:

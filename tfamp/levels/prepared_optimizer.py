@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from tfamp.core.errors import TfampWarning
-from tfamp.core.options import DynamicLossScale, FixedLossScale, LossScale
+from tfamp.core.options import DynamicLossScale, LossScale
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import level_of_user, wrap_method
@@ -22,7 +22,6 @@ from tfamp.layers.layer_dtypes import WeakMap
 from tfamp.levels.layer_policies import drop_traced_functions
 from tfamp.levels.precision_config import EffectiveLevel
 from tfamp.optimizer import LossScaleOptimizer, go_on_from
-from tfamp.torch_style.grad_scaler import GradScaler
 
 _UNKNOWN = "what tfamp does not know"
 _AVERAGES = "running averages of squared gradients"
@@ -167,25 +166,6 @@ def _kept_by(optimizer: Any) -> str:
     return next((SLOTS[x.__name__] for x in bases if x.__name__ in SLOTS), _UNKNOWN)
 
 
-def warn_of_own_optimizers(model: Any, level: EffectiveLevel) -> None:
-    """Warns of unwrapped optimizers that a model's own `train_step` may use."""
-    held = {name: x for name, x in vars(model).items() if name != "optimizer"}
-    own = {name: x for name, x in held.items() if isinstance(x, keras.optimizers.Optimizer)}
-    bare = [name for name, x in own.items() if x is innermost(x)]
-    scales = any(isinstance(x, GradScaler) for x in held.values())
-    if not bare or scales or level.optimizer_rule in (None, FixedLossScale(1.0)):
-        return
-    warnings.warn(
-        f"{type(model).__name__} has optimizers of its own ({', '.join(bare)}), which are left as "
-        f"they are, and level {level.level} in {level.dtype} needs them wrapped: bare ones have no "
-        "loss scale and skip no step that is not finite. In compile wrap each in "
-        "tfamp.LossScaleOptimizer, and in train_step take the gradients of "
-        "optimizer.scale_loss(loss). bfloat16 needs no loss scale.",
-        TfampWarning,
-        stacklevel=level_of_user(),
-    )
-
-
 def exact_values(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
     """The float32 values of variables, the masters' where they have masters.
 
@@ -291,6 +271,5 @@ def wrap_compile(model: Any, level: EffectiveLevel) -> None:
             if own.optimizer_rule is not None:
                 give_optimizer(model, wrapped(optimizer, own))
             warn_of_slots(model.optimizer, own)
-        warn_of_own_optimizers(model, level)
 
     wrap_method(model, "compile", around)

@@ -80,16 +80,3 @@ def _cannot_restore(what: str) -> ValueError:
         f"The function uses {what}, whose state cannot be restored after a run. Give a function "
         "that takes the tensors as arguments, such as next(iterator), and leaves the rest out."
     )
-
-
-def random_ops(trace: Any) -> list[tuple[str, int, int]]:
-    """Returns type and seeds of the ops of a concrete function that hold a random state themselves.
-
-    The state belongs to the trace and cannot be reset; seeds (0, 0) differ in each trace.
-    """
-    nodes = all_nodes(trace.graph.as_graph_def())
-    return sorted(
-        (node.op, node.attr["seed"].i, node.attr["seed2"].i)
-        for node in nodes
-        if "seed" in node.attr and "seed2" in node.attr
-    )

@@ -45,7 +45,7 @@ from tfamp.graph.functions import (
     rename_functions,
     unshare_branches,
 )
-from tfamp.graph.rewrite import PreparedGraph, convert_prepared, prepare, resolved
+from tfamp.graph.rewrite import convert, resolved
 from tfamp.interop import tf_private
 from tfamp.interop.patching import patched_here
 from tfamp.interop.tf_private import as_written
@@ -156,6 +156,22 @@ class TracedFunction:
 
 
 @dataclass(frozen=True)
+class TracedOnce(TracedFunction):
+    """The same function for rewrites of one and the same call, which share its trace."""
+
+    found: list[Any] = dataclasses.field(default_factory=list)
+
+    def trace(self, call: FlatCall) -> Any:
+        """Returns the trace of the call, which the first one makes."""
+        if self.found:
+            return self.found[0]
+        made = super().trace(call)
+        if not any(map(tf.is_symbolic_tensor, made.captured_inputs)):
+            self.found.append(made)  # Others hold tensors of one caller's graph.
+        return made
+
+
+@dataclass(frozen=True)
 class FlatCall:
     """The arguments of one call, with the tensors in them.
 
@@ -233,7 +249,7 @@ def call_converted(
     """
     # An autocast around the call would decide before the rewrite, about the outputs too.
     with fused_batch_normalization(), current_modes.set_to(None):
-        traced = _trace(function, call)
+        traced = function.trace(call)
     graph_def, plan = converted(function, traced, options)
     values = [*call.tensors, *map(counterpart, traced.captured_inputs)]
     results = iter(_into_current_graph(graph_def, traced, values, options))
@@ -251,27 +267,13 @@ def converted(
     """Returns the graph of a trace in low precision, and the plan."""
     if options.dtype == FLOAT32:
         return _flat(traced), None
-    options, shared = resolved(options), _shared.get()
-    if shared is None or shared.trace is not traced:
-        prepared, use = _prepared(function, traced, options)
-    else:
-        shared.prepared = shared.prepared or _prepared(function, traced, options)
-        prepared, use = shared.prepared[0].copy(), shared.prepared[1]
-    return prepared.graph.graph, convert_prepared(prepared, options, use).plan
-
-
-def _prepared(
-    function: TracedFunction, traced: Any, options: RewriteOptions
-) -> tuple[PreparedGraph, GraphUse]:
-    """Inlines the calls of a trace, measures ranges on calibration data, and runs the passes."""
-    graph_def, ranges = _flat(traced), None
+    options, graph_def, ranges = resolved(options), _flat(traced), None
     inputs, outputs = ([tensor.name for tensor in x] for x in (traced.inputs, traced.outputs))
     if options.calibration is not None:
         calls = options.calibration.calls()
         batches = (function.call(*args, **kwargs).values() for args, kwargs in calls)
         ranges = measure(graph_def, inputs, batches, traced.captured_inputs, outputs)
-    use = graph_use(outputs, inputs, options, ranges)
-    return prepare(graph_def, options, use), use
+    return graph_def, convert(graph_def, options, graph_use(outputs, inputs, options, ranges)).plan
 
 
 def graph_use(
@@ -309,38 +311,6 @@ def _into_current_graph(
     results = _import_graph_def(graph_def, inputs, outputs, scope)
     tf_private.note_variables(traced.graph.variables)
     return results
-
-
-@dataclass
-class _Shared:
-    """Values that rewrites of one function share: its trace, and the graph behind the passes."""
-
-    python_function: Callable[..., Any]
-    trace: Any = None
-    prepared: tuple[PreparedGraph, GraphUse] | None = None
-
-
-_shared: contextvars.ContextVar[_Shared | None] = contextvars.ContextVar("shared", default=None)
-
-
-@contextlib.contextmanager
-def traced_once(function: TracedFunction) -> Iterator[None]:
-    """A context in which rewrites of a function, all of the same call, share one trace."""
-    token = _shared.set(_Shared(function.python_function))
-    try:
-        yield
-    finally:
-        _shared.reset(token)
-
-
-def _trace(function: TracedFunction, call: FlatCall) -> Any:
-    shared = _shared.get()
-    if shared is None or shared.python_function is not function.python_function:
-        return function.trace(call)
-    found = shared.trace or function.trace(call)
-    if not any(map(tf.is_symbolic_tensor, found.captured_inputs)):
-        shared.trace = found  # Others hold tensors of one caller's graph.
-    return found
 
 
 # ---- Custom gradients ----------------------------------------------------------------------------

@@ -7,8 +7,6 @@ the caller's is run: state that ops keep in a trace does not change either.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
 import math
 import time
 import warnings
@@ -27,7 +25,6 @@ from tfamp.graph.observe import held_variables, put_back
 from tfamp.graph.passes.fusion import has_fused
 from tfamp.interop import keras_hooks
 from tfamp.interop.tf_private import xla_works
-from tfamp.machine.hardware import find_profile
 from tfamp.machine.profile_measure import together
 from tfamp.planning.options import RewriteOptions, check_choice, strings
 from tfamp.planning.structures import FLOAT32
@@ -35,16 +32,16 @@ from tfamp.policy import low_dtype
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
 from tfamp.rewriting.function import RewrittenFunction, check_function
-from tfamp.rewriting.function_state import kept_random_states, random_ops, variables_of
-from tfamp.rewriting.pipeline import TracedFunction, traced_once
+from tfamp.rewriting.function_state import kept_random_states, variables_of
+from tfamp.rewriting.pipeline import TracedFunction, TracedOnce
 from tfamp.torch_style.state import current_modes
 
 FUSED = "fused"
 # The candidates of `tune` unless others are given.
 CANDIDATES = (FLOAT32, "lists", "min_cut", FUSED)
 ROUNDS, SECONDS = 10, 10.0
-# Rounds of all candidates; then only those run again that may still be the fastest.
-_FIRST_ROUNDS = 3
+# So many rounds are run however long they take.
+_LEAST_ROUNDS = 3
 # Short calls are repeated for this long in each round.
 _LEAST_SECONDS = 3e-3
 _MOST_REPEATS = 30
@@ -91,7 +88,6 @@ class TuneReport:
         rounds: How many times are measured of a candidate, at most.
         best: The function to use from now on. Where float32 is chosen, that is the function as it
             was given, as a `tf.function`.
-        notes: Remarks, in sentences.
 
     Example:
         >>> rows = (
@@ -109,7 +105,6 @@ class TuneReport:
     max_error: float | None
     rounds: int
     best: Any = field(default=None, repr=False, compare=False)
-    notes: tuple[str, ...] = ()
 
     @property
     def chosen(self) -> TuneRow:
@@ -124,14 +119,6 @@ class TuneReport:
     def to_text(self) -> str:
         """Returns a table of the candidates, and a verdict."""
         return "\n".join([*table_lines([_HEADS, *self._cells()]), "", *self._verdict()])
-
-    def to_json(self) -> str:
-        """Returns one JSON object with the attributes as keys, without `best`; NaN is "nan"."""
-        facts = dataclasses.asdict(dataclasses.replace(self, best=None))
-        del facts["best"]
-        # JSON has no inf and no NaN.
-        plain = json.loads(json.dumps(facts), parse_constant=lambda each: str(float(each)))
-        return json.dumps(plain, indent=2)
 
     def _repr_html_(self) -> str:
         """Returns self-contained HTML for a notebook: the table and the verdict."""
@@ -158,25 +145,22 @@ class TuneReport:
     def _verdict(self) -> Iterator[str]:
         chosen = self.chosen
         if chosen.candidate == FLOAT32:
-            yield f"low precision does not pay here: {self._why_float32()}"
-        else:
             yield (
-                f"chosen: {chosen.candidate}, {self.speed_up:.2f} times as fast as float32, with "
-                f"an error of {chosen.error:.2g}"
+                f"low precision does not pay here: no candidate in {self.dtype} with an allowed "
+                "error is faster than float32 in three quarters of the rounds"
             )
-            if not chosen.low_nodes:
-                yield f"no op of it is worth converting to {self.dtype}: it computes in float32"
-        yield from self.notes
-
-    def _why_float32(self) -> str:
-        faster = min(self.rows, key=lambda row: row.seconds)
-        if faster.candidate == FLOAT32:
-            return f"no candidate in {self.dtype} is faster than float32"
-        why = f"its error is {faster.error:.2g}"
-        if _is_within(faster.error, self.max_error):
-            why = "not in three quarters of the rounds: that may be noise"
-        gain = self.rows[0].seconds / faster.seconds
-        return f"{faster.candidate} is {gain:.2f} times as fast, but {why}"
+            return
+        yield (
+            f"chosen: {chosen.candidate}, {self.speed_up:.2f} times as fast as float32, with an "
+            f"error of {chosen.error:.2g}"
+        )
+        if not chosen.low_nodes:
+            yield f"no op of it is worth converting to {self.dtype}: it computes in float32"
+        if math.isnan(chosen.error):
+            yield (
+                "float32 returns no float tensor with finite values, so the errors are unknown: "
+                "have the function return the results to judge it by"
+            )
 
 
 def time_text(seconds: float) -> str:
@@ -197,14 +181,13 @@ class Candidate:
     Attributes:
         name: Its name in the report.
         function: A `tf.function` that nobody else runs.
-        fresh: Makes the same without traces; the function to use, where `function` is a copy.
-        is_copy: Whether `function` is only a copy.
+        best: Makes the function to use where this is chosen, which has not run yet: a trace that
+            was measured holds random states that have moved on.
     """
 
     name: str
     function: Any
-    fresh: Callable[[], Any]
-    is_copy: bool = False
+    best: Callable[[], Any]
 
 
 def tune(
@@ -227,7 +210,6 @@ def tune(
 
     float32 is the function as it is, always a candidate: the result is never slower than that.
     Another one is chosen only if it was faster in three quarters of the rounds, which noise is not.
-    All candidates run three rounds; then only those that the fastest does not beat so.
 
     Args:
         fn: What `tfamp.rewrite` takes: a `tf.function`, a concrete function, a Keras model or a
@@ -292,17 +274,13 @@ def candidates_of(fn: Any, options: RewriteOptions, names: Iterable[str]) -> lis
     if tf.config.functions_run_eagerly():
         raise RewriteError("Tuning needs graphs: tf.config.run_functions_eagerly(True) is on.")
     placed = [name for name in chosen[1:] if name != FUSED or xla_works("")]
-    if options.profile is None and set(placed) - {"lists"}:
-        # One profile for all of them, so that they share the graph behind its passes.
-        with kept_random_states():
-            options = dataclasses.replace(options, profile=find_profile().profile)
-    traced = TracedFunction.of(fn)
+    traced = TracedOnce.of(fn)
     kinds = (tf.types.experimental.PolymorphicFunction, tf.types.experimental.ConcreteFunction)
     as_it_is = (lambda: fn) if isinstance(fn, kinds) else traced.unchanged
-    found = [Candidate(FLOAT32, traced.unchanged(), as_it_is, is_copy=True)]
+    found = [Candidate(FLOAT32, traced.unchanged(), as_it_is)]
     for name in placed:
-        fresh = partial(RewrittenFunction, fn, dataclasses.replace(options, placement=name))
-        found.append(Candidate(name, fresh(), fresh))
+        best = partial(RewrittenFunction, fn, dataclasses.replace(options, placement=name))
+        found.append(Candidate(name, best(traced), best))
     return found
 
 
@@ -365,10 +343,8 @@ def compare_candidates(
                 f"Tuning runs {name} on the arguments, which must have values: give a batch of "
                 f"data, got {leaf!r}."
             )
-    once = traced_once(TracedFunction.of(candidates[0].function))
-    generator = keras_hooks.global_seed_generator()
     # No autocast casts here, and the report says what the warning would.
-    with current_modes.set_to(None), warnings.catch_warnings(), once:
+    with current_modes.set_to(None), warnings.catch_warnings():
         warnings.simplefilter("ignore", NothingConvertedWarning)
         with kept_random_states() as restore_randoms:
             runs = [
@@ -379,16 +355,13 @@ def compare_candidates(
             ]
             # One in which there is nothing to compile is "min_cut" once more.
             runs = [r for r in runs if r.candidate.name != FUSED or has_fused(r.trace.graph)]
-            new_generator = keras_hooks.global_seed_generator() is not generator
             with tf.init_scope():  # A tape around it must not record the runs.
-                _measure(runs, args, restore_randoms, _rounds(runs, max_error, rounds, seconds))
+                _measure(runs, args, restore_randoms, rounds, seconds)
             low_nodes = [_low_nodes(each.candidate.function, args) for each in runs]
     better = [
         each for each in runs if each.is_faster_than(runs[0]) and _is_within(each.error, max_error)
     ]
     chosen = min([runs[0], *better], key=lambda each: each.seconds)
-    draws = [random_ops(each.trace) for each in runs]
-    anew = chosen.candidate.is_copy or any(draws) or new_generator
     return TuneReport(
         function=name,
         dtype=dtype,
@@ -399,9 +372,8 @@ def compare_candidates(
             for each, n in zip(runs, low_nodes, strict=True)
         ),
         max_error=max_error,
-        rounds=max(len(each.times) for each in runs),
-        best=chosen.candidate.fresh() if anew else chosen.candidate.function,
-        notes=tuple(_notes(runs, draws)),
+        rounds=len(chosen.times),
+        best=chosen.candidate.best(),
     )
 
 
@@ -409,7 +381,8 @@ def _measure(
     runs: Sequence[_Run],
     args: Any,
     restore_randoms: Callable[[], None],
-    rounds: Iterable[Sequence[_Run]],
+    rounds: int,
+    seconds: float,
 ) -> None:
     """Fills in the errors and times of candidates, and restores the state."""
     held = held_variables(variables_of([each.trace for each in runs], args))
@@ -429,27 +402,15 @@ def _measure(
             restore()
             alone = max(together(each.call, 1), 1e-9)
             each.repeats = min(math.ceil(_LEAST_SECONDS / alone), _MOST_REPEATS)
-        for each in itertools.chain.from_iterable(rounds):
-            restore()
-            each.times.append(together(each.call, each.repeats))
+        end = time.monotonic() + seconds
+        for number in range(rounds):
+            if number >= _LEAST_ROUNDS and time.monotonic() > end:
+                break
+            for each in runs:
+                restore()
+                each.times.append(together(each.call, each.repeats))
     finally:
         restore()
-
-
-def _rounds(
-    runs: Sequence[_Run], max_error: float | None, rounds: int, seconds: float
-) -> Iterator[Sequence[_Run]]:
-    """Yields the candidates of each round: all, then those that may still be the fastest."""
-    end = time.monotonic() + seconds
-    for number in range(rounds):
-        open_ones = runs
-        if number >= _FIRST_ROUNDS:
-            allowed = [runs[0], *(each for each in runs[1:] if _is_within(each.error, max_error))]
-            fastest = min(allowed, key=lambda each: each.seconds)
-            open_ones = [each for each in allowed if not fastest.is_faster_than(each)]
-            if len(open_ones) == 1 or time.monotonic() > end:
-                return
-        yield open_ones
 
 
 def _is_within(error: float, bound: float | None) -> bool:
@@ -497,18 +458,3 @@ def _relative_error(value: Any, reference: Any) -> float:
     if not error:
         return 0.0
     return error / size if size else math.inf
-
-
-def _notes(runs: Sequence[_Run], draws: Sequence[Sequence[tuple[str, int, int]]]) -> Iterator[str]:
-    if all(math.isnan(each.error) for each in runs):
-        yield (
-            "float32 returns no float tensor with finite values, so the errors are unknown: have "
-            "the function return the results to judge it by"
-        )
-    loose = [each for drawn in draws for each in drawn if not any(each[1:])]
-    if loose or any(drawn != draws[0] for drawn in draws):
-        op = loose[0][0] if loose else draws[0][0][0]
-        yield (
-            f"the function draws random numbers that differ in each trace ({op}), and the errors "
-            "hold that difference too: call tf.random.set_seed, or draw with keras.random"
-        )
