@@ -344,8 +344,8 @@ def test_text_and_html_are_a_table_with_a_verdict():
     lines = report_of(3e-3, 2.5, 9e-6).to_text().splitlines()
     assert [line.split()[:3] for line in lines[1:4]] == [
         ["float32", "3", "ms"],
-        ["lists", "2.5", "s"],
-        ["min_cut", "9", "us"],
+        ["lists", "2500", "ms"],
+        ["min_cut", "0.009", "ms"],
     ]
     assert lines[3].endswith("<- chosen")
     page = dataclasses.replace(report_of(3e-3, 2.9e-3), function="<lambda>")._repr_html_()

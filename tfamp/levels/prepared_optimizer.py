@@ -83,7 +83,7 @@ def for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> An
             "the new ones. Give the model an optimizer of its own, or a new one."
         )
     after = [copies[id(variable)] for variable in before]
-    new = _made_again(old)
+    new = type(old).from_config(old.get_config())
     _exclude_like(old, new, copies, model.weights)
     wrapper = wrapped(optimizer, level, new)
     if old.built or level.master_weights or level.config.weight_rounding:
@@ -95,19 +95,6 @@ def for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> An
         for target, source in zip(new.variables, old.variables, strict=True):
             target.assign(keras.ops.cast(source, target.dtype))
     return wrapper
-
-
-def _made_again(optimizer: Any) -> Any:
-    """A new optimizer of the same settings."""
-    try:
-        return type(optimizer).from_config(optimizer.get_config())
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{optimizer.name} ({type(optimizer).__name__}) cannot be made again from its "
-            "configuration, which takes an optimizer for weights of another dtype. Register its "
-            "classes and functions with keras.saving.register_keras_serializable; a MultiOptimizer "
-            "can take a keras.optimizers.OptimizerMap instead of a function."
-        ) from error
 
 
 def with_needed_masters(level: EffectiveLevel, optimizer: Any) -> EffectiveLevel:

@@ -52,7 +52,7 @@ from tfamp.interop.tf_private import as_written
 from tfamp.layers.fused_norms import can_fuse, fits, normalize
 from tfamp.planning.options import GraphUse, RewriteOptions
 from tfamp.planning.ranges import Ranges
-from tfamp.planning.structures import FLOAT32, LOOPS, RewritePlan, node_name, producers_first
+from tfamp.planning.structures import FLOAT32, RewritePlan, node_name, producers_first
 from tfamp.torch_style.state import current_modes
 
 _NUMBERS = itertools.count(1)
@@ -484,27 +484,11 @@ def _import_graph_def(
     }
     mapped |= {f"^{name}": values[f"{name}:0"] for name in fed if f"^{name}" in used}
     made = [name for name in dict.fromkeys(outputs) if name not in values]
-    loops = _loops_without_loops(bare)
     imported = tf.graph_util.import_graph_def(
-        bare, input_map=mapped, return_elements=[*made, *loops], name=scope
+        bare, input_map=mapped, return_elements=made, name=scope
     )
-    for loop in imported[len(made) :]:
-        tf_private.copy_handle_data(loop.inputs, loop.outputs)
-    found = dict(zip(made, imported, strict=False))
+    found = dict(zip(made, imported, strict=True))
     return [found[name] if name in found else tf.identity(values[name]) for name in outputs]
-
-
-def _loops_without_loops(graph_def: Any) -> list[str]:
-    """Names of the loops of a graph whose functions have none.
-
-    Their handles get the shapes of variables again, which a gradient of a gradient needs. An
-    imported loop in a loop has lost these, and TensorFlow would take the inner gradient to be zero;
-    without those of the outer loop it raises an error.
-    """
-    inside = (node for function in graph_def.library.function for node in function.node_def)
-    if any(node.op in LOOPS for node in inside):
-        return []
-    return [node.name for node in graph_def.node if node.op in LOOPS]
 
 
 def in_topological_order(nodes: Sequence[Any]) -> list[Any]:

@@ -6,6 +6,7 @@ the caller's is run: state that ops keep in a trace does not change either.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -165,10 +166,7 @@ class TuneReport:
 
 def time_text(seconds: float) -> str:
     """Returns a time as people read it, such as "12.3 ms"."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * factor >= 1.0:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    return f"{1e3 * seconds:.4g} ms"
 
 
 # ---- Candidates ----------------------------------------------------------------------------------
@@ -303,11 +301,6 @@ class _Run:
         """The median of the times."""
         return float(np.median(self.times))
 
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        """The first and the third quartile of the times."""
-        return float(np.percentile(self.times, 25)), float(np.percentile(self.times, 75))
-
     def is_faster_than(self, other: _Run) -> bool:
         """Whether it took less time in three quarters of the rounds of both: in noise, in half.
 
@@ -357,20 +350,14 @@ def compare_candidates(
             runs = [r for r in runs if r.candidate.name != FUSED or has_fused(r.trace.graph)]
             with tf.init_scope():  # A tape around it must not record the runs.
                 _measure(runs, args, restore_randoms, rounds, seconds)
-            low_nodes = [_low_nodes(each.candidate.function, args) for each in runs]
-    better = [
-        each for each in runs if each.is_faster_than(runs[0]) and _is_within(each.error, max_error)
-    ]
-    chosen = min([runs[0], *better], key=lambda each: each.seconds)
+        allowed = [each for each in runs if _is_within(each.error, max_error)]
+        better = [each for each in allowed if each.is_faster_than(runs[0])]
+        chosen = min([runs[0], *better], key=lambda each: each.seconds)
+        rows = tuple(_row(each, args, each is chosen) for each in runs)
     return TuneReport(
         function=name,
         dtype=dtype,
-        rows=tuple(
-            TuneRow(
-                each.candidate.name, each.seconds, each.quartiles, each.error, each is chosen, n
-            )
-            for each, n in zip(runs, low_nodes, strict=True)
-        ),
+        rows=rows,
         max_error=max_error,
         rounds=len(chosen.times),
         best=chosen.candidate.best(),
@@ -418,13 +405,14 @@ def _is_within(error: float, bound: float | None) -> bool:
     return not math.isinf(error) if bound is None else error <= bound
 
 
-def _low_nodes(function: Any, args: Sequence[Any]) -> int:
-    if not hasattr(function, "plan"):
-        return 0
-    try:
-        return int(function.plan(*args).summary.low_nodes)
-    except RewriteError:  # It could not be rewritten, and `on_error` is "keep".
-        return 0
+def _row(run: _Run, args: Sequence[Any], chosen: bool) -> TuneRow:
+    low_nodes = 0
+    # float32 has no plan, nor what could not be rewritten, where `on_error` is "keep".
+    with contextlib.suppress(AttributeError, RewriteError):
+        low_nodes = int(run.candidate.function.plan(*args).summary.low_nodes)
+    first, third = np.percentile(run.times, (25, 75)).tolist()
+    name = run.candidate.name
+    return TuneRow(name, run.seconds, (first, third), run.error, chosen, low_nodes)
 
 
 # ---- Errors --------------------------------------------------------------------------------------
@@ -453,8 +441,6 @@ def _relative_error(value: Any, reference: Any) -> float:
     zeros = tf.zeros_like(reference)
     error = float(tf.norm(tf.where(counts, value - reference, zeros)))
     size = float(tf.norm(tf.where(counts, reference, zeros)))
-    if not math.isfinite(error):
+    if not math.isfinite(error) or (error and not size):
         return math.inf
-    if not error:
-        return 0.0
-    return error / size if size else math.inf
+    return error / size if error else 0.0
