@@ -54,7 +54,8 @@ def specs(function):
         k: (v.shape, v.dtype, v.name) for k, v in function.structured_input_signature[1].items()
     }
     outputs = {k: (v.shape, v.dtype) for k, v in function.structured_outputs.items()}
-    return str(inputs), str(outputs)
+    # Protobuf gives the entries of a map in any order.
+    return sorted(map(str, inputs.items())), sorted(map(str, outputs.items()))
 
 
 @pytest.mark.parametrize("freeze", [False, True])

@@ -410,9 +410,9 @@ def _row(run: _Run, args: Sequence[Any], chosen: bool) -> TuneRow:
     # float32 has no plan, nor what could not be rewritten, where `on_error` is "keep".
     with contextlib.suppress(AttributeError, RewriteError):
         low_nodes = int(run.candidate.function.plan(*args).summary.low_nodes)
-    first, third = np.percentile(run.times, (25, 75)).tolist()
+    quartiles = (float(np.percentile(run.times, 25)), float(np.percentile(run.times, 75)))
     name = run.candidate.name
-    return TuneRow(name, run.seconds, (first, third), run.error, chosen, low_nodes)
+    return TuneRow(name, run.seconds, quartiles, run.error, chosen, low_nodes)
 
 
 # ---- Errors --------------------------------------------------------------------------------------
