@@ -41,7 +41,7 @@ EDGES = {
         "gradient_accumulator rewriting"
     ),
     "mixed_precision": "policy layers optimizer",
-    "cli": "core planning machine graph rewriting diagnostics",
+    "cli": "core machine rewriting diagnostics",
     "__main__": "cli",
 }
 # What decides: values in, values out, free of TensorFlow and Keras.

@@ -15,15 +15,7 @@ if TYPE_CHECKING:
     from tfamp import diagnostics as diagnostics
     from tfamp import graph as graph
     from tfamp import mixed_precision as mixed_precision
-    from tfamp.core.errors import NothingConvertedWarning as NothingConvertedWarning
-    from tfamp.core.errors import RewriteError as RewriteError
-    from tfamp.core.errors import SavedModelError as SavedModelError
-    from tfamp.core.errors import SkippedStepsError as SkippedStepsError
-    from tfamp.core.errors import TfampDeprecationWarning as TfampDeprecationWarning
-    from tfamp.core.errors import TfampError as TfampError
-    from tfamp.core.errors import TfampWarning as TfampWarning
-    from tfamp.core.errors import UnsupportedBackendError as UnsupportedBackendError
-    from tfamp.core.errors import UnsupportedVersionError as UnsupportedVersionError
+    from tfamp.core.errors import *  # noqa: F403 - type checkers take these as public
     from tfamp.core.options import DynamicLossScale as DynamicLossScale
     from tfamp.core.options import FixedLossScale as FixedLossScale
     from tfamp.core.options import GradClip as GradClip

@@ -6,13 +6,12 @@ low dtype an argument asks for.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tfamp.core import dtypes
-from tfamp.core.options import checked_flag
+from tfamp.core.options import checked_flag, nearest
 
 _MIXED = {f"mixed_{dtype}": dtype for dtype in dtypes.LOW_PRECISION}
 _DEFAULT_FLOAT32_LAYERS = ("BatchNormalization",)
@@ -137,9 +136,10 @@ def _resolved_name(name: object) -> str:
             f"{type(name).__name__}.{hint}"
         )
     if name not in POLICY_NAMES:
-        close = difflib.get_close_matches(name.lower(), POLICY_NAMES, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else "."
-        raise ValueError(f"name must be one of {', '.join(POLICY_NAMES)}; got {name!r}{hint}")
+        raise ValueError(
+            f"name must be one of {', '.join(POLICY_NAMES)}; got {name!r}; did you mean "
+            f"{nearest(name, POLICY_NAMES)!r}?"
+        )
     if name == "auto":
         from tfamp.machine import hardware
 

@@ -135,15 +135,6 @@ def test_in_a_custom_loop_they_have_gradients():
     assert all(np.isfinite(each).all() for each in gradients)
 
 
-def test_a_layer_set_by_hand_adds_float32_losses():
-    model = sequential()
-    tfamp.set_layer_dtype(model, "bfloat16", pattern=".*")
-    model.compile("sgd", "mse")
-    assert np.isfinite(model.fit(X, Y, verbose=0).history["loss"]).all()
-    assert model.layers[0](X).dtype == "bfloat16"
-    assert {loss.dtype.name for loss in model.losses} == {"float32"}
-
-
 def test_find_nonfinite_computes_them_so_too_and_leaves_the_layers_alone():
     model = beyond_float16()
     model.compile("sgd", "mse")

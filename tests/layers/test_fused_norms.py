@@ -267,23 +267,6 @@ def test_an_output_layer_returns_float32(low):
     assert model.outputs[0].dtype == "float32"
 
 
-def test_the_layer_before_is_converted_later(low):
-    x = keras.Input((8,))
-    dense, norm = layers.Dense(4), layers.BatchNormalization()
-    hidden = dense(x)
-    keras.Model(x, hidden)
-    y = norm(hidden)
-    assert hidden.dtype == y.dtype == "float32"
-    z = keras.ops.relu(y)
-    # The first lowers both; the output of the second becomes low.
-    models = [keras.Model(x, layers.Dense(2)(y)), keras.Model(x, y), keras.Model(x, z)]
-    found = keras.Function(x, [hidden, y, z])(sample((3, 8)))
-    assert [each.dtype for each in (hidden, y, z, *found)] == [low] * 6
-    for model in models:
-        assert model.outputs[0].dtype == "float32"
-        assert model(sample((3, 8))).dtype == tf.float32
-
-
 def test_a_model_rewritten_exported_or_used_after_the_policy_stays_and_a_copy_is_keras_own(
     low, tmp_path
 ):

@@ -17,7 +17,7 @@ import tfamp
 from helpers.cases import one_in
 from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
 from helpers.tolerances import assert_close
-from tfamp.layers.layer_dtypes import graphs, managed_layers
+from tfamp.layers.layer_dtypes import copied, graphs, managed_layers
 
 pytestmark = pytest.mark.usefixtures("low")
 KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
@@ -232,18 +232,6 @@ def test_a_head_put_on_a_model(low):
     assert_close(base(X), features(X), low)
 
 
-def test_a_call_made_before_the_layer_became_an_output_is_corrected(low):
-    x, z = keras.Input((8,)), keras.Input((8,))
-    head = layers.Dense(2)
-    early = keras.ops.relu(head(z))
-    assert early.dtype == low
-    first = keras.Model(x, head(x))
-    assert early.dtype == "float32"
-    second = keras.Model(z, early)
-    assert_float32(first, X)
-    assert_float32(second, X)
-
-
 # Nested models
 
 
@@ -285,19 +273,6 @@ def test_an_inner_model_at_the_end_of_one_and_inside_another(low, sequential):
     for model in (ends, contains, ends_too):
         assert_float32(model, X)
     assert made[1].compute_dtype == low
-
-
-def test_an_inner_model_with_a_cast_loses_it_inside(low):
-    x = keras.Input((8,))
-    hidden = layers.Dense(8)
-    keep = keras.Model(x, layers.Dense(1)(hidden(x)))
-    extractor = keras.Model(x, hidden.output)
-    assert len(extractor.layers) == 3
-    outer = keras.Model(x, layers.Dense(2)(extractor(x)))
-    assert len(extractor.layers) == 2
-    for model in (keep, outer):
-        assert_float32(model, X)
-    assert_all_say([low], extractor, X)
 
 
 class Block(layers.Layer):
@@ -555,14 +530,15 @@ def _build_and_drop():
     return [weakref.ref(obj) for obj in (*made, base)]
 
 
-def test_tensors_that_a_caller_adds_to_a_models_list_of_outputs_are_not_its_own():
+def test_a_copied_record_does_not_change_with_the_layer():
     x = keras.Input((8,))
-    first, second = (keras.Model(x, layers.Dense(2)(x)) for _ in range(2))
-    outputs = first.outputs
-    outputs.extend(second.outputs)
-    model = keras.Model(x, [layers.Activation("sigmoid")(y) for y in outputs])
-    assert_float32(model, X)
-    assert_all_say(["float32"], first, X)
+    y, (head,) = chain(x, 2)
+    keras.Model(x, y)
+    record = managed_layers.get(head)
+    noted = copied(record)
+    keras.Model(x, layers.Dense(2)(y))
+    assert (noted.raised, record.raised) == ([head], [])
+    assert (len(noted.interior_of), len(record.interior_of)) == (0, 1)
 
 
 def test_nothing_is_kept_alive():

@@ -70,23 +70,6 @@ def test_every_way_to_call_it_returns_float32(low):
         assert dtype_of(each(X)) == spec_of(each) == "float32"
 
 
-@pytest.mark.parametrize("run_eagerly", [True, False])
-def test_fit_and_evaluate_see_float32(run_eagerly):
-    seen = set()
-
-    def loss(y, predicted):
-        seen.add(dtype_of(predicted))
-        return keras.losses.mean_squared_error(y, predicted)
-
-    model = Net(1)
-    model.compile(keras.optimizers.SGD(0.01), loss, run_eagerly=run_eagerly, jit_compile=False)
-    y = X.sum(axis=1, keepdims=True)
-    history = model.fit(X, y, epochs=3, batch_size=3, verbose=0).history["loss"]
-    assert np.isfinite(history).all()
-    assert np.isfinite(model.evaluate(X, y, verbose=0))
-    assert seen == {"float32"}
-
-
 def test_without_float32_outputs_or_with_a_dtype_of_its_own_it_returns_that(low):
     with tfamp.policy_scope(tfamp.Policy(f"mixed_{low}", float32_outputs=False)):
         assert dtype_of(Net()(X)) == low
@@ -203,15 +186,6 @@ def test_symbolic_call_is_low_and_the_functional_around_it_float32(low):
         assert outer.outputs[0].dtype == "float32"
         assert dtype_of(outer(X)) == spec_of(outer) == "float32"
     assert spec_of(model) == dtype_of(model(X)) == "float32"
-
-
-def test_a_spec_method_of_its_own_agrees_with_the_call():
-    class WithSpec(Net):
-        def compute_output_spec(self, x, training=False):
-            return keras.KerasTensor((x.shape[0], self.units), dtype=self.compute_dtype)
-
-    model = WithSpec()
-    assert dtype_of(model(X)) == spec_of(model) == "float32"
 
 
 def test_structured_outputs_masks_and_what_is_no_low_float():

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from keras.config import dtype_policy as imported_long_ago
 
 import tfamp
-from tfamp.layers import policy_state
 from tfamp.layers.policy_state import constructors
 
 MIXED = ["mixed_float16", "mixed_bfloat16"]
@@ -59,22 +58,6 @@ def test_global_policy_reaches_new_and_running_threads():
         assert worker(keras_name) == "float32"
 
 
-def test_float32_after_another_policy_leaves_nothing_in_place_and_still_reaches_every_thread(
-    monkeypatch,
-):
-    monkeypatch.setattr(policy_state, "_keras_set_somewhere", threading.Event())
-    tfamp.set_global_policy("mixed_bfloat16")
-    tfamp.set_global_policy("float32")
-    with worker_thread() as worker:
-        worker(keras.config.set_dtype_policy, "bfloat16")
-        tfamp.set_global_policy("mixed_float16")
-        assert worker(keras_name) == "mixed_float16"
-        tfamp.set_global_policy("float32")
-        assert not policy_state.policy_source.users
-        assert worker(keras_name) == keras_name() == "float32"
-        assert tfamp.global_policy() == tfamp.Policy("float32")
-
-
 def test_one_scope_object_can_be_entered_again_inside_itself_decorates_and_ends_by_an_error():
     scope = tfamp.policy_scope("mixed_float16")
 
@@ -89,8 +72,6 @@ def test_one_scope_object_can_be_entered_again_inside_itself_decorates_and_ends_
         1 / 0  # noqa: B018
     assert keras_name() == "float32"
     assert not constructors.users
-    with pytest.raises(RuntimeError, match="left more often than it was entered"):
-        scope.__exit__(None, None, None)
 
 
 def test_scope_is_of_its_thread_only():
@@ -126,8 +107,7 @@ INT8 = keras.dtype_policies.QuantizedDTypePolicy("int8", "float32")
 @pytest.mark.parametrize("name", NAMES)
 def test_keras_agrees_with_the_global_policy_and_its_policies_mean_those_of_their_names(name):
     same = keras.DTypePolicy(name)
-    of_all = POLICY_MAP(same, {"encoder/.*": keras.DTypePolicy(name)})
-    for policy in (name, same, keras.FloatDTypePolicy(name), POLICY_MAP(same), of_all):
+    for policy in (name, same, keras.FloatDTypePolicy(name)):
         with tfamp.policy_scope(policy) as given:
             assert given == tfamp.global_policy() == tfamp.Policy(name)
         tfamp.mixed_precision.set_global_policy(policy)
@@ -143,10 +123,9 @@ def test_keras_agrees_with_the_global_policy_and_its_policies_mean_those_of_thei
     [
         POLICY_MAP(keras.DTypePolicy("mixed_float16"), {"a/b": keras.DTypePolicy("float32")}),
         INT8,
-        POLICY_MAP(INT8),
         RulesOfItsOwn("mixed_float16"),
     ],
-    ids=["map", "quantized", "map of quantized", "subclass"],
+    ids=["map", "quantized", "subclass"],
 )
 def test_a_keras_policy_that_means_more_is_refused_with_advice_and_hidden_by_a_scope(policy):
     message = r"(?s)must be one of .*cannot express.*by model\.quantize.*pattern="
@@ -159,17 +138,6 @@ def test_a_keras_policy_that_means_more_is_refused_with_advice_and_hidden_by_a_s
     with tfamp.policy_scope("mixed_float16"):
         assert keras_name() == "mixed_float16"
     assert keras.config.dtype_policy() is policy
-
-
-def test_scopes_left_out_of_order_leave_nothing_behind():
-    one, two = tfamp.policy_scope("mixed_float16"), tfamp.policy_scope("mixed_bfloat16")
-    one.__enter__()
-    two.__enter__()
-    one.__exit__(None, None, None)
-    assert keras_name() == "mixed_bfloat16"
-    two.__exit__(None, None, None)
-    assert keras_name() == "float32"
-    assert not constructors.users
 
 
 def test_keras_setter_wins_in_its_thread_until_tfamps_next():

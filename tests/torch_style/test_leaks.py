@@ -114,8 +114,7 @@ async def others_run():
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("decorated", [False, True])
-def test_coroutines_of_one_thread_never_see_each_other(a, decorated):
+def test_coroutines_of_one_thread_never_see_each_other(a):
     traced = tf.function(lambda x: tf.matmul(x, x))
 
     async def work():
@@ -127,11 +126,8 @@ def test_coroutines_of_one_thread_never_see_each_other(a, decorated):
 
     async def under(context):
         before = dtype_of_matmul(a)
-        if decorated:
-            inside = await context(work)()
-        else:
-            with context:
-                inside = await work()
+        with context:
+            inside = await work()
         await others_run()
         return before, inside, dtype_of_matmul(a)
 

@@ -1,4 +1,4 @@
-"""Every op on autocast's lists, through TensorFlow's public API, against dtypes written by hand.
+"""Ops on autocast's lists, through TensorFlow's public API, against dtypes written by hand.
 
 Each row names the op type it is for, and a call with a float32 matrix `f` and a low-precision one
 `x`; the table it is in says which float dtype comes out.
@@ -94,17 +94,7 @@ LOW = [
         "Conv3DBackpropInputV2",
         lambda f, x: nn.conv3d_transpose(volume(f), pointwise(f)[None], (1, *SHAPE), **SAME_3D),
     ),
-    (
-        "Conv3DBackpropFilterV2",
-        lambda f, x: RAW.Conv3DBackpropFilterV2(
-            input=volume(f), filter_sizes=[1, 1, 1, N, N], out_backprop=volume(f), **SAME_3D
-        ),
-    ),
     ("DepthwiseConv2dNative", lambda f, x: nn.depthwise_conv2d(image(f), depthwise(f), **SAME)),
-    (
-        "DepthwiseConv2dNativeBackpropInput",
-        lambda f, x: nn.depthwise_conv2d_backprop_input(SHAPE, depthwise(f), image(f), **SAME),
-    ),
     (
         "DepthwiseConv2dNativeBackpropFilter",
         lambda f, x: nn.depthwise_conv2d_backprop_filter(image(f), (1, 1, N, 1), image(f), **SAME),
@@ -121,8 +111,6 @@ FLOAT32 = [
     ("Pow", lambda f, x: 2.0**x),
     ("Pow", lambda f, x: f**x),
     ("Softplus", lambda f, x: tf.math.softplus(x)),
-    ("Xlogy", lambda f, x: tf.math.xlogy(x, positive(f))),
-    ("Xlog1py", lambda f, x: tf.math.xlog1py(x, positive(x))),
     ("Sum", lambda f, x: tf.reduce_sum(x)),
     ("Mean", lambda f, x: tf.reduce_mean(x, 0)),
     ("Mean", lambda f, x: nn.moments(x, [0])[1]),
@@ -131,15 +119,11 @@ FLOAT32 = [
     ("EuclideanNorm", lambda f, x: tf.math.reduce_euclidean_norm(x)),
     ("Cumsum", lambda f, x: tf.cumsum(x)),
     ("ResizeBilinear", lambda f, x: tf.image.resize(image(x), (6, 6))),
-    ("ResizeBicubic", lambda f, x: tf.image.resize(image(x), (6, 6), "bicubic")),
-    ("ScaleAndTranslate", lambda f, x: tf.image.resize(image(x), (6, 6), antialias=True)),
     ("SquaredDifference", lambda f, x: tf.math.squared_difference(x, x)),
     ("Cumprod", lambda f, x: tf.math.cumprod(x)),
-    ("CumulativeLogsumexp", lambda f, x: tf.math.cumulative_logsumexp(x)),
     ("L2Loss", lambda f, x: nn.l2_loss(x)),
     ("Softmax", lambda f, x: nn.softmax(x)),
     ("LogSoftmax", lambda f, x: nn.log_softmax(x)),
-    ("SparseSoftmax", lambda f, x: tf.sparse.softmax(sparse(x))),
     ("SoftmaxCrossEntropyWithLogits", lambda f, x: nn.softmax_cross_entropy_with_logits(f, x)),
     (
         "SparseSoftmaxCrossEntropyWithLogits",
@@ -148,41 +132,12 @@ FLOAT32 = [
     ("Log1p", lambda f, x: nn.sigmoid_cross_entropy_with_logits(x, x)),
     ("Exp", lambda f, x: tf.reduce_logsumexp(x)),
     ("Sum", lambda f, x: keras.losses.CategoricalCrossentropy(from_logits=True)(f, x)),
-    ("LogMatrixDeterminant", lambda f, x: tf.linalg.slogdet(well_conditioned(x))[1]),
     ("MatrixSolve", lambda f, x: tf.linalg.solve(well_conditioned(x), f)),
-    ("MatrixSolveLs", lambda f, x: tf.linalg.lstsq(well_conditioned(f), x, fast=False)),
-    ("MatrixTriangularSolve", lambda f, x: tf.linalg.triangular_solve(well_conditioned(x), x)),
-    (
-        "BandedTriangularSolve",
-        lambda f, x: RAW.BandedTriangularSolve(matrix=positive(x)[:1], rhs=f),
-    ),
-    ("Lu", lambda f, x: tf.linalg.lu(well_conditioned(x))[0]),
-    ("Qr", lambda f, x: tf.linalg.qr(x)[0]),
-    ("Svd", lambda f, x: tf.linalg.svd(x)[0]),
-    ("SelfAdjointEigV2", lambda f, x: tf.linalg.eigvalsh(well_conditioned(x))),
-    ("Eig", lambda f, x: RAW.Eig(input=x, Tout=tf.complex64)[0]),
     ("RFFT", lambda f, x: tf.signal.rfft(x)),
-    ("RFFT2D", lambda f, x: tf.signal.rfft2d(x)),
-    ("RFFT3D", lambda f, x: tf.signal.rfft3d(x[None])),
     ("RFFT", lambda f, x: tf.signal.stft(x, 4, 2)),
-    ("Betainc", lambda f, x: tf.math.betainc(positive(x), 1.0, 0.5)),
-    ("Polygamma", lambda f, x: tf.math.polygamma(positive(x), positive(f))),
-    ("Zeta", lambda f, x: tf.math.zeta(positive(x) + 1, 1.0)),
-    ("NextAfter", lambda f, x: tf.math.nextafter(x, f)),
-    ("TridiagonalSolve", lambda f, x: tf.linalg.tridiagonal_solve(positive(x)[:3], x[:, :1])),
-    ("TridiagonalMatMul", lambda f, x: tf.linalg.tridiagonal_matmul(x[:3], f)),
-    (
-        "CTCLoss",
-        lambda f, x: tf.compat.v1.nn.ctc_loss(
-            tf.SparseTensor(tf.constant([[0, 0]], tf.int64), [1], (1, 1)), x[:, None], [4]
-        ),
-    ),
     ("Exp", lambda f, x: nn.ctc_loss(tf.constant([[1, 2]]), x[:, None], [2], [4])),
     # Not listed: no kernel, on a CPU at least, or not even an op for low precision.
     ("Complex", lambda f, x: tf.complex(x, f)),
-    ("HistogramFixedWidth", lambda f, x: tf.histogram_fixed_width(x, [0.0, 1.0])),
-    ("Sum", lambda f, x: tf.linalg.expm(x)),
-    ("InTopKV2", lambda f, x: tf.math.in_top_k([1] * N, x, 2)),
 ]
 
 # float32 as soon as one input is.
@@ -197,46 +152,25 @@ WIDEST = [
     ("RealDiv", lambda f, x: f / x),
     ("DivNoNan", lambda f, x: tf.math.divide_no_nan(x, f)),
     ("FloorDiv", lambda f, x: x // f),
-    ("FloorMod", lambda f, x: x % f),
     ("XlaDynamicUpdateSlice", lambda f, x: keras.ops.slice_update(x, (0, 0), f[:2, :2])),
     ("Maximum", lambda f, x: tf.maximum(x, f)),
     ("Minimum", lambda f, x: tf.minimum(f, x)),
-    ("Xdivy", lambda f, x: tf.math.xdivy(x, f)),
     ("Equal", lambda f, x: x == f),
-    ("NotEqual", lambda f, x: f != x),
     ("Less", lambda f, x: x < f),
-    ("LessEqual", lambda f, x: f <= x),
     ("Greater", lambda f, x: tf.greater(x, f)),
-    ("GreaterEqual", lambda f, x: x >= f),
     ("ConcatV2", lambda f, x: tf.concat([x, f], 0)),
     ("Pack", lambda f, x: tf.stack([f, x])),
     ("SelectV2", lambda f, x: tf.where(f > 0, x, f)),
-    ("Select", lambda f, x: tf.compat.v1.where(f > 0, x, f)),
     ("BiasAdd", lambda f, x: nn.bias_add(x, f[0])),
-    ("DynamicStitch", lambda f, x: tf.dynamic_stitch([[0], [1]], [x[:1], f[:1]])),
-    ("LowerBound", lambda f, x: tf.searchsorted(tf.sort(x[0]), f[0])),
-    ("UpperBound", lambda f, x: tf.searchsorted(tf.sort(f[0]), x[0], side="right")),
-    ("MatrixDiagPartV3", lambda f, x: tf.linalg.diag_part(x, padding_value=f[0, 0])),
-    ("MatrixDiagV3", lambda f, x: tf.linalg.diag(x[0], padding_value=f[0, 0])),
-    ("MatrixSetDiagV3", lambda f, x: tf.linalg.set_diag(x, f[0])),
     ("OneHot", lambda f, x: tf.one_hot([1], 3, x[0, 0], f[0, 0])),
     ("PadV2", lambda f, x: tf.pad(x, [[1, 1], [0, 0]], constant_values=f[0, 0])),
-    ("ParallelConcat", lambda f, x: RAW.ParallelConcat(values=[x[:1], f[:1]], shape=(2, N))),
     (
         "RaggedTensorToTensor",
         lambda f, x: tf.RaggedTensor.from_row_lengths(x, [1, 3]).to_tensor(default_value=f[0]),
     ),
     ("SparseAdd", lambda f, x: tf.sparse.add(sparse(x), sparse(f))),
-    ("SparseConcat", lambda f, x: tf.sparse.concat(0, [sparse(x), sparse(f)])),
-    ("SparseDenseCwiseMul", lambda f, x: sparse(x) * f),
-    ("SparseDenseCwiseDiv", lambda f, x: sparse(f) / x),
     ("SparseTensorDenseAdd", lambda f, x: tf.sparse.add(sparse(x), f)),
     ("SparseTensorDenseMatMul", lambda f, x: tf.sparse.sparse_dense_matmul(sparse(x), f)),
-    ("SparseSparseMaximum", lambda f, x: tf.sparse.maximum(sparse(x), sparse(f))),
-    ("SparseSparseMinimum", lambda f, x: tf.sparse.minimum(sparse(f), sparse(x))),
-    ("SparseFillEmptyRows", lambda f, x: tf.sparse.fill_empty_rows(sparse(x), f[0, 0])[0]),
-    ("SparseToDense", lambda f, x: tf.sparse.to_dense(sparse(x), f[0, 0])),
-    ("TensorScatterUpdate", lambda f, x: tf.tensor_scatter_nd_update(x, [[0]], f[:1])),
 ]
 
 # Run in the dtype they are given.

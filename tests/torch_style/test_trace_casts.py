@@ -162,24 +162,6 @@ def test_custom_gradients_and_recomputed_ones_know_their_variables(w):
     assert_close(other, X.sum(axis=0)[:, None] * np.ones((1, 4)), "bfloat16", depth=4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_loops_and_functions_inside_have_casts_of_their_own(w, dtype):
-    inner = tf.function(lambda x: tf.matmul(x, w))
-
-    def nested(x):
-        y = tf.matmul(x, w)
-        looped = tf.while_loop(
-            lambda i, _: i < 3, lambda i, v: (i + 1, tf.matmul(tf.matmul(v, w), w)), (0, y)
-        )[1]
-        return looped + inner(x) + tf.matmul(x, w)
-
-    kept, result = traced(nested, dtype)
-    fresh, expected = traced(nested, dtype, cache_casts=False)
-    # A loop and a call that are given the variable may assign it.
-    assert (kept, fresh) == (4, 5)
-    np.testing.assert_array_equal(result, expected)
-
-
 def test_two_low_dtypes_and_an_island_share_nothing(w):
     def mixed(x):
         first = tf.matmul(x, w)

@@ -29,7 +29,7 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, SavedModelError
 from tfamp.core.profile import KINDS, MachineProfile
 from tfamp.diagnostics.model_runs import computing_in
-from tfamp.interop.keras_hooks import how_to_change, runs_tensorflow
+from tfamp.interop.keras_hooks import HOW_TO_CHANGE, runs_tensorflow
 from tfamp.machine import hardware
 from tfamp.planning.cost import FREE_OPS
 from tfamp.planning.structures import NodePlan, RewritePlan
@@ -183,7 +183,7 @@ def device_report() -> DeviceReport:
         reason=reason,
         profile=profile,
         profile_source=source,
-        problems=() if runs_tensorflow() else (wrong_backend + how_to_change(),),
+        problems=() if runs_tensorflow() else (wrong_backend + HOW_TO_CHANGE,),
         known_issues=known_issues(read_environment(found)),
     )
 

@@ -18,7 +18,7 @@ from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import patched_here
 from tfamp.layers import layer_dtypes
-from tfamp.layers.layer_dtypes import is_built_in, policy_with
+from tfamp.layers.layer_dtypes import can_be_raised, policy_with
 from tfamp.layers.model_calls import casts_unprepared
 from tfamp.policy import Policy
 
@@ -92,7 +92,7 @@ def policies_in(model: Any, dtype: str | None) -> list[tuple[Any, str]]:
 def _kept_float32(model: Any, policy: Policy) -> set[int]:
     """The `id`s of the layers that a mixed policy would keep float32, with the layers in them."""
     makers = _output_layers(model) if isinstance(model, keras.Model) else []
-    kept = list(filter(_holds_no_users_layers, makers))
+    kept = list(filter(can_be_raised, makers))
     for layer in layers_of(model):
         if policy.keeps_float32(type(layer)) or isinstance(layer, keras.layers.InputLayer):
             kept.append(layer)
@@ -107,12 +107,6 @@ def _output_layers(layer: Any) -> list[Any]:
         makers = layer_dtypes.output_makers(list(functional.outputs))  # type: ignore[attr-defined]
         return [found for maker in makers for found in _output_layers(maker)]
     return [] if isinstance(layer, keras.Model) else [layer]
-
-
-def _holds_no_users_layers(layer: Any) -> bool:
-    """Whether float32 for a layer means its own arithmetic: a user's layer may hold a network."""
-    inner = keras_hooks.sublayers(layer)
-    return not inner or (is_built_in(layer) and all(map(_holds_no_users_layers, inner)))
 
 
 def observing_layers(around: Around) -> contextlib.AbstractContextManager[None]:

@@ -478,6 +478,9 @@ def exclude_pattern(optimizer: Any, pattern: Any) -> None:
 # ---- Backends ------------------------------------------------------------------------------------
 
 
+HOW_TO_CHANGE = "Set KERAS_BACKEND=tensorflow before Python starts."
+
+
 def runs_tensorflow() -> bool:
     """Whether Keras runs on TensorFlow."""
     return bool(keras.backend.backend() == "tensorflow")
@@ -495,28 +498,12 @@ def as_tensor(variable: Any) -> Any:
     return tf.convert_to_tensor(value) if runs_tensorflow() else value
 
 
-def how_to_change() -> str:
-    """Advice, as a sentence, where Keras runs on another backend than TensorFlow."""
-    return "Set KERAS_BACKEND=tensorflow before Python starts."
-
-
 def described(value: object) -> str:
-    """Says what was given where an object of Keras 3 is expected; ends an error's message.
-
-    Args:
-        value: What was given.
-
-    Returns:
-        What it is and of which module, with a full stop, and the advice for foreign objects.
-    """
+    """Returns a sentence end: what was given where an object of Keras 3 is expected, and advice."""
     owner = value if isinstance(value, type) else type(value)
     name = f"{owner.__module__}.{owner.__qualname__}".removeprefix("builtins.")
-    if value is owner:
-        return f"the class {name}.{advice(value)}"
-    text = repr(value)
-    # What Python writes for objects that do not say what they are, is their type again.
-    said = f"an object of type {name}" if " object at 0x" in text else f"{text:.80} of type {name}"
-    return f"{said}.{advice(value)}"
+    text = f"the class {name}" if value is owner else f"{value!r:.80} of type {name}"
+    return f"{text}.{advice(value)}"
 
 
 def advice(value: object) -> str:
@@ -529,16 +516,8 @@ def advice(value: object) -> str:
         (r"torch\.", "PyTorch"),
     ):
         if any(re.match(pattern, name) for name in names):
-            return f" That is of {library}, and tfamp works with Keras 3: use {_instead(owner)}."
+            return f" That is of {library}: use its counterpart in keras, which is Keras 3."
     return ""
-
-
-def _instead(owner: type) -> str:
-    for name in (base.__name__.removesuffix("Optimizer") for base in owner.__mro__):
-        for where in ("optimizers", "layers"):
-            if isinstance(getattr(getattr(keras, where), name, None), type):
-                return f"keras.{where}.{name}"
-    return "its counterpart in the package keras"
 
 
 def require_tensorflow(feature: str, instead: str = "a mixed policy") -> None:
@@ -554,6 +533,6 @@ def require_tensorflow(feature: str, instead: str = "a mixed policy") -> None:
     if not runs_tensorflow():
         raise UnsupportedBackendError(
             f"{feature} works on TensorFlow's ops, but Keras runs on the "
-            f"{keras.backend.backend()} backend. {how_to_change()} Or use {instead}, which "
+            f"{keras.backend.backend()} backend. {HOW_TO_CHANGE} Or use {instead}, which "
             "works on every backend."
         )

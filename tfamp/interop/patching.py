@@ -58,9 +58,6 @@ _PRIVATE_TENSORFLOW = (
     ("recording", "eager.forwardprop:ForwardAccumulator._watch"),
     ("custom_gradient", "ops.custom_gradient:_eager_mode_decorator"),
     ("custom_gradient", "ops.custom_gradient:_graph_mode_decorator"),
-    ("python_function", "ops.script_ops:_internal_py_func"),
-    # NumPy's functions, which eager mode runs without an op.
-    ("python_function", "ops.script_ops:py_func_common"),
     ("function_context", "eager.polymorphic_function.function_context:make_function_context"),
     ("finished_graph", "eager.polymorphic_function.concrete_function:ConcreteFunction.__call__"),
     ("finished_graph", "saved_model.function_deserialization:_call_concrete_function"),
@@ -69,10 +66,8 @@ _PRIVATE_TENSORFLOW = (
     ("branch_check", "autograph.operators.control_flow:verify_single_cond_var"),
     ("branches", "ops.cond_v2:_make_indexed_slices_indices_types_match"),
     ("convert", "framework.ops:convert_to_tensor"),
-    ("convert", "ops.ragged.ragged_tensor:convert_to_tensor_or_ragged_tensor"),
     ("stacked", "ops.array_ops:_autopacking_helper"),
     ("stacked", "framework.indexed_slices:convert_n_to_tensor_or_indexed_slices"),
-    ("mapped", "ops.map_fn:_result_value_flat_to_batchable"),
     ("signature_cast", "framework.tensor:TensorSpec.cast"),
     ("true_division", "ops.math_ops:_truediv_python3"),
     ("sparse_matmul", "ops.math_ops:sparse_matmul"),
@@ -113,31 +108,21 @@ RESULTS_CAST_BACK = {
 # itself what they then sum up: float16's square overflows from 256 on. The second refuse mixed
 # dtypes.
 FLOAT32_FUNCTIONS = {
-    ("tensorflow.python.ops.check_ops", "assert_near"),
     ("tensorflow.python.ops.clip_ops", "clip_by_norm"),
-    ("tensorflow.python.ops.linalg.linalg_impl", "matrix_exponential"),
-    ("tensorflow.python.ops.linalg.linalg_impl", "matrix_rank"),
-    ("tensorflow.python.ops.linalg.linalg_impl", "pinv"),
     ("tensorflow.python.ops.linalg_ops", "norm"),
     ("tensorflow.python.ops.math_ops", "complex"),
     ("tensorflow.python.ops.nn_impl", "l2_normalize"),
-    ("tensorflow.python.ops.ragged.ragged_math_ops", "range"),
     ("tensorflow.python.ops.signal.fft_ops", "_irfft"),
     ("tensorflow.python.ops.signal.fft_ops", "_rfft"),
 }
 SAME_DTYPE_FUNCTIONS = {
     ("tensorflow.python.ops.array_ops", "one_hot"),
-    ("tensorflow.python.ops.math_ops", "_div_python2"),
     ("tensorflow.python.ops.math_ops", "div_no_nan"),
     ("tensorflow.python.ops.math_ops", "multiply_no_nan"),
     ("tensorflow.python.ops.nn_ops", "_dropout"),
-    ("tensorflow.python.ops.ragged.ragged_math_ops", "matmul"),
 }
-# Modules whose conversions are for something that has its dtype already: a variable or a queue.
-FIXED_DTYPES = (
-    "tensorflow.python.ops.data_flow_ops",
-    "tensorflow.python.ops.resource_variable_ops",
-)
+# The module whose conversions are for a variable, which has its dtype already.
+FIXED_DTYPES = "tensorflow.python.ops.resource_variable_ops"
 # Modules a cast passes through between whoever asked for it and TensorFlow's cast op.
 IN_BETWEEN = (
     "tensorflow.python.autograph.",

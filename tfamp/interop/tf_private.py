@@ -63,14 +63,9 @@ def known_ops() -> frozenset[str]:
     return frozenset(private_symbol(api, "op_names")())
 
 
-def visible_devices(kind: str) -> tuple[Any, ...]:
-    """Returns the devices of a kind, "GPU" or "TPU", but those that are hidden from TensorFlow."""
-    return tuple(tf.config.get_visible_devices(kind))
-
-
 def default_device_kind() -> str:
     """Returns the kind of device that TensorFlow gives an op that asks for none."""
-    return "gpu" if visible_devices("GPU") else "cpu"
+    return "gpu" if tf.config.get_visible_devices("GPU") else "cpu"
 
 
 def device_details(device: Any) -> dict[str, Any]:
@@ -110,15 +105,6 @@ def place_in_trace(op: Any) -> int:
 def _definition(op: str) -> Any:
     """The definition of an op type, or for an unknown one that of an op that takes nothing."""
     return op_definition(op) or op_definition("NoOp")
-
-
-@functools.cache
-def chooses_its_output_dtype(op: str) -> bool:
-    """Whether an op takes a float output's dtype as an argument, apart from its inputs' dtypes."""
-    definition = _definition(op)
-    inputs = {arg.type_attr for arg in definition.input_arg}
-    free = {arg.type_attr for arg in definition.output_arg} - inputs - {""}
-    return any(attr.name in free and _allowed_floats(attr) for attr in definition.attr)
 
 
 def held_dtype(handle: Any) -> str:
@@ -170,8 +156,6 @@ class OpInput(NamedTuple):
 # SparseAdd's threshold has the dtype of the real part of its values. TensorFlow does not check it,
 # and reads past the end of one of another dtype.
 _REAL_PART_OF = {"Treal": "T"}
-# Low dtypes that an op's shape function refuses in a graph, although there is a kernel.
-_WITHOUT_SHAPE = {("Range", "Tidx"): frozenset({"float16"})}
 
 
 @functools.cache
@@ -183,9 +167,7 @@ def op_inputs(op: str, device: str = "cpu") -> tuple[OpInput, ...]:
     definition = _definition(op)
     used = {arg.type_attr for arg in definition.input_arg}
     floats = {
-        attr.name: _allowed_floats(attr)
-        - _without_kernel(op, attr.name, device)
-        - _WITHOUT_SHAPE.get((op, attr.name), frozenset())
+        attr.name: _allowed_floats(attr) - _without_kernel(op, attr.name, device)
         for attr in definition.attr
         if attr.name in used and _allowed_floats(attr)
     }
@@ -504,25 +486,15 @@ def _function_definition(graph: Any, name: str) -> Any:
     return private("eager.context:context")().get_function_def(name)
 
 
-class FunctionOptions(NamedTuple):
-    """How a `tf.function` was made."""
-
-    input_signature: Any  # The specs it was given, or None.
-    jit_compile: bool | None  # None leaves it to TensorFlow.
-    reduce_retracing: bool
-    autograph: bool
-    experimental_autograph_options: Any
-
-
-def function_options(function: Any) -> FunctionOptions:
-    """Returns how a `tf.function` was made.
+def function_options(function: Any) -> dict[str, Any]:
+    """Returns the arguments of `tf.function` that a function was made with.
 
     Symbols: the attributes `_jit_compile`, `_reduce_retracing`, `_autograph` and
     `_experimental_autograph_options` of `tf.types.experimental.PolymorphicFunction`.
     """
-    names = [f"_{name}" for name in FunctionOptions._fields[1:]]
-    found = (private_symbol(function, name) for name in names)
-    return FunctionOptions(function.input_signature, *found)
+    names = "jit_compile", "reduce_retracing", "autograph", "experimental_autograph_options"
+    options = {name: private_symbol(function, f"_{name}") for name in names}
+    return {"input_signature": function.input_signature, **options}
 
 
 def function_signature(function: Any) -> inspect.Signature:

@@ -174,12 +174,8 @@ def fused_norm(
 
 def _biased(unbiased: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     """Turns the variance the kernel returns, the sum of squares over n - 1, into that over n."""
-    channels = x.shape[-1]
-    if x.shape.is_fully_defined():
-        count = x.shape.num_elements() // channels
-        # Of one value the kernel returns 0 or NaN (0 / 0), depending on the device.
-        return tf.zeros_like(unbiased) if count == 1 else unbiased * ((count - 1) / max(count, 1))
-    size = tf.cast(tf.size(x, out_type=tf.int64) // channels, tf.float32)
+    size = tf.cast(tf.size(x, out_type=tf.int64) // x.shape[-1], tf.float32)
+    # Of one value the kernel returns 0 or NaN (0 / 0), depending on the device.
     return tf.where(tf.equal(size, 1.0), 0.0, unbiased * ((size - 1.0) / size))
 
 

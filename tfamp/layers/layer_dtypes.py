@@ -64,9 +64,14 @@ class WeakMap(Generic[_Value]):
         """Gives an object a value, in place of the one it has; None takes it out."""
         vars(key)[self._name] = value
 
-    def discard(self, key: Any) -> None:
-        """Takes an object out, if it is there."""
-        vars(key).pop(self._name, None)
+
+def copied(record: _Value) -> _Value:
+    """A copy of a record with containers of its own."""
+    result = copy.copy(record)
+    for name, value in getattr(record, "__dict__", {}).items():
+        if isinstance(value, list | set | weakref.WeakKeyDictionary):
+            setattr(result, name, copy.copy(value))
+    return result
 
 
 # Models, in the order they came; they may end before the layers that they are noted on.
@@ -317,9 +322,9 @@ def forget_dropped(sequential: Any) -> None:
     functional = None if last is None else last()
     if functional is None or functional is keras_hooks.functional_of(sequential):
         return
-    _insides.discard(sequential)
+    _insides.set(sequential, None)
     with _lock:
-        graphs.discard(functional)
+        graphs.set(functional, None)
         for layer in functional.operations:
             graph, record = graph_of(layer), managed_layers.get(layer)
             if graph is not None:
@@ -371,7 +376,7 @@ def dissolve(functional: Any) -> None:
         graph = graphs.get(functional)
         if graph is not None:
             _take_casts_away(graph)
-            graphs.discard(functional)
+            graphs.set(functional, None)
 
 
 def _take_casts_away(graph: ModelGraph) -> None:
@@ -430,11 +435,11 @@ def _becomes_output(layer: Any, functional: Any) -> None:
         return
     record.output_of[functional] = None
     # Raising an interior layer would slow the other model down: this one gets a cast.
-    if not record.raised and not record.interior_of and _can_be_raised(layer):
+    if not record.raised and not record.interior_of and can_be_raised(layer):
         _raise(layer, record)
 
 
-def _can_be_raised(layer: Any) -> bool:
+def can_be_raised(layer: Any) -> bool:
     """Whether float32 for a layer and all its sublayers means its own arithmetic and no more.
 
     A layer of the user's own with sublayers may hold the whole network, as a model does.
@@ -442,7 +447,7 @@ def _can_be_raised(layer: Any) -> bool:
     if isinstance(layer, keras.Model) or policy_with(layer, "float32") is None:
         return False
     inner = keras_hooks.sublayers(layer)
-    return not inner or (is_built_in(layer) and all(_can_be_raised(sub) for sub in inner))
+    return not inner or (is_built_in(layer) and all(can_be_raised(sub) for sub in inner))
 
 
 def _raise(layer: Any, record: ManagedLayer) -> None:
@@ -532,14 +537,12 @@ def _cast_low_outputs(graph: ModelGraph) -> None:
 
 
 def _inner_operations(graph: ModelGraph) -> set[int]:
-    """The `id`s of what makes outputs that are cast and that other outputs are computed from."""
-    pending = outputs = _uncast_outputs(graph)
-    taken: set[int] = set()
-    while pending:
-        nodes = [node for _, node in map(keras_hooks.producer, pending) if node is not None]
-        inputs = {id(x): x for node in nodes for x in node.input_tensors if id(x) not in taken}
-        taken.update(inputs)
-        pending = list(inputs.values())
+    """The `id`s of what makes outputs that are cast and that other layers or ops take."""
+    casts = set(map(id, appended_casts(graph.functional)))
+    ops = [op for op in graph.functional.operations if id(op) not in casts]
+    nodes = [node for op in ops for node in keras_hooks.inbound_nodes(op)]
+    taken = {id(x) for node in nodes for x in node.input_tensors}
+    outputs = _uncast_outputs(graph)
     found = [outputs[i] for i in graph.casts if id(outputs[i]) in taken]
     return {id(keras_hooks.producer(tensor)[0]) for tensor in found}
 

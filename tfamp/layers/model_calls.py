@@ -54,6 +54,16 @@ class _Running(threading.local):
 _running = _Running()
 
 
+@contextlib.contextmanager
+def _noted(running: list[Any], layer: Any) -> Iterator[None]:
+    """A context in which a layer is the last of those that run."""
+    running.append(layer)
+    try:
+        yield
+    finally:
+        running.pop()
+
+
 def protect_values(layer: Any) -> None:
     """Keeps from low dtypes what they cannot hold: losses, and features that are to be prepared.
 
@@ -232,14 +242,9 @@ def manage(layer: Any, policy: Policy) -> None:
             cast_outermost(layer)
 
 
-@contextlib.contextmanager
-def computing_specs_of(model: Any) -> Iterator[None]:
+def computing_specs_of(model: Any) -> contextlib.AbstractContextManager[None]:
     """A context in which the specs of a model's parts are computed, of which none is outermost."""
-    _running.specs.append(model)
-    try:
-        yield
-    finally:
-        _running.specs.pop()
+    return _noted(_running.specs, model)
 
 
 def manage_functional(functional: Any, owner: Any = None) -> None:
@@ -381,11 +386,8 @@ def cast_outermost(model: Any, applies: Callable[[], bool] = lambda: True) -> No
         return not symbolic and applies() and _caller_of(model) is None
 
     def symbolic_call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        _running.symbolic.append(model)
-        try:
+        with _noted(_running.symbolic, model):
             return original(*args, **kwargs)
-        finally:
-            _running.symbolic.pop()
 
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         outputs = original(*args, **kwargs)
@@ -436,11 +438,8 @@ def _keep_sublayers_float32(layer: Any, policy: Policy) -> None:
 
     def settle(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _set_float32(keras_hooks.sublayers(layer), is_built_in(layer), policy.name)
-        _running.float32.append(layer)
-        try:
+        with _noted(_running.float32, layer):
             return original(*args, **kwargs)
-        finally:
-            _running.float32.pop()
 
     wrap_method(layer, "build", settle)
     wrap_method(layer, "call", settle)
@@ -457,5 +456,5 @@ def _set_float32(layers: tuple[Any, ...], handed_down: bool, policy_name: str) -
         ours = managed_layers.get(layer) is not None or handed_down
         if ours and layer_dtypes.float_policy(layer) == policy_name:
             layer_dtypes.give_policy(layer, "float32")
-            managed_layers.discard(layer)
+            managed_layers.set(layer, None)
         _set_float32(keras_hooks.sublayers(layer), is_built_in(layer), policy_name)

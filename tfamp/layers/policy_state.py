@@ -25,30 +25,18 @@ from tfamp.policy import POLICY_NAMES, Policy
 _KERAS_OWN = (keras.DTypePolicy, keras.FloatDTypePolicy)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Level:
-    """A policy in force: the process's, or one scope's.
-
-    A new one is made whenever tfamp sets a policy, so "Keras's own setter came after that" is
-    remembered by identity.
-    """
+    """A policy in force: the process's, or one scope's with Keras's own from before it."""
 
     policy: Policy
-
-
-@dataclass(eq=False)
-class _Scope:
-    """One `with` block: its level now, and Keras's own policy from before it."""
-
-    owner: policy_scope
-    level: _Level
-    keras_before: Any
-    keras_set_before: _Level | None
+    keras_before: Any = None
+    keras_set_before: _Level | None = None
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.scopes: list[_Scope] = []
+        self.scopes: list[_Level] = []
         # The level over which this thread called Keras's own setter last.
         self.keras_set_over: _Level | None = None
 
@@ -56,10 +44,8 @@ class _Thread(threading.local):
 _lock = threading.RLock()
 _thread = _Thread()
 _process: _Level | None = None
-# Once a thread has called Keras's own setter under a policy of tfamp's.
-_keras_set_somewhere = threading.Event()
 # Scopes of all threads. Weak: a thread that dies inside a scope must not keep the hooks alive.
-_open_scopes: weakref.WeakSet[_Scope] = weakref.WeakSet()
+_open_scopes: weakref.WeakSet[_Level] = weakref.WeakSet()
 
 
 def set_global_policy(policy: Policy | keras.DTypePolicy | str) -> None:
@@ -70,7 +56,7 @@ def set_global_policy(policy: Policy | keras.DTypePolicy | str) -> None:
 
     Args:
         policy: A `Policy` or the name of one; or a `keras.DTypePolicy`, which means the `Policy` of
-            its name. A `DTypePolicyMap` of one policy for all layers will do.
+            its name.
 
     Raises:
         TypeError: `policy` is none of these.
@@ -87,10 +73,8 @@ def set_global_policy(policy: Policy | keras.DTypePolicy | str) -> None:
     level = _Level(_as_policy(policy))
     with _lock:
         if _thread.scopes:
-            _thread.scopes[-1].level = level
-        elif _process is not None and _is_keras_default(level.policy):
-            _process = None
-            keras_hooks.set_thread_policy(None)
+            _thread.scopes[-1].policy = level.policy
+            _thread.keras_set_over = None
         else:
             _process = level
         _follow()
@@ -147,8 +131,7 @@ class policy_scope(contextlib.ContextDecorator):  # noqa: N801 - reads as a func
         self._policy = _as_policy(policy)
 
     def __enter__(self) -> Policy:
-        before = keras_hooks.thread_policy(), _thread.keras_set_over
-        scope = _Scope(self, _Level(self._policy), *before)
+        scope = _Level(self._policy, keras_hooks.thread_policy(), _thread.keras_set_over)
         _thread.scopes.append(scope)
         with _lock:
             _open_scopes.add(scope)
@@ -156,14 +139,9 @@ class policy_scope(contextlib.ContextDecorator):  # noqa: N801 - reads as a func
         return self._policy
 
     def __exit__(self, *exception: object) -> None:
-        mine = [scope for scope in _thread.scopes if scope.owner is self]
-        if not mine:
-            raise RuntimeError("policy_scope was left more often than it was entered here.")
-        scope = mine[-1]
-        if _thread.scopes[-1] is scope:
-            keras_hooks.set_thread_policy(scope.keras_before)
-            _thread.keras_set_over = scope.keras_set_before
-        _thread.scopes.remove(scope)
+        scope = _thread.scopes.pop()
+        keras_hooks.set_thread_policy(scope.keras_before)
+        _thread.keras_set_over = scope.keras_set_before
         with _lock:
             _open_scopes.discard(scope)
             _follow()
@@ -174,9 +152,6 @@ def _as_policy(policy: object) -> Policy:
         return policy
     if isinstance(policy, str):
         return Policy(policy)
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-        default = policy.default_policy
-        policy = default if all(each == default for each in policy.values()) else policy
     if isinstance(policy, keras.DTypePolicy):
         return _from_keras(policy)
     raise TypeError(
@@ -192,9 +167,8 @@ def _from_keras(policy: Any) -> Policy:
     raise ValueError(
         f"policy must be one of {', '.join(POLICY_NAMES)}, or a keras.DTypePolicy of that name; "
         f"Keras's is {policy!r} of type {type(policy).__name__}, which a tfamp.Policy cannot "
-        "express. Layers are quantized when they are built, by model.quantize. Give single layers "
-        "a policy as their dtype=, or in a built model with tfamp.set_layer_dtype(model, dtype, "
-        "pattern=...). keras.config.set_dtype_policy sets any policy."
+        "express. Layers are quantized by model.quantize; single ones get another policy by their "
+        "dtype=, or by tfamp.set_layer_dtype(model, dtype, pattern=...)."
     )
 
 
@@ -205,34 +179,25 @@ def _plain(name: str) -> Any:
 
 def _level_in_force() -> _Level | None:
     """The level whose policy holds in this thread, None where Keras's own does."""
-    level = _thread.scopes[-1].level if _thread.scopes else _process
+    level = _thread.scopes[-1] if _thread.scopes else _process
     if level is not None and _thread.keras_set_over is level:
         # clear_session() drops Keras's own policy: then there is none to give way to.
         return None if keras_hooks.thread_policy() is not None else level
     return level
 
 
-def _is_keras_default(policy: Policy) -> bool:
-    """Whether every thread is under a policy once nothing of tfamp's is in force."""
-    plain = policy == Policy("float32") and keras.config.floatx() == "float32"
-    return plain and not _keras_set_somewhere.is_set()
-
-
 def _keras_policy_in_force() -> Any:
     level = _level_in_force()
-    if level is not None and not _thread.scopes:
-        keras_hooks.set_thread_policy(None)  # An older one must not come back.
     return None if level is None else _plain(level.policy.name)
 
 
 def _keras_was_set() -> None:
-    _keras_set_somewhere.set()
-    _thread.keras_set_over = _thread.scopes[-1].level if _thread.scopes else _process
+    _thread.keras_set_over = _thread.scopes[-1] if _thread.scopes else _process
 
 
 def _follow() -> None:
     """Makes Keras follow: it is patched exactly while that is needed."""
-    levels = [scope.level for scope in list(_open_scopes)]
+    levels = list(_open_scopes)
     if _process is not None:
         levels.append(_process)
     policy_source.keep(bool(levels))

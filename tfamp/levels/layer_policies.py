@@ -198,8 +198,9 @@ def note_state(root: Any) -> Callable[[], None]:
     )
     layers, functionals = layers_of(root), [found for found, _ in functionals_of(root)]
     noted = [(x, wrapped_methods(x), layer_dtypes.policy_of(x), x.autocast) for x in layers]
-    records = [(registry, x, registry.get(x)) for x in layers for registry in registries]
-    records += [(layer_dtypes.graphs, x, layer_dtypes.graphs.get(x)) for x in functionals]
+    keys = [(registry, x) for x in layers for registry in registries]
+    keys += [(layer_dtypes.graphs, x) for x in functionals]
+    records = [(registry, x, layer_dtypes.copied(registry.get(x))) for registry, x in keys]
     outputs = [keras_hooks.outputs_of(x) for x in functionals]
     # Outputs of the ops that follow a layer too, such as a sum of two outputs.
     symbolic = [
@@ -258,7 +259,7 @@ def take_off(model: Any, *, keep_by_hand: bool) -> set[int]:
         now, before = layer_dtypes.policy_of(layer), layers_before.get(layer)
         is_chosen = _is_chosen(layer, default)
         unwrap_methods(layer)
-        layer_dtypes.managed_layers.discard(layer)
+        layer_dtypes.managed_layers.set(layer, None)
         if before is not None:
             layer.autocast = before.autocast
             layer_dtypes.give_policy(layer, before.policy)
@@ -272,8 +273,8 @@ def take_off(model: Any, *, keep_by_hand: bool) -> set[int]:
             continue
         if before is None and default.startswith("mixed_"):
             layer_dtypes.give_policy(layer, "float32")
-        set_by_hand.discard(layer)
-        layers_before.discard(layer)
+        set_by_hand.set(layer, None)
+        layers_before.set(layer, None)
     return chosen
 
 
@@ -441,7 +442,7 @@ def _set(layer: Any, dtype: str) -> None:
         # Its own arithmetic again, in the dtype that was asked for.
         unwrap_methods(layer)
         layer.autocast = True if before is None else before.autocast
-    layer_dtypes.managed_layers.discard(layer)
+    layer_dtypes.managed_layers.set(layer, None)
     layer_dtypes.give_policy(layer, _policy_name(layer, dtype))
     set_by_hand.set(layer, True)
     for node in keras_hooks.inbound_nodes(layer):

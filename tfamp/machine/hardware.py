@@ -114,9 +114,10 @@ def detect() -> Hardware:
         >>> isinstance(detect().cpu_bfloat16, bool)
         True
     """
-    from tfamp.interop.tf_private import visible_devices
+    import tensorflow as tf
 
-    return _detected(visible_devices("GPU"), bool(visible_devices("TPU")))
+    visible = tf.config.get_visible_devices
+    return _detected(tuple(visible("GPU")), bool(visible("TPU")))
 
 
 @functools.cache

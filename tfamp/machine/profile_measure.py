@@ -150,7 +150,7 @@ def let_memory_grow() -> None:
     """
     if tf_private.runtime_has_started():
         return
-    for gpu in tf_private.visible_devices("GPU"):
+    for gpu in tf.config.get_visible_devices("GPU"):
         if tf.config.experimental.get_memory_growth(gpu) is None:
             with contextlib.suppress(ValueError):  # It is divided, so that each part has a limit.
                 tf.config.experimental.set_memory_growth(gpu, True)

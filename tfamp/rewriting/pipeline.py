@@ -59,7 +59,7 @@ _NUMBERS = itertools.count(1)
 _CUSTOM = "CustomGradient-"
 # Of a node with a custom gradient: the dtypes of its outputs as it was traced.
 _DTYPES = "_tfamp_gradient_dtypes"
-_DEFAULTS = tf_private.FunctionOptions(None, None, False, True, None)
+_DEFAULTS = {"autograph": True}
 # Attributes left out on import. Shapes are inferred again; a colocated node may have been an input.
 _LEFT_OUT = (SHAPES, "_class", INLINED_INTO, _DTYPES)
 
@@ -77,7 +77,7 @@ class TracedFunction:
     """
 
     python_function: Callable[..., Any]
-    options: tf_private.FunctionOptions
+    options: dict[str, Any]
     signature: inspect.Signature
 
     @classmethod
@@ -121,14 +121,12 @@ class TracedFunction:
         rewritten.__code__ = rewritten.__code__.replace(co_name=own_name)
         # By it TensorFlow binds the arguments of a call and fills in defaults.
         rewritten.__signature__ = self.signature  # type: ignore[attr-defined]
-        arguments = {"python_function": rewritten, "name": self.name, "autograph": False}
-        for name in ("input_signature", "jit_compile", "reduce_retracing"):
-            arguments[name] = getattr(self.options, name)
-        return arguments
+        options = {name: each for name, each in self.options.items() if "autograph" not in name}
+        return {**options, "python_function": rewritten, "name": self.name, "autograph": False}
 
     def unchanged(self) -> Any:
         """Returns a `tf.function` that runs it as it is, with traces of its own."""
-        return tf.function(self.python_function, **self.options._asdict())
+        return tf.function(self.python_function, **self.options)
 
     def call(self, *args: Any, **kwargs: Any) -> FlatCall:
         """Returns a call with its arguments, defaults included, in the places they are taken in."""
@@ -149,8 +147,8 @@ class TracedFunction:
 
         traced = tf.function(
             flat,
-            autograph=self.options.autograph,
-            experimental_autograph_options=self.options.experimental_autograph_options,
+            autograph=self.options["autograph"],
+            experimental_autograph_options=self.options.get("experimental_autograph_options"),
         )
         return traced.get_concrete_function(*map(_spec, call.tensors))
 

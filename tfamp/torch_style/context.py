@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import keras
 import numpy as np
@@ -37,6 +37,8 @@ _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 _EXPLICIT = "_tfamp_explicit_cast"
 _TENSORS = (tf.Tensor, tf.Variable)
 _STRUCTURED = (tf.RaggedTensor, tf.SparseTensor)
+# Places of the inputs of an op that must have one float dtype, and which it may be.
+_Group: TypeAlias = tuple[tuple[int, ...], frozenset[str]]
 
 # ---- Ops -----------------------------------------------------------------------------------------
 
@@ -65,25 +67,6 @@ def true_division(mode: Mode, original: Any, x: Any, y: Any, name: Any = None) -
     return original(x, y, name=name)
 
 
-@functools.cache
-def _is_particular(op: str, device: str) -> bool:
-    """Whether there are float dtypes an op cannot run with on a kind of device.
-
-    It takes several inputs of one dtype, writes a variable, or has no kernel for a low one.
-    """
-    inputs = op_inputs(op)
-    return any(
-        "float32" in group.floats
-        and (
-            len(group.places) > 1
-            or inputs[group.places[0]].is_list
-            or inputs[0].dtype == tf.resource
-            or not group.floats.issuperset(LOW_PRECISION)
-        )
-        for group in _groups(op, device)
-    )
-
-
 def _adjust(op: str, inputs: Sequence[Any]) -> Sequence[Any] | None:
     """The inputs an op is to run with, cast as its list says; None if none changes."""
     mode = current_modes.current
@@ -105,32 +88,36 @@ def _adjust(op: str, inputs: Sequence[Any]) -> Sequence[Any] | None:
 
 def _next_device() -> str:
     """The kind of device that TensorFlow places the next op on, if that has a kernel."""
-    return tf_private.device_kind_in_force() or current_modes.default_device
-
-
-class _Group(NamedTuple):
-    """Inputs of an op that must have one float dtype: where they are, and which it may be."""
-
-    places: tuple[int, ...]
-    floats: frozenset[str]
+    return tf_private.device_kind_in_force() or getattr(current_modes.innermost, "device", "")
 
 
 @functools.cache
 def _groups(op: str, device: str) -> tuple[_Group, ...]:
+    """The inputs of an op that must have one float dtype, and which it may be, group by group."""
     groups: dict[str, _Group] = {}
     for index, each in enumerate(op_inputs(op, device)):
         name = each.type_attr or f"input {index}"
         allowed = frozenset({"float32"}) if each.dtype == tf.float32 else each.floats
         if allowed:
             places, floats = groups.get(name, ((), allowed))
-            groups[name] = _Group((*places, index), floats)
+            groups[name] = (*places, index), floats
     return tuple(groups.values())
+
+
+@functools.cache
+def _is_particular(op: str, device: str) -> bool:
+    """Whether an op on no list may be given float dtypes that it cannot run with."""
+    return any(each.is_list or each.dtype == tf.resource for each in op_inputs(op)) or any(
+        len(places) > 1 or not floats.issuperset(LOW_PRECISION)
+        for places, floats in _groups(op, device)
+    )
 
 
 def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Any]) -> None:
     """Casts the inputs of a group, in place."""
+    places, floats = group
     members: list[Any] = []
-    for index in group.places:
+    for index in places:
         value = inputs[index]
         members += value if isinstance(value, (list, tuple)) else (value,)
     dtypes = {dtype_name(member) for member in members}
@@ -140,10 +127,10 @@ def _cast_group(mode: Mode, op: str, group: _Group, inputs: list[Any]) -> None:
         dtypes = {dtype_name(each) for each in tensors} - {""} or dtypes - {""}
     if not dtypes <= EDITABLE:
         return
-    target = _written(op, inputs) or _target(mode, op, dtypes, members, group)
+    target = _written(op, inputs) or _target(mode, op, dtypes, members, floats)
     if not target or (dtypes == {target} and all(isinstance(each, _TENSORS) for each in members)):
         return
-    for index in group.places:
+    for index in places:
         value = inputs[index]
         if isinstance(value, (list, tuple)) and op_inputs(op)[index].is_list:
             cast = [_recast_or_make(member, target) for member in value]
@@ -172,21 +159,23 @@ def _as_tensors(value: Any, given: OpInput) -> Any:
         return tf.convert_to_tensor(value, given.dtype)
 
 
-def _target(mode: Mode, op: str, dtypes: set[str], members: list[Any], group: _Group) -> str:
+def _target(
+    mode: Mode, op: str, dtypes: set[str], members: list[Any], floats: frozenset[str]
+) -> str:
     """The dtype an op's inputs are cast to, "" for none."""
     listed = mode.targets.get(op)
-    if not listed or tf_private.chooses_its_output_dtype(op):
+    if not listed:
         # An op on no list is as it is given, save that it could not run with two dtypes.
         target = state.widest(dtypes)
     else:
         explicit = {dtype_name(each) for each in members if getattr(each, _EXPLICIT, False)}
         target = state.widest(explicit) if explicit else listed
     low = target or next(iter(dtypes), "")
-    if "float32" in group.floats and any(state.exceeds(each, low) for each in members):
+    if "float32" in floats and any(state.exceeds(each, low) for each in members):
         return "float32"
-    if target in group.floats:
+    if target in floats:
         return target
-    return "float32" if "float32" in group.floats and not dtypes <= group.floats else ""
+    return "float32" if "float32" in floats and not dtypes <= floats else ""
 
 
 def _written(op: str, inputs: Sequence[Any]) -> str:
@@ -203,13 +192,11 @@ def _plain_attrs(op: str, attrs: tuple[Any, ...]) -> list[Any]:
 
     Given others, TensorFlow falls back to code that forgets the inputs put in place of its own.
     """
-    kinds, plain = tf_private.attr_kinds(op), [_plain(attr) for attr in attrs]
+    makers, kinds = {"float": float, "type": tf.as_dtype}, tf_private.attr_kinds(op)
+    plain = [_plain(attr) for attr in attrs]
     for place in range(1, len(plain), 2):
-        kind = kinds.get(plain[place - 1])
-        if kind == "float" and isinstance(plain[place], int):
-            plain[place] = float(plain[place])
-        elif kind == "type" and isinstance(plain[place], (str, type, np.dtype)):
-            plain[place] = tf.as_dtype(plain[place])
+        maker = makers.get(kinds.get(plain[place - 1], ""))
+        plain[place] = plain[place] if maker is None else maker(plain[place])
     return plain
 
 
@@ -329,32 +316,6 @@ def _in_dtypes(structure: Any, dtypes: Sequence[str]) -> Any:
 # ---- Functions -----------------------------------------------------------------------------------
 
 
-def python_function(
-    mode: Mode, original: Any, func: Any, inp: Any, Tout: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Gives a Python function's results the dtypes that were declared for its op.
-
-    A graph runs it when no autocast is in force, on what the ops before it gave.
-    """
-    several = isinstance(Tout, (list, tuple))
-    wanted = [_declared_dtype(each) for each in (Tout if several else [Tout])]
-
-    @functools.wraps(func)
-    def with_dtypes(*args: Any) -> Any:
-        result = func(*args)
-        if isinstance(result, (list, tuple)):
-            return [recast(*each) for each in zip(result, wanted, strict=False)]
-        return recast(result, wanted[0]) if wanted else result
-
-    return original(with_dtypes if callable(func) else func, inp, Tout, *args, **kwargs)
-
-
-def _declared_dtype(dtype: Any) -> str:
-    """The name of a dtype, or of the one in a type's specification; "" where it has none."""
-    dtype = getattr(dtype, "dtype", dtype)
-    return "" if isinstance(dtype, tf.TypeSpec) else str(tf.as_dtype(dtype).name)
-
-
 def function_context(mode: Mode, original: Any, *args: Any, **kwargs: Any) -> Any:
     """Makes the mode, and what its ops run on, a part of what a trace of a function depends on."""
     made = original(*args, **kwargs)
@@ -378,10 +339,10 @@ def finished_graph(mode: Mode, original: Any, function: Any, *args: Any, **kwarg
     if function.graph not in _seen:
         _seen.add(function.graph)
         name = function.name.decode() if isinstance(function.name, bytes) else function.name
-        if ops := ", ".join(_float32_ops(function.graph, mode)):
+        if _stays_float32(function.graph, mode):
             warnings.warn(
                 f"{name} is a finished graph, a ConcreteFunction or one from a SavedModel: "
-                f"autocast leaves it as it is, with {ops} in float32. Call the tf.function it "
+                "autocast leaves it as it is, in float32. Call the tf.function it "
                 "comes from, which is traced again for autocast, or tfamp.rewrite(function, "
                 f"dtype={mode.dtype!r}).",
                 TfampWarning,
@@ -390,15 +351,14 @@ def finished_graph(mode: Mode, original: Any, function: Any, *args: Any, **kwarg
     return original(function, *args, **kwargs)
 
 
-def _float32_ops(graph: Any, mode: Mode) -> list[str]:
-    """The ops on the low list that run in float32; none where any has the low dtype: a choice."""
+def _stays_float32(graph: Any, mode: Mode) -> bool:
+    """Whether ops on the low list run in float32, and none in the low dtype, which is a choice."""
     graph_def = graph.as_graph_def()
     bodies = [graph_def.node, *(function.node_def for function in graph_def.library.function)]
-    listed = [node for body in bodies for node in body if mode.targets.get(node.op) == mode.dtype]
-    found = {(node.op, node.attr["T"].type) for node in listed if "T" in node.attr}
-    if tf.as_dtype(mode.dtype).as_datatype_enum in {dtype for _, dtype in found}:
-        return []
-    return sorted(op for op, dtype in found if dtype == tf.float32.as_datatype_enum)
+    nodes = [node for body in bodies for node in body if mode.targets.get(node.op) == mode.dtype]
+    dtypes = {node.attr["T"].type for node in nodes if "T" in node.attr}
+    low, wide = (tf.as_dtype(dtype).as_datatype_enum for dtype in (mode.dtype, "float32"))
+    return wide in dtypes and low not in dtypes
 
 
 # ---- Control flow --------------------------------------------------------------------------------
@@ -488,7 +448,7 @@ def _converted(value: Any, dtype: Any, asker: FrameType) -> tuple[Any, Any]:
     wanted = given if dtype is None else tf.as_dtype(dtype).base_dtype.name
     if given == wanted or wanted not in EDITABLE:
         return value, dtype
-    if wanted == "float32" or module in patching.FIXED_DTYPES:
+    if wanted == "float32" or module == patching.FIXED_DTYPES:
         return recast(value, wanted), dtype
     return value, None
 
@@ -505,12 +465,6 @@ def _mixes(values: Any) -> bool:
     """Whether tensors among the values have different float dtypes."""
     dtypes = {dtype_name(value) for value in values if tf.is_tensor(value)}
     return len(dtypes & EDITABLE) > 1
-
-
-def mapped(mode: Mode, original: Any, values: Any, signature: Any) -> Any:
-    """Casts what a mapped function returned to what it was said to return."""
-    dtypes = map(_declared_dtype, signature)
-    return original([recast(*pair) for pair in zip(values, dtypes, strict=True)], signature)
 
 
 def array_method(mode: Mode, original: Any, array: Any, *args: Any, **kwargs: Any) -> Any:
@@ -548,17 +502,13 @@ def operation_call(mode: Mode, original: Any, operation: Any, *args: Any, **kwar
     if operation.quantization_mode is None:
         with keras_hooks.reading_in(operation, mode.dtype):
             return original(operation, *args, **kwargs)
+
+    def in_own_dtype(value: Any) -> Any:
+        return recast(value, operation.compute_dtype) if tf.is_tensor(value) else value
+
     with current_modes.set_to(None):
-        own = functools.partial(_float_in, dtype=operation.compute_dtype)
-        args, kwargs = keras.tree.map_structure(own, (args, kwargs))
+        args, kwargs = keras.tree.map_structure(in_own_dtype, (args, kwargs))
         return original(operation, *args, **kwargs)
-
-
-def _float_in(value: Any, dtype: str) -> Any:
-    if not keras.ops.is_tensor(value) or isinstance(value, keras.KerasTensor):
-        return value
-    is_float = keras.backend.is_float_dtype(keras.backend.standardize_dtype(value.dtype))
-    return keras.ops.cast(value, dtype) if is_float else value
 
 
 # ---- All of them ---------------------------------------------------------------------------------
@@ -577,9 +527,9 @@ def _where_in_force(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _FOR_A_MODE = (
-    true_division, cast, public_cast, paused, custom_gradient, python_function, function_context,
-    signature_cast, finished_graph, while_loop, loop_check, branch_check, branches, stacked, mapped,
-    array_method, sparse_matmul, cross_entropy, operation_call,
+    true_division, cast, public_cast, paused, custom_gradient, function_context, signature_cast,
+    finished_graph, while_loop, loop_check, branch_check, branches, stacked, array_method,
+    sparse_matmul, cross_entropy, operation_call,
 )  # fmt: skip
 # In place while any code is inside an autocast, and gone afterwards.
 hooks = patching.Patch(
@@ -678,7 +628,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
         if not self._entered:
             raise RuntimeError("autocast was left more often than it was entered.")
         # An asynchronous generator, for one, may be closed in another context.
-        here = [block for block in self._entered if current_modes.holds(block)]
+        here = [block for block in self._entered if block in current_modes.blocks()]
         block = (here or self._entered)[-1]
         self._entered.remove(block)
         current_modes.leave(block)
@@ -686,16 +636,14 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
 
     def __call__(self, function: _Callable) -> _Callable:
         """Decorates a function, or a layer's or model's `call`, to run under this autocast."""
-        if not callable(function):
-            raise TypeError(f"autocast decorates functions; got {function!r}.")
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        kinds = (
+            inspect.isgeneratorfunction, inspect.isasyncgenfunction, inspect.iscoroutinefunction,
+        )  # fmt: skip
+        if not callable(function) or any(is_kind(function) for is_kind in kinds):
             raise TypeError(
-                f"{function.__name__} is a generator, and would run its caller's code under "
-                "autocast too: use `with tfamp.autocast(...)` inside, around code that does not "
-                "yield."
+                f"autocast decorates functions that neither yield nor await; got {function!r}. "
+                "Inside others, use `with tfamp.autocast(...)`."
             )
-        if inspect.iscoroutinefunction(function):
-            return _coroutine_under(self, function)
 
         @functools.wraps(function)
         def under_autocast(*args: Any, **kwargs: Any) -> Any:
@@ -703,12 +651,3 @@ class autocast:  # noqa: N801 - a context manager, named as torch's and Paddle's
                 return function(*args, **kwargs)
 
         return under_autocast  # type: ignore[return-value]
-
-
-def _coroutine_under(context: autocast, function: Callable[..., Any]) -> Any:
-    @functools.wraps(function)
-    async def under_autocast(*args: Any, **kwargs: Any) -> Any:
-        with context:
-            return await function(*args, **kwargs)
-
-    return under_autocast

@@ -41,10 +41,9 @@ class Mode:
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """An autocast that was entered: a link in the stack that a context holds."""
+    """An autocast that was entered."""
 
     mode: Mode | None  # What it puts in force; None where nothing is cast.
-    outer: Block | None  # The one around it.
     casts: Casts  # What it and the blocks around it may reuse.
     device: str  # Kind of device that TensorFlow chooses where nobody does.
     thread: int = field(default_factory=threading.get_ident)  # The one it counts in.
@@ -52,55 +51,53 @@ class Block:
 
 
 class _Modes:
-    """The autocasts in force: a stack of blocks for each context, innermost first.
+    """The autocasts in force: a stack of blocks for each context, innermost last.
 
     A context is that of `contextvars`: coroutines have one each. A block also counts only in its
     thread, as all of TensorFlow's scopes do, whoever runs a copy of its context elsewhere.
     """
 
     def __init__(self) -> None:
-        self._stack: ContextVar[Block | None] = ContextVar("tfamp_autocast", default=None)
+        self._stack: ContextVar[tuple[Block, ...]] = ContextVar("tfamp_autocast", default=())
+
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks in force here."""
+        here = threading.get_ident()
+        return tuple(b for b in self._stack.get() if b.thread == here and not b.left)
 
     def enter(self, mode: Mode | None) -> Block:
         """Puts a mode in force here, until its block is left."""
-        outer = self._innermost()
-        if outer is None:
-            # Asked once: it takes as long as a small op, and does not change once ops have run.
-            block = Block(mode, outer, Casts(), tf_private.default_device_kind())
-            # What began to record before, nobody was told of.
-            block.casts.recording_changed()
+        outer = self.blocks()
+        if outer:
+            block = Block(mode, outer[-1].casts, outer[-1].device)
         else:
-            block = Block(mode, outer, outer.casts, outer.device)
-        self._stack.set(block)
+            # Asked once: it takes as long as a small op, and does not change once ops have run.
+            block = Block(mode, Casts(), tf_private.default_device_kind())
+            # Tapes opened earlier bypass our hooks.
+            block.casts.recording_changed()
+        self._stack.set((*outer, block))
         return block
 
     def leave(self, block: Block) -> None:
         """Ends a block, in whatever order, context and thread."""
         block.left = True
-        if self._stack.get() is block:
-            self._stack.set(self._innermost())
+        self._stack.set(self.blocks())
 
-    def holds(self, block: Block) -> bool:
-        """Whether a block was entered in this context, or in one that it is a copy of."""
-        each = self._innermost()
-        while each is not None and each is not block:
-            each = each.outer
-        return each is not None
+    @property
+    def innermost(self) -> Block | None:
+        """The block in force here; None outside of every autocast."""
+        here, stack = threading.get_ident(), reversed(self._stack.get())
+        return next((block for block in stack if block.thread == here and not block.left), None)
 
     @property
     def current(self) -> Mode | None:
         """The mode in force; None where nothing is cast."""
-        return getattr(self._innermost(), "mode", None)
+        return getattr(self.innermost, "mode", None)
 
     @property
     def casts(self) -> Casts | None:
         """Casts that may be reused here; None outside of every autocast."""
-        return getattr(self._innermost(), "casts", None)
-
-    @property
-    def default_device(self) -> str:
-        """The kind of device that TensorFlow chooses; "" outside of every autocast."""
-        return getattr(self._innermost(), "device", "")
+        return getattr(self.innermost, "casts", None)
 
     @contextlib.contextmanager
     def set_to(self, mode: Mode | None) -> Iterator[None]:
@@ -114,14 +111,6 @@ class _Modes:
         finally:
             self.leave(block)
 
-    def _innermost(self) -> Block | None:
-        block = self._stack.get()
-        if block is None or block.thread != threading.get_ident():
-            return None
-        while block is not None and block.left:
-            block = block.outer
-        return block
-
 
 # ---- Casts that may be used again ----------------------------------------------------------------
 
@@ -131,22 +120,16 @@ _READ = "ReadVariableOp"
 _ONLY_READ = {_READ, "VariableShape", "VarIsInitializedOp", "ResourceGather", "ResourceGatherNd"}
 
 
-@dataclass(slots=True)
-class _Trace:
-    """The casts in one graph, and where recording began."""
-
-    # By a variable's handle and the dtype: its last cast, weak as a tensor keeps its graph alive,
-    # and the place in the trace of the read that was cast.
-    casts: dict[tuple[str, str], tuple[weakref.ref[Any], int]] = field(default_factory=dict)
-    # The last place at which a tape began to record or to watch.
-    recording: int = -1
-
-
 class Casts:
     """The casts of variables that the blocks of one stack may reuse, in the graphs traced there."""
 
     def __init__(self) -> None:
-        self._traces: weakref.WeakKeyDictionary[Any, _Trace] = weakref.WeakKeyDictionary()
+        # By a variable's handle and the dtype: its last cast, weak as a tensor keeps its graph
+        # alive, and the place in the trace of the read that was cast.
+        self._casts: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Any]]
+        self._casts = weakref.WeakKeyDictionary()
+        # The last place in a trace at which a tape began to record or to watch.
+        self._recording: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def recording_changed(self) -> None:
         """Notes that a tape begins to record or to watch: it did not see what was made before."""
@@ -154,21 +137,22 @@ class Casts:
             return
         graph = tf.compat.v1.get_default_graph()
         if made := graph.get_operations():
-            self._traces[graph] = _Trace(recording=place_in_trace(made[-1]))
+            self._recording[graph] = place_in_trace(made[-1])
+            self._casts.pop(graph, None)
 
     def of_traced(self, value: Any, dtype: str, cast: Callable[[], Any]) -> Any:
         """Casts a tensor of a graph, or takes what the same variable was cast to before."""
         if not _is_read_in_this_trace(value):
             return cast()
         handle, read = value.op.inputs[0], place_in_trace(value.op)
-        trace = self._traces.setdefault(value.graph, _Trace())
-        if read <= trace.recording:
+        if read <= self._recording.get(value.graph, -1):
             return cast()  # The tape has not seen this read, and no other one may lend it a cast.
-        last, last_read = trace.casts.get((handle.name, dtype), (None, read))
+        casts = self._casts.setdefault(value.graph, {})
+        last, last_read = casts.get((handle.name, dtype), (None, read))
         found = None if last is None else last()
         if found is None or _may_be_assigned(handle, *sorted((last_read, read))):
             found = cast()
-            trace.casts[handle.name, dtype] = weakref.ref(found), read
+            casts[handle.name, dtype] = weakref.ref(found), read
         return found
 
 
