@@ -24,7 +24,6 @@ RULE = tfamp.DynamicLossScale(
     hysteresis=2,
     min_scale=2.0**-8,
     max_scale=2.0**24,
-    consecutive_hysteresis=False,
 )
 FIXED = tfamp.FixedLossScale(512.0, skip_nonfinite=False)
 

@@ -15,7 +15,6 @@ from helpers.cases import one_of_each
 from helpers.graph_asserts import assert_computes_in, assert_has_low_precision
 from helpers.tolerances import assert_close
 from tfamp.machine import hardware
-from tfamp.rewriting import saved_model
 from tfamp.rewriting.saved_model import inspect_saved_model
 
 DTYPES = ["float16", "bfloat16"]
@@ -55,7 +54,8 @@ def specs(function):
         k: (v.shape, v.dtype, v.name) for k, v in function.structured_input_signature[1].items()
     }
     outputs = {k: (v.shape, v.dtype) for k, v in function.structured_outputs.items()}
-    return str(inputs), str(outputs)
+    # Protobuf gives the entries of a map in any order.
+    return sorted(map(str, inputs.items())), sorted(map(str, outputs.items()))
 
 
 @pytest.mark.parametrize("freeze", [False, True])
@@ -141,9 +141,7 @@ def test_custom_gradients_are_kept_and_variables_can_be_trained_on(tmp_path):
     assert_close(model.call(tf.ones((2, 8))), 4.0 * before, "bfloat16", depth=8)
 
 
-def test_a_frozen_model_takes_half_the_bytes_and_its_signatures_share_them(
-    source, tmp_path, monkeypatch
-):
+def test_a_frozen_model_takes_half_the_bytes_and_its_signatures_share_them(source, tmp_path):
     src, dst = source("keras_export"), tmp_path / "low"
     tfamp.rewrite_saved_model(src, dst, dtype="bfloat16", freeze=True)
     assert size(dst) < 0.6 * size(src)
@@ -151,9 +149,6 @@ def test_a_frozen_model_takes_half_the_bytes_and_its_signatures_share_them(
     assert set(tf.saved_model.load(str(dst)).signatures) == {"serve", "serving_default"}
     weights = 8 * 8 * 8 * 64 * 2  # The first Dense layer, once, in two bytes a number.
     assert weights < size(dst) < 1.6 * weights
-    monkeypatch.setattr(saved_model, "MAX_GRAPH_BYTES", 1000)
-    with pytest.raises(tfamp.SavedModelError, match="and a SavedModel's may take 1000"):
-        tfamp.rewrite_saved_model(src, tmp_path / "large", dtype="bfloat16", freeze=True)
 
 
 def test_what_keep_float32_names_is_stored_in_float32(source, tmp_path):

@@ -61,8 +61,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         hysteresis: The scale backs off from this overflow in a row on.
         min_scale: Smallest scale.
         max_scale: Largest scale.
-        consecutive_hysteresis: Whether any finite step starts the count of `hysteresis` again, or
-            only a growth of the scale.
         aggregate_in_float16: Sums the gradients of several replicas as float16 at the current
             scale, which sends half the bytes; unscales the sum in float32, then checks it.
         master_weights: Updates float16 and bfloat16 variables through float32 copies, kept and
@@ -116,7 +114,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         hysteresis: int = DynamicLossScale.hysteresis,
         min_scale: float = DynamicLossScale.min_scale,
         max_scale: float = DynamicLossScale.max_scale,
-        consecutive_hysteresis: bool = DynamicLossScale.consecutive_hysteresis,
         aggregate_in_float16: bool = False,
         master_weights: bool = False,
         weight_rounding: str | None = None,
@@ -137,7 +134,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             hysteresis=hysteresis,
             min_scale=min_scale,
             max_scale=max_scale,
-            consecutive_hysteresis=consecutive_hysteresis,
         )
         rule = options.resolve_loss_scale(loss_scale, dynamic, built)
         # Not Keras's LossScaleOptimizer.__init__: it would clear the inner optimizer's settings.
@@ -163,8 +159,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.step_counter = self._scalar("step_counter", "int", 0)
         self._skipped = self._scalar("skipped_steps", "int", 0)
         self._consecutive = self._scalar("consecutive_skipped_steps", "int", 0)
-        in_a_row = getattr(self.rule, "consecutive_hysteresis", True)
-        self._overflows = None if in_a_row else self._scalar("overflows", "int", 0)
         self._last_finite = self._scalar("last_step_finite", "bool", True)
         # What get_unscaled_gradients leaves for an apply in another function.
         self._unscaled_pending = self._scalar("unscaled_pending", "bool", False)
@@ -426,7 +420,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _record_step(self, finite: Any) -> None:
         """Moves the state on by one step, whose gradients were all finite or not."""
         state = LossScaleState(
-            self.dynamic_scale, self.step_counter, self._skipped, self._consecutive, self._overflows
+            self.dynamic_scale, self.step_counter, self._skipped, self._consecutive
         )
         scaling.advance(state, self.rule, finite)
         self._last_finite.assign(finite)

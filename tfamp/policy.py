@@ -119,31 +119,12 @@ def prepares_data(layer_class: type) -> bool:
 
 
 def low_dtype(dtype: Any) -> str | None:
-    """The low dtype that an argument asks for; None where this machine has none and is asked.
+    """The low dtype that an argument asks for, as `core.dtypes.given_low_dtype` reads it.
 
-    Args:
-        dtype: "float16", "bfloat16" or the same as a dtype of TensorFlow or NumPy; None or "auto"
-            for the one that this machine multiplies natively, as the policy "auto" decides.
-
-    Returns:
-        "float16" or "bfloat16"; None for None or "auto" where float32 is the fastest here.
-
-    Raises:
-        ValueError: It is anything else.
-
-    Example:
-        >>> import numpy as np
-        >>> low_dtype("bfloat16"), low_dtype(np.float16)
-        ('bfloat16', 'float16')
+    For None and "auto" the one that the policy "auto" computes in; None where that is float32.
     """
-    name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))
-    if name is None or name == "auto":
-        name = Policy("auto").compute_dtype
-        return name if name in dtypes.LOW_PRECISION else None
-    if name not in dtypes.LOW_PRECISION:
-        choices = ", ".join((*dtypes.LOW_PRECISION, "auto"))
-        raise ValueError(f"dtype must be one of {choices}; got {dtype!r}.")
-    return str(name)
+    automatic = dtypes.given_low_dtype(dtype) or Policy("auto").compute_dtype
+    return automatic if automatic in dtypes.LOW_PRECISION else None
 
 
 def _resolved_name(name: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import keras
@@ -38,7 +39,8 @@ with open(folder + "/found.json", "w") as file:
 """
 
 
-POLICIES = ["mixed_float16", "mixed_bfloat16"]
+# Each model under one of the policies.
+CASES = list(zip(MODELS, itertools.cycle(["mixed_float16", "mixed_bfloat16"]), strict=False))
 
 
 def describe(model):
@@ -58,24 +60,22 @@ def describe(model):
 
 @pytest.fixture(scope="module")
 def reloaded(tmp_path_factory, without_tfamp):
-    """(here, there) by (model, policy): what the models were, and what they are when reloaded."""
+    """(here, there) by model and policy: what the models were, and what they are when reloaded."""
     folder = tmp_path_factory.mktemp("saved")
     here, paths = {}, {}
-    for policy in POLICIES:
-        for name, make in MODELS.items():
-            with tfamp.policy_scope(policy):
-                model = make()
-                paths[name, policy] = str(folder / f"{name}-{policy}.keras")
-                model.save(paths[name, policy])
-                here[name, policy] = describe(model)
+    for name, policy in CASES:
+        with tfamp.policy_scope(policy):
+            model = MODELS[name]()
+        paths[name, policy] = str(folder / f"{name}-{policy}.keras")
+        model.save(paths[name, policy])
+        here[name, policy] = describe(model)
     np.save(folder / "x.npy", X)
     without_tfamp(_RELOAD, folder=str(folder), paths=list(paths.values()))
     there = json.loads((folder / "found.json").read_text("utf-8"))
     return {key: (here[key], there[path]) for key, path in paths.items()}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "policy"), CASES)
 def test_same_dtypes_and_values(reloaded, name, policy):
     here, there = reloaded[name, policy]
     low = [value for _, value in here["layers"] if value == policy]
@@ -90,9 +90,8 @@ def test_same_dtypes_and_values(reloaded, name, policy):
         np.testing.assert_allclose(actual, expected, rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_clone_and_a_reloaded_model_that_is_extended_have_the_same_dtypes(tmp_path, policy):
-    with tfamp.policy_scope(policy):
+def test_a_clone_and_a_reloaded_model_that_is_extended_have_the_same_dtypes(tmp_path):
+    with tfamp.policy_scope("mixed_float16"):
         model = functional()
         clone = keras.models.clone_model(model)
         sequential().save(tmp_path / "m.keras")

@@ -135,10 +135,3 @@ def test_a_step_computes_low_and_learns_what_float32_learns(program, way):
     for name, loss in losses.items():
         np.testing.assert_allclose(loss, exact(program)[name], rtol=0.05)
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
-
-
-def test_optimizers_of_the_model_itself_are_named_where_they_need_a_loss_scale():
-    model = GAN()
-    model.compile(keras.optimizers.Adam(), keras.optimizers.Adam())
-    with pytest.warns(tfamp.TfampWarning, match="d_optimizer, g_optimizer"):
-        tfamp.prepare(model, level="O1", dtype="float16")

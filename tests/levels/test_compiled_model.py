@@ -1,7 +1,5 @@
 """Models whose class has a `compile` of its own, at every level."""
 
-import warnings
-
 import keras
 import numpy as np
 import pytest
@@ -35,34 +33,6 @@ def _two():
 
 def _layers():
     return [keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)]
-
-
-_LEFT = r"optimizers of its own \(d_optimizer, g_optimizer\).*wrap each.*scale_loss\(loss\)"
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_optimizers_under_other_names_are_left_with_a_warning_that_names_them(level):
-    model = TwoOptimizers()
-    model.build((None, 3))
-    tfamp.prepare(model, level=level, dtype="float16")
-    first, second = _two()
-    with pytest.warns(tfamp.TfampWarning, match=_LEFT) as said:
-        model.compile(g_optimizer=second, d_optimizer=first)
-    assert (model.d_optimizer, model.g_optimizer) == (first, second)
-    assert said[0].filename == __file__
-    tfamp.prepare(model, level="O0")
-    with pytest.warns(tfamp.TfampWarning, match=_LEFT) as said:
-        tfamp.prepare(model, level=level, dtype="float16")
-    assert said[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", tfamp.TfampWarning)
-        tfamp.prepare(model, level=level, dtype="bfloat16")  # bfloat16 needs no loss scale.
-        wrapped = [tfamp.LossScaleOptimizer(each) for each in _two()]
-        model.compile(*wrapped)
-        tfamp.prepare(model, level=level, dtype="float16")
-        model.scaler = tfamp.GradScaler()
-        model.compile(*_two())
-        tfamp.prepare(model, level=level, dtype="float16")
 
 
 @pytest.mark.filterwarnings("ignore:rm_sprop")

@@ -129,7 +129,7 @@ def test_batch_normalization_set_by_hand_is_keras_own_in_that_dtype():
         (("model", None), ValueError, "dtype must be"),
         (("model", "float16", "twwo_a"), ValueError, "nearest is 'two_a'"),
         (("model", "float16", "("), ValueError, "not a regular expression"),
-        (("model", "float16", 3), TypeError, "pattern must be a string"),
+        (("model", "float16", 3), TypeError, "pattern takes names of layers"),
         (("model", "float16", "stubborn"), ValueError, "stubborn"),
         (("model", "float32", "pure"), ValueError, "stores its weights in float16"),
     ],

@@ -121,20 +121,12 @@ def test_weights_that_exist_are_not_initialized(make, arguments, dtype, monkeypa
     assert {weight.dtype for weight in back.weights} == {"float32"}
 
 
-def test_vocabularies_are_kept_and_random_layers_go_on_where_the_models_are():
+def test_vocabularies_are_kept():
     lookup = layers.StringLookup(output_mode="multi_hot")
     lookup.adapt(["ripe", "raw"])
     model = keras.Sequential([keras.Input((2,), dtype="string"), lookup, layers.Dense(2)])
     made, _ = tfamp.prepare(model, level="O3", dtype="float16")
     assert made.layers[0].get_vocabulary() == lookup.get_vocabulary()
-    model = keras.Sequential([keras.Input((16,)), layers.Dropout(0.5), layers.GaussianNoise(0.1)])
-    model(np.ones((2, 16)), training=True)
-    seeds = [np.asarray(each) for each in model.variables]
-    assert seeds[0][1] == 1
-    made, _ = tfamp.prepare(model, level="O3", dtype="bfloat16")
-    for each in (model, made):
-        for seed, variable in zip(seeds, each.variables, strict=True):
-            np.testing.assert_array_equal(variable, seed)
 
 
 class Backbone(keras.Model):

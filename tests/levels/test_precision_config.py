@@ -20,13 +20,11 @@ FULL = {
 }
 
 
-def test_a_configuration_goes_to_a_dict_and_back_comes_from_json_and_does_not_change(tmp_path):
+def test_a_configuration_comes_from_a_dict_and_from_json_and_does_not_change(tmp_path):
     config = PrecisionConfig.from_dict(FULL)
-    assert config.to_dict() == FULL
-    assert PrecisionConfig.from_dict(config.to_dict()) == config
+    assert config.grad_clip == GradClip(35)
+    assert (config.keep_float32, config.master_weights) == (("head", "^block1_"), True)
     assert PrecisionConfig.from_dict({}) == PrecisionConfig()
-    rounded = {"level": "O3", "weight_rounding": "stochastic", "slots": "bfloat16"}
-    assert PrecisionConfig.from_dict(rounded).to_dict() == rounded
     path = tmp_path / "precision.json"
     path.write_text(json.dumps(FULL))
     assert PrecisionConfig.from_file(path) == config
@@ -59,12 +57,6 @@ def test_a_loss_scale_is_read_as_other_systems_write_it(given, meant):
     before = copy.deepcopy(values)
     assert PrecisionConfig.from_dict(values).loss_scale == meant
     assert values == before
-
-
-@pytest.mark.parametrize("scale", [FixedLossScale(8.0), DynamicLossScale(growth_steps=3), "none"])
-def test_every_loss_scale_can_be_written_down(scale):
-    config = PrecisionConfig(loss_scale=scale)
-    assert PrecisionConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 @pytest.mark.parametrize(

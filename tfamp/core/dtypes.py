@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 LOW_PRECISION = ("float16", "bfloat16")
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -22,6 +22,29 @@ class FloatFormat(NamedTuple):
     tiny: float
     smallest_subnormal: float
     eps: float
+
+
+def given_low_dtype(dtype: Any) -> str | None:
+    """Returns the low dtype that an argument names; None for None and "auto".
+
+    Args:
+        dtype: "float16" or "bfloat16", also as a dtype of TensorFlow or NumPy; None or "auto".
+
+    Raises:
+        ValueError: It is anything else.
+
+    Example:
+        >>> import numpy as np
+        >>> given_low_dtype("bfloat16"), given_low_dtype(np.float16)
+        ('bfloat16', 'float16')
+    """
+    name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))
+    if name is None or name == "auto":
+        return None
+    if name not in LOW_PRECISION:
+        choices = ", ".join((*LOW_PRECISION, "auto"))
+        raise ValueError(f"dtype must be one of {choices}; got {dtype!r}.")
+    return str(name)
 
 
 _FORMATS = {

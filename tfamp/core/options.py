@@ -185,7 +185,7 @@ class DynamicLossScale:
 
     The rule is that of Micikevicius et al., "Mixed Precision Training" (2018), as TensorFlow and
     PyTorch ship it, with a floor and a ceiling that neither of them has in full, and with
-    Megatron's hysteresis.
+    hysteresis.
 
     Args:
         initial_scale: Scale of the first step. Too high costs a few skipped steps, too low costs
@@ -198,9 +198,6 @@ class DynamicLossScale:
             before only skip their step. A finite step starts the count again.
         min_scale: The scale never falls below this.
         max_scale: The scale never rises above this.
-        consecutive_hysteresis: False counts overflows for `hysteresis` since the scale last grew,
-            finite steps between them or not: Megatron's rule, and DeepSpeed's with its option of
-            this name off.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -219,10 +216,8 @@ class DynamicLossScale:
     hysteresis: int = 1
     min_scale: float = 2.0**-32
     max_scale: float = 2.0**32
-    consecutive_hysteresis: bool = True
 
     def __post_init__(self) -> None:
-        checked_flag("consecutive_hysteresis", self.consecutive_hysteresis)
         low = checked_scale("min_scale", self.min_scale)
         high = checked_scale("max_scale", self.max_scale)
         if low > high:
@@ -277,8 +272,7 @@ def resolve_loss_scale(
 # in Python on a tensor, so a step never waits for the device.
 #
 #     finite step    good_steps + 1; at growth_steps: scale * growth_factor (at most max_scale), 0
-#     overflow       good_steps 0; from the hysteresis-th in a row, or without
-#                    consecutive_hysteresis since the last growth: scale * backoff_factor (at least
+#     overflow       good_steps 0; from the hysteresis-th in a row: scale * backoff_factor (at least
 #                    min_scale)
 
 
@@ -290,15 +284,12 @@ class LossScaleState(NamedTuple):
         good_steps: Finite steps since the scale last changed or a step overflowed, integer.
         skipped_steps: Steps skipped so far, integer.
         consecutive_skipped_steps: Steps skipped since the last finite one, integer.
-        overflows: Overflows since the scale last grew, integer; counted by rules without
-            consecutive hysteresis only.
     """
 
     scale: Any
     good_steps: Any
     skipped_steps: Any
     consecutive_skipped_steps: Any
-    overflows: Any = 0
 
 
 def initial_state(rule: LossScale) -> LossScaleState:
@@ -326,18 +317,11 @@ def _rescaled(rule: Any, state: LossScaleState, finite: Any, xp: Any) -> LossSca
     good_steps = xp.where(finite, state.good_steps + 1, 0)
     # ">=", not "==": a growth interval made shorter than the count still takes effect.
     grows = good_steps >= rule.growth_steps
-    overflows = state.overflows
-    if not rule.consecutive_hysteresis:
-        overflows = xp.where(finite, xp.where(grows, 0, overflows), overflows + 1)
-    in_a_row = state.consecutive_skipped_steps
-    counted = in_a_row if rule.consecutive_hysteresis else xp.where(finite, 0, overflows)
-    backs_off = counted >= rule.hysteresis
+    backs_off = state.consecutive_skipped_steps >= rule.hysteresis
     factor = xp.where(grows, rule.growth_factor, xp.where(backs_off, rule.backoff_factor, 1.0))
     # Both bounds on every step: a scale restored from elsewhere is brought back into range too.
     scale = xp.maximum(xp.minimum(state.scale * factor, rule.max_scale), rule.min_scale)
-    return state._replace(
-        scale=scale, good_steps=xp.where(grows, 0, good_steps), overflows=overflows
-    )
+    return state._replace(scale=scale, good_steps=xp.where(grows, 0, good_steps))
 
 
 # ---- Clipping ------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from tfamp.core.dtypes import FLOAT_DTYPES, float_format
 from tfamp.core.options import checked_number
 from tfamp.diagnostics.model_runs import (
     Around,
-    all_layers,
     computing_in,
     layer_path,
     low_dtype_of,
@@ -34,6 +33,7 @@ from tfamp.diagnostics.model_runs import (
     with_policies,
 )
 from tfamp.interop import keras_hooks
+from tfamp.interop.keras_hooks import layers_of
 from tfamp.layers.layer_dtypes import policy_with
 from tfamp.policy import low_dtype
 from tfamp.reports import tables
@@ -317,9 +317,9 @@ class _Subject:
         A layer that holds others comes after these, unless its error is much larger than theirs.
         """
         scores: dict[int, float] = {}
-        for layer in reversed(all_layers(self._model)):  # Inner layers before those that hold them.
+        for layer in reversed(layers_of(self._model)):  # Inner layers before those that hold them.
             own = (self._layers[id(layer)].own_error or 0.0) if id(layer) in self._layers else 0.0
-            inner = [scores[id(each)] for each in all_layers(layer)[1:] if id(each) in scores]
+            inner = [scores[id(each)] for each in layers_of(layer)[1:] if id(each) in scores]
             explained = bool(inner) and own <= _OWN_FACTOR * max(inner)
             scores[id(layer)] = -1.0 / (1 + own) if explained else own
         units = [x.layer for x in self._layers.values() if any(x.calls) and self._members(x.layer)]
@@ -328,13 +328,13 @@ class _Subject:
 
     def _members(self, layer: Any) -> list[tuple[Any, str]]:
         """The layer and the layers in it that are low in a mixed run."""
-        return [self._low[id(each)] for each in all_layers(layer) if id(each) in self._low]
+        return [self._low[id(each)] for each in layers_of(layer) if id(each) in self._low]
 
     @contextlib.contextmanager
     def _mixed(self, kept: Collection[str]) -> Iterator[None]:
         """Mixed precision with some layers, and what is in them, in float32."""
-        named = [x for x in all_layers(self._model) if _has_row(x) and layer_path(x) in kept]
-        float32 = {id(each) for layer in named for each in all_layers(layer)}
+        named = [x for x in layers_of(self._model) if _has_row(x) and layer_path(x) in kept]
+        float32 = {id(each) for layer in named for each in layers_of(layer)}
         low = [each for key, each in self._low.items() if key not in float32]
         with computing_in(self._model, "float32"), with_policies(low):
             yield

@@ -15,6 +15,7 @@ import keras
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.interop import keras_hooks
+from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import patched_here
 from tfamp.layers import layer_dtypes
 from tfamp.layers.layer_dtypes import can_be_raised, policy_with
@@ -26,20 +27,6 @@ Around: TypeAlias = Callable[[Any, Callable[[], Any]], Any]
 COMPUTE_DTYPES = ("float32", *LOW_PRECISION)
 
 
-def all_layers(model: Any) -> list[Any]:
-    """Returns a model and the layers in it, at every depth, each once."""
-    found: dict[int, Any] = {}
-
-    def visit(layer: Any) -> None:
-        if id(layer) not in found:
-            found[id(layer)] = layer
-            for each in keras_hooks.sublayers(layer):
-                visit(each)
-
-    visit(model)
-    return list(found.values())
-
-
 def layer_path(layer: Any) -> str:
     """Returns a layer's path, such as "encoder/dense_1"; its name where it has none yet."""
     return str(layer.path or layer.name)
@@ -47,7 +34,7 @@ def layer_path(layer: Any) -> str:
 
 def low_dtype_of(model: Any) -> str | None:
     """Returns the low dtype that layers of a model compute in; None if all are float32."""
-    used = {layer.compute_dtype for layer in all_layers(model)}
+    used = {layer.compute_dtype for layer in layers_of(model)}
     return next((dtype for dtype in LOW_PRECISION if dtype in used), None)
 
 
@@ -64,7 +51,7 @@ def computing_in(model: Any, dtype: str | None) -> Iterator[None]:
     changes: other threads must not call it meanwhile.
     """
     with with_policies(policies_in(model, dtype)), contextlib.ExitStack() as undo:
-        for layer in filter(casts_unprepared, all_layers(model)):
+        for layer in filter(casts_unprepared, layers_of(model)):
             undo.callback(setattr, layer, "autocast", True)
             layer.autocast = False
         yield
@@ -92,7 +79,7 @@ def policies_in(model: Any, dtype: str | None) -> list[tuple[Any, str]]:
     check_compute_dtype(dtype)
     if dtype is None:
         return []
-    layers = all_layers(model)
+    layers = layers_of(model)
     wanted = [layer for layer in layers if layer.compute_dtype in LOW_PRECISION]
     name = dtype if dtype == "float32" else f"mixed_{dtype}"
     if dtype != "float32" and not wanted:
@@ -106,10 +93,10 @@ def _kept_float32(model: Any, policy: Policy) -> set[int]:
     """The `id`s of the layers that a mixed policy would keep float32, with the layers in them."""
     makers = _output_layers(model) if isinstance(model, keras.Model) else []
     kept = list(filter(can_be_raised, makers))
-    for layer in all_layers(model):
+    for layer in layers_of(model):
         if policy.keeps_float32(type(layer)) or isinstance(layer, keras.layers.InputLayer):
             kept.append(layer)
-    return {id(below) for layer in kept for below in all_layers(layer)}
+    return {id(below) for layer in kept for below in layers_of(layer)}
 
 
 def _output_layers(layer: Any) -> list[Any]:

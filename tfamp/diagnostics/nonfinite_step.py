@@ -17,10 +17,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
-from tfamp.diagnostics.model_runs import all_layers, computing_in, observing_layers
+from tfamp.diagnostics.model_runs import computing_in, observing_layers
 from tfamp.graph.functions import bodies, inline_calls, unshare_branches
 from tfamp.graph.observe import UNROUNDED, low_dtypes, observed_scopes, seeded
 from tfamp.interop import keras_hooks, tf_private
+from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import rewrap_methods, wrapped_methods
 from tfamp.layers.layer_dtypes import in_float32
 from tfamp.layers.model_calls import add_losses_in_float32
@@ -190,7 +191,7 @@ def _losses_kept(model: Any) -> Iterator[None]:
     They are float32, as where the model computes in a low dtype because of tfamp.
     """
     with contextlib.ExitStack() as undo:
-        for layer in all_layers(model):
+        for layer in layers_of(model):
             undo.callback(keras_hooks.replace_losses(layer))
             undo.callback(rewrap_methods, layer, wrapped_methods(layer))
             add_losses_in_float32(layer)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tfamp.core.dtypes import LOW_PRECISION
-from tfamp.core.options import checked_flag, nearest
+from tfamp.core.options import nearest
 from tfamp.planning import op_sets
 from tfamp.planning.options import COLORS, DEVICES, Color, OpColors, check_choice
 from tfamp.planning.structures import LOOPS, op_types
@@ -94,7 +94,10 @@ class OpLists(OpColors):
         # The dataclass is frozen for its users; this is where its values are made.
         for name in _OP_SETS:
             object.__setattr__(self, name, _op_set(name, getattr(self, name)))
-        checked_flag("exact_statistics", self.exact_statistics)
+        if not isinstance(self.exact_statistics, bool):
+            raise TypeError(
+                f"exact_statistics must be True or False; got {self.exact_statistics!r}."
+            )
         _refuse_op_on_two_lists({color: getattr(self, color) for color in COLORS})
         if fixed := sorted(self.as_given & (self.allow | self.deny)):
             raise ValueError(

@@ -140,6 +140,23 @@ def sublayers(layer: Any) -> tuple[Any, ...]:
     return tuple(keras_symbol(layer, "_layers"))
 
 
+def layers_of(*roots: Any) -> list[Any]:
+    """Layers and all below them, each once, a layer before all that it holds."""
+    seen: set[int] = set()
+    found: list[Any] = []
+
+    def visit(layer: Any) -> None:
+        if id(layer) not in seen:
+            seen.add(id(layer))
+            for sub in reversed(sublayers(layer)):
+                visit(sub)
+            found.append(layer)
+
+    for root in reversed(roots):
+        visit(root)
+    return found[::-1]
+
+
 def inbound_nodes(operation: Any) -> tuple[Any, ...]:
     """One node per symbolic call of a layer or op. Symbol: `Operation._inbound_nodes`.
 

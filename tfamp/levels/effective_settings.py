@@ -12,11 +12,11 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.options import FixedLossScale, GradClip, LossScale
+from tfamp.interop.keras_hooks import layers_of
 from tfamp.layers.layer_dtypes import managed_layers, quantization_of
 from tfamp.levels.layer_policies import (
     computing_layers_of,
     layers_before,
-    layers_of,
     path_of,
     set_by_hand,
 )
@@ -26,10 +26,6 @@ from tfamp.policy import prepares_data
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
 
-_ROUNDED = {
-    "stochastic": "updates rounded stochastically",
-    "split": "the float32 rest beside them in the optimizer",
-}
 _HEAD = ("layer", "class", "compute", "variables", "why")
 
 
@@ -147,7 +143,7 @@ class PrecisionSettings:
         if self.master_weights:
             weights.append("float32 copies in the optimizer")
         if self.weight_rounding is not None:
-            weights.append(_ROUNDED[self.weight_rounding])
+            weights.append(f"weight_rounding {self.weight_rounding}")
         if self.slots is not None:
             weights.append(f"{self.slots} slots")
         clip = self.grad_clip
@@ -225,27 +221,19 @@ def _row(layer: Any, level: EffectiveLevel | None, is_kept: bool) -> LayerSettin
 
 def _why(layer: Any, level: EffectiveLevel | None, is_kept: bool) -> str:
     """Returns the first reason for a layer's dtype that holds, at a level or without one."""
-    record, policy = managed_layers.get(layer), layer.dtype_policy.name
+    record, is_moved = managed_layers.get(layer), layers_before.get(layer) is not None
     raised = record is not None and bool(record.raised)
+    name = None if level is None else level.level
+    is_float32 = layer.compute_dtype == "float32"
     reasons = {
         "keep_float32": is_kept,
         "set by hand": set_by_hand.get(layer),
         "statistics": record is not None and record.follows_input and not raised,
-        "output": raised,
-    }
-    if level is None:
-        own = policy if policy == "float32" else f"policy {policy}"
-        return next((why for why, holds in reasons.items() if holds), own)
-    is_low, is_moved = layer.compute_dtype in LOW_PRECISION, layers_before.get(layer) is not None
-    if level.level == "O1" and not is_low:
-        by_lists = quantization_of(layer) is None and layer.compute_dtype == "float32"
-        reasons |= {"op lists": by_lists, "own dtype": True}
-    stores_low = level.level == "O2" and level.low_weights
-    reasons["output"] = raised or (stores_low and is_moved and not is_low)
-    reasons |= {
-        "level O0": level.level == "O0" and not is_low,
-        "data preparation": prepares_data(type(layer)),
-        f"level {level.level}": is_moved or (is_low and layer.compute_dtype == level.dtype),
+        "output": raised or (name == "O2" and is_moved and is_float32),
+        f"policy {layer.dtype_policy.name}": level is None,
+        "op lists": name == "O1" and is_float32 and quantization_of(layer) is None,
+        "data preparation": name != "O0" and prepares_data(type(layer)),
+        f"level {name}": is_moved or (level is not None and layer.compute_dtype == level.dtype),
     }
     return next((why for why, holds in reasons.items() if holds), "own dtype")
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.options import nearest
 from tfamp.interop import keras_hooks
-from tfamp.interop.keras_hooks import described
+from tfamp.interop.keras_hooks import described, layers_of
 from tfamp.interop.patching import rewrap_methods, unwrap_methods, wrap_method, wrapped_methods
 from tfamp.layers import layer_dtypes
 from tfamp.layers.model_calls import (
@@ -41,25 +41,6 @@ from tfamp.policy import Policy, prepares_data
 _MOST_PASSES = 20
 
 
-def layers_of(*roots: Any, innermost_first: bool = False) -> list[Any]:
-    """Layers and all below them, each once, by default a layer before those it holds."""
-    seen: set[int] = set()
-    found: list[Any] = []
-
-    def visit(layer: Any) -> None:
-        if id(layer) in seen:
-            return
-        seen.add(id(layer))
-        found.extend([] if innermost_first else [layer])
-        for sub in keras_hooks.sublayers(layer):
-            visit(sub)
-        found.extend([layer] if innermost_first else [])
-
-    for root in roots:
-        visit(root)
-    return found
-
-
 def computing_layers_of(*roots: Any) -> list[Any]:
     """The same without the layers that only take the inputs."""
     return [each for each in layers_of(*roots) if not isinstance(each, keras.layers.InputLayer)]
@@ -71,7 +52,7 @@ def functionals_of(model: Any) -> list[tuple[Any, Any]]:
     That is None for a standalone Functional.
     """
     found: dict[int, tuple[Any, Any]] = {}
-    for layer in layers_of(model, innermost_first=True):
+    for layer in reversed(layers_of(model)):
         owner = layer if isinstance(layer, keras.Sequential) else None
         functional = keras_hooks.functional_of(layer) if owner is not None else layer
         if isinstance(functional, keras_hooks.functional_class()):
@@ -96,10 +77,11 @@ def correct_symbolic_dtypes(model: Any) -> None:
     A ValueError names the layer that fails.
     """
     for functional, _ in functionals_of(model):
-        _correct_symbolic_dtypes(functional)
+        correct_symbolic_dtypes_of(functional)
 
 
-def _correct_symbolic_dtypes(functional: Any) -> None:
+def correct_symbolic_dtypes_of(functional: Any) -> None:
+    """Does the same for one Functional."""
     nodes = [
         node
         for operation in functional.operations
@@ -333,7 +315,7 @@ def put_on(model: Any, policy: Policy, *, kept: Iterable[Any], chosen: Iterable[
         if not stays:
             _put_on(layer, policy, keeps)
     for functional, owner in functionals_of(model):
-        _correct_symbolic_dtypes(functional)
+        correct_symbolic_dtypes_of(functional)
         manage_functional(functional, owner)
     layer_dtypes.models_below_become_parts(model)
 
@@ -413,10 +395,6 @@ def set_layer_dtype(
         raise ValueError("dtype must be 'float16', 'bfloat16' or 'float32'; got None or 'auto'.")
     chosen = [model_or_layer]
     if pattern is not None:
-        if not isinstance(pattern, str):
-            raise TypeError(
-                f"pattern must be a string; got {pattern!r} of type {type(pattern).__name__}."
-            )
         chosen = select(layers_of(model_or_layer)[1:], [pattern], "pattern")
     targets = [x for x in computing_layers_of(*chosen) if layer_dtypes.float_policy(x) is not None]
     _check_can_compute(targets, name)

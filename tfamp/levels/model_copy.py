@@ -15,10 +15,11 @@ import keras
 
 from tfamp.core.dtypes import LOW_PRECISION, float_format
 from tfamp.interop import keras_hooks
+from tfamp.interop.keras_hooks import layers_of
 from tfamp.interop.patching import patched_here
 from tfamp.layers.layer_dtypes import float_policy, is_plain
 from tfamp.layers.policy_state import policy_scope
-from tfamp.levels.layer_policies import is_graph, layers_of, path_of
+from tfamp.levels.layer_policies import is_graph, path_of
 from tfamp.policy import prepares_data
 
 _rebuilding = threading.Lock()
@@ -45,17 +46,7 @@ def copy_model(model: Any, values: Callable[[Any], Iterable[Any]]) -> Any:
             copied.trainable = layer.trainable
     for value, before, after in zip(values(old), old, new, strict=True):
         _copy_weight(value, before, after)
-    states = _states(model), _states(made)
-    if len(states[0]) == len(states[1]):
-        for source, target in zip(*states, strict=True):
-            target.assign(source)
     return made
-
-
-def _states(model: Any) -> list[Any]:
-    """The variables of a model that are not weights: states of random layers and of metrics."""
-    weights = {id(weight) for weight in model.weights}
-    return [variable for variable in model.variables if id(variable) not in weights]
 
 
 @contextlib.contextmanager
@@ -215,14 +206,14 @@ def _shapes(weights: Iterable[Any]) -> list[tuple[int, ...]]:
 def _what_is_different(model: Any, made: Any) -> str:
     pairs = same_layers(model, made)
     # The innermost layers come last, and what holds them has their weights too.
-    different = [pair for pair in pairs if _shapes(pair[0].weights) != _shapes(pair[1].weights)]
-    old, new = different[-1] if different else (model, made)
+    grown = [old for old, new in pairs if _shapes(old.weights) != _shapes(new.weights)]
+    layer = grown[-1] if grown else model
     return (
         f"{model.name} stores its weights in another dtype at this level, so it is made again from "
-        f"its configuration. {path_of(old)} ({type(old).__name__}) has weights of the shapes "
-        f"{_shapes(old.weights)}, and made again {_shapes(new.weights)}: it was changed since it "
-        "was built, by enable_lora for example. Change it after prepare, have its get_config say "
-        "so, or take level 'O2' without master_weights, which needs no new weights."
+        f"its configuration. {path_of(layer)} ({type(layer).__name__}) has weights then that are "
+        "not those it has now: it was changed since it was built, by enable_lora for example. "
+        "Change it after prepare, have its get_config say so, or take level 'O2' without "
+        "master_weights, which needs no new weights."
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfamp.core.dtypes import LOW_PRECISION
+from tfamp.core.dtypes import LOW_PRECISION, given_low_dtype
 from tfamp.core.errors import TfampWarning
 from tfamp.core.options import (
     PLACEMENTS,
@@ -35,7 +35,7 @@ from tfamp.core.options import (
 )
 from tfamp.machine import hardware
 from tfamp.machine.hardware import Hardware
-from tfamp.policy import Policy, low_dtype
+from tfamp.policy import Policy
 
 # How each level is carried out.
 LEVELS = {
@@ -92,8 +92,8 @@ class PrecisionConfig:
         ValueError: A value is out of range, or two contradict each other.
 
     Example:
-        >>> PrecisionConfig.from_dict({"loss_scale": 512.0}).to_dict()
-        {'level': 'O2', 'loss_scale': 512.0}
+        >>> PrecisionConfig.from_dict({"loss_scale": 512.0}).loss_scale
+        512.0
     """
 
     level: str = "O2"
@@ -177,21 +177,6 @@ class PrecisionConfig:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{path}: {error}") from error
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields that differ from their defaults, and the level, for JSON or TOML.
-
-        Returns:
-            A dict that `from_dict` makes an equal configuration of. Classes and layers of
-            `keep_float32` are in it as they are, and no file holds them.
-        """
-        scale = self.loss_scale
-        plain = vars(self) | {
-            "loss_scale": dataclasses.asdict(scale) if isinstance(scale, LossScale) else scale,
-            "grad_clip": None if self.grad_clip is None else self.grad_clip.to_dict(),
-            "keep_float32": list(self.keep_float32) or None,
-        }
-        return {name: value for name, value in plain.items() if value is not None}
-
     @property
     def rewrite_placement(self) -> str:
         """The placement of a rewrite, given or by default."""
@@ -230,9 +215,7 @@ def warn_of_variables(environ: Mapping[str, str]) -> None:
 def read_dtype(value: Any) -> str | None:
     """Returns the name of a low dtype or float32; None for the machine's choice."""
     name = getattr(value, "name", getattr(value, "__name__", value))
-    if name is None or name == "auto":
-        return None
-    return "float32" if name == "float32" else low_dtype(value)
+    return "float32" if name == "float32" else given_low_dtype(value)
 
 
 def _read_loss_scale(value: Any) -> LossScale | str | float | None:

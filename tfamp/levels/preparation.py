@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.options import GradClip, LossScale
-from tfamp.interop.keras_hooks import described, reading_variables_in
+from tfamp.interop.keras_hooks import described, layers_of, reading_variables_in
 from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
 from tfamp.layers.layer_dtypes import (
     WeakMap,
@@ -36,7 +36,7 @@ from tfamp.layers.layer_dtypes import (
 from tfamp.layers.model_calls import cast_outermost, manage, protect_values
 from tfamp.levels import layer_policies, prepared_optimizer
 from tfamp.levels.effective_settings import PrecisionSettings, settings_of
-from tfamp.levels.layer_policies import computing_layers_of, layers_of, select
+from tfamp.levels.layer_policies import computing_layers_of, select
 from tfamp.levels.model_copy import copy_model, same_layers
 from tfamp.levels.precision_config import (
     EffectiveLevel,
@@ -228,7 +228,6 @@ def prepare(
         if not is_there:
             _level_in_place(model, wanted, kept)
     prepared_optimizer.warn_of_slots(made, wanted)
-    prepared_optimizer.warn_of_own_optimizers(model, wanted)
     if model.compiled and made is not None:
         prepared_optimizer.give_optimizer(model, made)
     prepared = Prepared(model, made)

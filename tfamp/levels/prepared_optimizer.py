@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from tfamp.core.errors import TfampWarning
-from tfamp.core.options import DynamicLossScale, FixedLossScale, LossScale
+from tfamp.core.options import DynamicLossScale, LossScale
 from tfamp.interop import keras_hooks
 from tfamp.interop.keras_hooks import described
 from tfamp.interop.patching import level_of_user, wrap_method
@@ -22,7 +22,6 @@ from tfamp.layers.layer_dtypes import WeakMap
 from tfamp.levels.layer_policies import drop_traced_functions
 from tfamp.levels.precision_config import EffectiveLevel
 from tfamp.optimizer import LossScaleOptimizer, go_on_from
-from tfamp.torch_style.grad_scaler import GradScaler
 
 _UNKNOWN = "what tfamp does not know"
 _AVERAGES = "running averages of squared gradients"
@@ -84,7 +83,7 @@ def for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> An
             "the new ones. Give the model an optimizer of its own, or a new one."
         )
     after = [copies[id(variable)] for variable in before]
-    new = _made_again(old)
+    new = type(old).from_config(old.get_config())
     _exclude_like(old, new, copies, model.weights)
     wrapper = wrapped(optimizer, level, new)
     if old.built or level.master_weights or level.config.weight_rounding:
@@ -96,19 +95,6 @@ def for_copy(optimizer: Any, level: EffectiveLevel, model: Any, made: Any) -> An
         for target, source in zip(new.variables, old.variables, strict=True):
             target.assign(keras.ops.cast(source, target.dtype))
     return wrapper
-
-
-def _made_again(optimizer: Any) -> Any:
-    """A new optimizer of the same settings."""
-    try:
-        return type(optimizer).from_config(optimizer.get_config())
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{optimizer.name} ({type(optimizer).__name__}) cannot be made again from its "
-            "configuration, which takes an optimizer for weights of another dtype. Register its "
-            "classes and functions with keras.saving.register_keras_serializable; a MultiOptimizer "
-            "can take a keras.optimizers.OptimizerMap instead of a function."
-        ) from error
 
 
 def with_needed_masters(level: EffectiveLevel, optimizer: Any) -> EffectiveLevel:
@@ -165,25 +151,6 @@ def _kept_by(optimizer: Any) -> str:
         return "running averages of the weights (use_ema)"
     bases = [x for x in type(optimizer).__mro__ if x.__module__.partition(".")[0] == "keras"]
     return next((SLOTS[x.__name__] for x in bases if x.__name__ in SLOTS), _UNKNOWN)
-
-
-def warn_of_own_optimizers(model: Any, level: EffectiveLevel) -> None:
-    """Warns of unwrapped optimizers that a model's own `train_step` may use."""
-    held = {name: x for name, x in vars(model).items() if name != "optimizer"}
-    own = {name: x for name, x in held.items() if isinstance(x, keras.optimizers.Optimizer)}
-    bare = [name for name, x in own.items() if x is innermost(x)]
-    scales = any(isinstance(x, GradScaler) for x in held.values())
-    if not bare or scales or level.optimizer_rule in (None, FixedLossScale(1.0)):
-        return
-    warnings.warn(
-        f"{type(model).__name__} has optimizers of its own ({', '.join(bare)}), which are left as "
-        f"they are, and level {level.level} in {level.dtype} needs them wrapped: bare ones have no "
-        "loss scale and skip no step that is not finite. In compile wrap each in "
-        "tfamp.LossScaleOptimizer, and in train_step take the gradients of "
-        "optimizer.scale_loss(loss). bfloat16 needs no loss scale.",
-        TfampWarning,
-        stacklevel=level_of_user(),
-    )
 
 
 def exact_values(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
@@ -291,6 +258,5 @@ def wrap_compile(model: Any, level: EffectiveLevel) -> None:
             if own.optimizer_rule is not None:
                 give_optimizer(model, wrapped(optimizer, own))
             warn_of_slots(model.optimizer, own)
-        warn_of_own_optimizers(model, level)
 
     wrap_method(model, "compile", around)

@@ -37,8 +37,6 @@ _GRAPH_FILE = "saved_model.pb"
 _WRITTEN = (_GRAPH_FILE, "fingerprint.pb")
 # Files that a frozen model keeps.
 _KEPT_IN_FROZEN = ("assets", "assets.extra")
-# Protobuf's limit on one message.
-MAX_GRAPH_BYTES = 2**31 - 1
 
 
 def rewrite_saved_model(
@@ -131,8 +129,9 @@ def rewrite_saved_model(
     try:
         with new_directory(final) as work:
             shutil.copytree(source, work, ignore=left_out, dirs_exist_ok=True)
-            _write_graphs(model, work)
-    except OSError as error:
+            (work / _GRAPH_FILE).write_bytes(model.SerializeToString(deterministic=True))
+            tf_private.write_fingerprint(str(work))
+    except (OSError, tf_private.message_error()) as error:  # A message has up to 2 GiB.
         raise SavedModelError(f"The output {target} could not be written: {error}") from error
     return plan
 
@@ -285,22 +284,6 @@ def _checked_target(src: Path, dst: Path, overwrite: bool) -> Path:
             "directory."
         )
     return target
-
-
-def _write_graphs(model: Any, work: Path) -> None:
-    """Writes the graphs of a SavedModel and their fingerprint.
-
-    Raises:
-        SavedModelError: They are too large for one file.
-    """
-    size = model.ByteSize()
-    if size > MAX_GRAPH_BYTES:
-        raise SavedModelError(
-            f"The graph would take {size} bytes, and a SavedModel's may take {MAX_GRAPH_BYTES}. "
-            "Convert without freezing: variables are in a file of their own."
-        )
-    (work / _GRAPH_FILE).write_bytes(model.SerializeToString(deterministic=True))
-    tf_private.write_fingerprint(str(work))
 
 
 def directory_bytes(path: Path) -> int:
