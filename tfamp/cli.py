@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -64,13 +65,16 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     doctor = commands.add_parser(
         "doctor",
-        help="report what this machine computes fast, and what 'auto' picks",
+        help="report what this machine computes fast, what 'auto' picks, what a model converts",
         description="Reports which low-precision dtypes this machine multiplies natively, which "
         "policy 'auto' therefore picks, which versions are installed, and how fast each dtype is: "
         "measured in about 2 s and kept in the user's cache folder, unless TFAMP_PROFILE says "
-        "otherwise.",
+        "otherwise. Of a model it reports how much converts, what stays float32 and why, and how "
+        "to measure what that gains. A .keras file is loaded in Keras's safe mode.",
     )
     doctor.set_defaults(run=_doctor)
+    text = "directory of a SavedModel, or a .keras file"
+    doctor.add_argument("model", metavar="MODEL", nargs="?", help=text)
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     rewrite = commands.add_parser(
         "rewrite",
@@ -101,7 +105,8 @@ def build_parser() -> argparse.ArgumentParser:
     text = (
         "low dtype to compute in; auto, the default: the one that this machine multiplies natively"
     )
-    add("--dtype", choices=(*LOW_PRECISION, "auto"), default="auto", help=text)
+    for each in (doctor, rewrite):
+        each.add_argument("--dtype", choices=(*LOW_PRECISION, "auto"), default="auto", help=text)
     return parser
 
 
@@ -117,10 +122,17 @@ def _report_path(text: str) -> Path:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from tfamp.diagnostics import device_report
+    from tfamp.diagnostics import device_report, model_report
 
+    # The model first: its error comes before a measurement.
+    model = None if args.model is None else model_report(args.model, dtype=args.dtype)
     report = device_report()
-    print(report.to_json() if args.json else report.to_text())
+    if args.json:
+        facts = json.loads(report.to_json())
+        facts |= {} if model is None else {"model": json.loads(model.to_json())}
+        print(json.dumps(facts, indent=2))
+    else:
+        print(report.to_text(), *([] if model is None else ["", model.to_text()]), sep="\n")
     return 1 if report.problems else 0
 
 

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import itertools
-import json
 import math
 import random
 
@@ -125,17 +124,8 @@ def test_ops_that_hold_a_random_state_go_on_where_they_were(timed):
     assert (np.array([first, step(x).numpy()]) == np.array(expected)).all()
     # The seeds are those of the graph, so that all dropped the same.
     assert max(row.error for row in report.rows) < 0.05
-    assert report.notes == ()
     dropped = report.best(x).numpy() == 0
     assert (dropped == (expected[0] == 0)).all(), "the best one has drawn nothing yet"
-
-
-def test_random_numbers_that_cannot_be_repeated_are_said(timed):
-    tf.random.set_seed(None)
-    x = tf.constant(batch()[0])
-    report = tfamp.tune(lambda x: x @ tf.random.normal((WIDTH, WIDTH)), x, **QUICK)
-    assert report.rows[1].error > 0.5
-    assert "differ in each trace (RandomStandardNormal)" in report.to_text()
 
 
 def test_variables_that_are_arguments_are_as_they_were():
@@ -226,8 +216,7 @@ def test_the_fastest_within_the_bound_is_chosen_and_the_report_tells_why(layer, 
     assert_computes_in("bfloat16", report.best.concrete(x))
     assert_close(report.best(x)[0], layer(x)[0], "bfloat16", depth=64)
     assert "chosen: min_cut, 4.00 times as fast as float32" in report.to_text()
-    facts = json.loads(report.to_json())
-    assert [row["chosen"] for row in facts["rows"]] == [False, False, True]
+    assert [row.chosen for row in report.rows] == [False, False, True]
     exact = tfamp.tune(layer, x, max_error=0, **QUICK)
     assert exact.best is layer
     assert "low precision does not pay here: min_cut is 4.00 times as fast, but" in exact.to_text()
@@ -300,7 +289,6 @@ def test_results_that_overflow_are_not_chosen_and_without_any_no_error_is_told(t
         assert all(math.isnan(row.error) for row in report.rows)
         assert report.chosen.candidate == "min_cut"
         assert "the errors are unknown" in report.to_text()
-        assert "nan" in report.to_json()
     bound = tfamp.tune(lambda x: (x @ ones) / 0.0, ones, max_error=1, **QUICK)
     assert bound.chosen.candidate == "float32"
     assert "but its error is nan" in bound.to_text()
@@ -389,14 +377,13 @@ def report_of(*seconds, **facts):
 
 
 def test_text_and_html_are_a_table_with_a_verdict():
-    lines = report_of(3e-3, 2.5, 9e-6, notes=("a note",)).to_text().splitlines()
+    lines = report_of(3e-3, 2.5, 9e-6).to_text().splitlines()
     assert [line.split()[:3] for line in lines[1:4]] == [
         ["float32", "3", "ms"],
-        ["lists", "2.5", "s"],
-        ["min_cut", "9", "us"],
+        ["lists", "2500", "ms"],
+        ["min_cut", "0.009", "ms"],
     ]
     assert lines[3].endswith("<- chosen")
-    assert lines[-1] == "a note"
     overlapping = report_of(3e-3, 2.9e-3)
     rows = [dataclasses.replace(row, chosen=row.candidate == "float32") for row in overlapping.rows]
     text = dataclasses.replace(overlapping, rows=tuple(rows)).to_text()

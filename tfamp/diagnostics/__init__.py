@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tfamp.diagnostics.comparison import compare as compare
     from tfamp.diagnostics.doctor import DeviceReport as DeviceReport
     from tfamp.diagnostics.doctor import device_report as device_report
+    from tfamp.diagnostics.model_plan import ModelReport as ModelReport
+    from tfamp.diagnostics.model_plan import model_report as model_report
     from tfamp.diagnostics.monitor import NumericsMonitor as NumericsMonitor
     from tfamp.diagnostics.nonfinite import find_nonfinite as find_nonfinite
     from tfamp.diagnostics.nonfinite_report import NonFiniteReport as NonFiniteReport
@@ -28,6 +30,7 @@ __all__, __getattr__, __dir__ = lazy_names(
     {
         ".comparison": ("Comparison", "ComparisonRow", "compare"),
         ".doctor": ("DeviceReport", "device_report"),
+        ".model_plan": ("ModelReport", "model_report"),
         ".monitor": ("NumericsMonitor",),
         ".nonfinite": ("find_nonfinite",),
         ".nonfinite_report": ("NonFiniteReport", "ValueRange"),

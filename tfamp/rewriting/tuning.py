@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import time
 import warnings
@@ -35,7 +34,7 @@ from tfamp.policy import low_dtype
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
 from tfamp.rewriting.function import RewrittenFunction, check_function
-from tfamp.rewriting.function_state import kept_random_states, random_ops, variables_of
+from tfamp.rewriting.function_state import draws_random, kept_random_states, variables_of
 from tfamp.rewriting.pipeline import TracedFunction, traced_once
 from tfamp.torch_style.state import current_modes
 
@@ -91,7 +90,6 @@ class TuneReport:
         rounds: How many times are measured of a candidate, at most.
         best: The function to use from now on. Where float32 is chosen, that is the function as it
             was given, as a `tf.function`.
-        notes: Remarks, in sentences.
 
     Example:
         >>> rows = (
@@ -109,7 +107,6 @@ class TuneReport:
     max_error: float | None
     rounds: int
     best: Any = field(default=None, repr=False, compare=False)
-    notes: tuple[str, ...] = ()
 
     @property
     def chosen(self) -> TuneRow:
@@ -124,14 +121,6 @@ class TuneReport:
     def to_text(self) -> str:
         """Returns a table of the candidates, and a verdict."""
         return "\n".join([*table_lines([_HEADS, *self._cells()]), "", *self._verdict()])
-
-    def to_json(self) -> str:
-        """Returns one JSON object with the attributes as keys, without `best`; NaN is "nan"."""
-        facts = dataclasses.asdict(dataclasses.replace(self, best=None))
-        del facts["best"]
-        # JSON has no inf and no NaN.
-        plain = json.loads(json.dumps(facts), parse_constant=lambda each: str(float(each)))
-        return json.dumps(plain, indent=2)
 
     def _repr_html_(self) -> str:
         """Returns self-contained HTML for a notebook: the table and the verdict."""
@@ -166,7 +155,11 @@ class TuneReport:
             )
             if not chosen.low_nodes:
                 yield f"no op of it is worth converting to {self.dtype}: it computes in float32"
-        yield from self.notes
+        if all(math.isnan(row.error) for row in self.rows):
+            yield (
+                "float32 returns no float tensor with finite values, so the errors are unknown: "
+                "have the function return the results to judge it by"
+            )
 
     def _why_float32(self) -> str:
         faster = min(self.rows, key=lambda row: row.seconds)
@@ -181,10 +174,7 @@ class TuneReport:
 
 def time_text(seconds: float) -> str:
     """Returns a time as people read it, such as "12.3 ms"."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * factor >= 1.0:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    return f"{1e3 * seconds:.4g} ms"
 
 
 # ---- Candidates ----------------------------------------------------------------------------------
@@ -387,8 +377,7 @@ def compare_candidates(
         each for each in runs if each.is_faster_than(runs[0]) and _is_within(each.error, max_error)
     ]
     chosen = min([runs[0], *better], key=lambda each: each.seconds)
-    draws = [random_ops(each.trace) for each in runs]
-    anew = chosen.candidate.is_copy or any(draws) or new_generator
+    anew = chosen.candidate.is_copy or new_generator or any(draws_random(r.trace) for r in runs)
     return TuneReport(
         function=name,
         dtype=dtype,
@@ -401,7 +390,6 @@ def compare_candidates(
         max_error=max_error,
         rounds=max(len(each.times) for each in runs),
         best=chosen.candidate.fresh() if anew else chosen.candidate.function,
-        notes=tuple(_notes(runs, draws)),
     )
 
 
@@ -494,21 +482,4 @@ def _relative_error(value: Any, reference: Any) -> float:
     size = float(tf.norm(tf.where(counts, reference, zeros)))
     if not math.isfinite(error):
         return math.inf
-    if not error:
-        return 0.0
-    return error / size if size else math.inf
-
-
-def _notes(runs: Sequence[_Run], draws: Sequence[Sequence[tuple[str, int, int]]]) -> Iterator[str]:
-    if all(math.isnan(each.error) for each in runs):
-        yield (
-            "float32 returns no float tensor with finite values, so the errors are unknown: have "
-            "the function return the results to judge it by"
-        )
-    loose = [each for drawn in draws for each in drawn if not any(each[1:])]
-    if loose or any(drawn != draws[0] for drawn in draws):
-        op = loose[0][0] if loose else draws[0][0][0]
-        yield (
-            f"the function draws random numbers that differ in each trace ({op}), and the errors "
-            "hold that difference too: call tf.random.set_seed, or draw with keras.random"
-        )
+    return error / size if size else math.inf if error else 0.0
