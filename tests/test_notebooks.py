@@ -129,14 +129,14 @@ class Subclassed(keras.Model):
 @pytest.mark.parametrize(
     ("make", "dtype", "computes", "stores", "whys"),
     [
-        (lambda: keras.Sequential(layers()), "float32", "float32 " * 3, "float32", "float32 " * 3),
+        (lambda: keras.Sequential(layers()), "float32", "float32 " * 3, "float32", "policy float32," * 3),
         (of_keras, "float16", "float16 " * 3, "float32", "policy mixed_float16," * 3),
         (of_tfamp, "bfloat16", "bfloat16 float32 float32", "float32",
          "policy mixed_bfloat16,statistics,output"),
         (lambda: keras.Sequential(layers(dtype="float16")),
-         "float16", "float16 float32 float32", "float16", "policy float16,float32,float32"),
+         "float16", "float16 float32 float32", "float16", "policy float16,policy float32,policy float32"),
         (Subclassed, "float16", "float16 float32 float32", "float32",
-         "policy mixed_float16,float32,float32"),
+         "policy mixed_float16,policy float32,policy float32"),
     ],
     ids=["untouched", "Keras's policy", "tfamp's policy", "by hand", "subclassed"],
 )  # fmt: skip
@@ -146,8 +146,7 @@ def test_settings_tell_what_every_model_computes_in(make, dtype, computes, store
     assert (found.level, found.dtype) == (None, dtype)
     assert [row.compute_dtype for row in found.layers] == computes.split()
     assert found.layers[0].variable_dtype == stores
-    wanted = whys.rstrip(",").split(",") if "," in whys else whys.split()
-    assert [row.why for row in found.layers] == wanted
+    assert [row.why for row in found.layers] == whys.rstrip(",").split(",")
     assert "hidden" in str(found)
     assert "hidden" in found._repr_html_()
     if make is of_keras:
