@@ -129,12 +129,14 @@ class Subclassed(keras.Model):
 @pytest.mark.parametrize(
     ("make", "dtype", "computes", "stores", "whys"),
     [
-        (lambda: keras.Sequential(layers()), "float32", "float32 " * 3, "float32", "policy float32," * 3),
+        (lambda: keras.Sequential(layers()),
+         "float32", "float32 " * 3, "float32", "policy float32," * 3),
         (of_keras, "float16", "float16 " * 3, "float32", "policy mixed_float16," * 3),
         (of_tfamp, "bfloat16", "bfloat16 float32 float32", "float32",
          "policy mixed_bfloat16,statistics,output"),
         (lambda: keras.Sequential(layers(dtype="float16")),
-         "float16", "float16 float32 float32", "float16", "policy float16,policy float32,policy float32"),
+         "float16", "float16 float32 float32", "float16",
+         "policy float16,policy float32,policy float32"),
         (Subclassed, "float16", "float16 float32 float32", "float32",
          "policy mixed_float16,policy float32,policy float32"),
     ],

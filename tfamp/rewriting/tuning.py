@@ -6,6 +6,7 @@ the caller's is run: state that ops keep in a trace does not change either.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -315,11 +316,6 @@ class _Run:
         """The median of the times."""
         return float(np.median(self.times))
 
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        """The first and the third quartile of the times."""
-        return float(np.percentile(self.times, 25)), float(np.percentile(self.times, 75))
-
     def is_faster_than(self, other: _Run) -> bool:
         """Whether it took less time in three quarters of the rounds of both: in noise, in half.
 
@@ -372,21 +368,15 @@ def compare_candidates(
             new_generator = keras_hooks.global_seed_generator() is not generator
             with tf.init_scope():  # A tape around it must not record the runs.
                 _measure(runs, args, restore_randoms, _rounds(runs, max_error, rounds, seconds))
-            low_nodes = [_low_nodes(each.candidate.function, args) for each in runs]
-    better = [
-        each for each in runs if each.is_faster_than(runs[0]) and _is_within(each.error, max_error)
-    ]
-    chosen = min([runs[0], *better], key=lambda each: each.seconds)
+        allowed = [each for each in runs if _is_within(each.error, max_error)]
+        better = [each for each in allowed if each.is_faster_than(runs[0])]
+        chosen = min([runs[0], *better], key=lambda each: each.seconds)
+        rows = tuple(_row(each, args, each is chosen) for each in runs)
     anew = chosen.candidate.is_copy or new_generator or any(draws_random(r.trace) for r in runs)
     return TuneReport(
         function=name,
         dtype=dtype,
-        rows=tuple(
-            TuneRow(
-                each.candidate.name, each.seconds, each.quartiles, each.error, each is chosen, n
-            )
-            for each, n in zip(runs, low_nodes, strict=True)
-        ),
+        rows=rows,
         max_error=max_error,
         rounds=max(len(each.times) for each in runs),
         best=chosen.candidate.fresh() if anew else chosen.candidate.function,
@@ -445,13 +435,13 @@ def _is_within(error: float, bound: float | None) -> bool:
     return not math.isinf(error) if bound is None else error <= bound
 
 
-def _low_nodes(function: Any, args: Sequence[Any]) -> int:
-    if not hasattr(function, "plan"):
-        return 0
-    try:
-        return int(function.plan(*args).summary.low_nodes)
-    except RewriteError:  # It could not be rewritten, and `on_error` is "keep".
-        return 0
+def _row(run: _Run, args: Sequence[Any], chosen: bool) -> TuneRow:
+    low_nodes = 0
+    # Neither float32 nor a function that could not be rewritten (`on_error="keep"`) has a plan.
+    with contextlib.suppress(AttributeError, RewriteError):
+        low_nodes = int(run.candidate.function.plan(*args).summary.low_nodes)
+    quartiles = (float(np.percentile(run.times, 25)), float(np.percentile(run.times, 75)))
+    return TuneRow(run.candidate.name, run.seconds, quartiles, run.error, chosen, low_nodes)
 
 
 # ---- Errors --------------------------------------------------------------------------------------
