@@ -125,6 +125,13 @@ def _ones(*shape):
     return tf.ones(shape)
 
 
+def _by_filter(op, sizes, channels):
+    images, upstream = _ones(2, 5, 5, 3), _ones(2, 5, 5, channels)
+    return getattr(tf.raw_ops, op)(
+        input=images, filter_sizes=sizes, out_backprop=upstream, strides=[1] * 4, padding="SAME"
+    )
+
+
 CASES = {
     "MatMul": lambda: tf.raw_ops.MatMul(a=_ones(7, 4), b=_ones(7, 5), transpose_a=True),
     "BatchMatMulV2": lambda: tf.matmul(_ones(3, 4, 7), _ones(7, 5)),
@@ -133,19 +140,9 @@ CASES = {
     "DepthwiseConv2dNative": lambda: tf.nn.depthwise_conv2d(
         _ones(1, 5, 5, 4), _ones(3, 3, 4, 2), [1] * 4, "VALID"
     ),
-    "Conv2DBackpropFilter": lambda: tf.raw_ops.Conv2DBackpropFilter(
-        input=_ones(2, 5, 5, 3),
-        filter_sizes=[1, 1, 3, 4],
-        out_backprop=_ones(2, 5, 5, 4),
-        strides=[1] * 4,
-        padding="SAME",
-    ),
-    "DepthwiseConv2dNativeBackpropFilter": lambda: tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
-        input=_ones(2, 5, 5, 3),
-        filter_sizes=[1, 1, 3, 2],
-        out_backprop=_ones(2, 5, 5, 6),
-        strides=[1] * 4,
-        padding="SAME",
+    "Conv2DBackpropFilter": lambda: _by_filter("Conv2DBackpropFilter", [1, 1, 3, 4], 4),
+    "DepthwiseConv2dNativeBackpropFilter": lambda: _by_filter(
+        "DepthwiseConv2dNativeBackpropFilter", [1, 1, 3, 2], 6
     ),
     "Einsum": lambda: tf.raw_ops.Einsum(
         inputs=[_ones(4, 2, 7), _ones(7, 5)], equation="...k,kj->...j"
