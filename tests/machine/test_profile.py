@@ -10,6 +10,7 @@ from tfamp.core.profile import KINDS, MachineProfile, builtin_profile
 from tfamp.graph import rewrite_graph_def
 from tfamp.machine import hardware
 from tfamp.machine.hardware import profile_of
+from tfamp.planning.cost import peaks_of
 
 
 def test_profiles_are_written_read_and_checked():
@@ -21,8 +22,8 @@ def test_profiles_are_written_read_and_checked():
     own = {"Erfc": {"float32": 2.0, "bfloat16": 1.0, "float16": 1.0}}
     changed = dataclasses.replace(profile, ops=own)
     assert MachineProfile.from_json(changed.to_json()) == changed
-    assert changed.peaks_of("Erfc", "special") == own["Erfc"]
-    assert changed.peaks_of("Softmax", "special") == profile.peaks["special"]
+    assert peaks_of(changed, "Erfc", "special") == own["Erfc"]
+    assert peaks_of(changed, "Softmax", "special") == profile.peaks["special"]
     for changes, message in (
         ({"bandwidth": -1}, "bandwidth must be a positive finite number; got -1"),
         ({"op_overhead": -1}, "op_overhead must be a positive finite number; got -1"),
@@ -55,18 +56,14 @@ def test_what_is_native_multiplies_faster_and_what_is_not_does_not(device):
 
 def test_op_types_that_cpus_compute_unlike_their_kind():
     profile = builtin_profile("cpu", bfloat16=True)
-    erfc, strided = (
-        profile.peaks_of(*each)
-        for each in (
-            ("Erfc", "special"),
-            ("DepthwiseConv2dNativeBackpropInput", "conv_input", "strided"),
-        )
-    )
+    erfc = peaks_of(profile, "Erfc", "special")
+    gradient = ("DepthwiseConv2dNativeBackpropInput", "conv_input")
+    strided = peaks_of(profile, *gradient, "strided")
     assert max(erfc["bfloat16"], erfc["float16"]) < erfc["float32"] / 5
     assert strided["bfloat16"] < strided["float32"] / 5
     depthwise = ("DepthwiseConv2dNative", "conv")
-    assert profile.peaks_of(*depthwise)["bfloat16"] > profile.peaks_of(*depthwise)["float32"]
-    emulated = builtin_profile("cpu", bfloat16=False).peaks_of(*depthwise)
+    assert peaks_of(profile, *depthwise)["bfloat16"] > peaks_of(profile, *depthwise)["float32"]
+    emulated = peaks_of(builtin_profile("cpu", bfloat16=False), *depthwise)
     assert emulated["bfloat16"] < emulated["float32"]
     assert not builtin_profile("gpu").ops
 

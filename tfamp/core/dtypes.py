@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 LOW_PRECISION = ("float16", "bfloat16")
@@ -55,6 +56,7 @@ _FORMATS = {
 }
 
 
+@functools.cache
 def float_format(dtype: str) -> FloatFormat:
     """Returns the number-format facts of a float dtype.
 

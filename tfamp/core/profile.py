@@ -8,6 +8,7 @@ only: of the dtypes, and of arithmetic, memory and overhead.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -72,10 +73,6 @@ class MachineProfile:
             if not isinstance(value, int | float) or not (is_none or 0 < value < math.inf):
                 raise ValueError(f"{name} must be a positive finite number; got {value!r}.")
 
-    def peaks_of(self, op: str, kind: str, form: str = "") -> Mapping[str, float]:
-        """Returns the speed of an op in each dtype: of its form, its type or its kind."""
-        return self.ops.get(f"{op} {form}", self.ops.get(op, self.peaks[kind]))
-
     def to_json(self) -> str:
         """Returns the profile as a JSON object with the fields as keys."""
         return json.dumps(asdict(self), indent=1)
@@ -108,6 +105,7 @@ def _check_names(what: str, got: object, expected: tuple[str, ...]) -> None:
         raise ValueError(f"{what} must have exactly {', '.join(expected)}; got {names}.")
 
 
+@functools.cache
 def builtin_profile(
     device: str,
     *,

@@ -88,6 +88,11 @@ def counted_shape(shape: Iterable[int | None]) -> Shape:
     return tuple(UNKNOWN_DIMENSION if dim is None else dim for dim in shape)
 
 
+def peaks_of(profile: MachineProfile, op: str, kind: str, form: str = "") -> Mapping[str, float]:
+    """Returns the speed of an op in each dtype: of its form, its type or its kind."""
+    return profile.ops.get(f"{op} {form}", profile.ops.get(op, profile.peaks[kind]))
+
+
 class _Estimate:
     """The tensors of a scope and the times that follow from them."""
 
@@ -148,7 +153,7 @@ class _Estimate:
         if node.op in (*FREE_OPS, ARGUMENT, RESULT) or node.calls:
             return [(0.0, 0.0)] * len(node.slots)
         kind, work = self._arithmetic(position)
-        peaks = self._profile.peaks_of(node.op, kind, self._form(position))
+        peaks = peaks_of(self._profile, node.op, kind, self._form(position))
         times = []
         for slot in node.slots:
             own = index.slots[slot].dtype

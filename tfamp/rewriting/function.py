@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.core.dtypes import given_low_dtype
+from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, RewriteError, TfampWarning
 from tfamp.core.profile import MachineProfile
 from tfamp.graph.calibration import Calibration
@@ -123,7 +123,7 @@ def rewrite(
 
 def _low_dtype(dtype: str | None) -> str:
     """Returns the dtype to convert to; warns where that is float32, the fastest here."""
-    name = given_low_dtype(dtype) or low_dtype(None)
+    name = dtype if isinstance(dtype, str) and dtype in LOW_PRECISION else low_dtype(dtype)
     if name is None:
         warnings.warn(
             "This machine multiplies neither float16 nor bfloat16 natively, so the function stays "
