@@ -1,6 +1,7 @@
 """`NumericsMonitor`: what it records, wherever it is used, and when it stops training."""
 
 import contextlib
+import copy
 import json
 
 import keras
@@ -281,7 +282,7 @@ def test_steps_can_be_numbered_and_gradients_be_missing_or_sparse():
 
 def test_tensorboard_reads_scalars_and_histograms(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    monitor = NumericsMonitor(every=2, tensorboard=tmp_path)
+    monitor = copy.deepcopy(NumericsMonitor(every=2, tensorboard=tmp_path))  # as tuners do
     fit(monitor)
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()

@@ -76,8 +76,7 @@ class ModelReport:
         facts = [("model", self.source), ("plan", f"{low}, {totals.casts} Casts")]
         kept = [f"  {row.nodes:4d} {row.op}: {row.reason}" for row in self.float32_ops]
         heading = ["", "stays float32"] if kept else []
-        lines = table_lines([*facts, ("measure", _HOW_TO_MEASURE)])
-        return "\n".join([*lines, *heading, *kept])
+        return "\n".join([*table_lines([*facts, ("measure", _HOW_TO_MEASURE)]), *heading, *kept])
 
     def to_json(self) -> str:
         """Returns the report as one JSON object."""

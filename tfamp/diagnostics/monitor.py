@@ -127,6 +127,9 @@ class NumericsMonitor(keras.callbacks.Callback):
         self.every = checked_count("every", every)
         self.max_consecutive_skips = max_consecutive_skips
         self.history: list[dict[str, Any]] = []
+        self._again: Callable[[], NumericsMonitor] = lambda: type(self)(
+            every, jsonl=jsonl, tensorboard=tensorboard, max_consecutive_skips=max_consecutive_skips
+        )
         # A number is a TypeError: it would be written to as a file that is open already.
         self._jsonl = None if jsonl is None else Path(os.fspath(jsonl))
         self._events = (
@@ -139,6 +142,10 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._next_look = 0.0
         self._reported = 0  # The last step whose loss scale is in a record.
         self._pending = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NumericsMonitor:
+        """Returns a monitor with the same arguments: tuners copy their callbacks for each model."""
+        return self._again()
 
     # Training with model.fit.
 

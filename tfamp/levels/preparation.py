@@ -490,10 +490,9 @@ def _rewrite_step_of(model: Any, name: str, dtype: str, rewrite: Callable[..., A
             if tf.distribute.get_strategy().num_replicas_in_sync == 1:
                 return rewritten(data)
             warnings.warn(
-                "At level O1 on several replicas each op is cast as it is traced (autocast): "
-                "TensorFlow lets no replica trace a step of its own. To have the graph rewritten "
-                "as a whole, write the loop and pass the function that calls strategy.run to "
-                "settings.rewrite.",
+                "At level O1 on several replicas each op is cast as it is traced (autocast). To "
+                "have the graph rewritten as a whole, write the loop and pass the function that "
+                "calls strategy.run to settings.rewrite.",
                 TfampWarning,
                 stacklevel=level_of_user(),
             )
