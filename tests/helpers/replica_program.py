@@ -124,8 +124,10 @@ class Float16Reduce(Policy):
 
 
 class Masters(Training):
+    dtype = "float16"
+
     def make(self):
-        self.model = make_model("float16")
+        self.model = make_model(self.dtype)
         self.seen.add(self.model.trainable_variables[0].dtype)
         self.opt = self.optimizer(master_weights=True)
         self.opt.build(self.model.trainable_variables)
@@ -148,6 +150,10 @@ class Clipped(Policy):
             self.opt.dynamic_scale,
             self.opt.step_counter,
         ]
+
+
+class Bfloat16Masters(Masters):
+    dtype = "bfloat16"
 
 
 class Accumulated(Masters):
@@ -219,6 +225,7 @@ WAYS = {
     "policy": Policy,
     "float16_reduce": Float16Reduce,
     "masters": Masters,
+    "bfloat16_masters": Bfloat16Masters,
     "clipped": Clipped,
     "accumulated": Accumulated,
     "autocast": Autocast,
@@ -241,15 +248,15 @@ def spread(strategy, rows):
     )
 
 
-def train(strategy, way: str, steps: int) -> dict:
+def train(strategy, way: str, steps: int, *, jit_compile: bool = False) -> dict:
     """Trains; returns digests of all state after each step, and the counts."""
     training = WAYS[way](strategy)
     replicas = strategy.num_replicas_in_sync
     random, digests, good = np.random.default_rng(5), [], 0
     step = training.train_step
-    if not strategy.extended._use_merge_call():
+    if jit_compile or not strategy.extended._use_merge_call():
         # Then every replica traces the compiled function, in a thread of its own.
-        compiled = tf.function(step, autograph=False)
+        compiled = tf.function(step, autograph=False, jit_compile=jit_compile or None)
         step = lambda x, y: compiled(x, y)  # noqa: E731
     run = tf.function(lambda x, y: strategy.run(step, args=(x, y)))
     for number in range(steps):
