@@ -1,8 +1,8 @@
-"""A training under `tf.distribute` with random faults that tells after every step what it holds.
+"""Trains under `tf.distribute` with random faults and prints a digest of the state at every step.
 
 Run as a program, in a process of its own: TensorFlow aborts when a second MirroredStrategy over
 CPUs is used eagerly in a process, and a worker has to start its servers before anything else.
-Prints one line of JSON.
+The output is one line of JSON.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def make_model(dtype: str | None = None) -> keras.Model:
 
 
 class Training:
-    """What the ways of training have in common; all of `state` must stay equal."""
+    """Base of the ways of training; the replicas' copies of `state` must stay equal."""
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         import tfamp

@@ -68,7 +68,7 @@ def several_workers(count, ways, steps):
 
 
 def check(result, steps, replicas):
-    """What the program itself checks at every step: copies equal and finite, counts exact."""
+    """Checks the counts; the program checks that copies are equal and finite at every step."""
     assert result["replicas"] == replicas
     assert "float16" in result["products"]
     assert result["applied"] == result["good"]

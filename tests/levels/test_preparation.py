@@ -28,7 +28,7 @@ LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def predict(model):
-    """What an eager call returns; that of `model.predict` is in test_preparation_fit."""
+    """Returns the result of an eager call; test_preparation_fit has `model.predict`."""
     return np.asarray(model(X))
 
 
