@@ -15,6 +15,18 @@ from tfamp.interop import tf_private
 from tfamp.interop.patching import SYMBOLS, locate
 
 
+def test_replicas_share_the_graph_in_which_they_run_but_not_that_of_a_nested_function(two_replicas):
+    answers = []
+
+    def replica():
+        for fn in (lambda f: f, tf.function):
+            fn(lambda: answers.append(tf_private.replicas_share_graph()))()
+
+    tf.function(lambda: two_replicas.run(replica))()
+    assert answers == [True, False] * 2
+    assert not tf_private.replicas_share_graph()
+
+
 def test_mirrored_strategy_on_cpus_needs_merge_call_and_no_strategy_none(two_replicas):
     assert not tf_private.strategy_needs_merge_call()
     answers = []

@@ -13,6 +13,7 @@ import functools
 import inspect
 import logging
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -39,6 +40,19 @@ def strategy_needs_merge_call() -> bool:
     """
     distribute = tf.__internal__.distribute
     return not private_symbol(distribute, "strategy_supports_no_merge_call")()
+
+
+def replicas_share_graph() -> bool:
+    """Whether this is a replica, and all replicas are traced into the current graph.
+
+    Such replicas can meet in a `merge_call`. A `tf.function` that a replica calls is traced for
+    this replica alone.
+
+    Symbol: the attribute `graph` of `tensorflow.python.distribute.mirrored_run`'s threads, the
+    graph in which `strategy.run` was called. No public function returns it.
+    """
+    graph = getattr(threading.current_thread(), "graph", None)
+    return graph is tf.compat.v1.get_default_graph()
 
 
 def op_definition(name: str) -> Any | None:

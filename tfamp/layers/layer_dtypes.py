@@ -42,31 +42,48 @@ from tfamp.policy import Policy
 
 # The attribute of a low tensor with the float32 tensor that it was made of.
 _EXACT = "_tfamp_float32"
+# The attribute of a layer, model or optimizer with all that tfamp stores about it.
+_RECORD = "_tfamp_record"
 _Value = TypeVar("_Value")
 _numbers = itertools.count()
 
 
 class WeakMap(Generic[_Value]):
-    """Values of objects, each kept on its object and so no longer than that.
+    """One field of the record that tfamp stores on an object, and so no longer than that lives.
 
     Apart from what Keras tracks and saves, and by identity: users' layers may define `__eq__`.
     """
 
     def __init__(self) -> None:
-        self._name = f"_tfamp_{next(_numbers)}"
+        self._number = next(_numbers)
 
     def get(self, key: Any) -> _Value | None:
         """Returns the value of an object, None if it has none."""
-        value: _Value | None = getattr(key, "__dict__", {}).get(self._name)
+        value: _Value | None = _record_of(key).get(self._number)
         return value
 
     def set(self, key: Any, value: _Value | None) -> None:
-        """Gives an object a value, in place of the one it has; None takes it out."""
-        vars(key)[self._name] = value
+        """Gives an object a value, instead of the one it has; None removes it."""
+        restore(key, {**_record_of(key), self._number: value})
+
+
+def _record_of(key: Any) -> dict[int, Any]:
+    record: dict[int, Any] = getattr(key, "__dict__", {}).get(_RECORD, {})
+    return record
+
+
+def snapshot(key: Any) -> dict[int, Any]:
+    """Returns a copy of the record of an object, for `restore`."""
+    return {number: copied(value) for number, value in _record_of(key).items()}
+
+
+def restore(key: Any, record: dict[int, Any]) -> None:
+    """Gives an object a record, instead of the one it has."""
+    vars(key)[_RECORD] = record
 
 
 def copied(record: _Value) -> _Value:
-    """A copy of a record with containers of its own."""
+    """A copy of a value with containers of its own."""
     result = copy.copy(record)
     for name, value in getattr(record, "__dict__", {}).items():
         if isinstance(value, list | set | weakref.WeakKeyDictionary):

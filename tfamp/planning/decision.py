@@ -141,10 +141,24 @@ def _float32_nodes(joined: Joined, options: RewriteOptions, use: GraphUse) -> di
             of_scope.update(statistics(index))
         if use.ranges and use.limits:
             of_scope.update(too_large(index, use.ranges, use.limits))
+        if options.updates != "low":
+            of_scope.update(_added_over_devices(index))
         if options.device == "gpu" and options.updates != "low":
             of_scope.update(_added_up_low(index))
         found.update((offset + position, reason) for position, reason in of_scope.items())
     return found
+
+
+def _added_over_devices(index: GraphIndex) -> Iterator[tuple[int, Reason]]:
+    """Sums of tensors of several devices: how gradients are all-reduced without collectives."""
+    devices: dict[int, set[str]] = {}
+    for edge in index.edges:
+        target = index.slots[edge.target].node
+        if index.nodes[target].op == "AddN":
+            devices.setdefault(target, set()).add(index.node_of(edge.source).device)
+    for position, found in devices.items():
+        if len(found - {""}) > 1:
+            yield position, Reason("sum", "it adds tensors of several devices")
 
 
 # Sides of the square filters whose depthwise gradients cuDNN computes, one filter a channel.
