@@ -390,16 +390,6 @@ def test_options_of_a_function(jit):
         tf_private.function_options(changed)
 
 
-def test_noted_constants_have_the_value_that_was_given():
-    found = []
-    with tf_private.constants_noted(lambda value, tensor: found.append((value, tensor.dtype))):
-        tf.function(lambda x: x + 1e-8).get_concrete_function(tf.TensorSpec((), tf.float16))
-    assert (1e-8, tf.float16) in found
-    count = len(found)
-    tf.function(lambda x: x + 1e-8).get_concrete_function(tf.TensorSpec((), tf.float16))
-    assert len(found) == count
-
-
 def test_marked_ops_and_set_attributes_are_in_the_graph():
     def function(x):
         with tf_private.ops_marked("_tfamp_test", "here"):
@@ -413,20 +403,6 @@ def test_marked_ops_and_set_attributes_are_in_the_graph():
     assert nodes["Exp"].attr["_tfamp_test"].s == b"here"
     assert "_tfamp_test" not in nodes["Sqrt"].attr
     assert tf.make_ndarray(nodes["Sqrt"].attr["_tfamp_value"].tensor) == 3.0
-
-
-def test_gradients_are_noted_with_their_sources():
-    found = []
-    original = tf.GradientTape.gradient
-    x = tf.Variable(2.0)
-    with tf_private.gradients_noted(lambda *each: found.append(each)):
-        with tf.GradientTape() as tape:
-            y = x * x
-        gradients = tape.gradient(y, [x])
-    assert tf.GradientTape.gradient is original
-    ((sources, noted),) = found
-    assert sources[0] is x
-    assert noted is gradients
 
 
 def test_saved_functions_have_their_signatures_with_defaults_and_saveable_ones_run(tmp_path):

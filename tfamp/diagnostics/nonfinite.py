@@ -17,7 +17,7 @@ import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -43,7 +43,6 @@ from tfamp.diagnostics.nonfinite_step import (
     Place,
     Step,
     bare_name,
-    shown_name,
     trace_function,
     trace_model,
 )
@@ -238,14 +237,26 @@ class Seen(list[ValueRange]):
         """The execution that was not finite; one after all others where there is none."""
         return len(self) - 1 if self.is_bad else sys.maxsize
 
-    def at(self, execution: int) -> ValueRange | None:
+    def at(self, execution: int) -> ValueRange:
         """Returns the range in an execution; the last one that is known for a later one."""
-        return self[min(execution, len(self) - 1)] if self else None
+        return self[min(execution, len(self) - 1)] if self else _NO_VALUES
 
 
-_Run: TypeAlias = Mapping[TensorKey, Seen]
-_Keys: TypeAlias = Sequence[TensorKey]
-_NEVER = Seen()
+_NO_VALUES = ValueRange("", "float32", (), 0.0, 0.0)
+
+
+class _Run(dict[TensorKey, Seen]):
+    """The ranges of the tensors in a run of a step; none of a tensor that was not computed."""
+
+    def __missing__(self, key: TensorKey) -> Seen:
+        return Seen()
+
+    def ranges(
+        self, keys: Sequence[TensorKey], execution: int, name: str
+    ) -> tuple[ValueRange, ...]:
+        """Returns the ranges of the inputs or outputs of an op, with numbered names."""
+        found = ((i, self[key].at(execution)) for i, key in enumerate(keys) if key in self)
+        return tuple(dataclasses.replace(each, name=f"{name} {i}") for i, each in found)
 
 
 class _Twins:
@@ -266,18 +277,19 @@ class _Twins:
         self.results = list(map(_key_of, results))
         self.nodes = _Nodes(indexes, self.results)
 
-    def run(self, scale: float) -> _Run:
-        """Runs the step with a loss scale."""
-        return self._run(self._low, scale)
-
-    def run_float32(self, scale: float) -> _Run | None:
-        """Runs the float32 twin; None where the step is that itself."""
-        return None if self._float32 is None else self._run(self._float32, scale)
+    def run(self, scale: float) -> _Runs | None:
+        """Runs the step with a loss scale, and in float32; None where all is finite."""
+        low = self._run(self._low, scale)
+        if not any(seen.is_bad for seen in low.values()):
+            return None
+        is_float32 = self._float32 is self._low
+        float32 = low if is_float32 else self._run(self._float32, scale)
+        return _Runs(self.step, self.nodes, low, float32)
 
     @functools.cached_property
-    def _float32(self) -> Observer[Seen] | None:
+    def _float32(self) -> Observer[Seen]:
         if not low_dtypes(self._indexes):
-            return None
+            return self._low
         graph = retyped(self._graph, self._indexes, "float32")
         return self._observed(graph, observed_scopes(graph))
 
@@ -286,10 +298,10 @@ class _Twins:
 
     def _run(self, observer: Observer[Seen], scale: float) -> _Run:
         if self.step.scale is None:
-            return observer.run([self.step.values])
+            return _Run(observer.run([self.step.values]))
         with unchanged([self.step.scale]):
             self.step.scale.assign(scale)
-            return observer.run([self.step.values])
+            return _Run(observer.run([self.step.values]))
 
 
 def _key_of(tensor: str) -> TensorKey:
@@ -379,10 +391,9 @@ def _search(step: Step, dtype: str | None) -> Finding | None:
 
 def _look(twins: _Twins, scale: float) -> Finding | None:
     """Runs a step with a loss scale; returns the first fault in it."""
-    low = twins.run(scale)
-    if not any(seen.is_bad for seen in low.values()):
+    runs = twins.run(scale)
+    if runs is None:
         return None
-    runs = _Runs(twins.step, twins.nodes, low, twins.run_float32(scale) or low)
     found = _first_bad(runs, twins.results)
     return None if found is None else _explained(runs, found)
 
@@ -399,7 +410,7 @@ def _first_bad(runs: _Runs, results: Iterable[TensorKey]) -> Path | None:
     It is looked for among what led to bad results; if these are finite, among what is bad only in
     low precision, or bad because of large numbers.
     """
-    bad_results = [key[:2] for key in results if runs.low.get(key, _NEVER).is_bad]
+    bad_results = [key[:2] for key in results if runs.low[key].is_bad]
     for excuse_constants in (True, False) if bad_results else (True,):
         walk = _Walk(runs, excuse_constants)
         states = walk.states(MAIN_GRAPH)
@@ -415,7 +426,7 @@ class _Walk:
 
     def __init__(self, runs: _Runs, excuse: bool) -> None:
         self._nodes, self._float32, self._excuse = runs.nodes, runs.float32, excuse
-        self._low = {key: seen for key, seen in runs.low.items() if seen.is_bad}
+        self._low = _Run((key, seen) for key, seen in runs.low.items() if seen.is_bad)
         self._bad_scopes = {key[0] for key in self._low}
 
     def states(self, scope: str, execution: int = sys.maxsize - 1) -> _States:
@@ -429,7 +440,7 @@ class _Walk:
                     # The elements of a list are seen where they are put in or taken out.
                     bad = worst == _BAD or self._is_bad_inside(place)
                     states[tensor] = _BAD if bad else _OK
-                elif (seen := self._low.get(tensor, _NEVER)).bad_at <= execution:
+                elif (seen := self._low[tensor]).bad_at <= execution:
                     can_be = self._excuse and worst != _BAD and not seen[-1].nans
                     is_excused = can_be and (worst == _EXCUSED or nodes.is_constant(place))
                     states[tensor] = _EXCUSED if is_excused else _BAD
@@ -464,7 +475,8 @@ class _Walk:
         constant = place
         while excused := self.sources_with(_EXCUSED, states, constant):
             constant = excused[0]
-        is_its = constant != place and not self._float32.get((*constant, 0), _NEVER).is_bad
+        tensor = *constant, 0
+        is_its = constant != place and not self._float32[tensor].is_bad
         return (*callers, constant) if is_its else path
 
     def is_fault(self, place: Place) -> bool:
@@ -476,8 +488,7 @@ class _Walk:
         """
         inside = self._nodes.scopes_in(place)
         return any(
-            self._nodes.at[key[:2]].op in _GROWING
-            or self._float32.get(key, _NEVER).bad_at > seen.bad_at
+            self._nodes.at[key[:2]].op in _GROWING or self._float32[key].bad_at > seen.bad_at
             for key, seen in self._low.items()
             if key[:2] == place or key[0] in inside
         )
@@ -502,31 +513,31 @@ def _explained(runs: _Runs, path: Path) -> Finding:
         **cause,
         stage=stage,
         op=nodes.at[place].op,
-        node=shown_name(place[1]),
+        node=place[1],
         layer=_layer_or_scope(layer, nodes.at[place]),
         layer_class=None if layer is None else type(layer).__name__,
         variable=(gradient_of or read) if stage == "backward" else read,
         gradient_of=gradient_of,
         ranges={
-            "inputs": _ranges(runs.low, inputs, execution, "input"),
-            "outputs": _ranges(runs.low, outputs, execution, "output"),
-            "float32_inputs": _ranges(runs.float32, inputs, execution, "input"),
-            "float32": _ranges(runs.float32, outputs, execution, "output"),
+            "inputs": runs.low.ranges(inputs, execution, "input"),
+            "outputs": runs.low.ranges(outputs, execution, "output"),
+            "float32_inputs": runs.float32.ranges(inputs, execution, "input"),
+            "float32": runs.float32.ranges(outputs, execution, "output"),
         },
         rewritten_by=step.rewritten_by,
         is_constant=nodes.is_constant(place),
     )
 
 
-def _cause(runs: _Runs, path: Path, bad: _Keys, execution: int) -> dict[str, Any]:
+def _cause(runs: _Runs, path: Path, bad: Sequence[TensorKey], execution: int) -> dict[str, Any]:
     """Why outputs of an op are not finite, as fields of a finding.
 
     The execution is that of the function that the op is in.
     """
     if not bad:
         return {"kind": ALSO_IN_FLOAT32, "dtype": "float32"}
-    dtype = _at(runs.low, bad[0], execution).dtype
-    float32 = [_at(runs.float32, key, execution) for key in bad]
+    dtype = runs.low[bad[0]].at(execution).dtype
+    float32 = [runs.float32[key].at(execution) for key in bad]
     largest = max((each.max_abs for each in float32 if each.finite), default=None)
     found: dict[str, Any] = {"dtype": dtype, "float32_max": largest}
     if largest is None:
@@ -534,21 +545,17 @@ def _cause(runs: _Runs, path: Path, bad: _Keys, execution: int) -> dict[str, Any
     vanished = _first_vanished(runs, path[-1], execution)
     if vanished is None or largest > float_format(dtype).max:
         # An infinity within the dtype's range is that of a sum inside, for example.
-        is_infinite = any(_at(runs.low, key, execution).infs for key in bad)
+        is_infinite = any(runs.low[key].at(execution).infs for key in bad)
         is_large = largest > float_format(dtype).max or is_infinite
         return found | {"kind": OVERFLOW if is_large else INVALID}
     node = runs.nodes.at[vanished[:2]]
-    is_all = _at(runs.low, vanished, execution).max_abs == 0.0
+    is_all = runs.low[vanished].at(execution).max_abs == 0.0
     return found | {
         "kind": UNDERFLOW,
-        "vanished": _at(runs.float32, vanished, execution).max_abs if is_all else None,
+        "vanished": runs.float32[vanished].at(execution).max_abs if is_all else None,
         "vanished_op": node.op,
         "vanished_layer": _layer_or_scope(runs.step.layer_of((*path[:-1], vanished[:2])), node),
     }
-
-
-def _at(run: _Run, key: TensorKey, execution: int) -> ValueRange:
-    return run.get(key, _NEVER).at(execution) or ValueRange("", "float32", (), 0.0, 0.0)
 
 
 def _first_vanished(runs: _Runs, place: Place, execution: int) -> TensorKey | None:
@@ -558,19 +565,13 @@ def _first_vanished(runs: _Runs, place: Place, execution: int) -> TensorKey | No
         zero = [
             key
             for key in runs.observed(runs.nodes.inputs[place])
-            if _at(runs.low, key, execution).zeros > _at(runs.float32, key, execution).zeros
-            and _at(runs.float32, key, execution).finite
+            if (exact := runs.float32[key].at(execution)).finite
+            and runs.low[key].at(execution).zeros > exact.zeros
         ]
         if not zero:
             return found
         found = zero[-1]
         place = found[:2]
-
-
-def _ranges(run: _Run, keys: _Keys, execution: int, name: str) -> tuple[ValueRange, ...]:
-    found = ((i, run.get(key, _NEVER).at(execution)) for i, key in enumerate(keys))
-    named = ((f"{name} {i}", each) for i, each in found if each is not None)
-    return tuple(dataclasses.replace(each, name=name) for name, each in named)
 
 
 def _stage(runs: _Runs, path: Path, kind: str, layer: Any) -> str:
@@ -609,8 +610,7 @@ def _bad_gradient(runs: _Runs, path: Path) -> str | None:
     """The first variable whose gradient is not finite because of the fault."""
     for tensor, variable in runs.step.gradients.items():
         key = _key_of(tensor)
-        is_bad = runs.low.get(key, _NEVER).is_bad
-        if is_bad and path[0] in reach([key[:2]], runs.nodes.sources):
+        if runs.low[key].is_bad and path[0] in reach([key[:2]], runs.nodes.sources):
             return variable
     return None
 
@@ -618,5 +618,4 @@ def _bad_gradient(runs: _Runs, path: Path) -> str | None:
 def _layer_or_scope(layer: Any, node: IndexedNode) -> str | None:
     if layer is not None:
         return layer_path(layer)
-    names = shown_name(node.name).removeprefix("gradient_tape/").split("/")[:-1]
-    return "/".join(names) or None
+    return node.name.removeprefix("gradient_tape/").rpartition("/")[0] or None

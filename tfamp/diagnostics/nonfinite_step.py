@@ -8,7 +8,6 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -17,12 +16,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
-from tfamp.diagnostics.model_runs import computing_in, observing_layers
+from tfamp.diagnostics.model_runs import computing_in
 from tfamp.graph.functions import bodies, inline_calls, unshare_branches
 from tfamp.graph.observe import UNROUNDED, low_dtypes, observed_scopes, seeded
 from tfamp.interop import keras_hooks, tf_private
 from tfamp.interop.keras_hooks import layers_of
-from tfamp.interop.patching import rewrap_methods, wrapped_methods
+from tfamp.interop.patching import patched_here, rewrap_methods, wrapped_methods
 from tfamp.layers.layer_dtypes import in_float32
 from tfamp.layers.model_calls import add_losses_in_float32
 from tfamp.planning.structures import node_name
@@ -35,7 +34,7 @@ Path: TypeAlias = tuple[Place, ...]
 
 LOSS_SCOPE = "tfamp_loss"
 _LAYER = "_tfamp_layer"
-_MARKER = re.compile(r"tfamp_layer_(\d+)(?:_\d+)?(?:/|$)")
+_OF_A_TAPE = re.compile(r"(?:^|.*/)(?:gradient_tape|gradients)/")
 _SCALE = re.compile(r"(^|/)(dynamic_scale|loss_scale)(_\d+)?$")
 
 
@@ -57,26 +56,26 @@ class Step:
     scale_adapts: bool = True
 
     def layer_of(self, path: Path) -> Any:
-        """Returns the layer of an op; None if it is in none.
+        """Returns the innermost layer around an op; None if it is in none.
 
-        It is the mark of the tracing: an attribute or, of the ops of a tape, which have the name
-        scopes of those that they are the gradients of, a name scope. In a rewritten function, whose
-        names stay as they are, it is that of other ops in the name scope.
+        Tracing marks the ops of a layer with an attribute. Others, of a tape or of a rewrite, are
+        named after marked ops: such an op is in the layer of these that share its name, or, if they
+        are of several layers, the next shorter part of it.
         """
         marks: dict[Place, int] = {}
-        by_name_scope: dict[str, set[int]] = defaultdict(set)
+        by_name: dict[str, set[int]] = defaultdict(set)
         for scope, nodes, _ in bodies(self.graph_def):
             for node in nodes:
                 if _LAYER in node.attr:
-                    marks[scope, node.name] = int(node.attr[_LAYER].s)
-                    by_name_scope[node.name.rpartition("/")[0]].add(marks[scope, node.name])
+                    marks[scope, node.name] = number = int(node.attr[_LAYER].s)
+                    for name in (node.name, node.name.rpartition("/")[0]):
+                        by_name[name].add(number)
         for place in reversed(path):
-            marked = [marks[place]] if place in marks else _MARKER.findall(place[1])[-1:]
-            found = set(map(int, marked))
-            scope = place[1].rpartition("gradient_tape/")[2]
-            while len(found) != 1 and "/" in scope:
-                scope = scope.rpartition("/")[0]
-                found = by_name_scope[scope]
+            found = {marks[place]} if place in marks else set()
+            name = _OF_A_TAPE.sub("", place[1])
+            while len(found) != 1 and "/" in name:
+                name = name.rpartition("/")[0]
+                found = by_name[name]
             if len(found) == 1:
                 return self.layers[next(iter(found))]
         return None
@@ -199,12 +198,11 @@ def _losses_kept(model: Any) -> Iterator[None]:
 
 
 def _as_input(value: Any) -> Any:
-    """A value as Keras would feed it."""
+    """Returns a value as Keras would feed it: no float64, which NumPy makes of Python floats."""
     if value is None or tf.is_tensor(value):
         return value
     array = np.asarray(value)
-    is_wide = array.dtype == np.float64
-    return tf.convert_to_tensor(array.astype(keras.config.floatx()) if is_wide else array)
+    return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
 
 
 # ---- A function ----------------------------------------------------------------------------------
@@ -245,34 +243,42 @@ def _arguments(function: Callable[..., Any], x: Any, y: Any) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class _Notes:
-    """The layers that are called and the gradients that are taken while a step is traced."""
+    """The layers that are called and the gradients that are taken while a step is traced.
 
-    mark_names: bool
+    Its methods stand for Keras's and TensorFlow's, which they get first.
+    """
+
     layers: dict[int, Any] = field(default_factory=dict)  # By `id`.
     gradients: list[tuple[Any, Any]] = field(default_factory=list)
 
-    def call_layer(self, layer: Any, call: Callable[[], Any]) -> Any:
+    def call_layer(self, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Marks the ops of a layer with its number."""
         if tf.executing_eagerly():
-            return call()
+            return original(layer, *args, **kwargs)
         self.layers.setdefault(id(layer), layer)
         number = list(self.layers).index(id(layer))
-        scope = tf.name_scope(f"tfamp_layer_{number}") if self.mark_names else nullcontext()
-        with tf_private.ops_marked(_LAYER, str(number)), scope:
-            return call()
+        with tf_private.ops_marked(_LAYER, str(number)):
+            return original(layer, *args, **kwargs)
 
-    def take_gradient(self, sources: Any, gradients: Any) -> None:
-        flat = tf.nest.flatten(gradients, expand_composites=False)
-        self.gradients += zip(tf.nest.flatten(sources), flat, strict=False)
+    def gradient(
+        self, original: Any, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Notes gradients: a graph does not record of which variable a tensor is the gradient."""
+        found = original(tape, target, sources, *args, **kwargs)
+        self.add_gradients(sources, found)
+        return found
+
+    def add_gradients(self, sources: Any, gradients: Any) -> None:
+        """Notes gradients, which have the structure of their sources."""
+        self.gradients += zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=False)
 
 
 def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) -> Step:
     """Traces a function for a call; with sources, it returns results and their gradients."""
-    notes = _Notes(mark_names=not isinstance(function, RewrittenFunction))
+    notes = _Notes()
     call = FlatCall(tf.nest.map_structure(_as_tensor, args), {})
-    with (
-        observing_layers(notes.call_layer),
-        tf_private.constants_noted(_note_rounding),
-        tf_private.gradients_noted(notes.take_gradient),
+    with patched_here(
+        layer_call=notes.call_layer, gradient=notes.gradient, constant=_with_exact_value
     ):
         traced = _traced(function, call)
     graph, captured = traced.graph, traced.captured_inputs
@@ -284,7 +290,7 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
     values = (*call.tensors, *captured)
     outputs = tuple(dict.fromkeys(tensor.name for tensor in traced.outputs))
     if sources:
-        notes.take_gradient(sources, traced.structured_outputs[1])
+        notes.add_gradients(sources, traced.structured_outputs[1])
     gradients = dict(_gradients(graph, notes.gradients, paths))
     operations = tuple(operation.name for operation in graph.control_outputs)
     graph_def = inline_calls(
@@ -308,17 +314,16 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
     )
 
 
-def _note_rounding(value: Any, tensor: Any) -> None:
-    """Keeps what a low-precision constant was before it was rounded."""
-    if tensor.dtype.name not in LOW_PRECISION:
-        return
-    with np.errstate(all="ignore"):
-        given = np.asarray(value, np.float64)
-        rounded = given.astype(tensor.dtype.as_numpy_dtype).astype(np.float64)
-    if not np.array_equal(given, rounded, equal_nan=True):
+def _with_exact_value(original: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Makes a constant; one of low precision keeps the value that it was rounded from."""
+    tensor = original(value, *args, **kwargs)
+    if tensor.dtype.name in LOW_PRECISION:
+        with np.errstate(over="ignore"):
+            given = np.asarray(value).astype(np.float32)
         # One value stands for all elements of a filled constant.
-        proto = tf.make_tensor_proto(given.astype(np.float32), shape=tensor.shape)
+        proto = tf.make_tensor_proto(given, shape=tensor.shape)
         tf_private.set_attribute(tensor.op, UNROUNDED, proto)
+    return tensor
 
 
 def _traced(function: Any, call: FlatCall) -> Any:
@@ -356,8 +361,3 @@ def _named(variables: Iterable[Any]) -> list[tuple[str, Any]]:
 def bare_name(variable: Any) -> str:
     """Returns the name of a `tf.Variable` without its output."""
     return str(variable.name).partition(":")[0]
-
-
-def shown_name(node: str) -> str:
-    """Returns a node's name without the marks of the tracing."""
-    return _MARKER.sub("", node)

@@ -9,8 +9,8 @@ import itertools
 import json
 import math
 import os
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -24,8 +24,15 @@ P = ParamSpec("P")
 # Of Okabe and Ito's palette, which people with all common kinds of colour blindness tell apart.
 BLUE, ORANGE, GREEN, RED, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9"
 INK, FAINT = "#1c2430", "#5b6675"
-# Shares of the values under which an exponent does not make the picture wider.
-_FEW = 5e-4
+# The exponents that are drawn; the few values further out stand at the ends.
+_SPAN = (-60, 28)
+# Float16's ranges of these, each with its colour.
+_RANGES = (
+    (_SPAN[0], SUBNORMAL, RED),
+    (SUBNORMAL, NORMAL, ORANGE),
+    (NORMAL, LARGEST + 1, SKY),
+    (LARGEST + 1, _SPAN[1], RED),
+)
 
 
 def _with_matplotlib(plot: Callable[P, Figure]) -> Callable[P, Figure]:
@@ -141,16 +148,13 @@ def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
             scaled[int(exponent) + shift] += number
     figure = _new_figure(5.2, rows=2)
     above, below = figure.axes
-    total = sum(unscaled.values())
-    many = [e for each in (unscaled, scaled) for e, n in each.items() if n > _FEW * total]
-    span = min([SUBNORMAL - 6, *many]) - 2, max([LARGEST + 4, *many]) + 3
     shifts = [math.frexp(record["loss_scale"])[1] - 1 for record in records]
     scales = dict.fromkeys(map(_power_of_two, (min(shifts), max(shifts))))
     titles = "without loss scale", f"with loss scale {' to '.join(scales)}"
     for axes, counts, title in zip((above, below), (unscaled, scaled), titles, strict=True):
         axes.set_title(title, loc="left", fontsize=10)
-        _draw_exponents(axes, {e: number / total for e, number in counts.items()}, span)
-    _name_ranges(above, span)
+        _draw_exponents(axes, counts)
+    _name_ranges(above)
     below.set_xlabel("size of a gradient value (zeros left out)")
     whose = "all variables" if variable is None else variable
     share = zeros / values if values else 0.0
@@ -170,39 +174,34 @@ def _described(record: Mapping[str, Any], variable: str | None) -> Mapping[str, 
     return record["variables"][variable]
 
 
-def _draw_exponents(axes: Any, shares: Mapping[int, float], span: tuple[int, int]) -> None:
+def _draw_exponents(axes: Any, counts: Mapping[int, int]) -> None:
     from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
 
-    for first, last, color in _ranges(span):
+    for first, last, color in _RANGES:
         axes.axvspan(first, last, color=color, alpha=0.16, linewidth=0)
-    drawn: dict[int, float] = defaultdict(float)
-    for exponent, share in shares.items():
-        # The few that are further out stand at the ends.
-        drawn[min(max(exponent, span[0]), span[1] - 1)] += share
-    axes.bar(list(drawn), list(drawn.values()), width=0.86, align="edge", color=INK)
-    axes.set_xlim(*span)
+    drawn: Counter[int] = Counter()
+    for exponent, number in counts.items():
+        drawn[min(max(exponent, _SPAN[0]), _SPAN[1] - 1)] += number
+    total = max(sum(counts.values()), 1)
+    heights = [number / total for number in drawn.values()]
+    axes.bar(list(drawn), heights, width=0.86, align="edge", color=INK)
+    axes.set_xlim(*_SPAN)
     axes.xaxis.set_major_locator(MultipleLocator(8))
     axes.xaxis.set_major_formatter(FuncFormatter(_power_of_two))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylabel("share of values")
-    flushed = sum(share for e, share in shares.items() if e < SUBNORMAL)
-    subnormal = sum(share for e, share in shares.items() if SUBNORMAL <= e < NORMAL)
-    over = sum(share for e, share in shares.items() if e > LARGEST)
+    in_range = [sum(drawn[e] for e in range(first, last)) / total for first, last, _ in _RANGES]
+    flushed, subnormal, _, over = in_range
     words = f"flushed {flushed:.1%}   subnormal {subnormal:.1%}   overflow {over:.1%}"
     axes.set_title(words, loc="right", fontsize=9, color=FAINT)
 
 
-def _ranges(span: tuple[int, int]) -> Iterator[tuple[int, int, str]]:
-    ends = (span[0], SUBNORMAL, NORMAL, LARGEST + 1, span[1])
-    return zip(ends, ends[1:], (RED, ORANGE, SKY, RED), strict=False)
-
-
-def _name_ranges(axes: Any, span: tuple[int, int]) -> None:
+def _name_ranges(axes: Any) -> None:
     """Writes the names of float16's ranges into the upper axes."""
     names = ("flushed to 0", "subnormal", "float16's normal range", "inf")
     top = axes.get_ylim()[1]
     axes.set_ylim(0, top * 1.2)
-    for (first, last, _), name in zip(_ranges(span), names, strict=True):
+    for (first, last, _), name in zip(_RANGES, names, strict=True):
         axes.text((first + last) / 2, top * 1.1, name, ha="center", va="center", fontsize=8.5)
 
 

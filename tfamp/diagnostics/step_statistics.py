@@ -6,7 +6,6 @@ comes of it, and shows what float16 makes of the gradients.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -183,33 +182,22 @@ def count_values(tensors: Sequence[Any], bound: Any, second_bound: Any) -> Any:
     Returns:
         A row of int64 columns for each tensor, which `histogram` reads.
     """
-    values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in tensors]
-    given = [None if each is None else _as_float32(each) for each in values]
-    nothing = tf.zeros((COLUMNS,), tf.int64)
-    rows = tf.stack([nothing if each is None else _counted(each) for each in given])
     bounds = tf.cast(tf.stack([bound, second_bound]), tf.float32)
-    least = tf.bitwise.right_shift(_bits(tf.reduce_min(bounds)), np.int64(MANTISSA_BITS))
-    large = (rows[:, :EXPONENTS] > 0) & (np.arange(EXPONENTS, dtype="int64") >= least)
-
-    def closer_look() -> Any:
-        unseen = nothing[EXPONENTS:]
-        looks = [unseen if each is None else _looked_at(each, bounds) for each in given]
-        return tf.concat([rows[:, :EXPONENTS], tf.stack(looks)], 1)
-
-    # Mostly nothing is that large, and more passes over all values are saved.
-    return tf.cond(tf.reduce_any(large), closer_look, lambda: tf.identity(rows))
+    values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in tensors]
+    nothing = tf.zeros((COLUMNS,), tf.int64)
+    rows = [nothing if each is None else _counted(_as_float32(each), bounds) for each in values]
+    return tf.stack(rows)
 
 
-# One trace for all tensors, and in a graph one node for each. The maxima, comparisons and sums of
-# int32 are made on the host, wherever the tensors are: nothing of that kind is int32.
-_once_traced = functools.partial(
-    tf.function, autograph=False, experimental_attributes={"_noinline": True}
+# One trace for all tensors, and in a graph one node for each. Sums and comparisons are of int64 and
+# floats: those of int32 are made on the host, wherever the tensors are.
+@tf.function(
+    input_signature=[tf.TensorSpec(None, tf.float32), tf.TensorSpec([2], tf.float32)],
+    autograph=False,
+    experimental_attributes={"_noinline": True},
 )
-
-
-@_once_traced(input_signature=[tf.TensorSpec(None, tf.float32)])
-def _counted(values: Any) -> Any:
-    """The row of a tensor in which all is finite and within bounds."""
+def _counted(values: Any, bounds: Any) -> Any:
+    """Returns the row of a tensor."""
     sizes = tf.abs(tf.reshape(values, (-1,)))
     exponents = tf.bitwise.right_shift(tf.bitcast(sizes, tf.uint32), np.uint32(MANTISSA_BITS))
     counts = tf.raw_ops.DenseBincount(
@@ -218,26 +206,12 @@ def _counted(values: Any) -> Any:
         weights=tf.zeros((0,), tf.int32),
         binary_output=False,
     )
-    none = tf.zeros((3,), tf.int64)
-    return tf.concat([tf.cast(counts, tf.int64), none, _bits(_largest(sizes))[None]], 0)
-
-
-@_once_traced(input_signature=[tf.TensorSpec(None, tf.float32), tf.TensorSpec([2], tf.float32)])
-def _looked_at(values: Any, bounds: Any) -> Any:
-    """The columns behind the exponents of any tensor."""
-    sizes = tf.abs(tf.reshape(values, (-1,)))
     masks = [tf.math.is_nan(sizes), *(sizes > bound for bound in tf.unstack(bounds))]
     numbers = [tf.reduce_sum(tf.cast(mask, tf.int64)) for mask in masks]
     finite = tf.where(tf.math.is_finite(sizes), sizes, 0.0)
-    return tf.stack([*numbers, _bits(_largest(finite))])
-
-
-def _largest(sizes: Any) -> Any:
-    return tf.maximum(tf.reduce_max(sizes), 0.0)  # Of no value at all the maximum is -inf.
-
-
-def _bits(value: Any) -> Any:
-    return tf.cast(tf.bitcast(value, tf.uint32), tf.int64)
+    largest = tf.maximum(tf.reduce_max(finite), 0.0)  # Of no value at all the maximum is -inf.
+    bits = tf.cast(tf.bitcast(largest, tf.uint32), tf.int64)
+    return tf.concat([tf.cast(counts, tf.int64), [*numbers, bits]], 0)
 
 
 def _as_float32(values: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
-from tfamp.interop.patching import foreign, foreign_symbol, patched_here
+from tfamp.interop.patching import foreign, foreign_symbol
 
 _logger = logging.getLogger(__name__)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -520,42 +520,6 @@ class SaveableFunction(private("eager.polymorphic_function.polymorphic_function:
 
 
 # ---- For diagnostics -----------------------------------------------------------------------------
-
-
-def constants_noted(
-    note: Callable[[Any, Any], None],
-) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that reports every constant that this thread adds to a graph.
-
-    A Python number becomes a constant of the dtype of what it is added to, and the graph has the
-    rounded value only. `note` gets the value as it was given and the constant's tensor.
-    """
-
-    def create(original: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        tensor = original(value, *args, **kwargs)
-        note(value, tensor)
-        return tensor
-
-    return patched_here(constant=create)
-
-
-def gradients_noted(
-    note: Callable[[Any, Any], None],
-) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that reports every gradient this thread takes from a `tf.GradientTape`.
-
-    A graph does not say of which variable a tensor in it is the gradient. `note` gets the sources
-    and the gradients, in the same structure.
-    """
-
-    def gradient(
-        original: Any, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        found = original(tape, target, sources, *args, **kwargs)
-        note(sources, found)
-        return found
-
-    return patched_here(gradient=gradient)
 
 
 def set_attribute(operation: Any, name: str, value: Any) -> None:
