@@ -66,11 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor",
         help="report what this machine computes fast, what 'auto' picks, what a model converts",
-        description="Reports which low-precision dtypes this machine multiplies natively, which "
-        "policy 'auto' therefore picks, which versions are installed, and how fast each dtype is: "
-        "measured in about 2 s and kept in the user's cache folder, unless TFAMP_PROFILE says "
-        "otherwise. Of a model it reports how much converts, what stays float32 and why, and how "
-        "to measure what that gains. A .keras file is loaded in Keras's safe mode.",
+        description=_doctor.__doc__,
     )
     doctor.set_defaults(run=_doctor)
     text = "directory of a SavedModel, or a .keras file"
@@ -79,8 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     rewrite = commands.add_parser(
         "rewrite",
         help="write a SavedModel that computes in low precision where it is safe",
-        description="Writes the SavedModel DST, which is used as SRC is and computes in low "
-        "precision where that is safe. SRC is not changed; DST appears when it is complete.",
+        description=_rewrite.__doc__,
     )
     rewrite.set_defaults(run=_rewrite)
     add = rewrite.add_argument
@@ -88,10 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("dst", metavar="DST", help="directory to write; a new one but for --overwrite")
     text = "kind of device the model will run on; auto, the default: this machine's"
     add("--device", choices=("auto", "cpu", "gpu", "tpu"), default="auto", help=text)
-    text = (
-        "what decides where Casts go: lists, the default, min_cut for what is worth it on a "
-        "device of this kind, by tfamp's built-in table, or fused, which needs --freeze"
-    )
+    text = "lists, the default; min_cut, by estimated times too; or fused, which needs --freeze"
     add("--placement", choices=("lists", "min_cut", "fused"), default="lists", help=text)
     text = "nodes with a name in which REGEX is found stay float32; may be repeated"
     add("--keep-float32", metavar="REGEX", action="append", default=[], help=text)
@@ -102,9 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = f"write every decision with its reason to FILE ({', '.join(_REPORTS)})"
     add("--report", metavar="FILE", type=_report_path, help=text)
     add("--overwrite", action="store_true", help="replace a SavedModel in DST")
-    text = (
-        "low dtype to compute in; auto, the default: the one that this machine multiplies natively"
-    )
+    text = "low dtype to compute in; auto, the default: what this machine multiplies natively"
     for each in (doctor, rewrite):
         each.add_argument("--dtype", choices=(*LOW_PRECISION, "auto"), default="auto", help=text)
     return parser
@@ -122,6 +112,13 @@ def _report_path(text: str) -> Path:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    """Reports which low-precision dtypes this machine multiplies natively, and how fast it is.
+
+    Also which policy 'auto' therefore picks, and which versions are installed. Times are measured
+    in about 2 s and kept in the user's cache folder, unless TFAMP_PROFILE says otherwise. Of a
+    model it reports how much converts, what stays float32 and why, and how to measure what that
+    gains. A .keras file is loaded in Keras's safe mode.
+    """
     from tfamp.diagnostics import device_report, model_report
 
     # The model first: its error comes before a measurement.
@@ -137,6 +134,10 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _rewrite(args: argparse.Namespace) -> int:
+    """Writes the SavedModel DST, which is used as SRC is, and computes in low precision if safe.
+
+    SRC is not changed; DST appears when it is complete.
+    """
     from tfamp.rewriting.saved_model import directory_bytes, rewrite_saved_model
 
     plan = rewrite_saved_model(
@@ -171,7 +172,7 @@ def _rewrite(args: argparse.Namespace) -> int:
 def _quiet_process() -> Iterator[None]:
     """Lets a command run in a process that prints tfamp's warnings only.
 
-    A termination is taken like Ctrl-C, so that what was begun is removed. All is undone at the end.
+    SIGTERM is handled like Ctrl-C, so that unfinished output is removed. All is undone at the end.
     """
     _import_quietly()
     logger = logging.getLogger("tensorflow")

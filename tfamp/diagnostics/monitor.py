@@ -22,7 +22,6 @@ from tfamp.diagnostics.step_statistics import (
     SHARES,
     ExponentHistogram,
     Sample,
-    SampledCounts,
     StepStatistics,
     histogram,
     suggested_scale,
@@ -316,9 +315,9 @@ class NumericsMonitor(keras.callbacks.Callback):
         last = self.history[-1]["step"] if self.history else 0
         stops = consecutive >= self._limit
         if statistics.samples:
-            sampled = statistics.samples[stops]
-            if sampled.step() > last:
-                self._add_record(statistics, sampled, (skipped, consecutive))
+            sample = statistics.samples[stops].read()
+            if sample.step > last:
+                self._add_record(statistics, sample, (skipped, consecutive))
         if stops:
             self.detach()
             raise SkippedStepsError(self._why_stopped(consecutive))
@@ -354,11 +353,11 @@ class NumericsMonitor(keras.callbacks.Callback):
         return math.inf if self.max_consecutive_skips is None else self.max_consecutive_skips
 
     def _add_record(
-        self, statistics: StepStatistics, sampled: SampledCounts, skips: tuple[int, int]
+        self, statistics: StepStatistics, sample: Sample, skips: tuple[int, int]
     ) -> None:
         names = _unique([gradient_lib.variable_name(v) for v in statistics.variables])
         past = statistics.past(self._reported + 1, self._taken)
-        record = _make_record(sampled.read(), names, past, skips)
+        record = _make_record(sample, names, past, skips)
         self._reported = self._taken
         self.history.append(record)
         if self._jsonl is not None:
@@ -372,21 +371,17 @@ class NumericsMonitor(keras.callbacks.Callback):
     def _why_stopped(self, consecutive: int) -> str:
         record = self.history[-1] if self.history else {"variables": {}}
         bad = [name for name, each in record["variables"].items() if each["nonfinite"]]
-        where = (
-            "the last record names no variable: a sum of finite gradients, over replicas or "
-            "micro-batches, overflowed, or the steps were not recorded; every=1 records each"
-        )
+        where = "no record of them names a variable: every=1 records each step"
         if bad:
             where = (
-                f"at step {record['step']}, with loss scale {_scale_text(record['loss_scale'])}, "
-                f"the first bad variable was {bad[0]}, of {len(bad)} in all; the backward pass "
-                f"comes to {bad[-1]} first"
+                f"at step {record['step']} the first bad variable was {bad[0]}, of {len(bad)} in "
+                f"all; the backward pass comes to {bad[-1]} first"
             )
         return (
             f"{consecutive} steps in a row were skipped because gradients were not finite; {where}."
-            " No weight has changed in these steps. A lower loss scale does not help any more: "
-            "look for an inf or NaN in the data, the weights or the model with "
-            "tfamp.diagnostics.find_nonfinite, lower the learning rate, or use bfloat16."
+            " No weight has changed in these steps, and lowering the loss scale has not helped: "
+            "find the cause with tfamp.diagnostics.find_nonfinite, lower the learning rate, or use "
+            "bfloat16."
         )
 
 

@@ -168,8 +168,7 @@ def _trace(model_or_fn: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> St
     sizes = {leaf.shape[0] for leaf in keras.tree.flatten(x) if len(getattr(leaf, "shape", ()))}
     if sizes == {0}:
         raise ValueError(
-            "x is an empty batch, and the mean of no losses is NaN in any precision. Give a batch "
-            "with at least one example."
+            "x is an empty batch, whose mean loss is NaN in any precision. Give an example or more."
         )
     if not model_or_fn.built:
         model_or_fn(keras.tree.map_structure(keras.ops.convert_to_tensor, x))

@@ -192,8 +192,8 @@ class Finding(NonFiniteReport):
 
 def report_of(finding: Finding) -> NonFiniteReport:
     """Returns what the user is told of a finding."""
-    told = (each.name for each in dataclasses.fields(NonFiniteReport))
-    facts = {name: getattr(finding, name) for name in told}
+    fields = (each.name for each in dataclasses.fields(NonFiniteReport))
+    facts = {name: getattr(finding, name) for name in fields}
     return NonFiniteReport(**facts | {"fix": _fix(finding)})
 
 
@@ -201,8 +201,8 @@ def report_of(finding: Finding) -> NonFiniteReport:
 
 _FIXES = {
     "data": (
-        "Clean the data: the input itself has values that are not finite{at}. Look for missing "
-        "values, divisions by zero and logarithms of zero in the preprocessing."
+        "Clean the data: the input itself is not finite{at}. Look for missing values, divisions by "
+        "zero and logarithms of zero in the preprocessing."
     ),
     "large data": (
         "Scale the input: its largest magnitude {exceeds}. Divide it by its range or standardize "
@@ -213,17 +213,16 @@ _FIXES = {
         "tfamp.LossScaleOptimizer skips bad steps; a lower learning rate makes them rarer."
     ),
     "large weights": (
-        'The variable "{variable}" is finite, but its largest magnitude {exceeds}. {keep} Weights '
-        "this large also suggest a smaller learning rate or weight decay.{bfloat16}"
+        'The largest magnitude of the variable "{variable}" {exceeds}. {keep} Weights this large '
+        "also suggest a smaller learning rate or weight decay.{bfloat16}"
     ),
     "bad scale": (
-        "The loss scale is {power}. Use tfamp.LossScaleOptimizer, whose scale stays within "
-        "min_scale and max_scale, and start again from a scale such as 2**15."
+        "The loss scale is {power}. Start again from a scale such as 2**15, with "
+        "tfamp.LossScaleOptimizer, which keeps it within min_scale and max_scale."
     ),
     "large scale": (
-        "The loss scale {power} is too large. The largest power of two with which this step is "
-        "finite is {best}: tfamp.LossScaleOptimizer(optimizer, initial_scale={best}). A dynamic "
-        "scale backs off by itself, in a few skipped steps. bfloat16 needs no loss scale."
+        "The loss scale {power} is too large for this step, {best} is not: "
+        "tfamp.LossScaleOptimizer(optimizer, initial_scale={best}). bfloat16 needs no loss scale."
     ),
     "constant": (
         "The constant is infinite in {dtype}: its magnitude {exceeds}. For a mask use -6e+04 in "
@@ -247,8 +246,8 @@ _FIXES = {
         "value out of its domain, such as a variance, a difference, below zero. {keep}"
     ),
     "also in float32": (
-        "Precision is not the cause: float32 has it too. {advice}. If it appeared in the course of "
-        "training, lower the learning rate or clip gradients."
+        "Precision is not the cause: float32 has it too. {advice}. If training led to it, lower "
+        "the learning rate or clip gradients."
     ),
 }
 # More about an overflow in ops of some types.

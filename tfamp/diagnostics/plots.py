@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import bisect
-import functools
+import contextlib
 import io
 import itertools
 import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 from tfamp.diagnostics.step_statistics import LARGEST, NORMAL, SUBNORMAL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-P = ParamSpec("P")
 
 # Of Okabe and Ito's palette, which people with all common kinds of colour blindness tell apart.
 BLUE, ORANGE, GREEN, RED, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9"
@@ -35,24 +33,20 @@ _RANGES = (
 )
 
 
-def _with_matplotlib(plot: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Makes a function draw in matplotlib's default style, which suits pages of any colour."""
-
-    @functools.wraps(plot)
-    def drawn(*args: P.args, **kwargs: P.kwargs) -> Figure:
-        try:
-            from matplotlib import style
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                'Pictures need matplotlib: pip install "tfamp[plot]".', name="matplotlib"
-            ) from error
-        with style.context("default"):
-            return plot(*args, **kwargs)
-
-    return drawn
+@contextlib.contextmanager
+def _default_style() -> Iterator[None]:
+    """Draws in matplotlib's default style, which suits pages of any colour."""
+    try:
+        from matplotlib import style
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'Pictures need matplotlib: pip install "tfamp[plot]".', name="matplotlib"
+        ) from error
+    with style.context("default"):
+        yield
 
 
-@_with_matplotlib
+@_default_style()
 def plot_loss_scale(history: Any) -> Figure:
     """Draws the loss scale over the steps, with the skipped ones marked.
 
@@ -104,7 +98,7 @@ def plot_loss_scale(history: Any) -> Figure:
     return figure
 
 
-@_with_matplotlib
+@_default_style()
 def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
     """Draws the sizes of gradients, against the ranges of float16.
 

@@ -53,10 +53,6 @@ class SampledCounts:
         self._counts.assign(tf.where(wanted, counts, self._counts))
         self._facts.assign(tf.where(wanted, facts, self._facts))
 
-    def step(self) -> int:
-        """Returns the step of the sample; waits for the device."""
-        return int(_replicas(self._facts)[0][0])
-
     def read(self) -> Sample:
         """Returns the sample; waits for the device."""
         replicas = _replicas(self._counts)
@@ -125,9 +121,9 @@ class StepStatistics:
         unknown = [variable for variable in variables if id(variable) not in self._rows]
         if unknown:
             raise ValueError(
-                f"This monitor observes {len(self.variables)} other variables; got {len(unknown)} "
-                "it does not know. Use one NumericsMonitor for each set of variables, or record "
-                "the gradients of all of them together, None for those that are not at hand."
+                f"This monitor observes {len(self.variables)} other variables than the "
+                f"{len(unknown)} given. Use one NumericsMonitor for each set of variables, or give "
+                "all of them each time, with None for a missing gradient."
             )
         step = self._step + 1
         due = tf.equal(step % self._every, 0)
@@ -360,12 +356,7 @@ def histogram(rows: Sequence[Sequence[int]], scale: float) -> tuple[ExponentHist
     # Zeros have the exponent bits of subnormal numbers, NaNs those of infs.
     zeros, nans = counts.pop(-_BIAS, 0), columns[_NANS]
     infs = counts.pop(EXPONENTS - 1 - _BIAS, 0) - nans
-    largest = max(_float_of_bits(int(row[_LARGEST])) for row in rows)
+    bits = max(int(row[_LARGEST]) for row in rows)  # In the order of the values.
+    largest = float(np.uint32(bits).view(np.float32)) if bits >> MANTISSA_BITS else 0.0
     seen = ExponentHistogram(counts, zeros, infs, nans, columns[_OVER], largest)
     return seen.shifted(-math.frexp(scale)[1] + 1, seen.over), columns[_OVER_SECOND]
-
-
-def _float_of_bits(bits: int) -> float:
-    exponent, mantissa = divmod(bits, 2**MANTISSA_BITS)
-    value = (2**MANTISSA_BITS + mantissa) * 2.0 ** (exponent - _BIAS - MANTISSA_BITS)
-    return value if exponent else 0.0

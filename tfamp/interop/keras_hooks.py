@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -104,10 +104,9 @@ def calling_layers() -> list[Any]:
     return [caller for caller in callers if isinstance(caller, keras.Layer)]
 
 
-def functional_class() -> type:
+def functional_class() -> Any:
     """The class of Functional models. Symbol: `keras.src.models.functional.Functional`."""
-    found: type = foreign("keras.src.models.functional:Functional")
-    return found
+    return foreign("keras.src.models.functional:Functional")
 
 
 def exported_inputs(model: Any) -> Any:
@@ -356,7 +355,7 @@ def copy_annotations(source: Any, target: Any) -> None:
 # ---- Calls of layers -----------------------------------------------------------------------------
 
 
-def reading_in(layer: Any, dtype: str) -> contextlib.AbstractContextManager[None]:
+def reading_in(layer: Any, dtype: str) -> Any:
     """Returns a context in which a float32 layer reads its variables in a dtype when it is called.
 
     Keras does the same for mixed policies. Only variables that take part in it are read so: those
@@ -366,13 +365,12 @@ def reading_in(layer: Any, dtype: str) -> contextlib.AbstractContextManager[None
     Symbols: `keras.src.backend.common.variables.AutocastScope`, whose `original_scope` is the scope
     around it, and `get_autocast_scope`.
     """
-    context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if layer.autocast and layer.compute_dtype == "float32":
         scope = foreign(f"{_VARIABLES}:get_autocast_scope")()
         # Inside of a scope of another dtype, which is this one's, layers open their own first.
         if scope is None or isinstance(scope.original_scope, _scope_of_ours()):
-            context = _scope_of_ours()(dtype)
-    return context
+            return _scope_of_ours()(dtype)
+    return contextlib.nullcontext()
 
 
 @functools.cache
@@ -381,7 +379,7 @@ def _scope_of_ours() -> Any:
     return type("Scope", (foreign(f"{_VARIABLES}:AutocastScope"),), {})
 
 
-def reading_variables_in(dtype: str | None) -> contextlib.AbstractContextManager[None]:
+def reading_variables_in(dtype: str | None) -> Any:
     """A context in which the layer being called reads its variables in a dtype.
 
     Symbol: `keras.src.backend.common.variables.AutocastScope`.
@@ -389,9 +387,7 @@ def reading_variables_in(dtype: str | None) -> contextlib.AbstractContextManager
     Args:
         dtype: A float dtype; None for the one that each variable has.
     """
-    scope: contextlib.AbstractContextManager[None]
-    scope = foreign(f"{_VARIABLES}:AutocastScope")(dtype)
-    return scope
+    return foreign(f"{_VARIABLES}:AutocastScope")(dtype)
 
 
 def keras_symbol(owner: Any, name: str) -> Any:
@@ -407,16 +403,14 @@ def built_for(optimizer: Any) -> list[Any]:
     return list(keras_symbol(optimizer, "_trainable_variables"))
 
 
-def key_of(optimizer: Any) -> Callable[[Any], Hashable]:
+def key_of(optimizer: Any) -> Any:
     """Returns the function that gives a variable's key in an optimizer. Symbol: `_var_key`."""
-    key: Callable[[Any], Hashable] = keras_symbol(optimizer, "_var_key")
-    return key
+    return keras_symbol(optimizer, "_var_key")
 
 
 def index_of(optimizer: Any, variable: Any) -> int:
     """The place of a variable in the slots. Symbol: `_get_variable_index`."""
-    index: int = keras_symbol(optimizer, "_get_variable_index")(variable)
-    return index
+    return int(keras_symbol(optimizer, "_get_variable_index")(variable))
 
 
 def slot(optimizer: Any, name: str, index: int) -> Any:
@@ -439,10 +433,8 @@ def without_missing(
 
     Symbol: `_filter_empty_gradients`.
     """
-    kept: tuple[list[Any], list[Any]] = keras_symbol(optimizer, "_filter_empty_gradients")(
-        gradients, variables
-    )
-    return kept
+    kept, owners = keras_symbol(optimizer, "_filter_empty_gradients")(gradients, variables)
+    return list(kept), list(owners)
 
 
 def clipped(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:

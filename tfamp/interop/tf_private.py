@@ -8,7 +8,6 @@ and the versions tested. Each function has its own test, so a release that chang
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
@@ -333,14 +332,13 @@ def saved_model_message() -> Any:
     return foreign("tensorflow.core.protobuf.saved_model_pb2:SavedModel")()
 
 
-def message_error() -> type[Exception]:
+def message_error() -> Any:
     """Returns the class of the errors that messages raise when they cannot be parsed.
 
     Symbol: `google.protobuf.message.Error`. It is public in protobuf, which TensorFlow brings and
     may move: TensorFlow itself names no such class.
     """
-    error: type[Exception] = foreign("google.protobuf.message:Error")
-    return error
+    return foreign("google.protobuf.message:Error")
 
 
 def write_fingerprint(directory: str) -> None:
@@ -528,7 +526,7 @@ def set_attribute(operation: Any, name: str, value: Any) -> None:
     private_symbol(operation, "_set_attr")(name, attribute)
 
 
-def ops_marked(name: str, text: str) -> contextlib.AbstractContextManager[None]:
+def ops_marked(name: str, text: str) -> Any:
     """Returns a context that gives the ops added to the current graph one more attribute.
 
     Symbol: `Graph._attr_scope`. Name scopes would be public, but rules that go by names would then
@@ -536,11 +534,9 @@ def ops_marked(name: str, text: str) -> contextlib.AbstractContextManager[None]:
     """
     attribute = tf.compat.v1.AttrValue(s=text.encode())
     scope = private_symbol(tf.compat.v1.get_default_graph(), "_attr_scope")
-    context: contextlib.AbstractContextManager[None] = scope({name: attribute})
-    return context
+    return scope({name: attribute})
 
 
 def as_written(method: _Method) -> _Method:
     """Keeps AutoGraph, which rewrites all that a `tf.function` calls, from rewriting a method."""
-    kept: _Method = tf.autograph.experimental.do_not_convert(method)
-    return kept
+    return tf.autograph.experimental.do_not_convert(method)
