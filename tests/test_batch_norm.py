@@ -69,28 +69,6 @@ def test_shapes_known_only_at_run_time(dtype, jit_compile):
             assert_close(each, wanted, dtype, depth=24)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("static", [True, False])
-def test_the_variance_of_one_value_is_zero(dtype, static):
-    fn = tf.function(lambda x: fused_norm(x, None, None, EPSILON))
-    x = sample((1, 1, 1, 8), dtype)
-    if not static:
-        fn = fn.get_concrete_function(tf.TensorSpec((None, None, None, 8), dtype))
-    outputs, _, variance = fn(x)
-    np.testing.assert_array_equal(variance, np.zeros(8))
-    np.testing.assert_array_equal(outputs, np.zeros((1, 1, 1, 8)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(0, 8), (0, 2, 2, 8)])
-def test_an_empty_batch_has_no_statistics(shape, dtype):
-    outputs, found_mean, found_variance = fused_norm(tf.zeros(shape, dtype), None, None, EPSILON)
-    mean, variance = tf.nn.moments(tf.zeros(shape), list(range(len(shape) - 1)))
-    assert outputs.shape == shape
-    np.testing.assert_array_equal(found_mean, mean)  # NaN
-    np.testing.assert_array_equal(found_variance, variance)
-
-
 def test_kernels(monkeypatch):
     assert has_fused_kernel("float32", 1e-3)
     assert has_fused_kernel("bfloat16", 1e-3)

@@ -75,3 +75,7 @@ def test_python_m_tfamp_exits_with_the_code_of_main():
 
     assert run("--version").stdout == f"tfamp {tfamp.__version__}\n"
     assert run("nonsense").returncode == 2
+    # TensorFlow's notes when it is imported do not reach the screen.
+    failed = run("rewrite", "no/model", "copy", "--dtype", "float16")
+    assert failed.stderr.startswith("tfamp: error: There is no directory no/model")
+    assert (failed.returncode, failed.stderr.count("\n")) == (1, 1)

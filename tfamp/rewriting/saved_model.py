@@ -21,6 +21,7 @@ from tfamp.planning.decision import make_plan
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import RewritePlan
 from tfamp.policy import low_dtype
+from tfamp.rewriting.pipeline import all_nodes
 from tfamp.rewriting.saved_graph import (
     VARIABLES_PREFIX,
     find_roles,
@@ -246,6 +247,11 @@ def _read(src: Path) -> Any:
         ) from error
     if not model.meta_graphs:
         raise SavedModelError(f"{path} is broken: it holds no graph.")
+    for node in (node for graph in model.meta_graphs for node in all_nodes(graph.graph_def)):
+        if node.op == "Const" and "value" not in node.attr:  # TensorFlow would end the process.
+            raise SavedModelError(
+                f"{path} is broken: its constant {node.name!r} has no value. Save the model again."
+            )
     if any(graph.HasField("saver_def") for graph in model.meta_graphs):
         try:
             reader = tf.train.load_checkpoint(str(src / VARIABLES_PREFIX))
