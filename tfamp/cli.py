@@ -151,11 +151,9 @@ def _rewrite(args: argparse.Namespace) -> int:
         device=args.device,
         overwrite=args.overwrite,
     )
-    before, after = directory_bytes(Path(args.src)), directory_bytes(Path(args.dst))
+    old, new = (directory_bytes(Path(each)) for each in (args.src, args.dst))
     totals = plan.summary
-    print(
-        f"wrote   {args.dst}, {after / 1e6:.4g} MB: {after / before:.0%} of {before / 1e6:.4g} MB"
-    )
+    print(f"wrote   {args.dst}, {new / 1e6:.4g} MB: {new / old:.0%} of {old / 1e6:.4g} MB")
     print(f"nodes   {totals.low_nodes} of {totals.nodes} float nodes in {plan.dtype}")
     print(
         f"casts   {totals.casts}, {totals.cast_bytes / 1e6:.4g} MB and "

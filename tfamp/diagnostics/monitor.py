@@ -18,15 +18,7 @@ import tensorflow as tf
 
 from tfamp.core.errors import SkippedStepsError
 from tfamp.core.options import checked_count
-from tfamp.diagnostics.step_statistics import (
-    SHARES,
-    ExponentHistogram,
-    Sample,
-    StepStatistics,
-    histogram,
-    suggested_scale,
-    total,
-)
+from tfamp.diagnostics.step_statistics import SHARES, Sample, StepStatistics, make_record
 from tfamp.gradient_accumulator import GradientAccumulator
 from tfamp.interop.keras_hooks import add_to_epoch_logs, as_tensor, built_for, described
 from tfamp.interop.patching import unwrap_methods, wrap_method
@@ -50,8 +42,6 @@ _MOST_ROWS = 12
 # Called with gradients, variables, what the gradients are still to be divided by, and whether all
 # are finite; None where the optimizer does not skip steps.
 Observer: TypeAlias = Callable[[list[Any], list[Any], Any, Any], None]
-# A step, its loss scale, and the number of steps skipped before.
-_PastStep: TypeAlias = tuple[int, float, int]
 
 
 class NumericsMonitor(keras.callbacks.Callback):
@@ -352,12 +342,10 @@ class NumericsMonitor(keras.callbacks.Callback):
     def _limit(self) -> float:
         return math.inf if self.max_consecutive_skips is None else self.max_consecutive_skips
 
-    def _add_record(
-        self, statistics: StepStatistics, sample: Sample, skips: tuple[int, int]
-    ) -> None:
+    def _add_record(self, statistics: StepStatistics, sample: Sample, skips: Sequence[int]) -> None:
         names = _unique([gradient_lib.variable_name(v) for v in statistics.variables])
         past = statistics.past(self._reported + 1, self._taken)
-        record = _make_record(sample, names, past, skips)
+        record = make_record(sample, names, past, skips)
         self._reported = self._taken
         self.history.append(record)
         if self._jsonl is not None:
@@ -386,47 +374,6 @@ class NumericsMonitor(keras.callbacks.Callback):
 
 
 # ---- Records ------------------------------------------------------------------------------------
-
-
-def _make_record(
-    sample: Sample, names: Sequence[str], past: Sequence[_PastStep], skips: tuple[int, int]
-) -> dict[str, Any]:
-    """Makes the record of a sample of gradients, as `NumericsMonitor` describes it.
-
-    `names` are those of the variables, in the sample's order. `past` is of the steps since
-    the last record; `skips` are the numbers of skipped steps, in all and in a row.
-    """
-    # Of scales that are no power of two the next one below stands for them.
-    exponent = math.frexp(sample.loss_scale)[1] - 1
-    unscaled, scaled = {}, {}
-    for name, rows in zip(names, sample.counts, strict=True):
-        unscaled[name], over = histogram(rows, sample.divisor)
-        scaled[name] = unscaled[name].shifted(exponent, over)
-    everything = total(unscaled.values()), total(scaled.values())
-    bad = [name for name, each in unscaled.items() if each.nonfinite]
-    return {
-        "step": sample.step,
-        "loss_scale": sample.loss_scale,
-        "suggested_scale": suggested_scale(everything[0]),
-        "skipped_steps": skips[0],
-        "consecutive_skipped_steps": skips[1],
-        "loss_scales": [
-            list(next(group)[:2]) for _, group in itertools.groupby(past, key=lambda each: each[1])
-        ],
-        "skipped": _skipped(past, skips[0]),
-        "first_nonfinite": bad[0] if bad else None,
-        "gradients": _described(*everything),
-        "variables": {name: _described(unscaled[name], scaled[name]) for name in names},
-    }
-
-
-def _described(unscaled: ExponentHistogram, scaled: ExponentHistogram) -> dict[str, Any]:
-    return {**unscaled.to_dict(), **scaled.shares(), "unscaled": unscaled.shares()}
-
-
-def _skipped(past: Sequence[_PastStep], skipped: int) -> list[int]:
-    after = [before for _, _, before in past[1:]] + [skipped]
-    return [step for (step, _, before), then in zip(past, after, strict=False) if then > before]
 
 
 def _scale_text(scale: float | None) -> str:

@@ -21,48 +21,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, float_format
 from tfamp.diagnostics.model_runs import check_compute_dtype, layer_path, unchanged
-from tfamp.diagnostics.nonfinite_report import (
-    ALSO_IN_FLOAT32,
-    INVALID,
-    OVERFLOW,
-    UNDERFLOW,
-    Finding,
-    NonFiniteReport,
-    ValueRange,
-    report_of,
-)
-from tfamp.diagnostics.nonfinite_step import (
-    LOSS_SCOPE,
-    Path,
-    Place,
-    Step,
-    bare_name,
-    trace_function,
-    trace_model,
-)
-from tfamp.graph.observe import (
-    Observer,
-    drop_unused_nodes,
-    low_dtypes,
-    observed_scopes,
-    retyped,
-)
+from tfamp.diagnostics.nonfinite_report import Finding, NonFiniteReport, ValueRange, report_of
+from tfamp.diagnostics.nonfinite_step import LOSS_SCOPE, Path, Place, Step, bare_name, trace_step
+from tfamp.graph.observe import Observer, drop_unused_nodes, low_dtypes, observed_scopes, retyped
 from tfamp.planning.ranges import TensorKey
-from tfamp.planning.structures import (
-    ARGUMENT,
-    MAIN_GRAPH,
-    GraphIndex,
-    IndexedNode,
-    node_name,
-    op_types,
-    reach,
-)
+from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, GraphIndex, IndexedNode, op_types, reach
 
 # Where dynamic scales start, and a scale with which many models have been trained.
 _USUAL_START, _USUAL_SCALE = 2.0**16, 2.0**7
@@ -144,7 +112,7 @@ def find_nonfinite(
         ('forward', 'growing', 'Exp', 'overflow')
     """
     _check(model_or_fn, x, dtype)
-    step = _trace(model_or_fn, x, y, loss, dtype)
+    step = trace_step(model_or_fn, x, y, loss, dtype)
     finding = _bad_before(step, x, y) or _search(step, dtype)
     return None if finding is None else report_of(finding)
 
@@ -158,21 +126,8 @@ def _check(model_or_fn: Any, x: Any, dtype: Any) -> None:
     check_compute_dtype(dtype)
     if isinstance(x, tf.data.Dataset):
         raise TypeError(
-            "x must be one batch; got a data set. Give the x and y of next(iter(data))."
+            "x must be one batch, not a data set. Give the x and y of next(iter(data))."
         )
-
-
-def _trace(model_or_fn: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
-    if not isinstance(model_or_fn, keras.Layer):
-        return trace_function(model_or_fn, x, y, loss, dtype)
-    sizes = {leaf.shape[0] for leaf in keras.tree.flatten(x) if len(getattr(leaf, "shape", ()))}
-    if sizes == {0}:
-        raise ValueError(
-            "x is an empty batch, whose mean loss is NaN in any precision. Give an example or more."
-        )
-    if not model_or_fn.built:
-        model_or_fn(keras.tree.map_structure(keras.ops.convert_to_tensor, x))
-    return trace_model(model_or_fn, x, y, loss, dtype)
 
 
 def _bad_before(step: Step, x: Any, y: Any) -> Finding | None:
@@ -193,7 +148,7 @@ def _bad_before(step: Step, x: Any, y: Any) -> Finding | None:
                 op=op,
                 layer=(name.rpartition("/")[0] or None) if stage == "weights" else None,
                 variable=name if is_variable else None,
-                kind=ALSO_IN_FLOAT32,
+                kind="also_in_float32",
                 ranges={"inputs": (), "outputs": (found,)},
                 dtype=found.dtype,
                 at=f", the first at index {index[0]} of {name}" if array.ndim else "",
@@ -250,12 +205,10 @@ class _Run(dict[TensorKey, Seen]):
     def __missing__(self, key: TensorKey) -> Seen:
         return Seen()
 
-    def ranges(
-        self, keys: Sequence[TensorKey], execution: int, name: str
-    ) -> tuple[ValueRange, ...]:
+    def ranges(self, keys: Sequence[TensorKey], execution: int, of: str) -> tuple[ValueRange, ...]:
         """Returns the ranges of the inputs or outputs of an op, with numbered names."""
         found = ((i, self[key].at(execution)) for i, key in enumerate(keys) if key in self)
-        return tuple(dataclasses.replace(each, name=f"{name} {i}") for i, each in found)
+        return tuple(dataclasses.replace(each, name=f"{of} {i}") for i, each in found)
 
 
 class _Twins:
@@ -305,7 +258,8 @@ class _Twins:
 
 def _key_of(tensor: str) -> TensorKey:
     """The key of a tensor of the graph itself, by its name there."""
-    return MAIN_GRAPH, node_name(tensor), int(tensor.partition(":")[2])
+    name, _, port = tensor.partition(":")
+    return MAIN_GRAPH, name, int(port)
 
 
 class _Nodes:
@@ -381,7 +335,7 @@ def _search(step: Step, dtype: str | None) -> Finding | None:
     return dataclasses.replace(
         finding,
         stage="loss_scale",
-        kind=OVERFLOW,
+        kind="overflow",
         variable=finding.gradient_of or finding.variable,
         scale=scale,
         best_scale=best,
@@ -534,23 +488,23 @@ def _cause(runs: _Runs, path: Path, bad: Sequence[TensorKey], execution: int) ->
     The execution is that of the function that the op is in.
     """
     if not bad:
-        return {"kind": ALSO_IN_FLOAT32, "dtype": "float32"}
+        return {"kind": "also_in_float32", "dtype": "float32"}
     dtype = runs.low[bad[0]].at(execution).dtype
     float32 = [runs.float32[key].at(execution) for key in bad]
     largest = max((each.max_abs for each in float32 if each.finite), default=None)
     found: dict[str, Any] = {"dtype": dtype, "float32_max": largest}
     if largest is None:
-        return found | {"kind": ALSO_IN_FLOAT32}
+        return found | {"kind": "also_in_float32"}
     vanished = _first_vanished(runs, path[-1], execution)
     if vanished is None or largest > float_format(dtype).max:
         # An infinity within the dtype's range is that of a sum inside, for example.
         is_infinite = any(runs.low[key].at(execution).infs for key in bad)
         is_large = largest > float_format(dtype).max or is_infinite
-        return found | {"kind": OVERFLOW if is_large else INVALID}
+        return found | {"kind": "overflow" if is_large else "invalid"}
     node = runs.nodes.at[vanished[:2]]
     is_all = runs.low[vanished].at(execution).max_abs == 0.0
     return found | {
-        "kind": UNDERFLOW,
+        "kind": "underflow",
         "vanished": runs.float32[vanished].at(execution).max_abs if is_all else None,
         "vanished_op": node.op,
         "vanished_layer": _layer_or_scope(runs.step.layer_of((*path[:-1], vanished[:2])), node),
@@ -579,7 +533,7 @@ def _stage(runs: _Runs, path: Path, kind: str, layer: Any) -> str:
     sources = reach([top], lambda at: [each[:2] for each in runs.observed(nodes.inputs[at])])
     if any(_BACKWARD.search(name) for _, name in sources):
         return "backward"
-    if len(path) == 1 and nodes.at[top].op == "Cast" and kind == OVERFLOW:
+    if len(path) == 1 and nodes.at[top].op == "Cast" and kind == "overflow":
         if _given(nodes, top, _INPUTS):
             return "input"
         if _variable_read(runs, top) is not None:

@@ -16,8 +16,6 @@ from tfamp.planning.structures import op_types
 from tfamp.reports import tables
 from tfamp.reports.tables import table_lines
 
-OVERFLOW, UNDERFLOW, INVALID = "overflow", "underflow", "invalid"
-ALSO_IN_FLOAT32 = "also_in_float32"
 _LOGS = op_types("Log Log1p Xlogy")
 _DIVISIONS = op_types("Div DivNoNan RealDiv Reciprocal Inv Rsqrt RsqrtGrad")
 _ROOTS = op_types("Sqrt SqrtGrad")
@@ -292,7 +290,7 @@ def _fix(finding: Finding) -> str:
     if finding.dtype == "float16":
         words["bfloat16"] = " Or use bfloat16, which has float32's range."
     table, otherwise = _LARGE, ""
-    if finding.kind == ALSO_IN_FLOAT32:
+    if finding.kind == "also_in_float32":
         table, otherwise = _IN_FLOAT32, "Look at the ranges of its inputs"
     advice = next((text for ops, text in table.items() if finding.op in ops), otherwise)
     words["advice"] = advice.format(**words)
@@ -301,7 +299,7 @@ def _fix(finding: Finding) -> str:
 
 def _case(finding: Finding, tiny: float) -> str:
     """Returns which of the fixes it is."""
-    is_large = finding.kind == OVERFLOW
+    is_large = finding.kind == "overflow"
     if finding.stage == "loss_scale":
         return "bad scale" if finding.best_scale is None else "large scale"
     if finding.stage in ("input", "weights"):
@@ -309,7 +307,7 @@ def _case(finding: Finding, tiny: float) -> str:
         return f"large {name}" if is_large else name
     if is_large:
         return "constant" if finding.is_constant else "overflow"
-    if finding.kind != UNDERFLOW:
+    if finding.kind != "underflow":
         return finding.kind.replace("_", " ")
     if finding.vanished_op in ("Softmax", "Sigmoid") or (
         finding.op in _LOGS and "oftmax" in str(finding.vanished_layer)

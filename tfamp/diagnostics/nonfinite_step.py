@@ -81,10 +81,24 @@ class Step:
         return None
 
 
+def trace_step(model_or_fn: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
+    """Traces the step of `find_nonfinite`'s arguments."""
+    if not isinstance(model_or_fn, keras.Layer):
+        return _trace_function(model_or_fn, x, y, loss, dtype)
+    sizes = {leaf.shape[0] for leaf in keras.tree.flatten(x) if len(getattr(leaf, "shape", ()))}
+    if sizes == {0}:
+        raise ValueError(
+            "x is an empty batch, whose mean loss is NaN in any precision. Give an example or more."
+        )
+    if not model_or_fn.built:
+        model_or_fn(keras.tree.map_structure(keras.ops.convert_to_tensor, x))
+    return _trace_model(model_or_fn, x, y, loss, dtype)
+
+
 # ---- A model -------------------------------------------------------------------------------------
 
 
-def trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
+def _trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
     """Traces the training step of a built model: forward, loss, scaled loss, gradients.
 
     Without targets and a loss only the forward pass is traced. At level O1 it is rewritten, as the
@@ -208,7 +222,7 @@ def _as_input(value: Any) -> Any:
 # ---- A function ----------------------------------------------------------------------------------
 
 
-def trace_function(function: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
+def _trace_function(function: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
     """Traces a function for a call; one that is float32 is rewritten for a low dtype."""
     rewritten = isinstance(function, RewrittenFunction)
     low = dtype if dtype in LOW_PRECISION else None
@@ -277,9 +291,7 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
     """Traces a function for a call; with sources, it returns results and their gradients."""
     notes = _Notes()
     call = FlatCall(tf.nest.map_structure(_as_tensor, args), {})
-    with patched_here(
-        layer_call=notes.call_layer, gradient=notes.gradient, constant=_with_exact_value
-    ):
+    with patched_here(layer_call=notes.call_layer, gradient=notes.gradient, constant=_with_exact):
         traced = _traced(function, call)
     graph, captured = traced.graph, traced.captured_inputs
     layers = tuple(notes.layers.values())
@@ -314,7 +326,7 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
     )
 
 
-def _with_exact_value(original: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+def _with_exact(original: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
     """Makes a constant; one of low precision keeps the value that it was rounded from."""
     tensor = original(value, *args, **kwargs)
     if tensor.dtype.name in LOW_PRECISION:

@@ -10,7 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -28,6 +29,10 @@ EXPONENTS, MANTISSA_BITS = 256, 23
 _BIAS = 127
 _NANS, _OVER, _OVER_SECOND, _LARGEST = range(EXPONENTS, EXPONENTS + 4)
 COLUMNS = EXPONENTS + 4
+
+
+# A step, its loss scale, and the number of steps skipped before.
+PastStep: TypeAlias = tuple[int, float, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,7 @@ class StepStatistics:
         """Returns how many steps `own_skips` counted, in all and in a row; waits for the device."""
         return int(_replicas(self._skipped)[0]), int(_replicas(self._consecutive)[0])
 
-    def past(self, first: int, last: int) -> list[tuple[int, float, int]]:
+    def past(self, first: int, last: int) -> list[PastStep]:
         """Returns step, loss scale and steps skipped before, of the steps remembered from `first`.
 
         `last` is at most the number of steps taken.
@@ -292,14 +297,9 @@ class ExponentHistogram:
         parts = (*under, self.over)
         return {name: part / total for name, part in zip(SHARES, parts, strict=True)}
 
-    def shifted(self, exponent: int, over: int | None = None) -> ExponentHistogram:
-        """Returns the histogram of the values times 2**exponent.
-
-        `over` is how many are over 65504 then; without it, from 65504 to 65536 counts as under.
-        """
+    def shifted(self, exponent: int, over: int) -> ExponentHistogram:
+        """Returns the histogram of the values times 2**exponent, of which `over` exceed 65504."""
         counts = {e + exponent: number for e, number in self.counts.items()}
-        if over is None:
-            over = sum(n for e, n in counts.items() if e > LARGEST) + self.infs
         largest = self.largest * 2.0**exponent
         return ExponentHistogram(counts, self.zeros, self.infs, self.nans, over, largest)
 
@@ -360,3 +360,45 @@ def histogram(rows: Sequence[Sequence[int]], scale: float) -> tuple[ExponentHist
     largest = float(np.uint32(bits).view(np.float32)) if bits >> MANTISSA_BITS else 0.0
     seen = ExponentHistogram(counts, zeros, infs, nans, columns[_OVER], largest)
     return seen.shifted(-math.frexp(scale)[1] + 1, seen.over), columns[_OVER_SECOND]
+
+
+# ---- Records -------------------------------------------------------------------------------------
+
+
+def make_record(
+    sample: Sample, names: Sequence[str], past: Sequence[PastStep], skips: Sequence[int]
+) -> dict[str, Any]:
+    """Makes the record of a sample of gradients, as `NumericsMonitor` describes it.
+
+    `names` are those of the variables, in the sample's order. `past` is of the steps since
+    the last record; `skips` are the numbers of skipped steps, in all and in a row.
+    """
+    # Of scales that are no power of two the next one below stands for them.
+    exponent = math.frexp(sample.loss_scale)[1] - 1
+    unscaled, scaled = {}, {}
+    for name, rows in zip(names, sample.counts, strict=True):
+        unscaled[name], over = histogram(rows, sample.divisor)
+        scaled[name] = unscaled[name].shifted(exponent, over)
+    everything = total(unscaled.values()), total(scaled.values())
+    bad = [name for name, each in unscaled.items() if each.nonfinite]
+    return {
+        "step": sample.step,
+        "loss_scale": sample.loss_scale,
+        "suggested_scale": suggested_scale(everything[0]),
+        "skipped_steps": skips[0],
+        "consecutive_skipped_steps": skips[1],
+        "loss_scales": [list(next(group)[:2]) for _, group in groupby(past, key=lambda x: x[1])],
+        "skipped": _skipped(past, skips[0]),
+        "first_nonfinite": bad[0] if bad else None,
+        "gradients": _described(*everything),
+        "variables": {name: _described(unscaled[name], scaled[name]) for name in names},
+    }
+
+
+def _described(unscaled: ExponentHistogram, scaled: ExponentHistogram) -> dict[str, Any]:
+    return {**unscaled.to_dict(), **scaled.shares(), "unscaled": unscaled.shares()}
+
+
+def _skipped(past: Sequence[PastStep], skipped: int) -> list[int]:
+    after = [before for _, _, before in past[1:]] + [skipped]
+    return [step for (step, _, before), then in zip(past, after, strict=False) if then > before]

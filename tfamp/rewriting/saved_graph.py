@@ -21,24 +21,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.core.errors import SavedModelError
+from tfamp.graph import functions
 from tfamp.graph.calibration import Calibration, measure
-from tfamp.graph.editor import (
-    SHAPES,
-    control_inputs_of,
-    is_control,
-    replace_nodes,
-    tensor_inputs,
-)
-from tfamp.graph.functions import (
-    CALLS,
-    GRADIENT,
-    calls_in,
-    copied,
-    inline_calls,
-    library_of,
-    reached_functions,
-    rename_functions,
-)
+from tfamp.graph.editor import SHAPES, control_inputs_of, is_control, replace_nodes, tensor_inputs
 from tfamp.graph.index import build_indexes
 from tfamp.graph.observe import held_variables
 from tfamp.graph.passes.constants import fold_casts
@@ -63,7 +48,7 @@ _PASSING = frozenset({"Identity", "IdentityN", "NoOp"})
 # Holds the functions that only the object graph refers to, while a graph is rewritten.
 _ROOT = "tfamp_functions_of_the_object_graph"
 # Allowed uses of a variable that becomes a constant; control flow passes it on.
-_READING = BRANCHING | CALLS | {"Identity", "ResourceGather", "ResourceGatherNd"}
+_READING = BRANCHING | functions.CALLS | {"Identity", "ResourceGather", "ResourceGatherNd"}
 _READ = "/Read/ReadVariableOp"
 # Kept in a frozen graph.
 _KEPT_COLLECTIONS = frozenset({"saved_model_main_op", "legacy_init_op", "saved_model_assets"})
@@ -118,7 +103,7 @@ def rewrite_meta_graph(
     Every function keeps its name, arguments and results, so that the object graph and what loads it
     find what they look for.
     """
-    functions = library_of(meta_graph.graph_def)
+    library = functions.library_of(meta_graph.graph_def)
     graph = _model_graph(meta_graph, roles)
     root = graph.node.add(name=_ROOT, op="NoOp")
     for name in roles.entries:
@@ -127,10 +112,10 @@ def rewrite_meta_graph(
     options = options.keeping(_custom_gradients(graph))
     use = graph_use(fetches, roles.feeds, options, ranges)
     plan = convert(graph, resolved(options), use).plan
-    functions |= library_of(graph)
+    library |= functions.library_of(graph)
     result = meta_graph.graph_def
     replace_nodes(result.node, (node for node in graph.node if node.name != _ROOT))
-    replace_nodes(result.library.function, functions.values())
+    replace_nodes(result.library.function, library.values())
     return plan
 
 
@@ -149,15 +134,17 @@ def _model_graph(meta_graph: Any, roles: Roles) -> Any:
     So no Casts are needed between layers. Calls stay in functions that only call another, so that
     signatures still share the function that they have in common.
     """
-    graph = copied(meta_graph.graph_def)
+    graph = functions.copied(meta_graph.graph_def)
     used = [node for node in graph.node if node.name not in roles.bystanders]
-    reached = reached_functions(library_of(graph), (*roles.entries, *calls_in(used)))
+    reached = functions.reached_functions(
+        functions.library_of(graph), (*roles.entries, *functions.calls_in(used))
+    )
     model = [each for each in graph.library.function if each.signature.name in reached]
     replace_nodes(graph.library.function, model)
-    inlined = library_of(inline_calls(copied(graph)))
-    for name, function in library_of(graph).items():
+    inlined = functions.library_of(functions.inline_calls(functions.copied(graph)))
+    for name, function in functions.library_of(graph).items():
         doing = [node.op for node in function.node_def if node.op not in _PASSING]
-        if len(doing) != 1 or doing[0] not in CALLS:
+        if len(doing) != 1 or doing[0] not in functions.CALLS:
             function.CopyFrom(inlined[name])
     return graph
 
@@ -198,10 +185,10 @@ def _functions_of_objects(objects: Sequence[Any]) -> Iterator[str]:
 
 def _custom_gradients(graph: Any) -> list[str]:
     """Patterns of the names of nodes with a custom gradient, which takes and gives float32."""
-    library = library_of(graph)
-    reached = reached_functions(library, calls_in(graph.node))
+    library = functions.library_of(graph)
+    reached = functions.reached_functions(library, functions.calls_in(graph.node))
     scopes = [graph.node, *(library[name].node_def for name in sorted(reached))]
-    names = [node.name for nodes in scopes for node in nodes if GRADIENT in node.attr]
+    names = [node.name for nodes in scopes for node in nodes if functions.GRADIENT in node.attr]
     return [f"^{re.escape(name)}$" for name in _distinct(names)]
 
 
@@ -232,9 +219,7 @@ def _captured(src: Path, meta_graph: Any) -> tuple[Any, dict[str, Any]]:
     return loaded, {name: each for name, each in found.items() if each.dtype == tf.resource}
 
 
-def measure_meta_graph(
-    meta_graph: Any, roles: Roles, src: Path, calibration: Calibration
-) -> Ranges:
+def measure_meta_graph(meta_graph: Any, roles: Roles, src: Path, data: Calibration) -> Ranges:
     """Runs each call of a calibration on the signature that takes inputs of its names.
 
     A call is a dict of arrays by input name, or an array where a signature has one input. The
@@ -254,17 +239,17 @@ def measure_meta_graph(
             node.CopyFrom(fed)
     signatures = signatures_of(meta_graph)
     calls: dict[str, list[Mapping[str, Any]]] = {}
-    for args, kwargs in calibration.calls():
-        name, values = _matching(signatures, args, kwargs, src)
-        calls.setdefault(name, []).append(values)
+    for args, kwargs in data.calls():
+        name, given = _matching(signatures, args, kwargs, src)
+        calls.setdefault(name, []).append(given)
     ranges: dict[TensorKey, TensorRange] = {}
     for name, batches in calls.items():
         inputs = sorted(signatures[name].inputs.items())
         feeds = [*(info.name for _, info in inputs), *captured]
-        data = [[batch[key] for key, _ in inputs] for batch in batches]
+        values = [[batch[key] for key, _ in inputs] for batch in batches]
         fetches = [info.name for _, info in sorted(signatures[name].outputs.items())]
         try:
-            found = measure(graph, feeds, data, list(captured.values()), fetches)
+            found = measure(graph, feeds, values, list(captured.values()), fetches)
         except tf.errors.OpError as error:
             raise SavedModelError(
                 f"The signature {name!r} of {src} cannot be run on the calibration data: "
@@ -286,9 +271,7 @@ def _matching(
             return name, {inputs[0]: args[0]}
     given = f"arrays named {sorted(kwargs)}" if kwargs else f"{len(args)} arrays without names"
     taken = "; ".join(f"{name} takes {sorted(each.inputs)}" for name, each in signatures.items())
-    raise SavedModelError(
-        f"No signature of {src} takes {given}: {taken or 'it has no signatures'}."
-    )
+    raise SavedModelError(f"No signature of {src} takes {given}: {taken or 'there is none'}.")
 
 
 def first_line(error: BaseException) -> str:
@@ -311,7 +294,7 @@ def freeze_meta_graph(meta_graph: Any, roles: Roles, src: Path) -> None:
     """
     keep = (*roles.feeds, *roles.fetches, *roles.init)
     # A copy: the values are looked up by the calls.
-    graph = inline_calls(copied(meta_graph.graph_def), keep)
+    graph = functions.inline_calls(functions.copied(meta_graph.graph_def), keep)
     nodes = {node.name: node for node in graph.node}
     # A variable that is set when the model is loaded, such as the path of an asset, stays one.
     used = ancestors(nodes, (*roles.feeds, *roles.fetches))
@@ -373,7 +356,7 @@ def _with_constants(graph: Any, values: Mapping[str, Any], keep: Iterable[str]) 
     finally:
         logger.setLevel(level)
     for node in all_nodes(frozen):
-        if node.op in BRANCHING | CALLS:
+        if node.op in BRANCHING | functions.CALLS:
             node.attr.pop(SHAPES, None)  # For variables these are the shapes of handles.
     return frozen
 
@@ -384,7 +367,7 @@ def _drop_objects(meta_graph: Any, keep: Iterable[str]) -> None:
     _wait_for_no_constants(graph)
     needed = ancestors({node.name: node for node in graph.node}, keep)
     replace_nodes(graph.node, [node for node in graph.node if node.name in needed])
-    rename_functions(graph, "")  # It drops functions that no node calls.
+    functions.rename_functions(graph, "")  # It drops functions that no node calls.
     for field in ("object_graph_def", "saver_def"):
         meta_graph.ClearField(field)
     meta_graph.meta_info_def.function_aliases.clear()

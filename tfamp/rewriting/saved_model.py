@@ -21,16 +21,8 @@ from tfamp.planning.decision import make_plan
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import RewritePlan
 from tfamp.policy import low_dtype
+from tfamp.rewriting import saved_graph
 from tfamp.rewriting.pipeline import all_nodes
-from tfamp.rewriting.saved_graph import (
-    VARIABLES_PREFIX,
-    find_roles,
-    first_line,
-    freeze_meta_graph,
-    measure_meta_graph,
-    rewrite_meta_graph,
-    store_low_constants,
-)
 
 # The model may run on another machine than this, whose times are unknown.
 _PLACEMENT = "lists"
@@ -209,13 +201,15 @@ def _rewritten(
     )
     plans = []
     for meta_graph in model.meta_graphs:
-        roles = find_roles(meta_graph)
+        roles = saved_graph.find_roles(meta_graph)
         if freeze:
-            freeze_meta_graph(meta_graph, roles, src)
-            roles = find_roles(meta_graph)
-        ranges = None if data is None else measure_meta_graph(meta_graph, roles, src, data)
-        plan = rewrite_meta_graph(meta_graph, roles, options, ranges)
-        plans.append(store_low_constants(meta_graph, roles, plan) if freeze else plan)
+            saved_graph.freeze_meta_graph(meta_graph, roles, src)
+            roles = saved_graph.find_roles(meta_graph)
+        ranges = (
+            None if data is None else saved_graph.measure_meta_graph(meta_graph, roles, src, data)
+        )
+        plan = saved_graph.rewrite_meta_graph(meta_graph, roles, options, ranges)
+        plans.append(saved_graph.store_low_constants(meta_graph, roles, plan) if freeze else plan)
     if len(plans) == 1:
         return plans[0]
     nodes = tuple(node for plan in plans for node in plan.nodes)
@@ -254,12 +248,12 @@ def _read(src: Path) -> Any:
             )
     if any(graph.HasField("saver_def") for graph in model.meta_graphs):
         try:
-            reader = tf.train.load_checkpoint(str(src / VARIABLES_PREFIX))
+            reader = tf.train.load_checkpoint(str(src / saved_graph.VARIABLES_PREFIX))
             for name in reader.get_variable_to_dtype_map():  # Checksums are compared on the way.
                 reader.get_tensor(name)
         except (tf.errors.OpError, ValueError, IndexError, MemoryError) as error:
             raise SavedModelError(
-                f"The variables of the SavedModel {src} cannot be read: {first_line(error)}"
+                f"The variables of {src} cannot be read: {saved_graph.first_line(error)}"
             ) from error
     return model
 
