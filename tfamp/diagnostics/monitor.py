@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import math
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -126,7 +125,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         )
         self._statistics: StepStatistics | None = None
         self._scaling: Scaling = scaling_of(None)
-        self._take_off: list[Any] = []
+        self._watching = contextlib.ExitStack()
         self._taken = 0  # Steps the device has taken, at most; known exactly after each look.
         self._next_look = 0.0
         self._reported = 0  # The last step whose loss scale is in a record.
@@ -145,9 +144,10 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._scaling = scaling_of(model.optimizer)
         with model.distribute_strategy.scope():
             self._start(int(model.steps_per_execution))
-        self._take_off.append(watch_optimizer(model.optimizer, as_written(self._observe)))
-        self._take_off.append(add_to_epoch_logs(model, self._figures))
-        self._take_off.append(lambda: model.make_train_function(force=True))
+        undo = self._watching.callback
+        undo(model.make_train_function, force=True)  # Done last.
+        undo(add_to_epoch_logs(model, self._figures))
+        undo(watch_optimizer(model.optimizer, as_written(self._observe)))
         model.make_train_function(force=True)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -164,8 +164,7 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     def detach(self) -> None:
         """Stops watching; only needed if `model.fit` was interrupted and goes on without it."""
-        while self._take_off:
-            self._take_off.pop(0)()
+        self._watching.close()
 
     # Custom loops.
 
@@ -343,7 +342,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         return math.inf if self.max_consecutive_skips is None else self.max_consecutive_skips
 
     def _add_record(self, statistics: StepStatistics, sample: Sample, skips: Sequence[int]) -> None:
-        names = _unique([gradient_lib.variable_name(v) for v in statistics.variables])
+        names = _distinct([gradient_lib.variable_name(v) for v in statistics.variables])
         past = statistics.past(self._reported + 1, self._taken)
         record = make_record(sample, names, past, skips)
         self._reported = self._taken
@@ -391,11 +390,10 @@ def _row(name: str, described: Mapping[str, Any]) -> tuple[str, ...]:
     return (name, *(f"{share:.1%}" for share in shares), span)
 
 
-def _unique(names: Sequence[str]) -> list[str]:
-    """Names with "#2", "#3" and so on behind those that are there more than once."""
-    numbers: dict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
-    numbered = [(name, next(numbers[name])) for name in names]
-    return [name if number == 1 else f"{name}#{number}" for name, number in numbered]
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Appends "#2", "#3" and so on to the second, third and later occurrence of a name."""
+    before = [names[:i].count(name) for i, name in enumerate(names)]
+    return [f"{name}#{n + 1}" if n else name for name, n in zip(names, before, strict=True)]
 
 
 # ---- Files --------------------------------------------------------------------------------------

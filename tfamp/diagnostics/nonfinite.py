@@ -1,11 +1,10 @@
 """`find_nonfinite`: which op made the first NaN or infinity of a step, why, and what to change.
 
-Data, then variables and loss scale, are checked first; then the step is traced and run in its low
-dtype and in float32, and the values of all float tensors are analysed. A tensor is *bad* if it has
-an infinite value or a NaN. The place to name is the first bad tensor that led to a bad result, made
-by an op from inputs that were all finite. An infinite constant alone is not a fault: masks are made
-of these, and a softmax makes finite values of one. It is to blame when a NaN comes of it, or when a
-result is bad in the end.
+Data, loss scale and variables are checked first. Then the step is traced and run in its low dtype
+and in float32, and all float tensors are observed. A tensor is *bad* if it has an infinity or a
+NaN. The report names the first op on the way to a bad result that made a bad tensor from finite
+inputs. An infinite constant alone is not a fault: masks are made of these, and softmax returns
+finite values for them. It is the cause if it leads to a NaN or to a bad result.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from tfamp.graph.observe import Observer, drop_unused_nodes, low_dtypes, observe
 from tfamp.planning.ranges import TensorKey
 from tfamp.planning.structures import ARGUMENT, MAIN_GRAPH, GraphIndex, IndexedNode, op_types, reach
 
-# Where dynamic scales start, and a scale with which many models have been trained.
+# Where dynamic scales start, and a scale that many models have been trained with.
 _USUAL_START, _USUAL_SCALE = 2.0**16, 2.0**7
 _CONSTANTS = op_types("Const HostConst")
 _READS = op_types("ReadVariableOp ResourceGather")
 _INPUTS = op_types("Placeholder PlaceholderV2")
-# Ops that make an infinity of finite values only if these are large.
+# Ops whose result is infinite only if their finite inputs are large.
 _GROWING = op_types("""
     AddV2 BatchMatMulV2 Conv2D Cumsum Einsum MatMul Mean Mul Prod Square SquaredDifference Sub
     Sum
@@ -57,42 +56,40 @@ def find_nonfinite(
     loss: Any = None,
     dtype: str | None = None,
 ) -> NonFiniteReport | None:
-    """Finds the first infinity or NaN of a training step, and says why and what to do.
+    """Finds the first infinity or NaN of a training step, its cause and how to fix it.
 
-    Use it when a loss is NaN, or when a loss scale goes on falling. The step is traced and run
-    twice, in its mixed precision and in float32 with the same weights, data and random numbers, and
-    every float tensor in it is looked at: forward pass, loss, gradients, the bodies of loops. That
-    takes seconds, so give it one batch.
+    Use it when a loss is NaN, or when a loss scale keeps falling. The step is traced and run twice,
+    in mixed precision and in float32, with the same weights, data and random numbers, and every
+    float tensor is observed: forward pass, loss, gradients, the bodies of loops. This takes
+    seconds, so give it one batch.
 
-    Weights, optimizer, seeds, moving statistics and policies are as before afterwards, also after
-    an exception. What a Python function does to Python objects while it is traced is not undone,
-    and other threads must not call the model meanwhile.
+    Weights, optimizer, seeds, moving statistics and policies are restored, also after an exception.
+    Side effects of a Python function on Python objects during tracing are not undone, and other
+    threads must not call the model meanwhile.
 
-    Infinite constants, as in masks, are no fault while nothing but finite results comes of them.
-    Neither is a dynamic loss scale of up to 2**16 that is too large, if 2**7 would do: it backs off
-    by itself.
+    Infinite constants, as in masks, are accepted if all results are finite. So is a dynamic loss
+    scale of up to 2**16 that is too large, if 2**7 is not: it backs off by itself.
 
     Args:
         model_or_fn: A Keras model under any policy; or a function, a `tf.function`, or what
             `tfamp.rewrite` returned: a forward pass, or a whole training step with its tape,
             autocast and optimizer inside. Called as `fn(x)`, or `fn(x, y)`.
         x: One batch: arrays or tensors in the structure that the model or function takes. A tuple
-            is spread over the arguments of a function that has as many.
-        y: Targets of the batch, if there are any.
+            becomes the arguments of a function that takes as many.
+        y: Targets of the batch, if any.
         loss: A loss as for `compile`, or a function of targets and outputs. None is the loss that
-            the model is compiled with. With a function, `fn(x)` is the forward pass then, and
+            the model is compiled with. With a loss, a function is a forward pass `fn(x)`, and
             gradients are taken with respect to the variables it uses.
-        dtype: "float16", "bfloat16" or "float32" to run the step as if in that dtype: a model as
-            under that mixed policy, a function as `tfamp.rewrite` would have it. None is what it
-            computes in.
+        dtype: "float16", "bfloat16" or "float32" to run the step in that dtype: a model as under
+            that mixed policy, a function as rewritten by `tfamp.rewrite`. None keeps its own.
 
     Returns:
-        The report; None where all is finite. The loss is scaled if the model is compiled with an
-        optimizer that does so, or if the function does.
+        The report; None if everything is finite. The loss is scaled if the model is compiled with
+        an optimizer that scales it, or if the function scales it.
 
     Raises:
-        TypeError: `model_or_fn` cannot be called, `x` is a data set, or `loss` is no loss.
-        ValueError: There is no such dtype; there are targets, but no loss; or a model's batch is
+        TypeError: `model_or_fn` cannot be called, `x` is a data set, or `loss` is not a loss.
+        ValueError: The dtype is unknown; there are targets, but no loss; or a model's batch is
             empty.
 
     Example:
@@ -131,7 +128,7 @@ def _check(model_or_fn: Any, x: Any, dtype: Any) -> None:
 
 
 def _bad_before(step: Step, x: Any, y: Any) -> Finding | None:
-    """The first of data, loss scale and variables that is not finite before the step is run."""
+    """Returns a finding if data, loss scale or variables are not finite before the step."""
     for stage, op, name, value in _values_before(step, x, y):
         # Ragged tensors and variants cannot become arrays; these have no float dtype.
         if not getattr(getattr(value, "dtype", None), "is_floating", True):
@@ -142,12 +139,11 @@ def _bad_before(step: Step, x: Any, y: Any) -> Finding | None:
         found = ValueRange.of(name, array)
         if not found.finite or (stage == "loss_scale" and found.max <= 0):
             index = np.argwhere(~np.isfinite(array.astype(np.float64))).tolist()
-            is_variable = stage != "input"
             return Finding(
                 stage=stage,
                 op=op,
                 layer=(name.rpartition("/")[0] or None) if stage == "weights" else None,
-                variable=name if is_variable else None,
+                variable=None if stage == "input" else name,
                 kind="also_in_float32",
                 ranges={"inputs": (), "outputs": (found,)},
                 dtype=found.dtype,
@@ -175,7 +171,7 @@ class Seen(list[ValueRange]):
 
     @staticmethod
     def look(before: Seen | None, values: Any) -> Seen:
-        """Adds an execution, as an `Observer` needs it."""
+        """Adds an execution; for an `Observer`."""
         seen = Seen() if before is None else before
         if not seen.is_bad:
             seen.append(ValueRange.of("", values))
@@ -183,16 +179,16 @@ class Seen(list[ValueRange]):
 
     @property
     def is_bad(self) -> bool:
-        """Whether an execution was not finite, the last one then."""
+        """Whether an execution, which is the last one then, was not finite."""
         return bool(self) and not self[-1].finite
 
     @property
     def bad_at(self) -> int:
-        """The execution that was not finite; one after all others where there is none."""
+        """Number of the execution that was not finite; larger than any other if all were."""
         return len(self) - 1 if self.is_bad else sys.maxsize
 
     def at(self, execution: int) -> ValueRange:
-        """Returns the range in an execution; the last one that is known for a later one."""
+        """Returns the range in an execution; after the last one seen, the range in that."""
         return self[min(execution, len(self) - 1)] if self else _NO_VALUES
 
 
@@ -200,7 +196,7 @@ _NO_VALUES = ValueRange("", "float32", (), 0.0, 0.0)
 
 
 class _Run(dict[TensorKey, Seen]):
-    """The ranges of the tensors in a run of a step; none of a tensor that was not computed."""
+    """The ranges of all tensors in a run of a step; empty for a tensor that was not computed."""
 
     def __missing__(self, key: TensorKey) -> Seen:
         return Seen()
@@ -212,7 +208,7 @@ class _Run(dict[TensorKey, Seen]):
 
 
 class _Twins:
-    """A step to run in its low dtype, or in `dtype`, and node for node the same in float32."""
+    """A step in its low dtype, or in `dtype`, and its float32 twin with the same nodes."""
 
     def __init__(self, step: Step, dtype: str | None) -> None:
         self.step = step
@@ -230,7 +226,7 @@ class _Twins:
         self.nodes = _Nodes(indexes, self.results)
 
     def run(self, scale: float) -> _Runs | None:
-        """Runs the step with a loss scale, and in float32; None where all is finite."""
+        """Runs both with a loss scale; returns None if all values in the low dtype are finite."""
         low = self._run(self._low, scale)
         if not any(seen.is_bad for seen in low.values()):
             return None
@@ -257,20 +253,20 @@ class _Twins:
 
 
 def _key_of(tensor: str) -> TensorKey:
-    """The key of a tensor of the graph itself, by its name there."""
+    """Returns the key of a tensor of the main graph."""
     name, _, port = tensor.partition(":")
     return MAIN_GRAPH, name, int(port)
 
 
 class _Nodes:
-    """The nodes of all scopes by place, with their inputs, and outputs that are used."""
+    """The nodes of all scopes by place, with their inputs and used outputs."""
 
     def __init__(self, indexes: Sequence[GraphIndex], results: Iterable[TensorKey]) -> None:
         self.at: dict[Place, IndexedNode] = {}
         self.inputs: dict[Place, list[TensorKey]] = defaultdict(list)
         self.outputs: dict[Place, set[TensorKey]] = defaultdict(set)
         self.variants: set[TensorKey] = set()
-        self.order: dict[str, list[Place]] = {}  # Of each scope, producers first.
+        self.order: dict[str, list[Place]] = {}  # By scope, in topological order.
         for index in indexes:
             places = [(index.scope, node.name) for node in index.nodes]
             self.at.update(zip(places, index.nodes, strict=True))
@@ -286,25 +282,25 @@ class _Nodes:
             self.outputs[tensor[:2]].add(tensor)
 
     def sources(self, place: Place) -> list[Place]:
-        """Returns the nodes that make the inputs of a node."""
+        """Returns the producers of a node's inputs."""
         return [tensor[:2] for tensor in self.inputs[place]]
 
     def is_constant(self, place: Place) -> bool:
-        """Whether the value of a node depends on constants alone."""
+        """Whether a node is computed from constants only."""
         ends = (at for at in reach([place], self.sources) if not self.sources(at))
         return all(self.at[end].op in _CONSTANTS for end in ends)
 
     def bodies(self, place: Place) -> list[str]:
-        """Returns the scopes that a node runs."""
+        """Returns the functions that a node calls, as scopes."""
         return [name for _, name in self.at[place].calls if name in self.order]
 
     def scopes_in(self, place: Place) -> Iterable[str]:
-        """Returns the scopes that a node runs, and those that these run."""
+        """Returns the scopes that a node runs, directly or through other calls."""
         return reach(self.bodies(place), lambda scope: chain(*map(self.bodies, self.order[scope])))
 
 
 class _Runs(NamedTuple):
-    """The values of a step in its low dtype and in float32, which may be the same."""
+    """A step's run in its low dtype and its run in float32, which may be the same."""
 
     step: Step
     nodes: _Nodes
@@ -312,12 +308,12 @@ class _Runs(NamedTuple):
     float32: _Run
 
     def observed(self, tensors: Iterable[TensorKey]) -> list[TensorKey]:
-        """Selects the tensors that are floats and were computed."""
+        """Selects the float tensors that were computed."""
         return [tensor for tensor in tensors if tensor in self.low]
 
 
 def _search(step: Step, dtype: str | None) -> Finding | None:
-    """Runs a step; if it is not finite, runs it without a loss scale, to see if that is why."""
+    """Runs a step; if it is not finite, runs it again with a loss scale of 1 to test that."""
     twins = _Twins(step, dtype)
     scale = 1.0 if step.scale is None else float(step.scale.numpy())
     finding = _look(twins, scale)
@@ -326,12 +322,12 @@ def _search(step: Step, dtype: str | None) -> Finding | None:
     unscaled = _look(twins, 1.0)
     if unscaled is not None:
         return unscaled
-    # The largest power of two with which the step is finite, as it is with 1.
+    # The largest power of two that keeps the step finite.
     exponents = range(1, max(math.ceil(math.log2(scale)), 1))
     bad = bisect.bisect_left(exponents, True, key=lambda n: _look(twins, 2.0**n) is not None)
     best = 2.0**bad
     if step.scale_adapts and scale <= _USUAL_START and best >= _USUAL_SCALE:
-        return None  # A dynamic scale backs off by itself, in a few skipped steps.
+        return None  # A dynamic scale backs off by itself within a few skipped steps.
     return dataclasses.replace(
         finding,
         stage="loss_scale",
@@ -360,8 +356,7 @@ _States: TypeAlias = dict[TensorKey, int]
 def _first_bad(runs: _Runs, results: Iterable[TensorKey]) -> Path | None:
     """Finds the first op whose result is not finite although its inputs are.
 
-    It is looked for among what led to bad results; if these are finite, among what is bad only in
-    low precision, or bad because of large numbers.
+    If a result is bad, only ops that led to it count. Otherwise only faults count, see `is_fault`.
     """
     bad_results = [key[:2] for key in results if runs.low[key].is_bad]
     for excuse_constants in (True, False) if bad_results else (True,):
@@ -375,7 +370,7 @@ def _first_bad(runs: _Runs, results: Iterable[TensorKey]) -> Path | None:
 
 
 class _Walk:
-    """Judges tensors: fine, infinite because of a constant, or bad."""
+    """Classifies tensors: finite, infinite because of an infinite constant, or bad."""
 
     def __init__(self, runs: _Runs, excuse: bool) -> None:
         self._nodes, self._float32, self._excuse = runs.nodes, runs.float32, excuse
@@ -383,14 +378,14 @@ class _Walk:
         self._bad_scopes = {key[0] for key in self._low}
 
     def states(self, scope: str, execution: int = sys.maxsize - 1) -> _States:
-        """Returns the states of a scope's tensors; of a function's up to one of its executions."""
+        """Returns the states of a scope's tensors, up to an execution of its function."""
         nodes = self._nodes
         states: _States = {}
         for place in nodes.order[scope]:
             worst = max((states.get(each, _OK) for each in nodes.inputs[place]), default=_OK)
             for tensor in nodes.outputs[place]:
                 if tensor in nodes.variants:
-                    # The elements of a list are seen where they are put in or taken out.
+                    # List elements are observed where they are written or read.
                     bad = worst == _BAD or self._is_bad_inside(place)
                     states[tensor] = _BAD if bad else _OK
                 elif (seen := self._low[tensor]).bad_at <= execution:
@@ -403,7 +398,7 @@ class _Walk:
         return not self._bad_scopes.isdisjoint(self._nodes.scopes_in(place))
 
     def sources_with(self, state: int, states: _States, place: Place) -> list[Place]:
-        """Returns the nodes that give a node values of some state."""
+        """Returns the producers of a node's inputs that have a given state."""
         return [each[:2] for each in self._nodes.inputs[place] if states.get(each) == state]
 
     def origins(self, scope: str, states: _States) -> list[Place]:
@@ -417,14 +412,14 @@ class _Walk:
         ]
 
     def descend(self, place: Place, states: _States, callers: Path) -> Path:
-        """Returns an origin; of a call, the first one in its functions."""
+        """Follows calls from an origin to the first origin in their functions."""
         path = (*callers, place)
         for body in self._nodes.bodies(place) if place not in callers else ():
             numbers = [seen.bad_at for key, seen in self._low.items() if key[0] == body]
             inner = self.states(body, min(numbers, default=sys.maxsize - 1))
             if origins := self.origins(body, inner):
                 return self.descend(origins[0], inner, path)
-        # A NaN comes of a constant where that is infinite in low precision only.
+        # A constant that is infinite in low precision only causes the NaN.
         constant = place
         while excused := self.sources_with(_EXCUSED, states, constant):
             constant = excused[0]
@@ -433,11 +428,11 @@ class _Walk:
         return (*callers, constant) if is_its else path
 
     def is_fault(self, place: Place) -> bool:
-        """Whether a bad value is a fault though all results are finite.
+        """Whether a bad value is a fault although all results are finite.
 
-        It is if it, or one inside a call, is bad in low precision only; or was made of large
-        numbers, as the infinite variance that makes a normalization return zeros. Divisions by zero
-        and logarithms of zero are often masked on purpose.
+        It is if it, or a value inside a call, is bad in low precision only or overflowed, like an
+        infinite variance that makes a normalization return zeros. Divisions by zero and logarithms
+        of zero are often masked on purpose.
         """
         inside = self._nodes.scopes_in(place)
         return any(
@@ -483,10 +478,7 @@ def _explained(runs: _Runs, path: Path) -> Finding:
 
 
 def _cause(runs: _Runs, path: Path, bad: Sequence[TensorKey], execution: int) -> dict[str, Any]:
-    """Why outputs of an op are not finite, as fields of a finding.
-
-    The execution is that of the function that the op is in.
-    """
+    """Returns why outputs of an op are not finite in an execution, as fields of a finding."""
     if not bad:
         return {"kind": "also_in_float32", "dtype": "float32"}
     dtype = runs.low[bad[0]].at(execution).dtype
@@ -497,7 +489,7 @@ def _cause(runs: _Runs, path: Path, bad: Sequence[TensorKey], execution: int) ->
         return found | {"kind": "also_in_float32"}
     vanished = _first_vanished(runs, path[-1], execution)
     if vanished is None or largest > float_format(dtype).max:
-        # An infinity within the dtype's range is that of a sum inside, for example.
+        # The float32 value may be in range: a sum inside the op can overflow.
         is_infinite = any(runs.low[key].at(execution).infs for key in bad)
         is_large = largest > float_format(dtype).max or is_infinite
         return found | {"kind": "overflow" if is_large else "invalid"}
@@ -512,7 +504,7 @@ def _cause(runs: _Runs, path: Path, bad: Sequence[TensorKey], execution: int) ->
 
 
 def _first_vanished(runs: _Runs, place: Place, execution: int) -> TensorKey | None:
-    """The first tensor on the way to an op with values that are zero, but not in float32."""
+    """Returns the first tensor on the way to an op with zeros that float32 does not have."""
     found = None
     while True:
         zero = [
@@ -529,7 +521,7 @@ def _first_vanished(runs: _Runs, place: Place, execution: int) -> TensorKey | No
 
 def _stage(runs: _Runs, path: Path, kind: str, layer: Any) -> str:
     nodes, top = runs.nodes, path[0]
-    # By floats alone: a loop of the forward pass takes lists that its gradient needs.
+    # Through floats only: a loop of the forward pass takes lists for its gradient.
     sources = reach([top], lambda at: [each[:2] for each in runs.observed(nodes.inputs[at])])
     if any(_BACKWARD.search(name) for _, name in sources):
         return "backward"
@@ -543,7 +535,7 @@ def _stage(runs: _Runs, path: Path, kind: str, layer: Any) -> str:
 
 
 def _given(nodes: _Nodes, place: Place, ops: frozenset[str]) -> list[Place]:
-    """The nodes of some op types whose values an op takes, perhaps as a cast, nearest first."""
+    """Returns the producers of some op types, looking through casts and the like; nearest first."""
 
     def passed_on(each: Place) -> list[Place]:
         passes = each == place or nodes.at[each].op in _PASSING_ON
@@ -553,14 +545,14 @@ def _given(nodes: _Nodes, place: Place, ops: frozenset[str]) -> list[Place]:
 
 
 def _variable_read(runs: _Runs, place: Place) -> str | None:
-    """The name of a variable whose value an op takes, perhaps as a cast."""
+    """Returns the name of a variable that an op reads, perhaps through a cast."""
     nodes, names = runs.nodes, runs.step.reads
     handles = (name for read in _given(nodes, place, _READS)[:1] for _, name in nodes.sources(read))
     return next((names[handle] for handle in handles if handle in names), None)
 
 
 def _bad_gradient(runs: _Runs, path: Path) -> str | None:
-    """The first variable whose gradient is not finite because of the fault."""
+    """Returns the first variable whose gradient is not finite because of the fault."""
     for tensor, variable in runs.step.gradients.items():
         key = _key_of(tensor)
         if runs.low[key].is_bad and path[0] in reach([key[:2]], runs.nodes.sources):

@@ -1,4 +1,4 @@
-"""The step of a model or a function as one graph whose ops are marked with their layers."""
+"""Traces the step of a model or a function as one graph whose ops are marked with their layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tfamp.rewriting.function import RewrittenFunction, rewrite
 from tfamp.rewriting.pipeline import FlatCall, TracedFunction
 
 Place: TypeAlias = tuple[str, str]  # Scope and name of a node.
-# Of the nodes whose functions an op runs in, the outermost first, then of the op.
+# The calls that an op runs in, the outermost first, then the op itself.
 Path: TypeAlias = tuple[Place, ...]
 
 LOSS_SCOPE = "tfamp_loss"
@@ -44,13 +44,13 @@ class Step:
 
     graph_def: Any  # Its calls are inlined.
     inputs: tuple[str, ...]
-    values: tuple[Any, ...]  # Of the inputs: arguments, then captures with handles of variables.
+    values: tuple[Any, ...]  # The inputs' values: arguments, then captured tensors and handles.
     outputs: tuple[str, ...]
-    gradients: Mapping[str, str]  # Names of variables by the tensors that are their gradients.
-    operations: tuple[str, ...]  # What has to run as well.
+    gradients: Mapping[str, str]  # Gradient tensor -> name of its variable.
+    operations: tuple[str, ...]  # Ops that run for their effects.
     layers: tuple[Any, ...]  # In the order of their first calls.
-    variables: tuple[tuple[str, Any], ...]  # Name and `tf.Variable` of what has to be finite.
-    reads: Mapping[str, str]  # Names of variables by the input that is their handle or value.
+    variables: tuple[tuple[str, Any], ...]  # Name and `tf.Variable`, which has to be finite.
+    reads: Mapping[str, str]  # Input that is a variable's handle or value -> name of the variable.
     rewritten_by: str = ""
     scale: Any = None  # The variable that holds the loss scale, if one does.
     scale_adapts: bool = True
@@ -82,7 +82,7 @@ class Step:
 
 
 def trace_step(model_or_fn: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
-    """Traces the step of `find_nonfinite`'s arguments."""
+    """Traces the step that the arguments of `find_nonfinite` describe."""
     if not isinstance(model_or_fn, keras.Layer):
         return _trace_function(model_or_fn, x, y, loss, dtype)
     sizes = {leaf.shape[0] for leaf in keras.tree.flatten(x) if len(getattr(leaf, "shape", ()))}
@@ -101,21 +101,21 @@ def trace_step(model_or_fn: Any, x: Any, y: Any, loss: Any, dtype: str | None) -
 def _trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
     """Traces the training step of a built model: forward, loss, scaled loss, gradients.
 
-    Without targets and a loss only the forward pass is traced. At level O1 it is rewritten, as the
-    steps of `fit` are.
+    Without targets and a loss only the forward pass is traced. At level O1 it is rewritten, like
+    the steps of `fit`.
     """
     compute_loss = _loss_of_model(model, y, loss)
     optimizer = getattr(model, "optimizer", None)
 
     def forward(x: Any) -> Any:
         outputs = model(x, training=compute_loss is not None)
-        # As a policy of tfamp's would have it.
+        # Under one of tfamp's policies outputs are float32.
         return outputs if dtype is None else keras.tree.map_structure(in_float32, outputs)
 
     function, trained, args = forward, [], [x]
     if compute_loss is not None:
         scaled: Callable[[Any], Any] = tf.identity
-        # Keras's optimizer with a loss scale has none before it is built.
+        # Keras's LossScaleOptimizer has no scale before it is built.
         names = ("dynamic_scale", "loss_scale_factor")
         if optimizer and any(getattr(optimizer, name, None) is not None for name in names):
             scaled = optimizer.scale_loss
@@ -141,7 +141,7 @@ def _trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> St
 
 
 def _loss_of_model(model: Any, y: Any, given: Any) -> Callable[..., Any] | None:
-    """A function of outputs, inputs and targets that returns the loss; None if there is none."""
+    """Returns the loss as a function of outputs, inputs and targets; None without one."""
     if given is not None:
         loss = _checked_loss(given)
 
@@ -157,13 +157,13 @@ def _loss_of_model(model: Any, y: Any, given: Any) -> Callable[..., Any] | None:
     if y is not None:
         raise ValueError(
             "find_nonfinite got targets y, but no loss: the model is not compiled. Give loss=, as "
-            "for compile, or leave y out to look at the forward pass only."
+            "for compile, or leave y out to check the forward pass only."
         )
     return None
 
 
 def _checked_loss(given: Any) -> Callable[[Any, Any], Any]:
-    """A loss of targets and outputs."""
+    """Returns a loss as a function of targets and outputs."""
     if not isinstance(given, str) and not callable(given):
         raise TypeError(
             f"loss must be the name of a Keras loss, a keras.losses.Loss or a function of targets "
@@ -179,9 +179,9 @@ def _with_loss(
     scaled: Callable[[Any], Any] = tf.identity,
     trained: Sequence[Any] | None = None,
 ) -> Callable[..., Any]:
-    """A step of a forward pass's arguments and the targets: results, and gradients.
+    """Returns a step: arguments of the forward pass and targets -> results and gradients.
 
-    They are those of the variables that are trained; None is all that the forward pass uses.
+    The gradients are with respect to `trained`; None is all variables that the forward pass uses.
     """
 
     def step(*given: Any) -> tuple[list[Any], Any]:
@@ -199,9 +199,9 @@ def _with_loss(
 
 @contextlib.contextmanager
 def _losses_kept(model: Any) -> Iterator[None]:
-    """Drops the losses that layers add while they are traced: these belong to the trace.
+    """Drops the losses that layers add during tracing: they are symbolic tensors of the trace.
 
-    They are float32, as where the model computes in a low dtype because of tfamp.
+    They are float32, as in every model that tfamp converted.
     """
     with contextlib.ExitStack() as undo:
         for layer in layers_of(model):
@@ -223,7 +223,7 @@ def _as_input(value: Any) -> Any:
 
 
 def _trace_function(function: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> Step:
-    """Traces a function for a call; one that is float32 is rewritten for a low dtype."""
+    """Traces a function; a float32 one is rewritten if a low dtype is given."""
     rewritten = isinstance(function, RewrittenFunction)
     low = dtype if dtype in LOW_PRECISION else None
     if rewritten and low is not None:
@@ -245,7 +245,7 @@ def _trace_function(function: Any, x: Any, y: Any, loss: Any, dtype: str | None)
 
 
 def _arguments(function: Callable[..., Any], x: Any, y: Any) -> tuple[Any, ...]:
-    """`x` and `y` as arguments; a tuple `x` is all of them where the function takes as many."""
+    """Returns `x` and `y` as arguments; a tuple `x` if the function takes as many."""
     if y is not None or not isinstance(x, tuple):
         return (x,) if y is None else (x, y)
     parameters = inspect.signature(getattr(function, "python_function", function)).parameters
@@ -257,9 +257,9 @@ def _arguments(function: Callable[..., Any], x: Any, y: Any) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class _Notes:
-    """The layers that are called and the gradients that are taken while a step is traced.
+    """Layers called and gradients taken during tracing.
 
-    Its methods stand for Keras's and TensorFlow's, which they get first.
+    Its methods replace functions of Keras and TensorFlow, which they get as `original`.
     """
 
     layers: dict[int, Any] = field(default_factory=dict)  # By `id`.
@@ -277,7 +277,7 @@ class _Notes:
     def gradient(
         self, original: Any, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Notes gradients: a graph does not record of which variable a tensor is the gradient."""
+        """Notes gradients: a graph does not record which variable a gradient belongs to."""
         found = original(tape, target, sources, *args, **kwargs)
         self.add_gradients(sources, found)
         return found
@@ -288,7 +288,7 @@ class _Notes:
 
 
 def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) -> Step:
-    """Traces a function for a call; with sources, it returns results and their gradients."""
+    """Traces a function; with `sources`, it returns results and gradients with respect to them."""
     notes = _Notes()
     call = FlatCall(tf.nest.map_structure(_as_tensor, args), {})
     with patched_here(layer_call=notes.call_layer, gradient=notes.gradient, constant=_with_exact):
@@ -327,7 +327,7 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
 
 
 def _with_exact(original: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Makes a constant; one of low precision keeps the value that it was rounded from."""
+    """Creates a constant; one of low precision keeps its unrounded value as an attribute."""
     tensor = original(value, *args, **kwargs)
     if tensor.dtype.name in LOW_PRECISION:
         with np.errstate(over="ignore"):
@@ -339,7 +339,7 @@ def _with_exact(original: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _traced(function: Any, call: FlatCall) -> Any:
-    """The concrete function of a call; its inputs are the call's tensors, then its captures."""
+    """Returns the concrete function of a call; its inputs are the call's tensors, then captures."""
     if isinstance(function, RewrittenFunction):
         function = function.copy().concrete(*call.args)  # Traced now, with notes.
     # Arguments that are not tensors here may be constants or tensors of a concrete function.
@@ -361,15 +361,15 @@ def _gradients(
         variable = keras_hooks.native(source)
         is_here = tf.is_tensor(values) and getattr(values, "graph", None) is graph
         if is_here and isinstance(variable, tf.Variable) and values.dtype.name in FLOAT_DTYPES:
-            with graph.as_default():  # What is fetched is made by an Identity.
+            with graph.as_default():  # Fetched tensors have to be the output of an Identity.
                 yield tf.identity(values).name, paths.get(id(variable), bare_name(variable))
 
 
 def _named(variables: Iterable[Any]) -> list[tuple[str, Any]]:
-    """The paths of Keras variables, and names of others, with the `tf.Variable`s behind them."""
+    """Returns paths of Keras variables, or names of others, with their `tf.Variable`s."""
     return [(getattr(v, "path", None) or bare_name(v), keras_hooks.native(v)) for v in variables]
 
 
 def bare_name(variable: Any) -> str:
-    """Returns the name of a `tf.Variable` without its output."""
+    """Returns the name of a `tf.Variable` without ":0"."""
     return str(variable.name).partition(":")[0]
