@@ -1,4 +1,4 @@
-"""Pictures of a monitor's records; matplotlib is loaded when one is made."""
+"""Plots of a monitor's records; matplotlib is loaded on the first."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tfamp.diagnostics.step_statistics import LARGEST, NORMAL, SUBNORMAL
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Of Okabe and Ito's palette, which people with all common kinds of colour blindness tell apart.
+# From Okabe and Ito's palette, which suits all common kinds of colour blindness.
 BLUE, ORANGE, GREEN, RED, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9"
 INK, FAINT = "#1c2430", "#5b6675"
-# The exponents that are drawn; the few values further out stand at the ends.
+# The exponents that are drawn; values further out are drawn at the ends.
 _SPAN = (-60, 28)
-# Float16's ranges of these, each with its colour.
+# Float16's ranges of exponents, each with its colour.
 _RANGES = (
     (_SPAN[0], SUBNORMAL, RED),
     (SUBNORMAL, NORMAL, ORANGE),
@@ -40,7 +40,7 @@ def _default_style() -> Iterator[None]:
         from matplotlib import style
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            'Pictures need matplotlib: pip install "tfamp[plot]".', name="matplotlib"
+            'Plots need matplotlib: pip install "tfamp[plot]".', name="matplotlib"
         ) from error
     with style.context("default"):
         yield
@@ -58,14 +58,14 @@ def plot_loss_scale(history: Any) -> Figure:
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: There is no record yet.
+        ValueError: There are no records yet.
 
     Example:
         >>> from tfamp.diagnostics import NumericsMonitor, plot_loss_scale
         >>> plot_loss_scale(NumericsMonitor())
         Traceback (most recent call last):
         ...
-        ValueError: There is no record to show. ...
+        ValueError: The history has no record to show. ...
     """
     records = _records_of(history)
     steps, scales = _scale_steps(records)
@@ -100,32 +100,32 @@ def plot_loss_scale(history: Any) -> Figure:
 
 @_default_style()
 def plot_exponents(history: Any, *, variable: str | None = None) -> Figure:
-    """Draws the sizes of gradients, against the ranges of float16.
+    """Draws the magnitudes of gradients against the ranges of float16.
 
-    Above without loss scale, below with the one they had. Shaded are the ranges in which float16
-    flushes to zero, loses digits, is exact to its 11 bits, and overflows. The title counts the
-    values that were zero already.
+    The upper plot is without loss scale, the lower with the one they had. Shaded are the ranges in
+    which float16 flushes to zero, loses digits, is exact to its 11 bits, and overflows. The title
+    has the share of zeros.
 
     Source: Figure 3 of Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 
     Args:
         history: A `NumericsMonitor`, its `history`, one record of it, or the path of its JSON
             lines. Several records are drawn together.
-        variable: Name of the variable whose gradient to draw; None draws those of all.
+        variable: Name of the variable whose gradient to draw; None draws all gradients.
 
     Returns:
         A matplotlib figure; `figure.savefig("exponents.png")` writes it.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: There is no record yet, or none of this variable.
+        ValueError: There are no records yet, or none of this variable.
 
     Example:
         >>> from tfamp.diagnostics import NumericsMonitor, plot_exponents
         >>> plot_exponents(NumericsMonitor())
         Traceback (most recent call last):
         ...
-        ValueError: There is no record to show. ...
+        ValueError: The history has no record to show. ...
     """
     records = _records_of(history)
     unscaled: Counter[int] = Counter()
@@ -164,7 +164,7 @@ def _described(record: Mapping[str, Any], variable: str | None) -> Mapping[str, 
         return record["gradients"]
     if variable not in record["variables"]:
         names = ", ".join(record["variables"])
-        raise ValueError(f"There is no record of {variable!r}; there are {names}.")
+        raise ValueError(f"The history has no record of {variable!r}; there are {names}.")
     return record["variables"][variable]
 
 
@@ -191,7 +191,7 @@ def _draw_exponents(axes: Any, counts: Mapping[int, int]) -> None:
 
 
 def _name_ranges(axes: Any) -> None:
-    """Writes the names of float16's ranges into the upper axes."""
+    """Writes the names of float16's ranges into the upper plot."""
     names = ("flushed to 0", "subnormal", "float16's normal range", "inf")
     top = axes.get_ylim()[1]
     axes.set_ylim(0, top * 1.2)
@@ -212,7 +212,7 @@ def _records_of(history: Any) -> list[Mapping[str, Any]]:
         records = [json.loads(line) for line in lines if line.strip()]
     if not records:
         raise ValueError(
-            "There is no record to show. A NumericsMonitor makes one every `every` steps: train "
+            "The history has no record to show. A NumericsMonitor makes one every `every` steps: train "
             "for more steps, or make `every` smaller."
         )
     return list(records)
@@ -221,7 +221,7 @@ def _records_of(history: Any) -> list[Mapping[str, Any]]:
 def _scale_steps(records: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
     """Returns the steps at which the loss scale changed, and the scale from each on.
 
-    The first and the last step are among them; the last repeats the last scale.
+    The first and the last step are included; the last repeats the last scale.
     """
     pairs = (each for record in records for each in record["loss_scales"])
     groups = itertools.groupby(pairs, key=lambda each: each[1])
@@ -230,15 +230,15 @@ def _scale_steps(records: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[
     return [*steps, last], [*scales, scales[-1]]
 
 
-# ---- What all pictures share ---------------------------------------------------------------------
+# ---- Shared by all plots -------------------------------------------------------------------------
 
 
 def _new_figure(height: float, rows: int = 1) -> Any:
-    """Returns a figure with axes below one another, without a window; notebooks show it."""
+    """Returns a figure with stacked axes and without a window; notebooks show it."""
     from matplotlib.figure import Figure
 
     class NotebookFigure(Figure):
-        """Of figures without a window, IPython shows only those made after pyplot is imported."""
+        """IPython shows other figures without a window only after pyplot is imported."""
 
         def _repr_png_(self) -> bytes:
             data = io.BytesIO()
