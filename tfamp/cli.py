@@ -1,6 +1,6 @@
-"""The command `tfamp`: parses arguments, prints what the library says, returns an exit code.
+"""The command `tfamp`: parses arguments, prints results of the library, returns an exit code.
 
-Exit codes: 0 done, 1 cannot be done (the message says why), 2 wrong usage.
+Exit codes: 0 success, 1 failure (the message has the reason), 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-        argv: Arguments without the program's name; by default those of the process.
+        argv: Arguments without the program's name; by default the process's.
 
     Returns:
-        The exit code: 0 done, 1 cannot be done, 2 wrong usage.
+        The exit code: 0 success, 1 failure, 2 wrong usage.
 
     Example:
         >>> main(["--version"])
@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         args = build_parser().parse_args(argv)
-    except SystemExit as stop:  # argparse has printed the help or what is wrong
+    except SystemExit as stop:  # argparse has printed help or an error
         return stop.code if isinstance(stop.code, int) else 2
-    # TensorFlow reads it when it is imported; its start-up notes would bury the answer.
+    # Read by TensorFlow when it is imported; its start-up log would bury the answer.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         with _quiet_process():
@@ -85,11 +85,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--device", choices=("auto", "cpu", "gpu", "tpu"), default="auto", help=text)
     text = "lists, the default; min_cut, by estimated times too; or fused, which needs --freeze"
     add("--placement", choices=("lists", "min_cut", "fused"), default="lists", help=text)
-    text = "nodes with a name in which REGEX is found stay float32; may be repeated"
+    text = "nodes whose name matches REGEX anywhere stay float32; may be repeated"
     add("--keep-float32", metavar="REGEX", action="append", default=[], help=text)
-    text = "inputs by name, on which ranges are measured: what gets too large stays float32"
+    text = "inputs by name, to measure ranges with: nodes with too large values stay float32"
     add("--calibrate", metavar="FILE.npz", help=text)
-    text = "make constants of the variables, stored in the low dtype: about half the bytes"
+    text = "replace variables by constants, stored in the low dtype: about half the bytes"
     add("--freeze", action="store_true", help=text)
     text = f"write every decision with its reason to FILE ({', '.join(_REPORTS)})"
     add("--report", metavar="FILE", type=_report_path, help=text)
@@ -190,10 +190,10 @@ def _quiet_process() -> Iterator[None]:
 
 
 def _import_quietly() -> None:
-    """Imports TensorFlow and finds its devices without the notes it writes before it can be told.
+    """Imports TensorFlow and finds its devices without the log lines that no setting suppresses.
 
-    They go to the process's standard error, past Python. If the import fails they are shown. GPUs
-    allocate memory as it is needed.
+    TensorFlow writes these to file descriptor 2. If the import fails they are shown. GPUs allocate
+    memory as needed.
     """
     if "tensorflow" in sys.modules:
         return

@@ -212,8 +212,8 @@ def _records_of(history: Any) -> list[Mapping[str, Any]]:
         records = [json.loads(line) for line in lines if line.strip()]
     if not records:
         raise ValueError(
-            "The history has no record to show. A NumericsMonitor makes one every `every` steps: train "
-            "for more steps, or make `every` smaller."
+            "The history has no record to show. Train for more steps, or give NumericsMonitor a "
+            "smaller `every`."
         )
     return list(records)
 
