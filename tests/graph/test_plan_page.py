@@ -6,7 +6,6 @@ import json
 import re
 
 import pytest
-import tensorflow as tf
 
 from helpers import graph_dsl, graph_models
 from helpers.browser import open_page

@@ -100,18 +100,9 @@ def rewrite_saved_model(
     source, target = Path(src), Path(dst)
     model = _read(source)
     final = _checked_target(source, target, overwrite)
-    plan = _rewritten(
-        model,
-        source,
-        freeze,
-        dtype=dtype,
-        calibration=calibration,
-        op_lists=op_lists,
-        keep_float32=keep_float32,
-        force_low=force_low,
-        placement=placement,
-        device=device,
-    )
+    choices = {"op_lists": op_lists, "keep_float32": keep_float32, "force_low": force_low}
+    options = _options(dtype, freeze, calibration, placement, device=device, **choices)
+    plan = _rewritten(model, source, freeze, options)
 
     def left_out(folder: str, names: list[str]) -> set[str]:
         dropped = set(names).difference(_KEPT_IN_FROZEN) if freeze else set(_WRITTEN)
@@ -143,16 +134,7 @@ def inspect_saved_model(
         TypeError, ValueError, SavedModelError, RewriteError: As `rewrite_saved_model`.
     """
     source = Path(src)
-    return _rewritten(_read(source), source, freeze, dtype=dtype, **choices)
-
-
-def calibration_of(data: Any) -> Calibration | None:
-    """Returns the calibration for an argument named `calibration`."""
-    if data is None:
-        return None
-    if isinstance(data, str | os.PathLike):
-        return Calibration.from_npz(data)
-    return Calibration.of([data] if isinstance(data, Mapping) else data)
+    return _rewritten(_read(source), source, freeze, _options(dtype, freeze, **choices))
 
 
 def required_dtype(dtype: Any) -> str:
@@ -172,31 +154,32 @@ def required_dtype(dtype: Any) -> str:
     return name
 
 
-def _rewritten(
-    model: Any,
-    src: Path,
-    freeze: bool,
-    *,
-    dtype: Any,
-    calibration: Any = None,
-    placement: str = _PLACEMENT,
-    **choices: Any,
-) -> RewritePlan:
-    """Converts the graphs of a SavedModel in place; returns the plan."""
+def _options(
+    dtype: Any, freeze: bool, calibration: Any = None, placement: str = _PLACEMENT, **choices: Any
+) -> RewriteOptions:
     if placement == "fused" and not freeze:
         raise ValueError(
             "placement='fused' compiles the arithmetic of the main graph, and a SavedModel that is "
             "not frozen computes in functions: give freeze=True too, or placement='min_cut', which "
             "is the same without compiling."
         )
-    data = calibration_of(calibration)
-    options = RewriteOptions(
+    if isinstance(calibration, str | os.PathLike):
+        calibration = Calibration.from_npz(calibration)
+    elif calibration is not None:
+        single = isinstance(calibration, Mapping)
+        calibration = Calibration.of([calibration] if single else calibration)
+    return RewriteOptions(
         dtype=required_dtype(dtype),
-        calibration=data,
+        calibration=calibration,
         placement=placement,
         profile="builtin",
         **choices,
     )
+
+
+def _rewritten(model: Any, src: Path, freeze: bool, options: RewriteOptions) -> RewritePlan:
+    """Converts the graphs of a SavedModel in place; returns the plan."""
+    data = options.calibration
     plans = []
     for meta_graph in model.meta_graphs:
         roles = saved_graph.find_roles(meta_graph)
