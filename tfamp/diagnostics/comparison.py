@@ -6,7 +6,6 @@ from the same values of all variables, seeds included.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import json
@@ -416,9 +415,9 @@ def search_list(
 ) -> Found:
     """Searches for a short list of names to keep in float32 whose error is at most a bound.
 
-    Suspects are added in order until the error is low enough; then each that is not needed is
-    removed again. The list is minimal: without any one of its names the error is too large, unless
-    the number of runs ended the search. A last run with the list proves it.
+    Twice as many suspects are kept each time until the error is low enough; then each that is not
+    needed is removed again. The list is minimal: without any one of its names the error is too
+    large, unless the number of runs ended the search. A last run with the list proves it.
     """
     errors: dict[frozenset[str], float] = {}
 
@@ -428,14 +427,12 @@ def search_list(
             errors[key] = error_of(key)
         return errors[key] <= bound
 
-    too_short, enough = 0, 0
+    enough = 0
     while not suffices(suspects[:enough]):
         if enough >= len(suspects):
             return None, None
-        too_short, enough = enough, 2 * enough or 1
-    counts = range(too_short + 1, enough)
-    count = bisect.bisect_left(counts, True, key=lambda n: suffices(suspects[:n]))
-    names = suspects[: too_short + 1 + count] if enough else suspects[:0]
+        enough = 2 * enough or 1
+    names = suspects[:enough]
     for name in reversed(names):
         fewer = [each for each in names if each != name]
         if fewer and len(errors) < _MOST_RUNS and suffices(fewer):

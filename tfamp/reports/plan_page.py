@@ -50,11 +50,8 @@ def render_page(plan: Mapping[str, Any]) -> str:
         "plan": _embeddable(plan),
         "script": script,
     }
-    # The skeleton has the parts' names between "@@". It is split before parts are inserted, so that
-    # no text in a part is taken for a placeholder.
-    pieces = _asset("page.html").split("@@")
-    pieces[1::2] = [parts[name] for name in pieces[1::2]]
-    return "".join(pieces)
+    # One pass over the skeleton, so that no text in a part is taken for a placeholder.
+    return re.sub("@@(.*?)@@", lambda found: parts[found[1]], _asset("page.html"))
 
 
 def _asset(name: str) -> str:
