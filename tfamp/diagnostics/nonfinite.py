@@ -108,6 +108,7 @@ def find_nonfinite(
         >>> report.stage, report.layer, report.op, report.kind
         ('forward', 'growing', 'Exp', 'overflow')
     """
+    dtype = getattr(dtype, "name", dtype)  # A dtype of TensorFlow equals its name.
     _check(model_or_fn, x, dtype)
     step = trace_step(model_or_fn, x, y, loss, dtype)
     finding = _bad_before(step, x, y) or _search(step, dtype)

@@ -123,10 +123,10 @@ def _trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> St
         function, args = _with_loss(forward, compute_loss, scaled, trained), [x, y]
     # As in `fit`, AutoGraph leaves the code of layers as it is.
     function = tf.autograph.experimental.do_not_convert(function)
-    is_alone = model.distribute_strategy.num_replicas_in_sync == 1 and not model.run_eagerly
-    train_step = wrapped_methods(model).get("train_step") if is_alone and dtype is None else None
-    rewrite = getattr(train_step, "rewrite", None)
-    if rewrite is not None:
+    rewrite: Any = getattr(wrapped_methods(model).get("train_step"), "rewrite", None)
+    is_rewritten = rewrite is not None and dtype is None and not model.run_eagerly
+    is_rewritten = is_rewritten and model.distribute_strategy.num_replicas_in_sync == 1
+    if is_rewritten:
         function = rewrite(tf.function(function, autograph=False))
     with computing_in(model, dtype), _losses_kept(model):
         inputs = tuple(keras.tree.map_structure(_as_input, args))
@@ -134,7 +134,7 @@ def _trace_model(model: Any, x: Any, y: Any, loss: Any, dtype: str | None) -> St
     variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
     return dataclasses.replace(
         step,
-        rewritten_by="" if rewrite is None else "prepare",
+        rewritten_by="prepare" if is_rewritten else "",
         variables=tuple(_named(variables)),
         scale_adapts=getattr(optimizer, "dynamic", True),
     )
