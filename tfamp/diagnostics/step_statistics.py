@@ -207,7 +207,7 @@ def _counted(values: Any, bounds: Any) -> Any:
     finite = tf.where(tf.math.is_finite(sizes), sizes, 0.0)
     largest = tf.maximum(tf.reduce_max(finite), 0.0)  # The maximum of an empty tensor is -inf.
     bits = tf.cast(tf.bitcast(largest, tf.uint32), tf.int64)
-    return tf.concat([tf.cast(counts, tf.int64), [*numbers, bits]], 0)
+    return tf.concat([tf.cast(counts, tf.int64), tf.stack([*numbers, bits])], 0)
 
 
 def _as_float32(values: Any) -> Any:
