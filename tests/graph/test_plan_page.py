@@ -170,18 +170,6 @@ def test_a_browser_shows_totals_tables_and_the_reason(plan, browser):
 
 
 @pytest.mark.slow
-def test_an_address_that_names_nothing_says_so_and_costs_are_shown(browser):
-    costly = [dataclasses.replace(node, cost=2.5e-4) for node in chain(["a", "b"])]
-    plan = made_plan(costly, estimated_speed_up=1.75)
-    document = browser(plan, "#select=b")
-    assert "1.75×" in texts(document, "strong")
-    assert texts(document, "td").count("250 µs") == 2
-    assert "250 µs" in texts(document, "dd")
-    missing = "The address names c, but the plan has no such node."
-    assert missing in texts(browser(plan, "#select=c"), "p")
-
-
-@pytest.mark.slow
 def test_thousands_of_nodes_show_the_rows_in_sight_and_no_node_shows_none(browser):
     document = browser(made_plan(chain([f"{'abcdef'[i % 6]}{i // 6}x" for i in range(8_400)])))
     assert 'data-ready="true"' in root_of(document)

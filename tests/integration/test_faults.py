@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import tensorflow as tf
 import tfamp
 from helpers import saved_models
 from tfamp.core.profile import MachineProfile, builtin_profile
-from tfamp.machine import hardware, profile_measure
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -100,24 +98,3 @@ def test_killed_while_the_cache_is_written(tmp_path, kills):
         two = [start(_CACHING, path) for _ in range(2)]
         assert all(kill_after(each, moments.uniform(0.0, 0.1)) for each in two)
         assert MachineProfile.from_json(path.read_text("utf-8"))
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs Unix")
-def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
-    # A file where the folder should be: root may write into folders that are read-only.
-    folder = tmp_path / "read_only" / "tfamp"
-    folder.parent.mkdir()
-    folder.parent.chmod(0o500)
-    if os.geteuid() == 0:
-        folder.parent.chmod(0o700)
-        folder.write_text("")
-    monkeypatch.setattr(hardware, "cache_folder", lambda: folder)
-    monkeypatch.setattr(profile_measure, "measure_profile", lambda: builtin_profile("cpu"))
-    monkeypatch.setenv("TFAMP_PROFILE", "")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = hardware.find_profile()
-    assert found.profile == builtin_profile("cpu")
-    assert "it cannot be kept" in found.source
-    (warning,) = [each for each in caught if issubclass(each.category, tfamp.TfampWarning)]
-    assert f"Make {folder} writable" in str(warning.message)
