@@ -103,7 +103,7 @@ def _output_layers(layer: Any) -> list[Any]:
     is_sequential = isinstance(layer, keras.Sequential)
     functional: Any = keras_hooks.functional_of(layer) if is_sequential else layer
     if isinstance(functional, keras_hooks.functional_class()):
-        makers = layer_dtypes.output_makers(list(functional.outputs))  # type: ignore[attr-defined]
+        makers = layer_dtypes.output_makers(list(functional.outputs))
         return [found for maker in makers for found in _output_layers(maker)]
     return [] if isinstance(layer, keras.Model) else [layer]
 
