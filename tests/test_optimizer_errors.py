@@ -80,6 +80,23 @@ def test_fixed_scale_skips_or_applies_as_told():
         assert not bool(optimizer.last_step_finite)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("weight_decay", 0.0), ("clipnorm", 1.0), ("use_ema", True)]
+)
+def test_settings_of_the_inner_optimizer_are_read_and_set_there(name, value):
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.AdamW(weight_decay=0.5, use_ema=True))
+    before = getattr(optimizer.inner_optimizer, name)
+    with pytest.raises(AttributeError, match=rf"optimizer\.inner_optimizer\.{name} = {value}"):
+        setattr(optimizer, name, value)
+    assert getattr(optimizer, name) == getattr(optimizer.inner_optimizer, name) == before
+    setattr(optimizer.inner_optimizer, name, value)
+    assert getattr(optimizer, name) == value
+    optimizer.learning_rate = 0.25
+    assert float(optimizer.inner_optimizer.learning_rate) == 0.25
+    optimizer.build(small_model().trainable_variables)
+    assert len(optimizer.variables) - len(optimizer.inner_optimizer.variables) == 9
+
+
 # ---- Applying --------------------------------------------------------------------------------
 
 

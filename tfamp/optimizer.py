@@ -25,10 +25,10 @@ from tfamp.training.gradients import Gradients, check_in_replica, outside_the_gr
 from tfamp.training.weights import MasterWeights, PlainWeights, RoundedWeights, apply_if_finite
 
 _Loss = TypeVar("_Loss")
-# What Keras before 3.12 wrote of every optimizer, of its own LossScaleOptimizer too, where it does
-# nothing: the inner optimizer's settings hold.
+# Settings of every Keras optimizer, which a wrapper leaves to the inner one. Keras before 3.12
+# saved them in the configuration of its LossScaleOptimizer, too.
 _OF_SGD = {"self", "name", "momentum", "nesterov", "kwargs"}
-_WITHOUT_EFFECT = set(inspect.signature(keras.optimizers.SGD.__init__).parameters) - _OF_SGD
+_INNER_SETTINGS = set(inspect.signature(keras.optimizers.SGD.__init__).parameters) - _OF_SGD
 
 
 @keras.saving.register_keras_serializable(package="tfamp")
@@ -145,7 +145,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.master_weights = master_weights
         self.weight_rounding, self.slots = weight_rounding, slots
         self._create_variables()
-        # Used by `prepare` too, and `unscaled_gradients` by GradientAccumulator.
+        # Used by `prepare` too, and `gradient_record` by GradientAccumulator.
         self.stored_weights = self._stored_weights(how)
         if runs_tensorflow():
             scaling.watch(self)
@@ -165,8 +165,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._unscaled_finite = self._scalar("unscaled_finite", "bool", True)
         clips = self.grad_clip is not None
         self._norm = self._scalar("last_gradient_norm", "float32", 0.0) if clips else None
-        self.unscaled_gradients = scaling.UnscaledGradients(
-            self.dynamic_scale, self._unscaled_pending, self._unscaled_finite
+        self.gradient_record = scaling.GradientRecord(
+            self.dynamic_scale,
+            unscaled=scaling.Mark(self._unscaled_pending, True),
+            nonfinite=scaling.Mark(self._unscaled_finite, False),
         )
 
     def _stored_weights(self, how: tuple[str, str] | None) -> PlainWeights:
@@ -202,8 +204,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._master_list = created  # For tf.train.Checkpoint, which goes by attributes.
         if not self.inner_optimizer.built:
             self.stored_weights.build(var_list)
-        # Past Keras's LossScaleOptimizer.build, which would make more state variables.
-        keras.optimizers.Optimizer.build(self, list(var_list))
+        # Not Keras's build, which would create state by the settings of the inner optimizer.
+        for index, variable in enumerate(var_list):
+            self._trainable_variables_indices[self._var_key(variable)] = index
+        # Not Keras's __setattr__, which would track the list as state.
+        object.__setattr__(self, "_trainable_variables", list(var_list))
+        self.built = True
 
     def exclude_from_weight_decay(
         self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
@@ -264,9 +270,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             TypeError: `loss` is no float tensor.
         """
         scaled = scaling.scaled_loss(loss, self.get_scale())
-        # What was unscaled elsewhere and never applied (to look at it, or because something failed
-        # in between) says nothing of the gradients of this loss.
-        self.unscaled_gradients.drop_pending()
+        # Gradients that were unscaled elsewhere and never applied, to inspect them or because of an
+        # error, are not the gradients of this loss.
+        self.gradient_record.forget_elsewhere()
         return scaled
 
     @as_written
@@ -294,7 +300,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             [3.0]
         """
         grads = gradient_lib.listed(grads, "get_unscaled_gradients")
-        return self.unscaled_gradients.unscale(self, grads)
+        return self.gradient_record.unscale(self, grads)
 
     # ---- Applying --------------------------------------------------------------------------------
 
@@ -379,20 +385,27 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._warn_if_no_loss_was_scaled(unscaled)
         if self.rule == FixedLossScale(1.0):
             unscaled = True
-        before, weights = self.unscaled_gradients, self.stored_weights
-        gradients = before.take(grads, weights.targets(variables), unscaled)
-        divisor = gradients.divisor
+        gradients, finite = self._checked(grads, variables, unscaled)
+        skips = self.rule.skip_nonfinite
+        weights, record = self.stored_weights, self._record_step
+        apply_if_finite(weights, gradients, finite, skips=skips, record=record)
+        scaling.note_eager_step(self)
+
+    def _checked(
+        self, grads: list[Any], variables: list[Any], unscaled: bool | None
+    ) -> tuple[Gradients, Any]:
+        """Sums, checks and clips gradients; returns them and whether all are finite."""
+        record, targets = self.gradient_record, self.stored_weights.targets(variables)
+        scaled = record.take(grads, targets, unscaled)
         float16_at = as_tensor(self.dynamic_scale) if self.aggregate_in_float16 else None
         gradients, finite, norm = gradient_lib.summed_checked_clipped(
-            gradients, before.all_finite, self.grad_clip, float16_at
+            scaled, record.all_finite, self.grad_clip, float16_at
         )
         if self.gradient_observer is not None:
-            self.gradient_observer(grads, variables, divisor, finite)
+            self.gradient_observer(grads, variables, scaled.divisor, finite)
         if self._norm is not None:
             self._norm.assign(norm)
-        skips = self.rule.skip_nonfinite
-        apply_if_finite(weights, gradients, finite, skips=skips, record=self._record_step)
-        scaling.note_eager_step(self)
+        return gradients, finite
 
     def _check_known(self, variables: list[Any]) -> None:
         # Keras checks it too, but some releases fail there while they put the message together.
@@ -405,7 +418,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 )
 
     def _warn_if_no_loss_was_scaled(self, unscaled: bool | None) -> None:
-        known = unscaled is not None or self.unscaled_gradients.known_here()
+        known = unscaled is not None or self.gradient_record.last_call == "unscale"
         divides = self.dynamic or self.initial_scale != 1.0
         if divides and not known and not self._scale_was_used:
             warnings.warn(
@@ -424,7 +437,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         )
         scaling.advance(state, self.rule, finite)
         self._last_finite.assign(finite)
-        self.unscaled_gradients.start_next()
+        self.gradient_record.unscaled.clear()
+        self.gradient_record.nonfinite.clear()
 
     def stateless_apply(
         self,
@@ -589,7 +603,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             >>> tfamp.LossScaleOptimizer.from_config(old).initial_scale
             32768.0
         """
-        arguments = {name: v for name, v in config.items() if name not in _WITHOUT_EFFECT}
+        arguments = {name: v for name, v in config.items() if name not in _INNER_SETTINGS}
         inner = arguments.pop("inner_optimizer", None)
         if isinstance(inner, Mapping) and "module" in inner:
             inner = keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects)
@@ -597,6 +611,26 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             kind = FixedLossScale if "scale" in saved else DynamicLossScale
             arguments["loss_scale"] = kind(**saved)
         return cls(keras.optimizers.get(inner), **arguments)
+
+
+def _inner_setting(name: str) -> property:
+    """Returns a property that reads a setting of the inner optimizer and cannot be set."""
+
+    def read(self: LossScaleOptimizer) -> Any:
+        return getattr(self.inner_optimizer, name)
+
+    def refuse(self: LossScaleOptimizer, value: Any) -> None:
+        if "inner_optimizer" in vars(self):  # Keras's constructor sets its defaults before.
+            raise AttributeError(
+                f"{name} is a setting of the optimizer inside {self.name}; got {value!r}. Set it "
+                f"there: optimizer.inner_optimizer.{name} = {value!r}"
+            )
+
+    return property(read, refuse)
+
+
+for _name in _INNER_SETTINGS - {"learning_rate"}:
+    setattr(LossScaleOptimizer, _name, _inner_setting(_name))
 
 
 def go_on_from(optimizer: LossScaleOptimizer, other: LossScaleOptimizer) -> None:

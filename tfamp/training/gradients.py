@@ -42,21 +42,8 @@ class Gradients:
 
     @classmethod
     def of_any(cls, values: list[Any], divisor: Any = None) -> Gradients:
-        """Gradients of variables that are not known."""
+        """Gradients of unknown variables."""
         return cls(values, [None] * len(values), divisor)
-
-    @classmethod
-    def unscaled_for(cls, optimizer: Any, values: list[Any], divisor: Any) -> tuple[list[Any], Any]:
-        """Divides gradients, perhaps not all, for the variables an optimizer was built with.
-
-        Returns them, and whether all are finite then.
-        """
-        variables = list(getattr(optimizer, "_trainable_variables", ()))
-        # Without one for each gradient it is not known which are a variable's next value.
-        fits = len(variables) == len(values)
-        scaled = cls(values, variables, divisor) if fits else cls.of_any(values, divisor)
-        unscaled = scaled.unscaled().values
-        return unscaled, cls.of_any(unscaled).all_finite()
 
     def pairs(self) -> list[tuple[Any, Any]]:
         """The gradients with their variables."""
