@@ -616,9 +616,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 def _inner_setting(name: str) -> property:
     """Returns a property that reads a setting of the inner optimizer and cannot be set."""
 
-    def read(self: LossScaleOptimizer) -> Any:
-        return getattr(self.inner_optimizer, name)
-
     def refuse(self: LossScaleOptimizer, value: Any) -> None:
         if "inner_optimizer" in vars(self):  # Keras's constructor sets its defaults before.
             raise AttributeError(
@@ -626,7 +623,7 @@ def _inner_setting(name: str) -> property:
                 f"there: optimizer.inner_optimizer.{name} = {value!r}"
             )
 
-    return property(read, refuse)
+    return property(lambda self: getattr(self.inner_optimizer, name), refuse)
 
 
 for _name in _INNER_SETTINGS - {"learning_rate"}:
