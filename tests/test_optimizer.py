@@ -195,6 +195,7 @@ def test_unscaling_twice_is_an_error_that_says_so(again, sparse, traced):
     def step(values):
         gradients = [tf.IndexedSlices(values, [0]) if sparse else values]
         unscaled = optimizer.get_unscaled_gradients(gradients)
+        assert isinstance(unscaled[0], tf.IndexedSlices) is sparse
         optimizer.get_unscaled_gradients(gradients if again == "inputs" else unscaled)
 
     with pytest.raises(ValueError, match="unscaled already since the last apply"):

@@ -33,13 +33,6 @@ def test_unscaling_by_a_power_of_two_is_exact_and_does_not_underflow(dtype, expo
     np.testing.assert_array_equal(result, np.float64(values) / 2.0**exponent)
 
 
-def test_sparse_gradients_stay_sparse():
-    sparse = tf.IndexedSlices(tf.constant([[8.0]]), tf.constant([3]), tf.constant([9, 1]))
-    result = unscaled(sparse, 4.0)
-    assert isinstance(result, tf.IndexedSlices)
-    assert (result.indices is sparse.indices, float(result.values[0, 0])) == (True, 2.0)
-
-
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_all_finite(bad, dtype):
