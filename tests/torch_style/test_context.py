@@ -61,9 +61,7 @@ def test_a_disabled_autocast_takes_any_float_dtype(a):
 
 @pytest.mark.parametrize("name", ["enabled", "cache_casts", "op_lists"])
 def test_flags_must_be_bools_and_op_lists_op_lists(name):
-    with pytest.raises(
-        TypeError, match=rf"{name} must be (True or False|a tfamp.OpLists); got 'yes'"
-    ):
+    with pytest.raises(TypeError, match=f"{name} must be .*; got 'yes'"):
         tfamp.autocast("bfloat16", **{name: "yes"})
 
 
