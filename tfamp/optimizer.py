@@ -623,7 +623,8 @@ def _inner_setting(name: str) -> property:
                 f"there: optimizer.inner_optimizer.{name} = {value!r}"
             )
 
-    return property(lambda self: getattr(self.inner_optimizer, name), refuse)
+    doc = f"The inner optimizer's `{name}`; set it there."
+    return property(lambda self: getattr(self.inner_optimizer, name), refuse, doc=doc)
 
 
 for _name in _INNER_SETTINGS - {"learning_rate"}:
