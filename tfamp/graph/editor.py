@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import ChainMap, defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -219,6 +219,14 @@ class GraphEditor:
         self._fetched = frozenset(map(node_name, kept))
         self._respelled: dict[str, str] = {}
 
+    def copy_function(self, name: str) -> str:
+        """Copies a function of the library; returns the name of the copy."""
+        copy = self.graph.library.function.add()
+        copy.CopyFrom(self.library[name].graph)
+        copy.signature.name = free_name(name, self.library)
+        self.library[copy.signature.name] = GraphEditor(copy, (), self.library)
+        return str(copy.signature.name)
+
     @property
     def scope(self) -> str:
         """Name of the function; "" for the graph itself."""
@@ -229,10 +237,18 @@ class GraphEditor:
         """The graph and its functions."""
         return self, *self.library.values()
 
+    def body(self, scope: str) -> GraphEditor:
+        """Returns the editor of a function by name; that of the graph for ""."""
+        return self.library[scope] if scope else self
+
     @functools.cached_property
     def by_name(self) -> dict[str, Any]:
         """The nodes by name."""
-        return {node.name: node for node in self.nodes}
+        found: dict[str, Any] = {}
+        for node in self.nodes:
+            if found.setdefault(node.name, node) is not node:
+                raise self.error(node, "another node has the same name")
+        return found
 
     @functools.cached_property
     def by_op(self) -> defaultdict[str, list[Any]]:
@@ -262,6 +278,21 @@ class GraphEditor:
             return self._fetched
         results = itertools.chain(self.graph.ret.values(), self.graph.control_ret.values())
         return frozenset(map(node_name, results))
+
+    def named(self, name: str) -> Any:
+        """Returns the node of a name, or the argument or result (`RESULT`) of the function."""
+        node = self.by_name.get(name)
+        if node is not None or not self.is_function:
+            return node
+        signature, own = self.graph.signature, name.removeprefix(RESULT)
+        arguments = signature.input_arg if own == name else signature.output_arg
+        return next((each for each in arguments if each.name == own), None)
+
+    def taken(self, name: str, position: int) -> str:
+        """Returns the tensor that an input of a node, or a result (`RESULT`), takes."""
+        if name.startswith(RESULT):
+            return str(self.graph.ret[name.removeprefix(RESULT)])
+        return str(self.by_name[name].input[position])
 
     def uses(self, name: str) -> int:
         """Returns how often a node is used, from outside included."""
@@ -352,6 +383,18 @@ class GraphEditor:
         self._fill(node, dims, attrs)
         return self.tensor(node)
 
+    def cast(
+        self,
+        name: str,
+        tensor: str,
+        dtypes: tuple[tf.DType, tf.DType],
+        dims: Iterable[int] | None = None,
+        device: str = "",
+    ) -> str:
+        """Adds a Cast from one dtype to another; returns its tensor."""
+        types = {"SrcT": dtypes[0], "DstT": dtypes[1], "Truncate": False}
+        return self.add(name, "Cast", [tensor], dims, device, **types)
+
     def constant(self, name: str, values: Any, device: str = "", dtype: tf.DType = tf.int32) -> str:
         """Adds a constant; returns its tensor."""
         value = tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(values, dtype))
@@ -406,17 +449,30 @@ class GraphEditor:
             for name in node.input:
                 self.consumers[node_name(name)].append(node.name)
 
+    def connect(self, tensor: str, consumers: Iterable[tuple[str, int]]) -> None:
+        """Has inputs of nodes, and results of the function (`RESULT`), take a tensor."""
+        for consumer, position in consumers:
+            if consumer.startswith(RESULT):
+                self.graph.ret[consumer.removeprefix(RESULT)] = tensor
+            else:
+                node = self.by_name[consumer]
+                inputs = list(node.input)
+                inputs[position] = tensor
+                self.set_inputs(node, inputs)
+
     def drop(self, names: Set[str]) -> None:
-        """Removes nodes, and wishes to be on the device of one of them."""
-        if names:
-            self.replace_nodes(node for node in self.nodes if node.name not in names)
-            places = {f"{_WITH}{name}".encode() for name in names}
+        """Removes nodes, and colocation constraints with them."""
+        places = {f"{_WITH}{name}".encode() for name in names}
+
+        def left() -> Iterator[Any]:
             for node in self.nodes:
-                if _COLOCATION in node.attr:
-                    found = node.attr[_COLOCATION].list.s
-                    found[:] = [each for each in found if each not in places]
-                    if not found:
-                        del node.attr[_COLOCATION]
+                if node.name not in names:
+                    if _COLOCATION in node.attr:
+                        _drop_colocation(node, places)
+                    yield node
+
+        if names:
+            self.replace_nodes(left())
 
     def replace_nodes(self, left: Iterable[Any]) -> None:
         """Replaces all nodes."""
@@ -429,6 +485,13 @@ class GraphEditor:
             node.attr[name].CopyFrom(_attr_value(value))
         if dims is not None:
             set_shape(node, dims)
+
+
+def _drop_colocation(node: Any, places: Set[bytes]) -> None:
+    found = node.attr[_COLOCATION].list.s
+    found[:] = [each for each in found if each not in places]
+    if not found:
+        del node.attr[_COLOCATION]
 
 
 def set_shape(node: Any, dims: Iterable[int]) -> None:
@@ -457,21 +520,3 @@ def replace_nodes(nodes: Any, left: Iterable[Any]) -> None:
     kept = list(left)
     del nodes[:]
     nodes.extend(kept)
-
-
-def cast_node(name: str, tensor: str, source: int, target: int, device: str = "") -> Any:
-    """Returns a new Cast, between dtypes by number."""
-    node = tf.compat.v1.NodeDef(name=name, op="Cast", input=[tensor], device=device)
-    node.attr["SrcT"].type, node.attr["DstT"].type = source, target
-    node.attr["Truncate"].b = False
-    return node
-
-
-def connect(function: Any, by_name: Mapping[str, Any], cast: str, consumers: Any) -> None:
-    """Has inputs of nodes, and results of a function, take what a Cast makes."""
-    output = cast if function is None else f"{cast}:y:0"
-    for consumer, position in consumers:
-        if consumer.startswith(RESULT):
-            function.ret[consumer.removeprefix(RESULT)] = output
-        else:
-            by_name[consumer].input[position] = output

@@ -18,7 +18,7 @@ from tfamp.graph.editor import (
     tensor_inputs,
 )
 from tfamp.interop import tf_private
-from tfamp.planning.structures import BRANCHING, MAIN_GRAPH, free_name, node_name, reach
+from tfamp.planning.structures import BRANCHING, MAIN_GRAPH, node_name, reach
 
 _FUNCTION_TYPES = ("func", "list(func)")
 _NUMBERS = itertools.count(1)
@@ -88,29 +88,26 @@ def rename_functions(graph_def: Any, suffix: str) -> Any:
     return graph_def
 
 
-def unshare_branches(graph_def: Any) -> Any:
-    """Gives every loop and conditional functions of its own, in place; returns the graph.
+def flattened(graph_def: Any, keep: Iterable[str]) -> GraphEditor:
+    """Inlines calls, and gives every loop and conditional functions of its own, in place.
 
-    Inlining a function twice makes two nodes of each loop in it. TensorFlow names what it makes of
-    a loop's body, to take its gradient, after the body: there would be two functions of one name.
+    Inlining a function twice makes two nodes of each loop in it. TensorFlow names the gradient of a
+    loop's body after the body: there would be two functions of one name.
     """
-    library = library_of(graph_def)
+    graph = inlined(graph_def, keep)
     taken: set[str] = set()
 
     def own_branches(scope: str) -> Iterator[str]:
-        for node in graph_def.node if scope == MAIN_GRAPH else library[scope].node_def:
-            for _, called in _named_functions(node) if node.op in BRANCHING else ():
+        for node in graph.body(scope).of_types(*sorted(BRANCHING)):
+            for _, called in _named_functions(node):
                 if called.name in taken:
-                    copy = graph_def.library.function.add()
-                    copy.CopyFrom(library[called.name])
-                    called.name = copy.signature.name = free_name(called.name, library)
-                    library[called.name] = copy
-                if called.name in library:
+                    called.name = graph.copy_function(called.name)
+                if called.name in graph.library:
                     taken.add(called.name)
                     yield called.name
 
     reach([MAIN_GRAPH], own_branches)
-    return graph_def
+    return graph
 
 
 def function_attributes(node: Any) -> Iterator[tuple[str, str]]:
@@ -146,10 +143,20 @@ def reached_functions(library: Mapping[str, Any], names: Iterable[str]) -> set[s
     return set(reach(filter(library.__contains__, names), called))
 
 
-def reached_bodies(graph: GraphEditor, nodes: Iterable[Any]) -> list[GraphEditor]:
-    """The functions that nodes of a graph call, directly or not."""
-    library = {name: each.graph for name, each in graph.library.items()}
-    return [graph.library[name] for name in reached_functions(library, calls_in(nodes))]
+def reached_bodies(graph: GraphEditor, names: Iterable[str]) -> list[GraphEditor]:
+    """The functions of a graph that these call, directly or not, with their own names."""
+    library = graph.library
+
+    def called(name: str) -> Iterator[str]:
+        return filter(library.__contains__, calls_of(library[name]))
+
+    return [library[name] for name in reach(filter(library.__contains__, names), called)]
+
+
+def calls_of(body: GraphEditor) -> Iterator[str]:
+    """The names by which a body may call functions."""
+    calling = (op for op in list(body.by_op) if op in body.library or _may_name_functions(op))
+    return calls_in(node for op in calling for node in body.of_types(op))
 
 
 def calls_in(nodes: Iterable[Any]) -> Iterator[str]:
@@ -198,12 +205,17 @@ def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
         >>> [node.name for node in inline_calls(graph).node]
         ['x', 'PartitionedCall/add', 'PartitionedCall/Identity', 'mul/y', 'mul', 'Identity']
     """
+    return inlined(graph_def, keep).graph
+
+
+def inlined(graph_def: Any, keep: Iterable[str]) -> GraphEditor:
+    """Does what `inline_calls` does; returns the editor of the graph."""
     graph = GraphEditor(graph_def, keep)
     inliner = _Inliner(graph)
     for name in graph.library:
         inliner.expand_function(name)
     inliner.expand(graph)
-    return graph_def
+    return graph
 
 
 class _Inliner:
@@ -223,15 +235,18 @@ class _Inliner:
 
     def expand(self, body: GraphEditor) -> None:
         """Replaces the calls of a graph or a function with the nodes of the functions."""
-        if has_old_control_flow(body.nodes):
+        if has_old_control_flow(body):
             return
-        calls = [(node, self._called(body, node)) for node in body.nodes]
-        if all(function is None for _, function in calls):
+        ops = [op for op in body.by_op if op in CALLS or op in self._functions]
+        calls = ((node, self._called(body, node)) for node in body.of_types(*ops))
+        functions = {node.name: function for node, function in calls if function is not None}
+        if not functions:
             return
         taken = set(body.by_name)
         moved: dict[str, str] = {}
         nodes: list[Any] = []
-        for node, function in calls:
+        for node in body.nodes:
+            function = functions.get(node.name)
             if function is None:
                 nodes.append(node)
                 continue
@@ -245,8 +260,7 @@ class _Inliner:
             node.input[:] = map(resolve, node.input)
         awaited = {name[1:] for node in nodes for name in control_inputs_of(node)}
         controls = body.graph.control_ret.values() if body.is_function else body.kept
-        stand_ins = {node.name for node, function in calls if function is not None}
-        unused = stand_ins - awaited - set(controls)
+        unused = functions.keys() - awaited - set(controls)
         body.replace_nodes(node for node in nodes if node.name not in unused)
         for output, tensor in list(body.graph.ret.items() if body.is_function else ()):
             body.graph.ret[output] = resolve(tensor)
@@ -264,7 +278,7 @@ class _Inliner:
         marks = (each.attr for each in (node, function.graph))
         opaque = any(mark in attr and attr[mark].b for attr in marks for mark in _OPAQUE)
         recursive = self._is_expanded.get(name) is False
-        if opaque or recursive or has_old_control_flow(function.nodes):
+        if opaque or recursive or has_old_control_flow(function):
             return None
         self.expand_function(name)
         if len(function.nodes) > self._room:
@@ -385,6 +399,6 @@ def _has_side_effects(op: str) -> bool:
     return definition is None or definition.is_stateful
 
 
-def has_old_control_flow(nodes: Iterable[Any]) -> bool:
-    """Whether there is control flow of TensorFlow 1 among nodes."""
-    return any(node.op in _OLD_CONTROL_FLOW for node in nodes)
+def has_old_control_flow(body: GraphEditor) -> bool:
+    """Whether a body has control flow of TensorFlow 1."""
+    return not _OLD_CONTROL_FLOW.isdisjoint(body.by_op)

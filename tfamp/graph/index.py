@@ -67,16 +67,22 @@ def build_indexes(
     Raises:
         RewriteError: The graph is not valid, or has an op TensorFlow does not know.
     """
-    graph = GraphEditor(graph_def)
+    return index_bodies(GraphEditor(graph_def), dtype, device)
+
+
+def index_bodies(graph: GraphEditor, dtype: str | None, device: str) -> tuple[GraphIndex, ...]:
+    """Indexes a graph and the functions it reaches, as `build_indexes` does."""
     if MAIN_GRAPH in graph.library:
         raise RewriteError("The graph has a function without a name.")
-    reached = {id(body) for body in reached_bodies(graph, graph.nodes)}
-    return tuple(
-        _Indexer(body, dtype, device).index()
-        for body in graph.bodies
-        if not body.is_function
-        or (id(body) in reached and not signature(body.graph.signature).allowed)
+    main = _Indexer(graph, dtype, device).index()
+    called = (name for node in main.nodes for _, name in node.calls)
+    reached = {body.scope for body in reached_bodies(graph, called)}
+    functions = (
+        body
+        for name, body in graph.library.items()
+        if name in reached and not signature(body.graph.signature).allowed
     )
+    return main, *(_Indexer(body, dtype, device).index() for body in functions)
 
 
 class _Kind(NamedTuple):
@@ -135,7 +141,7 @@ class _Indexer:
     def _add_boundary(self, name: str, op: str, arg: Any, tensors: list[str]) -> None:
         places: tuple[tuple[_Place, bool], ...] = ((("", None, dtype_name(arg.type)), False),)
         kind = _Kind(places, (0,) if op == RESULT else (), (0,) if op == ARGUMENT else ())
-        self._register(IndexedNode(name, op, "", (), False, ()), kind, tensors)
+        self._register(kind, tensors, name, op)
 
     def _add_node(self, node: Any) -> None:
         own = self.body.signature(node)
@@ -150,10 +156,8 @@ class _Indexer:
             calls = (("", node.op), *calls)
         position = len(self.nodes)
         equation = attribute_text(node, "equation") if node.op == "Einsum" else ""
-        indexed = IndexedNode(
-            node.name, node.op, node.device, calls, own.uses_references, (), equation
-        )
-        self._register(indexed, kind, tensor_inputs(node))
+        rest = node.device, calls, own.uses_references, equation
+        self._register(kind, tensor_inputs(node), node.name, node.op, *rest)
         if node.op == "ReadVariableOp":
             time = (node.device, *sorted(node.input))
             self.positions[node.name] = self.reads.setdefault(time, position)
@@ -175,17 +179,27 @@ class _Indexer:
             tuple(map(places.index, outs)),
         )
 
-    def _register(self, node: IndexedNode, kind: _Kind, tensors: list[str]) -> None:
-        if node.name in self.positions:
-            raise self.body.error(node, "another node has the same name")
+    def _register(
+        self,
+        kind: _Kind,
+        tensors: list[str],
+        name: str,
+        op: str,
+        device: str = "",
+        calls: tuple[tuple[str, str], ...] = (),
+        uses_references: bool = False,
+        equation: str = "",
+    ) -> None:
         position, first = len(self.nodes), len(self.slots)
-        self.positions[node.name] = position
         self.slots += [TypeSlot(position, *place, low) for place, low in kind.places]
         own = tuple(range(first, len(self.slots)))
-        self.nodes.append(node._replace(slots=own))
+        node = IndexedNode(name, op, device, calls, uses_references, own, equation)
+        if self.positions.setdefault(name, position) != position:
+            raise self.body.error(node, "another node has the same name")
+        self.nodes.append(node)
         self.tensors.append(tensors)
-        self.inputs.append([own[place] for place in kind.ins])
-        self.outputs.append([own[place] for place in kind.outs])
+        self.inputs.append([first + place for place in kind.ins])
+        self.outputs.append([first + place for place in kind.outs])
 
     def _value(self, node: Any, own: OpSignature, attr: str) -> Any:
         """The dtypes that an attribute holds, or its number of tensors."""
@@ -218,17 +232,17 @@ class _Indexer:
         return has_kernel(op, device, tuple(kinds.items())) and not refuses
 
     def _add_shapes(self, position: int, op: str, attrs: Any) -> None:
-        shapes: list[Any] = []
+        shapes: Iterable[Any] = ()
         if self.dtype is None:
             return
         if SHAPES in attrs:
-            shapes = list(attrs[SHAPES].list.shape)
+            shapes = attrs[SHAPES].list.shape
         elif op == "Const" and "value" in attrs:
             shapes = [attrs["value"].tensor.tensor_shape]
         for port, shape in enumerate(shapes):
             if not shape.unknown_rank:
-                dims = (dim.size if dim.size >= 0 else None for dim in shape.dim)
-                self.shapes[position, port] = tuple(dims)
+                sizes = [dim.size for dim in shape.dim]
+                self.shapes[position, port] = tuple([s if s >= 0 else None for s in sizes])
 
     def _finish(self) -> GraphIndex:
         edges: list[Edge] = []

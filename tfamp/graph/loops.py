@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.graph.editor import SHAPES, GraphEditor, attribute, tensor_inputs
-from tfamp.graph.functions import calls_in, function_attributes, reached_bodies
+from tfamp.graph.functions import calls_of, function_attributes, reached_bodies
 from tfamp.planning.structures import LOOPS, node_name, reach
 
 # How many of a loop's first results TensorFlow differentiates: those behind them are what the loop
@@ -145,9 +145,9 @@ def own_loops(graph: GraphEditor) -> Iterator[Loop]:
         groups[functions.get("body", ""), functions.get("cond", "")].append(loop)
     if not groups:
         return
-    uses = Counter(calls_in(graph.nodes))
-    for body in reached_bodies(graph, graph.nodes):
-        uses.update(calls_in(body.nodes))
+    uses = Counter(calls_of(graph))
+    for body in reached_bodies(graph, calls_of(graph)):
+        uses.update(calls_of(body))
     for names, loops in groups.items():
         if all(name in graph.library and uses[name] == len(loops) for name in names):
             loop = Loop(graph, loops, *(graph.library[name] for name in names))

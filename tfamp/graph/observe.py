@@ -22,25 +22,23 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.core.errors import RewriteError
-from tfamp.graph.editor import PYTHON, cast_node, connect, replace_nodes
+from tfamp.graph.editor import LOW_TYPES, PYTHON, GraphEditor, replace_nodes
 from tfamp.graph.functions import (
     bodies,
     copied,
     has_old_control_flow,
-    library_of,
     new_suffix,
     rename_functions,
 )
 from tfamp.graph.index import build_indexes
 from tfamp.interop import tf_private
 from tfamp.planning.ranges import TensorKey
-from tfamp.planning.structures import MAIN_GRAPH, GraphIndex, free_name, node_name, reach
+from tfamp.planning.structures import MAIN_GRAPH, GraphIndex, node_name, reach
 
 T = TypeVar("T")
 
 # The attribute with the value of a constant before it was rounded.
 UNROUNDED = "_tfamp_unrounded"
-_LOW = {tf.as_dtype(name).as_datatype_enum for name in LOW_PRECISION}
 _RANDOM = re.compile(r"Random|(Uniform|Normal|Multinomial)(Int|V2)?$")
 _SEEDS = ("seed", "seed2")
 
@@ -214,31 +212,31 @@ def _add_recorders(
     graph_def: Any, indexes: Sequence[GraphIndex], fetches: Sequence[str], record: Any
 ) -> list[str]:
     """Adds recording ops to scopes; returns the operations of the graph itself to fetch."""
-    functions = library_of(graph_def)
+    graph = GraphEditor(graph_def)
     by_scope = {index.scope: index for index in indexes}
     fetched: list[str] = []
-    for scope, nodes, function in bodies(graph_def):
-        if scope not in by_scope:
+    for body in graph.bodies:
+        if body.scope not in by_scope:
             continue
-        if has_old_control_flow(nodes):
+        if has_old_control_flow(body):
             raise RewriteError(
                 "The values in a loop or a conditional of TensorFlow 1 cannot be observed, for a "
                 "calibration or by find_nonfinite. Use tf.while_loop and tf.cond of TensorFlow 2."
             )
-        calls = [node.name for node in nodes if node.op in _CALLS or node.op in functions]
-        for node in nodes:
+        calls = [n.name for n in body.nodes if n.op in _CALLS or n.op in graph.library]
+        for node in body.nodes:
             _allow_effects(node)
-        tensors = _float_tensors(by_scope[scope], fetches if function is None else ())
+        tensors = _float_tensors(by_scope[body.scope], () if body.is_function else fetches)
         names: list[str] = []
         for start in range(0, len(tensors), _GROUP):
             group = tensors[start : start + _GROUP]
-            names.append(_add_recorder(nodes, group, record, names[-1:]))
+            names.append(_add_recorder(body.nodes, group, record, names[-1:]))
         # A call is not kept for a recording op in its function alone.
         names += calls
-        if function is None:
-            fetched = names
+        if body.is_function:
+            _run_always(body.graph, names)
         else:
-            _run_always(function, names)
+            fetched = names
     return fetched
 
 
@@ -319,37 +317,34 @@ def retyped(graph_def: Any, indexes: Sequence[GraphIndex], dtype: str) -> Any:
 
     Changed are the scopes that have an index. Names are the same, Casts come in addition.
     """
-    result = copied(graph_def)
-    by_scope = {index.scope: index for index in indexes}
-    for scope, nodes, function in bodies(result):
-        if scope in by_scope:
-            _change(by_scope[scope], nodes, function, tf.as_dtype(dtype).as_datatype_enum)
-    return result
+    graph = GraphEditor(copied(graph_def))
+    for index in indexes:
+        _change(index, graph.body(index.scope), tf.as_dtype(dtype))
+    return graph.graph
 
 
-def _change(index: GraphIndex, nodes: Any, function: Any, dtype: int) -> None:
+def _change(index: GraphIndex, body: GraphEditor, dtype: tf.DType) -> None:
     """Changes one scope."""
-    by_name = {node.name: node for node in nodes}
-    keeping = _keeping(index)
-    for name, node in by_name.items():
+    keeping, number = _keeping(index), dtype.as_datatype_enum
+    for name, node in body.by_name.items():
         if name not in keeping:
-            _retype_node(node, dtype)
-    if function is not None:
-        for arg in (*function.signature.input_arg, *function.signature.output_arg):
-            arg.type = dtype if arg.type in _LOW else arg.type
-    casts: dict[tuple[str, int], str] = {}
+            _retype_node(node, number)
+    if body.is_function:
+        signature = body.graph.signature
+        for arg in (*signature.input_arg, *signature.output_arg):
+            arg.type = number if arg.type in LOW_TYPES else arg.type
+    casts: dict[tuple[str, tf.DType], str] = {}
     for edge in index.edges:
-        own = tf.as_dtype(index.slots[edge.source].dtype).as_datatype_enum
+        own = tf.as_dtype(index.slots[edge.source].dtype)
         target = index.node_of(edge.target)
         made = own if index.node_of(edge.source).name in keeping else dtype
         wanted = own if target.name in keeping else dtype
-        if own not in _LOW or made == wanted:
+        if own.name not in LOW_PRECISION or made == wanted:
             continue
         if (edge.tensor, wanted) not in casts:
-            name = free_name(f"tfamp_retyped/cast_{len(casts)}", by_name)
-            nodes.append(cast_node(name, edge.tensor, made, wanted))
-            casts[edge.tensor, wanted] = name
-        connect(function, by_name, casts[edge.tensor, wanted], [(target.name, edge.input)])
+            name = f"tfamp_retyped/cast_{len(casts)}"
+            casts[edge.tensor, wanted] = body.cast(name, edge.tensor, (made, wanted))
+        body.connect(casts[edge.tensor, wanted], [(target.name, edge.input)])
 
 
 def _keeping(index: GraphIndex) -> set[str]:
@@ -370,11 +365,11 @@ def _retype_node(node: Any, dtype: int) -> None:
     for name, value in node.attr.items():
         if name.startswith("_"):
             continue
-        if value.type in _LOW:
+        if value.type in LOW_TYPES:
             value.type = dtype
         if value.list.type:
-            value.list.type[:] = [dtype if each in _LOW else each for each in value.list.type]
-        if value.tensor.dtype in _LOW:
+            value.list.type[:] = [dtype if each in LOW_TYPES else each for each in value.list.type]
+        if value.tensor.dtype in LOW_TYPES:
             given = node.attr[UNROUNDED].tensor if UNROUNDED in node.attr else value.tensor
             with np.errstate(over="ignore"):
                 values = tf.make_ndarray(given).astype(tf.as_dtype(dtype).as_numpy_dtype)

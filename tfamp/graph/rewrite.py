@@ -6,9 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib
-import itertools
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,9 +16,9 @@ import tensorflow as tf
 from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
 from tfamp.core.profile import MachineProfile
-from tfamp.graph.editor import STATISTICS_ATTR, GraphEditor, cast_node, connect, set_shape
-from tfamp.graph.functions import FRAMES, copied, inline_calls
-from tfamp.graph.index import build_indexes
+from tfamp.graph.editor import STATISTICS_ATTR, GraphEditor
+from tfamp.graph.functions import FRAMES, copied, inlined
+from tfamp.graph.index import index_bodies
 from tfamp.graph.op_lists import OpLists, default_lists
 from tfamp.interop import tf_private
 from tfamp.interop.patching import level_of_user
@@ -30,14 +28,17 @@ from tfamp.planning.exact_values import CHOICES
 from tfamp.planning.options import SUCCESSORS, GraphUse, RewriteOptions, check_choice
 from tfamp.planning.ranges import RULE as CALIBRATION
 from tfamp.planning.structures import (
+    ARGUMENT,
     FLOAT32,
     LOOPS,
     RESULT,
-    CastSite,
     GraphIndex,
+    IndexedNode,
     Retype,
     RewritePlan,
     RewriteResult,
+    TypeSlot,
+    node_name,
     op_types,
 )
 
@@ -114,8 +115,9 @@ def rewrite_graph_def(
         profile="builtin" if profile is None else profile,
     )
     use = GraphUse(fetches, feeds)
-    owned = inline_calls(copied(graph_def), use.names)
-    return RewriteResult(owned, convert(owned, resolved(options), use).plan)
+    options, graph = resolved(options), inlined(copied(graph_def), use.names)
+    decision = convert_prepared(prepare(graph, options), options, use)
+    return RewriteResult(graph.graph, decision.plan)
 
 
 def resolved(options: RewriteOptions) -> RewriteOptions:
@@ -255,18 +257,17 @@ def convert(graph_def: Any, options: RewriteOptions, use: GraphUse) -> Decision:
         ValueError: The graph has no node of a name, or that matches a pattern.
         RewriteError: The graph is not valid or has an unknown op.
     """
-    return convert_prepared(prepare(graph_def, options, use), options, use)
+    return convert_prepared(prepare(GraphEditor(graph_def, use.names), options), options, use)
 
 
-def prepare(graph_def: Any, options: RewriteOptions, use: GraphUse) -> PreparedGraph:
-    """Runs the first passes on a graph of the caller's own, in place, and indexes it.
+def prepare(graph: GraphEditor, options: RewriteOptions) -> PreparedGraph:
+    """Runs the first passes on a graph, in place, and indexes it.
 
     The result does not depend on the placement, nor on patterns.
     """
     with _collector_paused():
-        graph = GraphEditor(graph_def, use.names)
         _run(_passes_for(graph, options, carries_plan=False), graph, options)
-        indexes = build_indexes(graph_def, dtype=options.dtype, device=options.device)
+        indexes = index_bodies(graph, options.dtype, options.device)
         return PreparedGraph(graph, indexes, graph.weights)
 
 
@@ -277,11 +278,11 @@ def convert_prepared(prepared: PreparedGraph, options: RewriteOptions, use: Grap
     if _BIAS_SUMS in passes:
         from tfamp.graph.passes.bias_sums import with_sums  # Few graphs need it.
 
-        options = with_sums(options, prepared.indexes)
+        options = with_sums(options, graph)
     with _collector_paused():
         decision = decide(prepared.indexes, prepared.weights, options, use)
         apply_plan(graph, decision.plan)
-        verify_rewrite(graph.graph, decision.scopes, decision.plan)
+        verify_rewrite(graph, decision.scopes, decision.plan)
         _run(passes, graph, options, decision.plan)
     if not decision.plan.summary.low_nodes:
         text = _nothing_converted(decision)
@@ -308,81 +309,90 @@ def _nothing_converted(decision: Decision) -> str:
 def apply_plan(graph: GraphEditor, plan: RewritePlan) -> None:
     """Carries out a plan in the graph it was made for, in place.
 
-    Nodes keep their names and their order; a Cast comes right behind the node that makes its
-    tensor. Functions keep their names and the names of their arguments and results.
+    Nodes keep their names and their order; Casts come behind them. Functions keep their names and
+    the names of their arguments and results.
     """
-    low = tf_private.dtype_number(plan.dtype)
-    for body in graph.bodies:
-        retypes = [retype for retype in plan.retypes if retype.scope == body.scope]
-        casts = [cast for cast in plan.casts if cast.scope == body.scope]
-        if retypes or casts:
-            _rewrite_scope(body, retypes, casts, low)
+    for retype in plan.retypes:
+        _retype(graph.body(retype.scope), retype, tf_private.dtype_number(plan.dtype))
+    for cast in plan.casts:
+        body, dtypes = graph.body(cast.scope), (tf.as_dtype(cast.from_), tf.as_dtype(cast.to))
+        dims = body.shape(cast.tensor)
+        made = body.cast(cast.name, cast.tensor, dtypes, dims, cast.device)
+        body.connect(made, cast.consumers)
 
 
-def _rewrite_scope(
-    body: GraphEditor, retypes: Sequence[Retype], casts: Sequence[CastSite], low: int
-) -> None:
-    function = body.graph if body.is_function else None
-    by_name = dict(body.by_name)
-    arguments = function.signature.input_arg if function else ()
-    if function:
-        by_name |= {each.name: each for each in arguments}
-        by_name |= {RESULT + each.name: each for each in function.signature.output_arg}
-    for retype in retypes:
-        node = by_name[retype.node]
-        if not retype.attr:
-            node.type = low
-            continue
-        if node.op in SUCCESSORS:
-            node.op = SUCCESSORS[node.op]
-            node.attr[STATISTICS_ATTR].type = tf_private.dtype_number(FLOAT32)
-        if retype.index is None:
-            node.attr[retype.attr].type = low
-        else:
-            node.attr[retype.attr].list.type[retype.index] = low
-    following: dict[str, list[Any]] = defaultdict(list)
-    for cast in casts:
-        source, target = map(tf_private.dtype_number, (cast.from_, cast.to))
-        node = cast_node(cast.name, cast.tensor, source, target, cast.device)
-        if (dims := body.shape(cast.tensor)) is not None:
-            set_shape(node, dims)
-        following[cast.producer].append(node)
-        connect(function, by_name, cast.name, cast.consumers)
-    if casts:
-        first = (following[argument.name] for argument in arguments)
-        rest = ([node, *following.get(node.name, ())] for node in body.nodes)
-        body.replace_nodes(itertools.chain(*first, *rest))
+def _retype(body: GraphEditor, retype: Retype, low: int) -> None:
+    node = body.named(retype.node)
+    if not retype.attr:
+        node.type = low
+        return
+    if node.op in SUCCESSORS:
+        node.op = SUCCESSORS[node.op]
+        node.attr[STATISTICS_ATTR].type = tf_private.dtype_number(FLOAT32)
+    if retype.index is None:
+        node.attr[retype.attr].type = low
+    else:
+        node.attr[retype.attr].list.type[retype.index] = low
 
 
 # ---- The check -----------------------------------------------------------------------------------
 
 
-def verify_rewrite(after: Any, scopes: Sequence[PaintedScope], plan: RewritePlan) -> None:
-    """Checks a rewritten graph against the decisions: what this finds is a bug of tfamp's.
+def verify_rewrite(graph: GraphEditor, scopes: Sequence[PaintedScope], plan: RewritePlan) -> None:
+    """Checks a rewritten graph against the decisions: a failure is a bug of tfamp's.
 
     Both ends of every edge agree, every node is there under its name, what must not change is as it
     was, and all that is new are the plan's Casts; else a RewriteError.
     """
-    # Indexing compares the dtypes of both ends of every edge.
-    indexes = {index.scope: index for index in build_indexes(after)}
     for painted in scopes:
-        old, index = painted.index, indexes.get(painted.index.scope)
-        if index is None:
-            raise _violation(f"function {old.scope!r}", "it was lost")
-        found = {node.name: node for node in index.nodes}
-        expected = {node.name for node in old.nodes} | {
-            cast.name for cast in plan.casts if cast.scope == old.scope
-        }
-        if wrong := found.keys() ^ expected:
+        index, scope = painted.index, painted.index.scope
+        if scope and scope not in graph.library:
+            raise _violation(f"function {scope!r}", "it was lost")
+        body = graph.body(scope)
+        casts = {cast.name for cast in plan.casts if cast.scope == scope}
+        own = {node.name for node in index.nodes if node.op not in (ARGUMENT, RESULT)}
+        if wrong := body.by_name.keys() ^ (own | casts):
             raise _violation(f"node {min(wrong)!r}", "it was lost or added")
-        for node in old.nodes:
-            slots = (index.slots[i] for i in found[node.name].slots)
-            dtypes = {(slot.attr, slot.index): slot.dtype for slot in slots}
-            for slot in (old.slots[i] for i in node.slots if i in painted.kept):
-                now = dtypes.get((slot.attr, slot.index))
-                if slot.attr and now != slot.dtype:
-                    cause = f"{slot.attr} became {now}, but must stay {slot.dtype}"
-                    raise _violation(f"node {node.name!r} ({node.op})", cause)
+        ends = {name: _cast_ends(body.by_name[name]) for name in casts}
+        dtypes = [_dtype_now(body, index, slot) for slot in index.slots]
+        for slot in painted.kept:
+            if dtypes[slot] != (dtype := index.slots[slot].dtype):
+                cause = f"{index.slots[slot].attr} became {dtypes[slot]}, but must stay {dtype}"
+                raise _violation(_place(index.node_of(slot)), cause)
+        for edge in index.edges:
+            node, source, taken = (
+                index.node_of(edge.target),
+                dtypes[edge.source],
+                dtypes[edge.target],
+            )
+            producer = node_name(body.taken(node.name, edge.input))
+            given, made = ends.get(producer, (source, source))
+            if (given, made) != (source, taken):
+                cause = f"its input {edge.tensor!r} is {made}, not {taken}"
+                raise _violation(_place(node), cause)
+
+
+def _dtype_now(body: GraphEditor, index: GraphIndex, slot: TypeSlot) -> str:
+    """The dtype of a slot as it is in the rewritten graph."""
+    node = index.nodes[slot.node]
+    named = body.named(node.name)
+    if node.op in (ARGUMENT, RESULT):
+        return tf_private.dtype_name(named.type)
+    if slot.attr not in named.attr:  # The op fixes it, or it has its default.
+        return slot.dtype
+    value = named.attr[slot.attr]
+    return tf_private.dtype_name(value.type if slot.place is None else value.list.type[slot.place])
+
+
+def _cast_ends(node: Any) -> tuple[str, str]:
+    """The dtypes that a Cast takes and gives."""
+    return tf_private.dtype_name(node.attr["SrcT"].type), tf_private.dtype_name(
+        node.attr["DstT"].type
+    )
+
+
+def _place(node: IndexedNode) -> str:
+    return f"node {node.name!r} ({node.op})"
 
 
 def _violation(place: str, cause: str) -> RewriteError:

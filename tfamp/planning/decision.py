@@ -6,7 +6,6 @@ it found and changes nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -201,7 +200,7 @@ def _retypes(scope: PaintedScope) -> Iterator[Retype]:
     index = scope.index
     for number in sorted(scope.low):
         slot = index.slots[number]
-        yield Retype(index.scope, index.nodes[slot.node].name, slot.attr, slot.index)
+        yield Retype(index.scope, index.nodes[slot.node].name, slot.attr, slot.place)
 
 
 def _casts(scope: PaintedScope, dtype: str) -> Iterator[CastSite]:
@@ -442,7 +441,7 @@ def _join_indexes(
             calls = () if (number, position) in loops else node.calls
             op = LINK if number in links and node.op in (ARGUMENT, RESULT) else node.op
             nodes.append(node._replace(slots=own, calls=calls, op=op))
-        slots += [dataclasses.replace(slot, node=slot.node + offset) for slot in scope.slots]
+        slots += [slot._replace(node=slot.node + offset) for slot in scope.slots]
         for edge in scope.edges:
             # A tensor is identified by the node of its slot and its port. An argument's slot is the
             # caller's, so that its port must be none of the caller's.

@@ -170,7 +170,7 @@ class _Values:
             [[each for each in near if floats[each]] for near in table]
             for table in (index.fanin, index.fanout)
         )
-        nodes = (index.nodes[position] for position in index.producers_first())
+        nodes = (index.nodes[position] for position in index.producers_first)
         self._order = [slot for node in nodes for slot in node.slots if floats[slot]]
 
     def _multiplies(self, slot: int) -> bool:
@@ -408,7 +408,7 @@ class _Tensors:
             for position, op in enumerate(self._ops)
             if op in _STORED and index.shapes.get((position, 0)) == ()
         }
-        self._order = index.producers_first()
+        self._order = index.producers_first
         # Nodes that give weights or constants, or are computed from nothing else. A Cast without a
         # float input counts elements.
         self._stored: set[int] = set()

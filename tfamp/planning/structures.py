@@ -72,21 +72,20 @@ class Reason(str):
         return str(self)
 
 
-@dataclass(frozen=True, slots=True)
-class TypeSlot:
+class TypeSlot(NamedTuple):
     """One place of a node that holds a dtype: all tensors that use it have that dtype.
 
     Attributes:
         node: The node's position in its index.
         attr: Attribute that holds the dtype, such as "T"; "" if the op fixes it.
-        index: Position in the attribute where that is a list of dtypes, else None.
+        place: Position in the attribute where that is a list of dtypes, else None.
         dtype: The dtype in the graph as it is.
         can_be_low: Whether the op accepts the low dtype here and the node's device has a kernel.
     """
 
     node: int
     attr: str
-    index: int | None
+    place: int | None
     dtype: str
     can_be_low: bool
 
@@ -200,8 +199,9 @@ class GraphIndex:
                 if ends:
                     yield slot, ends
 
+    @functools.cached_property
     def producers_first(self) -> list[int]:
-        """Returns the positions of the nodes, each behind those it takes tensors from."""
+        """The positions of the nodes, each behind those it takes tensors from."""
         return producers_first(
             range(len(self.nodes)),
             lambda node: (

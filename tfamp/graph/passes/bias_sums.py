@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import cast
 
 import tensorflow as tf
@@ -20,13 +19,13 @@ import tensorflow as tf
 from tfamp.graph.editor import GraphEditor, attribute
 from tfamp.graph.op_lists import OpLists
 from tfamp.planning.options import RewriteOptions
-from tfamp.planning.structures import GraphIndex, RewritePlan
+from tfamp.planning.structures import RewritePlan
 
 _GRADIENT, _SUM = "BiasAddGrad", "Sum"
 _LEAST_RANK = 2
 
 
-def with_sums(options: RewriteOptions, indexes: Sequence[GraphIndex]) -> RewriteOptions:
+def with_sums(options: RewriteOptions, graph: GraphEditor) -> RewriteOptions:
     """Returns options by which gradients of biases may be low, as `run` makes them sums.
 
     As they are where the op is on a list, as on Grappler's, where Sum may not be low, and where
@@ -34,9 +33,9 @@ def with_sums(options: RewriteOptions, indexes: Sequence[GraphIndex]) -> Rewrite
     """
     colors = options.colors
     safe = _GRADIENT not in colors and colors.get(_SUM) in ("allow", "infer")
-    if options.device == "tpu" or not safe:
-        return options
-    if not all(map(_ranks_are_known, indexes)):
+    gradients = ((body, node) for body in graph.bodies for node in body.of_types(_GRADIENT))
+    known = all(len(body.dims(node.input[0])) >= _LEAST_RANK for body, node in gradients)
+    if options.device == "tpu" or not safe or not known:
         return options
     lists = _with_gradients(cast(OpLists, options.op_lists))
     changed = dataclasses.replace(options, op_lists=lists)
@@ -46,15 +45,6 @@ def with_sums(options: RewriteOptions, indexes: Sequence[GraphIndex]) -> Rewrite
 @functools.lru_cache
 def _with_gradients(lists: OpLists) -> OpLists:
     return lists.with_changes(infer_add=[_GRADIENT])
-
-
-def _ranks_are_known(index: GraphIndex) -> bool:
-    taken = (
-        index.shapes.get(index.tensor(edge), ())
-        for edge in index.edges
-        if index.node_of(edge.target).op == _GRADIENT
-    )
-    return all(len(shape) >= _LEAST_RANK for shape in taken)
 
 
 def run(graph: GraphEditor, options: RewriteOptions, plan: RewritePlan) -> None:

@@ -181,10 +181,7 @@ def _cast_before(loop: Loop, i: int, users: Iterable[Any], low: int) -> None:
     body, condition = loop.body.graph.signature, loop.condition.graph.signature
     body.output_arg[i].type = body.input_arg[i].type = condition.input_arg[i].type = low
     for node in loop.nodes:
-        types = {"SrcT": tf.float32, "DstT": dtype, "Truncate": False}
-        inputs = list(node.input)
-        inputs[i] = graph.add(
-            f"{node.name}/{i}-CastBefore", "Cast", [inputs[i]], device=node.device, **types
-        )
-        graph.set_inputs(node, inputs)
+        wanted, dtypes = f"{node.name}/{i}-CastBefore", (tf.float32, dtype)
+        made = graph.cast(wanted, node.input[i], dtypes, device=node.device)
+        graph.connect(made, [(node.name, i)])
         node.attr["T"].list.type[i] = low

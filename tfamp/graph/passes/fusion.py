@@ -24,7 +24,7 @@ import functools
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
@@ -106,7 +106,7 @@ def fuse(graph: GraphEditor, least: int = _LEAST) -> int:
     TensorFlow 1. Returns how many calls there are; each group computes with large tensors in at
     least so many ops.
     """
-    if has_old_control_flow(graph.nodes):
+    if has_old_control_flow(graph):
         return 0
     groups = _Groups(graph, least)
     made: dict[bytes, str] = {}
@@ -150,20 +150,24 @@ class _Groups:
         for node in graph.of_types("Const"):
             graph.set_inputs(node, ())  # It waits for nothing.
         nodes = graph.by_name
-        before = {name: list(map(node_name, node.input)) for name, node in nodes.items()}
-        self._ordered = producers_first(nodes, before.__getitem__)
-        self._places = {name: number for number, name in enumerate(self._ordered)}
+        taken = {name: dict.fromkeys(map(node_name, n.input)) for name, n in nodes.items()}
         self.known: set[str] = set()
-        for name in self._ordered:
-            if self._is_known(nodes[name], before[name]):
+        self._places: dict[str, int] = {}
+        # The inputs of each node without those that are known, and devices of fusible nodes.
+        self._inputs: dict[str, list[str]] = {}
+        self._devices: dict[str, str] = {}
+        depths: dict[str, int] = {}
+        for place, name in enumerate(producers_first(nodes, taken.__getitem__)):
+            node = nodes[name]
+            if self._is_known(node, taken[name]):
                 self.known.add(name)
-        # What runs before each node, without what is known.
-        self._inputs = {
-            name: [e for e in dict.fromkeys(taken) if e in nodes and e not in self.known]
-            for name, taken in before.items()
-        }
-        self._fusible = {name for name in nodes if self._is_fusible(nodes[name])}
-        self.own = [group for group in self._connected() if self._pays(group, least)]
+            self._inputs[name] = [e for e in taken[name] if e in nodes and e not in self.known]
+            if self._is_fusible(node):
+                self._devices[name] = str(node.device)
+            self._places[name] = place
+            depths[name] = self._depth(name, depths)
+        self._move_to_later_groups(depths)
+        self.own = [group for group in self._connected(depths) if self._pays(group, least)]
         self._fused = {name for group in self.own for name in group}
         self.members = [self._in_order({*group, *self._copies(group)}) for group in self.own]
         # For each node the groups that compute it.
@@ -173,9 +177,8 @@ class _Groups:
                 self._computing[name].add(number)
         # A tensor is stored once: who takes it in another shape reshapes it outside.
         self.staying: set[str] = set()
-        for name in reversed(self._ordered):
-            is_reshaped = name in self._computing and nodes[name].op in _RESHAPES
-            if is_reshaped and self.is_used_outside(name):
+        for name in reversed(self._in_order(self._computing)):
+            if nodes[name].op in _RESHAPES and self.is_used_outside(name):
                 self.staying.add(name)
 
     def is_used_outside(self, name: str) -> bool:
@@ -216,41 +219,37 @@ class _Groups:
         users = (self.graph.by_name[user] for user in self.graph.consumers[node.name])
         return any(u.op == "Cast" and u.attr["DstT"].type == FLOAT32_TYPE for u in users)
 
-    def _connected(self) -> Iterator[list[str]]:
-        """Nodes that can be one call, in the order they run in."""
-        depths = self._depths()
-        linked = defaultdict[str, list[str]](list)
-        for name in self._fusible:
-            for each in self._inputs[name]:
-                if self._device(each) == self._device(name) and depths[each] == depths[name]:
-                    linked[name].append(each)
-                    linked[each].append(name)
-        seen: set[str] = set()
-        for name in self._ordered:
-            if name in self._fusible and name not in seen:
-                group = reach([name], linked.__getitem__)
-                seen.update(group)
-                yield self._in_order(group)
+    def _depth(self, name: str, depths: Mapping[str, int]) -> int:
+        """How often the longest way to a node enters or leaves fusible nodes of one device."""
+        here = self._devices.get(name)
+        inputs = self._inputs[name]
+        return max((depths.get(i, 0) + (here != self._devices.get(i)) for i in inputs), default=0)
 
-    def _device(self, name: str) -> str | None:
-        """The device of a node that can be part of a group; None for others."""
-        return str(self.graph.by_name[name].device) if name in self._fusible else None
-
-    def _depths(self) -> dict[str, int]:
-        depths: dict[str, int] = {}
+    def _move_to_later_groups(self, depths: dict[str, int]) -> None:
+        """Gives nodes that only one later group uses its depth."""
         later = defaultdict[str, set[tuple[str | None, int]]](set)
-        for name in self._ordered:
-            here = self._device(name)
-            ways = (depths.get(i, 0) + (here != self._device(i)) for i in self._inputs[name])
-            depths[name] = max(ways, default=0)
-        for name in reversed(self._ordered):
-            here = self._device(name)
+        for name in reversed(self._places):
+            here = self._devices.get(name)
             if here is not None and len(later[name]) == 1:
                 ((there, depth),) = later[name]
                 depths[name] = depth if there == here else depths[name]
             for each in self._inputs[name]:
                 later[each].add((here, depths[name]))
-        return depths
+
+    def _connected(self, depths: Mapping[str, int]) -> Iterator[list[str]]:
+        """Nodes that can be one call, in the order they run in."""
+        linked = defaultdict[str, list[str]](list)
+        for name, device in self._devices.items():
+            for each in self._inputs[name]:
+                if self._devices.get(each) == device and depths[each] == depths[name]:
+                    linked[name].append(each)
+                    linked[each].append(name)
+        seen: set[str] = set()
+        for name in self._devices:
+            if name not in seen:
+                group = reach([name], linked.__getitem__)
+                seen.update(group)
+                yield self._in_order(group)
 
     def _pays(self, group: Sequence[str], least: int) -> bool:
         """Whether a call takes less than the ops of a group."""

@@ -20,7 +20,7 @@ from tfamp.graph.editor import (
     tensor_inputs,
     writes_variable,
 )
-from tfamp.graph.functions import reached_bodies
+from tfamp.graph.functions import calls_in, reached_bodies
 from tfamp.graph.loops import Loop, own_loops
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import LOOPS, node_name, reach
@@ -61,7 +61,7 @@ def _invariant_reads(loop: Loop) -> Iterator[tuple[Any, str]]:
 
 def _writes(graph: GraphEditor, node: Any) -> bool:
     """Whether a node, or a function that it runs, may write variables."""
-    inside = (op for body in reached_bodies(graph, [node]) for op in body.by_op)
+    inside = (op for body in reached_bodies(graph, calls_in([node])) for op in body.by_op)
     return any(writes_variable(op) or op in PYTHON for op in (node.op, *inside))
 
 
