@@ -54,9 +54,13 @@ def lower_a_whole_denied_chain(nodes, graph):
     [
         (
             lambda nodes, graph: setattr(nodes["A"].attr["T"], "type", FLOAT32),
-            r"Internal error.*node 'A' .*: its input '.*' is bfloat16, not float32",
+            r"Internal error.*node 'A' .*T became float32, but must be bfloat16",
         ),
-        (lower_a_whole_denied_chain, r"Internal error.*'x' \(Placeholder\).*must stay float32"),
+        (lower_a_whole_denied_chain, r"Internal error.*'x' \(Placeholder\).*must be float32"),
+        (
+            lambda nodes, graph: nodes["d"].input.__setitem__(0, "d-0-CastTo-bfloat16"),
+            r"Internal error.*node 'd': its input 'x' has another dtype",
+        ),
         (lambda nodes, graph: setattr(nodes["out_n"], "name", "y"), r"Internal error.*was lost"),
         (lambda nodes, graph: graph.node.add(name="new", op="NoOp"), "was lost or added"),
     ],

@@ -42,23 +42,23 @@ def attribute_text(node: Any, attr: str) -> str:
 
 
 def bodies(graph_def: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yields name, nodes and function of the graph itself, which is no function, and of each."""
+    """Yields name, nodes and function of the graph itself (None) and of each function."""
     yield MAIN_GRAPH, graph_def.node, None
     for function in graph_def.library.function:
         yield function.signature.name, function.node_def, function
 
 
 def new_suffix() -> str:
-    """Returns an ending that no function's name has had in this process."""
+    """Returns a suffix that no function's name has had in this process."""
     return f"_tfamp_{next(_NUMBERS)}"
 
 
 def rename_functions(graph_def: Any, suffix: str) -> Any:
-    """Gives the name of every function that is reached another ending, in place.
+    """Appends a suffix to the name of every function that is reached, in place.
 
-    Functions that no node calls are dropped. Returns the graph. A process knows one function by
-    each name: needed before a graph whose functions were changed is imported in the process that
-    they come from. A suffix of `new_suffix()` makes the names unique.
+    Functions that no node calls are dropped. Returns the graph. In a process a function's name is
+    unique: rename the functions before importing a changed graph into the process that it comes
+    from. A suffix of `new_suffix()` makes the names unique.
 
     Example:
         >>> import tensorflow as tf
@@ -169,8 +169,7 @@ def calls_in(nodes: Iterable[Any]) -> Iterator[str]:
 # ---- Inlining ------------------------------------------------------------------------------------
 
 
-# Name of the attribute that a node with a custom gradient gets when it is inlined: what its name
-# and those of its function's other nodes now start with.
+# Attribute of inlined nodes with a custom gradient: the prefix that their function's nodes got.
 INLINED_INTO = "_tfamp_inlined_into"
 GRADIENT = "_gradient_op_type"
 
@@ -180,14 +179,14 @@ MOST_NEW_NODES = 100_000
 
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _OPAQUE = ("_noinline", "_XlaMustCompile", "_XlaCompile", "_tpu_replicate")
-# Loops and conditionals of TensorFlow 1: a node is in one by what its inputs come from, so that a
-# body's constants would be left outside.
+# Loops and conditionals of TensorFlow 1. Nodes belong to a frame through their inputs, so that
+# inlined constants would be outside of it.
 FRAMES = frozenset({"Enter", "RefEnter"})
 _OLD_CONTROL_FLOW = FRAMES | {"Merge", "Switch", "RefMerge", "RefSwitch"}
 
 
 def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
-    """Puts the nodes of called functions in the place of the calls, in functions also; in place.
+    """Replaces calls with the nodes of the called functions, in functions also; in place.
 
     The nodes of function `f` called by node "c" are named "c/...". What must wait for the call
     waits for "c", a NoOp then. A call stays where inlining would change what it means: it is
@@ -209,7 +208,7 @@ def inline_calls(graph_def: Any, keep: Iterable[str] = ()) -> Any:
 
 
 def inlined(graph_def: Any, keep: Iterable[str]) -> GraphEditor:
-    """Does what `inline_calls` does; returns the editor of the graph."""
+    """Inlines calls as `inline_calls` does; returns the editor of the graph."""
     graph = GraphEditor(graph_def, keep)
     inliner = _Inliner(graph)
     for name in graph.library:
@@ -219,7 +218,7 @@ def inlined(graph_def: Any, keep: Iterable[str]) -> GraphEditor:
 
 
 class _Inliner:
-    """Expands the functions of a graph once each, those that a function calls before it."""
+    """Expands each function of a graph once, callees before callers."""
 
     def __init__(self, graph: GraphEditor) -> None:
         self._functions = graph.library
@@ -288,7 +287,7 @@ class _Inliner:
 
 
 def _resolve(moved: Mapping[str, str], tensor: str) -> str:
-    """The tensor that has the value of an output of a call that is inlined."""
+    """The tensor that replaces an output of an inlined call."""
     if tensor not in moved:
         return tensor
     *_, end = reach([tensor], lambda name: filter(None, [moved.get(name)]))
@@ -296,10 +295,10 @@ def _resolve(moved: Mapping[str, str], tensor: str) -> str:
 
 
 class _Copy:
-    """The nodes of a function as they are named where a call of it stood.
+    """The nodes of a function, renamed for the caller they are inlined into.
 
     Attributes:
-        results: For each output of the call the tensor that has its value now.
+        results: For each output of the call the tensor that replaces it.
     """
 
     def __init__(
@@ -343,7 +342,7 @@ class _Copy:
             stands_in.input.extend(tensors)
             given = call.attr["Tout"].list.type if call.op in CALLS else ()
             stands_in.attr["T"].list.type.extend(given or [each.type for each in outputs])
-        # The order of a protobuf map is not that of the file, and not the same in every process.
+        # The order of a protobuf map differs between processes.
         controls = sorted(self._function.graph.control_ret.values())
         ends = [self._control(f"^{name}") for name in controls]
         stands_in.input.extend(dict.fromkeys(ends or waits))
@@ -371,7 +370,7 @@ class _Copy:
         return copy
 
     def _tensor(self, name: str) -> str:
-        """A tensor of the function, as it is spelled in the caller."""
+        """The name in the caller of a tensor of the function."""
         if name in self._given:
             return self._given[name]
         if self._caller.is_function:
@@ -381,7 +380,7 @@ class _Copy:
         return f"{made}:{port}" if port else made
 
     def _control(self, name: str) -> str:
-        """A control input of the function, as it is spelled in the caller."""
+        """The name in the caller of a control input of the function."""
         name = name.removeprefix("^")
         if name in self._given:
             return f"^{node_name(self._given[name])}"
@@ -394,7 +393,7 @@ def argument_name(prefix: str, position: int) -> str:
 
 
 def _has_side_effects(op: str) -> bool:
-    """Whether it matters when a node runs."""
+    """Whether an op is stateful, or unknown."""
     definition = tf_private.op_definition(op)
     return definition is None or definition.is_stateful
 

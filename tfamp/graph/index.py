@@ -1,14 +1,12 @@
 """GraphDef -> GraphIndex; with `tfamp.graph.editor` the only reader of protobuf.
 
 Every type attribute of a node is a slot, and so is every dtype the op fixes. Reads of a variable
-with nothing between them count as one tensor, so that one Cast serves them all. The dtypes of both
-ends of every edge are compared on the way, so that the index of a graph that is not valid cannot be
-built: the check of a rewritten graph relies on it.
+with nothing between them count as one tensor, so that they share one Cast. Indexing compares the
+dtypes of both ends of every edge and raises for an invalid graph.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -44,7 +42,7 @@ from tfamp.planning.structures import (
 _Place: TypeAlias = tuple[str, int | None, str]
 _Shape: TypeAlias = tuple[int | None, ...]
 
-# More tensors than a node has anywhere: a broken count must not fill the memory.
+# More tensors than any node has: limits the memory that a broken count takes.
 _MOST_TENSORS = 2**20
 
 
@@ -62,7 +60,7 @@ def build_indexes(
         device: Kind of device of nodes that are pinned to none: "cpu", "gpu" or "tpu".
 
     Returns:
-        The index of the graph, then those of its functions in the order of the library.
+        The index of the graph, then of each function in the order of the library.
 
     Raises:
         RewriteError: The graph is not valid, or has an op TensorFlow does not know.
@@ -86,10 +84,10 @@ def index_bodies(graph: GraphEditor, dtype: str | None, device: str) -> tuple[Gr
 
 
 class _Kind(NamedTuple):
-    """What nodes with the same op, device and attributes have in common.
+    """Slots of all nodes with the same op, device and attributes.
 
     Attributes:
-        places: What holds their dtypes, and whether it may hold the low one.
+        places: Where their dtypes are, each with whether it may be the low one.
         ins: For each input its position among these.
         outs: The same for outputs.
     """
@@ -108,21 +106,16 @@ class _Indexer:
     device: str
     nodes: list[IndexedNode] = field(default_factory=list)
     slots: list[TypeSlot] = field(default_factory=list)
-    # By name; of reads of a variable at the same time that of the first.
+    # By name; reads of a variable at the same time have the position of the first.
     positions: dict[str, int] = field(default_factory=dict)
     tensors: list[list[str]] = field(default_factory=list)
     inputs: list[list[int]] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
     shapes: dict[tuple[int, int], _Shape] = field(default_factory=dict)
     largest: dict[int, float] = field(default_factory=dict)
-    # Those first reads by what they wait for.
+    # First reads by device and inputs.
     reads: dict[tuple[str, ...], int] = field(default_factory=dict)
     kinds: dict[Hashable, _Kind] = field(default_factory=dict)
-
-    @functools.cached_property
-    def _without_onednn(self) -> bool:
-        """Whether a CPU runs the dtype with TensorFlow's own kernels, not oneDNN's."""
-        return self.dtype == "float16" or not detect().cpu_bfloat16
 
     def index(self) -> GraphIndex:
         function = self.body.graph
@@ -211,7 +204,7 @@ class _Indexer:
                 raise self.body.error(node, f"the attribute {attr} is {value}, a wrong count")
             return value
         if isinstance(value, int) or isinstance(value, tuple) != (attr in own.lists):
-            raise self.body.error(node, f"the attribute {attr} holds no dtype")
+            raise self.body.error(node, f"the attribute {attr} does not hold a dtype")
         return value if isinstance(value, tuple) else (value,)
 
     def _can_be_low(
@@ -228,8 +221,11 @@ class _Indexer:
         kinds[attr] = tuple(sorted({self.dtype, *others}))
         device = device_kind_of(node.device) or self.device
         op = SUCCESSORS.get(node.op, node.op)
-        refuses = device == "cpu" and self._without_onednn and any(refused_options(node))
-        return has_kernel(op, device, tuple(kinds.items())) and not refuses
+        refuses = device == "cpu" and any(refused_options(node))
+        # Such a kernel of a CPU is TensorFlow's own, not oneDNN's.
+        if refuses and (self.dtype == "float16" or not detect().cpu_bfloat16):
+            return False
+        return has_kernel(op, device, tuple(kinds.items()))
 
     def _add_shapes(self, position: int, op: str, attrs: Any) -> None:
         shapes: Iterable[Any] = ()
@@ -254,10 +250,10 @@ class _Indexer:
                 name = node_name(tensor)
                 producer = self.positions.get(name)
                 if producer is None:
-                    raise wrong(node, f"its input {tensor!r} is no node's output")
+                    raise wrong(node, f"its input {tensor!r} is not the output of a node")
                 port = self.body.port(tensor)
                 if not 0 <= port < len(self.outputs[producer]):
-                    raise wrong(node, f"its input {tensor!r} is no output of {name!r}")
+                    raise wrong(node, f"its input {tensor!r} is not an output of {name!r}")
                 source = self.outputs[producer][port]
                 made, taken = self.slots[source].dtype, self.slots[target].dtype
                 if made != taken:

@@ -1,11 +1,11 @@
-"""Runs a graph, also in another dtype, and looks at every value of its float tensors.
+"""Runs a graph, also in another dtype, and records every value of its float tensors.
 
-Behind each tensor, in loops, branches and functions too, an op hands it to Python. In a scope these
-run one after another, in the order of the graph, and loops do one iteration at a time: the number
-of an execution is that of the iteration.
+An op behind each tensor, in loops, branches and functions too, passes it to Python. In a scope
+these ops run one after another, in the order of the graph, and loops run one iteration at a time,
+so that the n-th execution is the n-th iteration.
 
-The graph in another dtype is the same node for node, so that values can be compared. Variables that
-are themselves low and random numbers keep their dtypes; Casts come between these and the rest.
+The graph in another dtype is the same node for node, so that values can be compared. Low variables
+and random numbers keep their dtypes; Casts connect them to the rest.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from tfamp.planning.structures import MAIN_GRAPH, GraphIndex, node_name, reach
 
 T = TypeVar("T")
 
-# The attribute with the value of a constant before it was rounded.
+# The attribute with the unrounded value of a constant.
 UNROUNDED = "_tfamp_unrounded"
 _RANDOM = re.compile(r"Random|(Uniform|Normal|Multinomial)(Int|V2)?$")
 _SEEDS = ("seed", "seed2")
 
-# Tensors handed to Python at once, which stay in memory until all are computed.
+# Tensors passed to Python at once, which stay in memory until all are computed.
 _GROUP = 16
-# A recording op has an effect: what calls it must not be taken for free of effects.
+# A recording op has side effects, so its callers must be stateful.
 _WITH_EFFECTS = {
     "PartitionedCall": "StatefulPartitionedCall",
     "StatelessCase": "Case",
@@ -57,7 +57,7 @@ _COMPILE_ATTRS = ("_XlaMustCompile", "_XlaCompile")
 
 
 def drop_unused_nodes(graph_def: Any, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
-    """Returns a copy of a graph with its inputs and what the outputs are computed from."""
+    """Returns a copy of a graph with its inputs and the ancestors of its outputs only."""
     nodes = {node.name: node for node in graph_def.node}
     fed = set(map(node_name, inputs))
 
@@ -98,8 +98,8 @@ def input_specs(graph_def: Any, inputs: Sequence[str]) -> list[Any]:
 class Observer(Generic[T]):
     """A graph to run, and a record of the values of each of its float tensors.
 
-    `look` makes the record of a tensor from the one before, None at first, and a value. Observed
-    are the tensors of the scopes that an op takes, and those that are fetched.
+    `look` returns the record of a tensor from the previous one, None at first, and a value.
+    Observed are the tensors of the scopes that have consumers, and the fetched ones.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Observer(Generic[T]):
         self._look = look
         self._seen: dict[TensorKey, T] = {}
         self._lock = threading.Lock()
-        # That graph keeps Python's side of the recording ops alive.
+        # That graph keeps the Python functions of the recording ops alive.
         with tf.init_scope(), tf.Graph().as_default() as self._keeping:
             fetches = [*fetches, *_add_recorders(graph, indexes, fetches, self._record)]
         self._specs = input_specs(graph, inputs)
@@ -123,13 +123,13 @@ class Observer(Generic[T]):
             self._run = _runnable(graph, inputs, self._specs, fetches)
 
     def run(self, calls: Iterable[Sequence[Any]]) -> dict[TensorKey, T]:
-        """Runs the graph on the values of its inputs, call by call, and returns what was seen.
+        """Runs the graph on the values of its inputs, call by call, and returns the records.
 
-        Variables among the values are as before afterwards, also if a call fails.
+        Variables among the values are restored, also if a call fails.
         """
         self._seen = {}
         held: list[tuple[Any, Any]] = []
-        # Neither a function that is traced meanwhile nor a tape must see these runs.
+        # Hidden from tapes and from functions that are being traced.
         with tf.init_scope():
             try:
                 for values in calls:
@@ -142,7 +142,7 @@ class Observer(Generic[T]):
         return self._seen
 
     def _record(self, group: Sequence[_Tensor], *values: Any) -> np.int64:
-        """Takes what an op hands over; several threads may do so at once."""
+        """Records the values that an op passes; thread-safe."""
         with self._lock:
             for tensor, value in zip(group, values, strict=True):
                 self._seen[tensor.key] = self._look(self._seen.get(tensor.key), value)
@@ -150,7 +150,7 @@ class Observer(Generic[T]):
 
 
 def held_variables(values: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Returns the variables among captured values, by handle, and copies of what they hold."""
+    """Returns the handles among captured values, with copies of the variables' values."""
     handles = [each for each in values if each.dtype == tf.resource]
     dtypes = map(tf_private.held_dtype, handles)
     return [
@@ -161,20 +161,20 @@ def held_variables(values: Iterable[Any]) -> list[tuple[Any, Any]]:
 
 
 def put_back(held: Iterable[tuple[Any, Any]]) -> None:
-    """Gives variables the values that they held, as often as it is called."""
+    """Restores the values of variables; may be called repeatedly."""
     for handle, value in held:
         tf.raw_ops.AssignVariableOp(resource=handle, value=_own_copy(value))
 
 
 def _own_copy(value: Any) -> Any:
-    # A variable that shares its memory with a tensor is moved by the next write, which takes time.
+    # A variable that shares its buffer with a tensor is copied by the next write, which takes time.
     return tf.raw_ops.DeepCopy(x=value)
 
 
 def _runnable(
     graph_def: Any, inputs: Sequence[str], specs: Sequence[Any], fetches: Sequence[str]
 ) -> Callable[..., Any]:
-    """A function of `args`, the values of all inputs, that runs a graph for its effects."""
+    """A function of `args`, the values of all inputs, that runs a graph for its side effects."""
     names = [name if ":" in name else f"{name}:0" for name in inputs]
 
     def imported(*values: Any) -> Any:
@@ -197,7 +197,7 @@ def _runnable(
     return functools.partial(call, Tout=[tf.int32], f=function, config_proto=settings)
 
 
-# ---- The ops that hand tensors to Python ---------------------------------------------------------
+# ---- Recording ops -------------------------------------------------------------------------------
 
 
 class _Tensor(NamedTuple):
@@ -231,7 +231,7 @@ def _add_recorders(
         for start in range(0, len(tensors), _GROUP):
             group = tensors[start : start + _GROUP]
             names.append(_add_recorder(body.nodes, group, record, names[-1:]))
-        # A call is not kept for a recording op in its function alone.
+        # Grappler prunes a call that only has a recording op in its function.
         names += calls
         if body.is_function:
             _run_always(body.graph, names)
@@ -272,7 +272,7 @@ def _float_tensors(index: GraphIndex, fetches: Sequence[str]) -> list[_Tensor]:
 
 
 def _add_recorder(nodes: Any, group: Sequence[_Tensor], record: Any, before: Sequence[str]) -> str:
-    """Adds the op that hands over a group of tensors, after another op."""
+    """Adds the op that records a group of tensors, after another op."""
     arguments = [tf.compat.v1.placeholder(tensor.dtype) for tensor in group]
     op = tf.numpy_function(functools.partial(record, group), arguments, tf.int64).op
     node = nodes.add()
@@ -283,7 +283,7 @@ def _add_recorder(nodes: Any, group: Sequence[_Tensor], record: Any, before: Seq
 
 
 def _run_always(function: Any, names: Sequence[str]) -> None:
-    """Makes recording ops of a function run, though nothing it returns needs them."""
+    """Makes recording ops of a function run, though no result depends on them."""
     _allow_python(function)
     function.signature.is_stateful = True
     for name in names:
@@ -303,7 +303,7 @@ def low_dtypes(indexes: Sequence[GraphIndex]) -> list[str]:
 
 
 def seeded(graph_def: Any) -> Any:
-    """Gives random ops seeds, so that every run has the same numbers; in place."""
+    """Seeds random ops, so that every run is the same; in place."""
     nodes = itertools.chain.from_iterable(body for _, body, _ in bodies(graph_def))
     for number, node in enumerate(nodes):
         if all(seed in node.attr for seed in _SEEDS) and not any(node.attr[s].i for s in _SEEDS):
@@ -315,7 +315,7 @@ def seeded(graph_def: Any) -> Any:
 def retyped(graph_def: Any, indexes: Sequence[GraphIndex], dtype: str) -> Any:
     """Returns a copy of a graph that computes in another dtype where it computes in a low one.
 
-    Changed are the scopes that have an index. Names are the same, Casts come in addition.
+    Changes the scopes that have an index. Names stay, Casts are added.
     """
     graph = GraphEditor(copied(graph_def))
     for index in indexes:
@@ -324,7 +324,7 @@ def retyped(graph_def: Any, indexes: Sequence[GraphIndex], dtype: str) -> Any:
 
 
 def _change(index: GraphIndex, body: GraphEditor, dtype: tf.DType) -> None:
-    """Changes one scope."""
+    """Changes the dtypes of one scope."""
     keeping, number = _keeping(index), dtype.as_datatype_enum
     for name, node in body.by_name.items():
         if name not in keeping:

@@ -1,4 +1,4 @@
-"""GraphDef -> GraphDef in low precision: inline, transform, index, decide, apply, verify."""
+"""GraphDef -> GraphDef in low precision: inline, run passes, index, decide, apply, verify."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from tfamp.planning.structures import (
     LOOPS,
     RESULT,
     GraphIndex,
-    IndexedNode,
     Retype,
     RewritePlan,
     RewriteResult,
@@ -56,7 +55,7 @@ def rewrite_graph_def(
     device: str = RewriteOptions.device,
     profile: MachineProfile | None = None,
 ) -> RewriteResult:
-    """Returns a graph that computes in low precision where that is safe and worth it.
+    """Returns a graph that computes in low precision where that is safe and pays.
 
     Args:
         graph_def: A `tf.compat.v1.GraphDef`, float32; it is not modified.
@@ -68,12 +67,12 @@ def rewrite_graph_def(
             branches, loops and other functions have the name of their caller in front too, as in
             "gate/cond/MatMul".
         force_low: The same: these are converted wherever the op has a kernel for it.
-        placement: "min_cut": the lists decide what may be low, a minimum cut what is worth it, by
-            the times that `profile` gives for the shapes in the graph. They are there in
-            `graph.as_graph_def(add_shapes=True)`. Without them, and where the cut gains next to
-            nothing, the lists decide, as with "lists". "fused": as "min_cut", and XLA compiles the
-            arithmetic between products and convolutions; the plan tells of the nodes as they were
-            before.
+        placement: "min_cut": the lists decide what may be low, and a minimum cut what pays, by the
+            times that `profile` gives for the shapes in the graph, which
+            `graph.as_graph_def(add_shapes=True)` records. Without shapes, and where the cut gains
+            almost nothing, the lists decide, as with "lists". "fused": as "min_cut", and XLA
+            compiles the arithmetic between products and convolutions; the plan has the nodes as
+            they were before.
         device: Kind of device of the nodes that are pinned to none: "cpu", "gpu", "tpu", or "auto"
             for this machine's. A node without a kernel there stays float32. "gpu" needs a
             TensorFlow that has kernels for GPUs, not a GPU.
@@ -102,7 +101,7 @@ def rewrite_graph_def(
     if not isinstance(graph_def, tf.compat.v1.GraphDef):
         raise TypeError(
             f"graph_def must be a tf.compat.v1.GraphDef; got {type(graph_def).__name__}. "
-            "That of a concrete function is `function.graph.as_graph_def()`."
+            "For a concrete function it is `function.graph.as_graph_def()`."
         )
     check_choice("dtype", dtype, LOW_PRECISION)
     options = RewriteOptions(
@@ -121,7 +120,7 @@ def rewrite_graph_def(
 
 
 def resolved(options: RewriteOptions) -> RewriteOptions:
-    """Fills in what options leave to this machine: kind of device, op lists and profile.
+    """Resolves the options that depend on this machine: kind of device, op lists and profile.
 
     Raises:
         ValueError: This machine cannot rewrite for the device, or XLA does not work here.
@@ -130,7 +129,7 @@ def resolved(options: RewriteOptions) -> RewriteOptions:
     if kind == "gpu" and all(kernel.device != kind for kernel in tf_private.kernels("MatMul")):
         raise ValueError(
             f"device is 'gpu', but this TensorFlow {tf.__version__} was built without GPU kernels, "
-            "and these tell what may be low there. Convert with one that has them, such as "
+            "which decide what can be converted. Convert with one that has them, such as "
             "tensorflow for Linux on x86-64, or give device='cpu'."
         )
     if options.placement == "fused" and not tf_private.xla_works(""):
@@ -152,7 +151,7 @@ def resolved(options: RewriteOptions) -> RewriteOptions:
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """A rewrite makes millions of objects and no cycles; looking for these takes a third of it."""
+    """Pauses garbage collection: a rewrite makes millions of objects and no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -163,16 +162,16 @@ def _collector_paused() -> Iterator[None]:
 
 
 class Pass(NamedTuple):
-    """A rewrite of a whole graph, in place: the function `run` of a file of `tfamp.graph.passes`.
+    """A graph-to-graph rewrite in place: the function `run` of a file of `tfamp.graph.passes`.
 
-    It takes the editor of the graph and the options, behind the decision the plan too.
+    Its arguments are the editor of the graph and the options, after the decision also the plan.
 
     Attributes:
-        file: The file, which is loaded where there is work for it.
-        ops: Op types, of which a graph has to have one; None for any graph.
-        applies: Whether the pass pays, or is asked for, with some options.
-        carries_plan: Whether it runs behind the decision, on the graph that the plan made.
-        in_frames: Whether it can run on graphs with loops of TensorFlow 1.
+        file: The file, which is imported when the pass runs.
+        ops: The pass runs on graphs with one of these op types; None for any graph.
+        applies: Whether the options enable the pass.
+        carries_plan: Whether it runs after the decision, on the converted graph.
+        in_frames: Whether it supports graphs with loops of TensorFlow 1.
     """
 
     file: str
@@ -197,9 +196,9 @@ def _in_bfloat16(options: RewriteOptions) -> bool:
 
 _FILTER_GRADIENTS = op_types("Conv2DBackpropFilter DepthwiseConv2dNativeBackpropFilter")
 _BIAS_SUMS = Pass("bias_sums", frozenset({"BiasAddGrad"}), _in_bfloat16, carries_plan=True)
-# All passes, in the order in which they run. The first ones make a graph faster, with the same
-# results but for rounding; then it is indexed and decided about, and the plan is carried out. The
-# others make low ops more accurate, or have XLA compile them.
+# All passes, in the order in which they run. The first ones are equivalence-preserving and make a
+# graph faster; then it is indexed, decided and converted. The others make low ops more accurate, or
+# have XLA compile them.
 PASSES = (
     Pass("attention_products", frozenset({"Einsum"}), _on_cpus),
     Pass("loop_sums", LOOPS, _not_grapplers),
@@ -212,7 +211,7 @@ PASSES = (
 
 
 def _passes_for(graph: GraphEditor, options: RewriteOptions, carries_plan: bool) -> list[Pass]:
-    """The passes before or behind the decision that have work to do on a graph."""
+    """The passes before or after the decision that apply to a graph."""
     ops = frozenset(op for body in graph.bodies for op in body.by_op)
     framed = not FRAMES.isdisjoint(ops)
     return [
@@ -232,11 +231,11 @@ def _run(passes: Iterable[Pass], *args: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PreparedGraph:
-    """A graph behind its first passes, with its index: the start of every decision about it.
+    """A graph after its first passes, with its index: the input of every decision about it.
 
     Attributes:
         graph: The graph.
-        indexes: The index of the graph, then those of its functions.
+        indexes: The index of the graph, then of each function.
         weights: Arguments of loops' functions that hold weights.
     """
 
@@ -245,13 +244,13 @@ class PreparedGraph:
     weights: Collection[tuple[str, str]]
 
     def copy(self) -> PreparedGraph:
-        """Returns the same with a graph of its own."""
+        """Returns a deep copy of the graph, with the same index."""
         graph = GraphEditor(copied(self.graph.graph), self.graph.kept)
         return dataclasses.replace(self, graph=graph)
 
 
 def convert(graph_def: Any, options: RewriteOptions, use: GraphUse) -> Decision:
-    """Converts a graph of the caller's own, in place; returns what was decided.
+    """Converts a graph in place; returns the decision.
 
     Raises:
         ValueError: The graph has no node of a name, or that matches a pattern.
@@ -341,11 +340,11 @@ def _retype(body: GraphEditor, retype: Retype, low: int) -> None:
 def verify_rewrite(graph: GraphEditor, scopes: Sequence[PaintedScope], plan: RewritePlan) -> None:
     """Checks a rewritten graph against the decisions: a failure is a bug of tfamp's.
 
-    Both ends of every edge agree, every node is there under its name, what must not change is as it
-    was, and all that is new are the plan's Casts; else a RewriteError.
+    Every node is there under its name and has the dtypes that were decided, a Cast is where they
+    differ, and nothing else is new; else a RewriteError.
     """
     for painted in scopes:
-        index, scope = painted.index, painted.index.scope
+        index, low, scope = painted.index, painted.low, painted.index.scope
         if scope and scope not in graph.library:
             raise _violation(f"function {scope!r}", "it was lost")
         body = graph.body(scope)
@@ -353,23 +352,18 @@ def verify_rewrite(graph: GraphEditor, scopes: Sequence[PaintedScope], plan: Rew
         own = {node.name for node in index.nodes if node.op not in (ARGUMENT, RESULT)}
         if wrong := body.by_name.keys() ^ (own | casts):
             raise _violation(f"node {min(wrong)!r}", "it was lost or added")
-        ends = {name: _cast_ends(body.by_name[name]) for name in casts}
-        dtypes = [_dtype_now(body, index, slot) for slot in index.slots]
-        for slot in painted.kept:
-            if dtypes[slot] != (dtype := index.slots[slot].dtype):
-                cause = f"{index.slots[slot].attr} became {dtypes[slot]}, but must stay {dtype}"
-                raise _violation(_place(index.node_of(slot)), cause)
+        for number, slot in enumerate(index.slots):
+            wanted = plan.dtype if number in low else slot.dtype
+            if (found := _dtype_now(body, index, slot)) != wanted:
+                node = index.nodes[slot.node]
+                cause = f"{slot.attr} became {found}, but must be {wanted}"
+                raise _violation(f"node {node.name!r} ({node.op})", cause)
         for edge in index.edges:
-            node, source, taken = (
-                index.node_of(edge.target),
-                dtypes[edge.source],
-                dtypes[edge.target],
-            )
-            producer = node_name(body.taken(node.name, edge.input))
-            given, made = ends.get(producer, (source, source))
-            if (given, made) != (source, taken):
-                cause = f"its input {edge.tensor!r} is {made}, not {taken}"
-                raise _violation(_place(node), cause)
+            name = index.node_of(edge.target).name
+            needs_cast = (edge.source in low) != (edge.target in low)
+            if needs_cast != (node_name(body.taken(name, edge.input)) in casts):
+                cause = f"its input {edge.tensor!r} has another dtype than the node takes"
+                raise _violation(f"node {name!r}", cause)
 
 
 def _dtype_now(body: GraphEditor, index: GraphIndex, slot: TypeSlot) -> str:
@@ -382,17 +376,6 @@ def _dtype_now(body: GraphEditor, index: GraphIndex, slot: TypeSlot) -> str:
         return slot.dtype
     value = named.attr[slot.attr]
     return tf_private.dtype_name(value.type if slot.place is None else value.list.type[slot.place])
-
-
-def _cast_ends(node: Any) -> tuple[str, str]:
-    """The dtypes that a Cast takes and gives."""
-    return tf_private.dtype_name(node.attr["SrcT"].type), tf_private.dtype_name(
-        node.attr["DstT"].type
-    )
-
-
-def _place(node: IndexedNode) -> str:
-    return f"node {node.name!r} ({node.op})"
 
 
 def _violation(place: str, cause: str) -> RewriteError:

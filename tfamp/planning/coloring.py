@@ -316,8 +316,8 @@ def _ways_to_variables(rules: Rules, reduced: bool) -> Iterable[int]:
     # What a loop writes is found in its body, where that is joined with its caller.
     roots = [
         slot
-        for node in index.nodes
-        if (node.op not in LOOPS or node.calls) and index.uses(node, "resource")
+        for position, node in enumerate(index.nodes)
+        if (node.op not in LOOPS or node.calls) and position in index.users["resource"]
         for slot in node.slots
     ]
 
@@ -362,7 +362,7 @@ def find_regions(
     """
     fixed = dict(kept or {})
     for position, node in enumerate(index.nodes):
-        reason = chosen.get(position) or _structural_reason(index, node)
+        reason = chosen.get(position) or _structural_reason(index, position)
         if reason is not None:
             fixed.update(dict.fromkeys(node.slots, reason))
     lists: list[tuple[int, ...]] = []
@@ -385,7 +385,8 @@ def find_regions(
     return Regions(fixed, tuple(lists), unsafe, tuple(implied), loops)
 
 
-def _structural_reason(index: GraphIndex, node: IndexedNode) -> Reason | None:
+def _structural_reason(index: GraphIndex, position: int) -> Reason | None:
+    node = index.nodes[position]
     if node.op in _FIXED_OPS:
         return _FIXED_OPS[node.op]
     if node.calls:
@@ -394,7 +395,7 @@ def _structural_reason(index: GraphIndex, node: IndexedNode) -> Reason | None:
         return None
     if node.uses_references:
         return Reason("variable", "it refers to the memory of a variable")
-    if index.uses(node, "resource"):
+    if position in index.users["resource"]:
         return Reason("variable", "it uses a resource, whose values keep their dtype")
     has_inputs = any(index.fanin[slot] for slot in node.slots)
     return None if has_inputs else Reason("source", "it has no inputs: its value is given")

@@ -25,6 +25,7 @@ from typing import TypeAlias
 
 from tfamp.core.dtypes import float_format
 from tfamp.planning.coloring import REDUCTIONS
+from tfamp.planning.op_sets import STORED
 from tfamp.planning.structures import (
     ARGUMENT,
     FLOAT32,
@@ -107,9 +108,10 @@ def ends_of(
             elif is_called and node.op == RESULT:
                 ends.results.update(own)
         for edge in scope.edges:
-            node, is_scalar = scope.node_of(edge.target), scope.shapes.get(scope.tensor(edge)) == ()
-            stores = scope.uses(node, "resource")
-            if is_scalar and (stores or node.op == RESULT):
+            position = scope.slots[edge.target].node
+            is_scalar = scope.shapes.get(scope.tensor(edge)) == ()
+            stores = position in scope.users["resource"]
+            if is_scalar and (stores or scope.nodes[position].op == RESULT):
                 ends.scalars[joined[edge.source]] = None
             elif stores and not is_scalar:
                 ends.stored[joined[edge.source]] = None
@@ -129,7 +131,8 @@ def _unused_scalars(scope: GraphIndex) -> Iterator[int]:
     for (position, port), shape in scope.shapes.items():
         node = scope.nodes[position]
         # The shape of a handle of a list is not that of the floats in it.
-        if shape == () and port == 0 and not node.calls and not scope.uses(node, "variant"):
+        is_list = position in scope.users["variant"]
+        if shape == () and port == 0 and not node.calls and not is_list:
             for slot in node.slots:
                 if used.isdisjoint(scope.slots[target].node for target in scope.fanout[slot]):
                     yield slot
@@ -165,6 +168,9 @@ class _Values:
         self._index = index
         self._ops = [index.node_of(slot).op for slot in range(len(index.slots))]
         self._colors = [colors.get(op) for op in self._ops]
+        calls = (bool(index.nodes[slot.node].calls) for slot in index.slots)
+        allowed = (color == "allow" for color in self._colors)
+        self._multiplies = list(map(operator.or_, allowed, calls))
         floats = [slot.dtype == FLOAT32 for slot in index.slots]
         self._sources, self._targets = (
             [[each for each in near if floats[each]] for near in table]
@@ -172,9 +178,7 @@ class _Values:
         )
         nodes = (index.nodes[position] for position in index.producers_first)
         self._order = [slot for node in nodes for slot in node.slots if floats[slot]]
-
-    def _multiplies(self, slot: int) -> bool:
-        return self._colors[slot] == "allow" or bool(self._index.node_of(slot).calls)
+        self._has_loops = not _CARRIERS.isdisjoint(self._ops)
 
     def _moves(self, slot: int) -> bool:
         return self._colors[slot] == "clear" and self._ops[slot] not in CHOICES
@@ -182,7 +186,7 @@ class _Values:
     def _may_stay(self, slot: int) -> bool:
         """Whether a slot could be low and can be kept by itself: no part of a loop or a list."""
         op, listed = self._ops[slot], self._colors[slot] in ("infer", "clear")
-        carries = op in _CARRIERS or "TensorList" in op or self._multiplies(slot)
+        carries = op in _CARRIERS or "TensorList" in op or self._multiplies[slot]
         return listed and self._index.slots[slot].can_be_low and not carries
 
     def masked(self, dtype: str) -> dict[int, Reason]:
@@ -202,7 +206,7 @@ class _Values:
         found: dict[int, Reason] = {}
         for slot in self._order:
             beyond = [each for each in self._sources[slot] if each in fits]
-            if not beyond or self._multiplies(slot):
+            if not beyond or self._multiplies[slot]:
                 continue
             chosen = self._ops[slot] in CHOICES and all(fits[s] or s in constants for s in beyond)
             passes_on = self._moves(slot) or self._ops[slot] == "Softmax"
@@ -234,7 +238,7 @@ class _Values:
         neutral: set[int] = set()
         for slot in self._order:
             sources = [each for each in self._sources[slot] if each != slot]
-            if slot in data or self._multiplies(slot):
+            if slot in data or self._multiplies[slot]:
                 continue
             if data.isdisjoint(sources):
                 if neutral.issuperset(sources):
@@ -248,13 +252,13 @@ class _Values:
         arithmetic = [
             slot
             for slot in self._order
-            if not self._multiplies(slot)
+            if not self._multiplies[slot]
             and not self._moves(slot)
             and any(source in data for source in self._sources[slot])
         ]
         moved = reach(arithmetic, along(lambda s: s in data and self._moves(s), self._sources))
         softmaxes = [slot for slot in self._order if self._ops[slot] in _SOFTMAXES]
-        leading = reach(softmaxes, along(lambda s: not self._multiplies(s), self._sources))
+        leading = reach(softmaxes, along(lambda s: not self._multiplies[s], self._sources))
         mixing = (slot for slot in arithmetic if slot not in data and slot in leading)
         masked = reach(mixing, along(leading.__contains__, self._targets))
         return [slot for slot in dict.fromkeys([*moved, *masked]) if self._may_stay(slot)]
@@ -271,7 +275,7 @@ class _Values:
         # Updates of weights back to the last reduction have a rule of their own.
         updates = reach(
             [*ends.stored, *returned],
-            lambda s: () if self._multiplies(s) or self._ops[s] in REDUCTIONS else self._sources[s],
+            lambda s: () if self._multiplies[s] or self._ops[s] in REDUCTIONS else self._sources[s],
         )
         leads, through = self._ways([*ends.scalars, *ours], updates)
         before = {slot for slot in self._order if leads[slot] & ~through[slot]}
@@ -281,7 +285,7 @@ class _Values:
             for slot in found
             if self._ops[slot] in _DIFFERENCES and any(each in data for each in self._sources[slot])
         )
-        makers = reach(compared, lambda s: () if self._multiplies(s) else self._sources[s])
+        makers = reach(compared, lambda s: () if self._multiplies[s] else self._sources[s])
         last = (
             s for s in makers if self._colors[s] == "allow" and s in before and s not in updates
         )
@@ -301,7 +305,7 @@ class _Values:
             for each in sources:
                 behind[slot] |= behind[each] | leads[each] & ~through[each]
             is_gradient = False
-            if self._multiplies(slot):
+            if self._multiplies[slot]:
                 operands = functools.reduce(operator.or_, (through[each] for each in sources), 0)
                 is_gradient = bool(behind[slot] & operands & ~leads[slot])
             if is_gradient or not found.isdisjoint(sources):
@@ -313,7 +317,7 @@ class _Values:
         own = {slot: 1 << number for number, slot in enumerate(dict.fromkeys(ends))}
         leads, through = ([0] * len(self._ops) for _ in range(2))
         changed = True
-        while changed:  # Loops take more than one round.
+        while changed:
             changed = False
             for slot in reversed(self._order):
                 if slot in without:
@@ -321,10 +325,11 @@ class _Values:
                 every, crossing = own.get(slot, 0), 0
                 for target in self._targets[slot]:
                     every |= leads[target]
-                    crosses = self._multiplies(target) or self._ops[target] in LOOPS
+                    crosses = self._multiplies[target] or self._ops[target] in LOOPS
                     crossing |= leads[target] if crosses else through[target]
                 changed |= (every, crossing) != (leads[slot], through[slot])
                 leads[slot], through[slot] = every, crossing
+            changed &= self._has_loops  # Without them one walk back is enough.
         return leads, through
 
 
@@ -358,8 +363,6 @@ _ARITHMETIC_AND_MEANS = _ARITHMETIC | _MEANS
 _GRADIENTS = _ARITHMETIC_AND_MEANS | op_types(
     "AddN InvGrad ReciprocalGrad RsqrtGrad SqrtGrad StridedSliceGrad"
 )
-# Weights, and what they are multiplied by.
-_STORED = op_types("Const HostConst ReadVariableOp Variable VariableV2")
 
 
 def statistics(index: GraphIndex) -> dict[int, Reason]:
@@ -395,10 +398,8 @@ class _Tensors:
 
     def __init__(self, index: GraphIndex) -> None:
         self._ops = [node.op for node in index.nodes]
-        floats = [
-            [e for e in edges if index.slots[e.source].dtype == FLOAT32] for edges in index.inputs
-        ]
-        self._inputs = [[index.slots[edge.source].node for edge in edges] for edges in floats]
+        sources = ([index.slots[edge.source] for edge in edges] for edges in index.inputs)
+        self._inputs = [[s.node for s in slots if s.dtype == FLOAT32] for slots in sources]
         self._consumers: list[list[int]] = [[] for _ in index.nodes]
         for node, producers in enumerate(self._inputs):
             for producer in producers:
@@ -406,7 +407,7 @@ class _Tensors:
         self._numbers = {
             position
             for position, op in enumerate(self._ops)
-            if op in _STORED and index.shapes.get((position, 0)) == ()
+            if op in STORED and index.shapes.get((position, 0)) == ()
         }
         self._order = index.producers_first
         # Nodes that give weights or constants, or are computed from nothing else. A Cast without a
@@ -415,7 +416,7 @@ class _Tensors:
         for node in self._order:
             op, given = self._ops[node], self._inputs[node]
             computed = op in _ARITHMETIC and self._stored.issuperset(given)
-            if computed if given else op in _STORED or op == "Cast":
+            if computed if given else op in STORED or op == "Cast":
                 self._stored.add(node)
 
     def squared_data(self) -> Iterator[int]:

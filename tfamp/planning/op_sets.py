@@ -17,6 +17,8 @@ EXTERNAL = op_types("""
     TmlpV2 TmlpV3 VoxelMax
 """)
 
+# Ops whose results are stored, not computed from data: weights and constants.
+STORED = op_types("Const HostConst ReadVariableOp Variable VariableV2")
 # Ops that take elements out of a TensorList, and that put them in.
 LIST_READERS = op_types("""
     TensorListConcat TensorListConcatV2 TensorListGather TensorListGetItem TensorListPopBack

@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 from tfamp.core.dtypes import float_format
 from tfamp.planning.cost import FLOP_RULES, Shape, reduction_depth
+from tfamp.planning.op_sets import STORED
 from tfamp.planning.structures import FLOAT32, GraphIndex, Reason, Tensor, op_types, reach
 
 RULE = "calibration"
@@ -26,8 +27,6 @@ RULE = "calibration"
 TensorKey: TypeAlias = tuple[str, str, int]
 
 _DATA_MAX = {"float16": 512.0, "bfloat16": math.inf}
-# Their results are as stored, not computed from data.
-_STORED = op_types("Const HostConst ReadVariableOp Variable VariableV2")
 _PASSING_ON = op_types("""
     Enter ExpandDims Identity Reshape Snapshot Squeeze StopGradient Transpose
 """)
@@ -187,7 +186,7 @@ def _stored_nodes(index: GraphIndex) -> frozenset[int]:
         source, target = index.slots[edge.source].node, index.slots[edge.target].node
         if edge.input == 0 and index.nodes[target].op in _PASSING_ON:
             passing[source].append(target)
-    roots = (i for i, node in enumerate(index.nodes) if node.op in _STORED)
+    roots = (i for i, node in enumerate(index.nodes) if node.op in STORED)
     return frozenset(reach(roots, lambda node: passing[node]))
 
 

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pathlib
+from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -187,9 +188,14 @@ class GraphIndex:
         """Returns the node a slot belongs to."""
         return self.nodes[self.slots[slot].node]
 
-    def uses(self, node: IndexedNode, dtype: str) -> bool:
-        """Whether a node takes or makes tensors of a dtype."""
-        return any(self.slots[slot].dtype == dtype for slot in node.slots)
+    @functools.cached_property
+    def users(self) -> Mapping[str, set[int]]:
+        """For each dtype the nodes that take or make tensors of it, by position."""
+        found = defaultdict[str, set[int]](set)
+        for node, slots in enumerate(each.slots for each in self.nodes):
+            for slot in slots:
+                found[self.slots[slot].dtype].add(node)
+        return found
 
     def cast_ends(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yields the float32 slots of Casts with those next to them, where there are any."""

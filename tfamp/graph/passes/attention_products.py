@@ -1,9 +1,8 @@
-"""Einsums of attention become batches of products.
+"""Replaces Einsums of attention with batched matrix products.
 
-The kernel of Einsum moves the dimensions of its operands and of its result itself. On CPUs it
-takes 1.1 to 1.7 times as long as Transposes around BatchMatMulV2 where it moves the result's.
-Where it moves only the operands' it takes as long, or less; then a product pays only if others
-have its operands transposed already.
+Einsum's kernel transposes its operands and its result itself. On CPUs it takes 1.1 to 1.7 times as
+long as Transposes around BatchMatMulV2 if it transposes the result. If it transposes only operands
+it is as fast, or faster; then a product pays only where others share its transposed operands.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from tfamp.planning.cost import counted_shape
 from tfamp.planning.options import RewriteOptions
 from tfamp.planning.structures import node_name
 
-# Of the result. With fewer, starting three more ops takes what they gain.
+# Of the result. With fewer, the overhead of three more ops exceeds their gain.
 _LEAST_ELEMENTS = 1 << 16
 # A tensor to transpose: device, tensor, labels as given and as needed.
 _Moved: TypeAlias = tuple[str, str, str, str]
 
 
 class _Product(NamedTuple):
-    """An Einsum as a batch of products of two matrices, in its labels.
+    """An Einsum as a batched matrix product, in its labels.
 
     Attributes:
         node: The Einsum.
-        operands: The tensors that are multiplied, with their labels and those that they need: the
-            batch, then rows and columns or these exchanged.
-        adjoint: Which of both have rows and columns exchanged.
+        operands: The factors, with their labels and the order needed: the batch, then rows and
+            columns or the reverse.
+        adjoint: Which of both are transposed matrices.
         made: Labels of the product.
         result: Labels of the Einsum's result.
         sizes: How large each label is, -1 if not known.
@@ -55,9 +54,9 @@ class _Product(NamedTuple):
 
 
 def run(graph: GraphEditor, options: RewriteOptions) -> None:
-    """Makes Einsums on CPUs a BatchMatMulV2 each, between Transposes, where that pays, in place.
+    """Replaces Einsums on CPUs with BatchMatMulV2 between Transposes, where that pays, in place.
 
-    Where the graph has the shapes of both operands, and the Einsum is not fetched.
+    Needs the shapes of both operands; fetched Einsums stay.
     """
     for body in graph.bodies:
         found = [_product(body, node) for node in body.of_types("Einsum")]
@@ -71,7 +70,7 @@ def run(graph: GraphEditor, options: RewriteOptions) -> None:
 
 
 def _product(body: GraphEditor, node: Any) -> _Product | None:
-    """How an Einsum is multiplied; None for one that is no batch of products of two matrices."""
+    """Returns an Einsum as a product; None if it is not a batched product of two matrices."""
     text = attribute(node, "equation").s.decode(errors="backslashreplace").replace(" ", "")
     given, _, result = text.partition("->")
     labels, tensors = given.split(","), tensor_inputs(node)
@@ -108,7 +107,7 @@ def _product(body: GraphEditor, node: Any) -> _Product | None:
 
 
 def _paying(products: Sequence[_Product]) -> list[_Product]:
-    """Those whose results are moved, and those whose operands are transposed for these."""
+    """Products with transposed results, and others that share their transposed operands."""
     moving = [each for each in products if each.made != each.result and _is_large(each)]
     moved = {key for each in moving for key in each.transposes}
     still = (each for each in products if each.made == each.result)
@@ -121,7 +120,7 @@ def _is_large(product: _Product) -> bool:
 
 
 def _multiply(body: GraphEditor, product: _Product, transposed: dict[_Moved, str]) -> None:
-    """Makes an Einsum a BatchMatMulV2 of transposed operands, each of them transposed once."""
+    """Replaces an Einsum with a BatchMatMulV2; all products share one Transpose an operand."""
     node, tensors = product.node, []
     for end, key in zip("xy", product.operands, strict=True):
         _, tensor, given, needed = key
@@ -136,7 +135,7 @@ def _multiply(body: GraphEditor, product: _Product, transposed: dict[_Moved, str
 
 
 def _move_result(body: GraphEditor, product: _Product) -> None:
-    """Transposes what a product gives, for all who take it."""
+    """Transposes the result of a product once for all its consumers."""
     node, order = product.node, (product.made, product.result)
     tensor, dims = body.tensor(node), product.dims(product.result)
     made = _transpose(body, node, f"{node.name}/transposed", tensor, order, dims)
