@@ -5,7 +5,7 @@ and convolutions stay: on CPUs oneDNN's kernels for low precision are faster tha
 
 A group must not contain both an ancestor and a descendant of a product: the call would wait for
 itself. So every node has a depth, the largest number of times that a path to it enters or leaves
-fusible nodes of a device. Connected nodes of one depth are a group: no path leaves and re-enters it.
+fusible nodes of a device. Connected nodes of one depth are a group: no path leaves and returns.
 A node that only one later group uses belongs to that group, so that its result is not stored.
 
 Identical groups, as of repeated layers, call one function, which is compiled once.
