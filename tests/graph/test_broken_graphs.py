@@ -111,7 +111,9 @@ def test_a_type_attribute_that_holds_none(kind):
         node.attr["T"].i = 7
     else:
         node.attr["T"].list.type.extend([FLOAT] if kind == "list" else [])
-    refused(graph, r"Node 'e' \(Exp\): the attribute T does not hold a dtype|the attribute T is missing")
+    refused(
+        graph, r"Node 'e' \(Exp\): the attribute T does not hold a dtype|the attribute T is missing"
+    )
 
 
 def test_an_output_with_a_number_that_is_none():

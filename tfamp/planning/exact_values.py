@@ -1,18 +1,18 @@
-"""Which slots stay float32 for the values they hold, whatever their ops; framework-free.
+"""Selects slots that stay float32 for the values they hold, whatever their ops; framework-free.
 
 Four rules, all by structure and none by names:
 
 - **Results.** A float result of the function, and a scalar that is differentiated, stored or
   returned, is computed in float32 from the last product on: a loss has float32's digits, and
-  probabilities add up to 1. Where a loss subtracts given data from predictions, the product that
-  makes these stays float32 too, as the output layer does under a policy.
+  probabilities sum to 1. If a loss subtracts given data from predictions, the product that computes
+  these stays float32 too, as the output layer does under a policy.
 - **Data.** A placeholder, or an element of a dataset, is rounded only as an operand of a product.
 - **Masks.** A finite number beyond the range of the low dtype, as -1e9 for masked positions,
-  becomes no infinity: the ops that compute with it stay float32 up to the softmax.
+  does not become infinite: arithmetic with it stays float32 up to the softmax.
 - **Normalizations.** See the second half.
 
-A product is an op of the allow list. The slots found stay as they are and the passes work around
-them; nothing that follows becomes float32 for it, as it would behind a denied op.
+A product is an op of the allow list. The selected slots stay as they are and the passes work around
+them; unlike a denied op, they do not make the nodes behind them float32.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tfamp.planning.structures import (
     reach,
 )
 
-# Slots or nodes in an order, each once.
+# An ordered set of slots or nodes.
 _Ordered: TypeAlias = dict[int, None]
 
 _ON_THE_WAY = Reason("result", "it leads from the last product to a result of the function")
@@ -50,11 +50,11 @@ _GIVEN = Reason("data", "it computes with given data, which only products round"
 _SOURCES = op_types("""
     IteratorGetNext IteratorGetNextSync OptionalGetValue Placeholder PlaceholderWithDefault
 """)
-# Ops that choose between values and do not compute new ones.
+# Ops that select or compare values and do not compute new ones.
 CHOICES = op_types("""
     ClipByValue Equal Greater GreaterEqual Less LessEqual Maximum Minimum NotEqual Select SelectV2
 """)
-# Ops whose results are small for any input.
+# Ops with bounded results.
 _BOUNDED = op_types("Erf Exp Sigmoid Softmax Softsign Tanh")
 _SOFTMAXES = op_types("Exp LogSoftmax Softmax")
 _DIFFERENCES = op_types("SquaredDifference Sub")
@@ -67,11 +67,11 @@ class Ends:
     """Slots of a graph where values come from outside, and where they go.
 
     Attributes:
-        given: Those of placeholders, elements of datasets, and other data.
-        results: Those of float results that are not known to be scalars.
-        scalars: Those of scalars that are returned or stored.
-        unused: Those of scalars that nothing computes with: losses that are differentiated only.
-        stored: Those of larger tensors that are stored: the updates of weights.
+        given: Placeholders, elements of datasets, and other data.
+        results: Float results that are not known to be scalars.
+        scalars: Scalars that are returned or stored.
+        unused: Scalars without consumers: losses that are only differentiated.
+        stored: Larger tensors that are stored: the updates of weights.
     """
 
     given: _Ordered = field(default_factory=dict)
@@ -122,7 +122,7 @@ def ends_of(
 
 
 def _unused_scalars(scope: GraphIndex) -> Iterator[int]:
-    """Slots of scalars from which no floats that something uses are computed."""
+    """Slots of scalars whose consumers, if any, have no used float results."""
     used = {
         slot.node
         for number, slot in enumerate(scope.slots)
@@ -130,7 +130,7 @@ def _unused_scalars(scope: GraphIndex) -> Iterator[int]:
     }
     for (position, port), shape in scope.shapes.items():
         node = scope.nodes[position]
-        # The shape of a handle of a list is not that of the floats in it.
+        # A scalar handle of a list may hold larger tensors.
         is_list = position in scope.users["variant"]
         if shape == () and port == 0 and not node.calls and not is_list:
             for slot in node.slots:
@@ -141,7 +141,7 @@ def _unused_scalars(scope: GraphIndex) -> Iterator[int]:
 def exact_slots(
     index: GraphIndex, colors: Mapping[str, str], ends: Ends, dtype: str
 ) -> dict[int, Reason]:
-    """Finds the slots that stay float32 for the values they hold, but for normalizations.
+    """Finds the slots that stay float32 for the values they hold, without normalizations.
 
     Args:
         index: A graph, joined with its loops.
@@ -162,7 +162,7 @@ def exact_slots(
 
 
 class _Values:
-    """How the float32 values of a graph go from one slot to the next."""
+    """The flow of float32 values between the slots of a graph."""
 
     def __init__(self, index: GraphIndex, colors: Mapping[str, str]) -> None:
         self._index = index
@@ -184,13 +184,13 @@ class _Values:
         return self._colors[slot] == "clear" and self._ops[slot] not in CHOICES
 
     def _may_stay(self, slot: int) -> bool:
-        """Whether a slot could be low and can be kept by itself: no part of a loop or a list."""
+        """Whether a slot could be low and is not part of a loop or a list."""
         op, listed = self._ops[slot], self._colors[slot] in ("infer", "clear")
         carries = op in _CARRIERS or "TensorList" in op or self._multiplies[slot]
         return listed and self._index.slots[slot].can_be_low and not carries
 
     def masked(self, dtype: str) -> dict[int, Reason]:
-        """Slots that numbers beyond the range of a dtype get to, up to a softmax or a product."""
+        """Slots that values beyond the range of a dtype reach, up to a softmax or a product."""
         limit = float_format(dtype).max / 2  # Two of them may be added.
         constants = {
             slot
@@ -200,8 +200,8 @@ class _Values:
         }
         if not constants:
             return {}
-        # Whether the values of a slot fit in where it is low: `graph.passes` ends constants that
-        # choices take at the largest value of the dtype.
+        # Whether the values of a slot are in range if it is low: `graph.passes` clips constants of
+        # choices to the range of the dtype.
         fits = dict.fromkeys(constants, False)
         found: dict[int, Reason] = {}
         for slot in self._order:
@@ -217,17 +217,17 @@ class _Values:
             if self._ops[slot] not in _BOUNDED:
                 fits[slot] = slot not in found
         for slot in reversed(self._order):
-            # In arithmetic behind it, the end of the range is another number.
+            # Arithmetic behind it would compute with the clipped value.
             behind = next((each for each in self._targets[slot] if each in found), None)
             if fits.get(slot) and behind is not None:
                 found[slot] = found[behind]
         return {slot: reason for slot, reason in found.items() if self._may_stay(slot)}
 
     def data(self, given: Iterable[int]) -> frozenset[int]:
-        """Slots of given data, as they are, moved, or computed from them and weights only."""
+        """Slots of given data, also moved, or computed from data and weights only."""
         slots, data = self._index.slots, set(given)
         is_integer = [slot.dtype.startswith(("int", "uint")) for slot in slots]
-        # Sizes of tensors are no data: they are in another slot of a Shape.
+        # Sizes of tensors do not count: they are in another slot of a Shape.
         integers = reach(
             (slot for slot in data if is_integer[slot]),
             along(is_integer.__getitem__, self._index.fanout),
@@ -248,7 +248,7 @@ class _Values:
         return frozenset(slot for slot in data if slots[slot].dtype == FLOAT32)
 
     def computing_with(self, data: Collection[int]) -> Iterable[int]:
-        """Slots of arithmetic on given data, with what moves the data there, up to a softmax."""
+        """Slots of arithmetic on given data, and ops that move the data there, up to a softmax."""
         arithmetic = [
             slot
             for slot in self._order
@@ -272,7 +272,7 @@ class _Values:
         gradients = self._gradients([*ends.scalars, *ends.unused])
         ours = [slot for slot in [*ends.results, *ends.unused] if slot not in gradients]
         returned = [slot for slot in ends.results if slot in gradients]
-        # Updates of weights back to the last reduction have a rule of their own.
+        # Updates of weights have their own rule, back to the last reduction.
         updates = reach(
             [*ends.stored, *returned],
             lambda s: () if self._multiplies[s] or self._ops[s] in REDUCTIONS else self._sources[s],
@@ -313,7 +313,7 @@ class _Values:
         return found
 
     def _ways(self, ends: Iterable[int], without: Collection[int]) -> tuple[list[int], list[int]]:
-        """The ends that each slot leads to, and those it leads to through a product, as bits."""
+        """Bit sets of the ends that each slot leads to, on any path and through a product."""
         own = {slot: 1 << number for number, slot in enumerate(dict.fromkeys(ends))}
         leads, through = ([0] * len(self._ops) for _ in range(2))
         changed = True
@@ -335,15 +335,14 @@ class _Values:
 
 # ---- Normalizations ------------------------------------------------------------------------------
 
-# A normalization is known by what it computes, whatever its nodes are called: a mean, or a sum, of
-# squares of some data, a root of that, and the same data multiplied or divided by the root. So are
-# LayerNormalization, GroupNormalization, RMSNormalization, the unit norm, and the same by hand. A
-# mean that is subtracted before is part of it. A mean by itself is not, nor is a distance, nor the
-# root of one.
+# A normalization is recognized by structure, not by names: a mean or a sum of squares of some data,
+# a root of it, and the same data multiplied or divided by the root. This covers LayerNormalization,
+# GroupNormalization, RMSNormalization, the unit norm, and handwritten ones. A mean that is
+# subtracted before is part of it; a mean alone is not, nor is a distance or its root.
 #
 # Low precision would round the mean before it is subtracted and the root before all values are
-# multiplied by it. Such an error is the same in all values, where those of the values themselves
-# cancel in the sums that follow.
+# multiplied by it: an error common to all values. Rounding errors of single values cancel in later
+# sums; a common error does not.
 
 _ROOTS = op_types("Pow Rsqrt Sqrt")
 _MEANS = op_types("Mean Sum")
@@ -354,7 +353,7 @@ _PASSING_ON = op_types("""
     BroadcastTo EnsureShape ExpandDims Identity PreventGradient Reshape Snapshot Squeeze
     StopGradient StridedSlice Tile Transpose
 """)
-# Ops that make other numbers of data and statistics, element by element.
+# Other elementwise ops on data and statistics.
 _ELEMENTWISE = op_types("""
     Abs ClipByValue Inv Maximum Minimum Neg Reciprocal Relu Select SelectV2
 """)
@@ -366,7 +365,7 @@ _GRADIENTS = _ARITHMETIC_AND_MEANS | op_types(
 
 
 def statistics(index: GraphIndex) -> dict[int, Reason]:
-    """Finds the nodes of a scope that make normalized values out of data.
+    """Finds the nodes of a scope that normalize data.
 
     Args:
         index: The scope.
@@ -410,8 +409,8 @@ class _Tensors:
             if op in STORED and index.shapes.get((position, 0)) == ()
         }
         self._order = index.producers_first
-        # Nodes that give weights or constants, or are computed from nothing else. A Cast without a
-        # float input counts elements.
+        # Weights, constants, and nodes computed from these only. A Cast without a float input is a
+        # number of elements.
         self._stored: set[int] = set()
         for node in self._order:
             op, given = self._ops[node], self._inputs[node]
@@ -420,7 +419,7 @@ class _Tensors:
                 self._stored.add(node)
 
     def squared_data(self) -> Iterator[int]:
-        """The data whose squares are added up, without a statistic that is subtracted before."""
+        """Data whose squares are summed, before a statistic is subtracted."""
         for position, op in enumerate(self._ops):
             if op in _MEANS and self._inputs[position]:
                 square = self._past(self._inputs[position][0])
@@ -430,7 +429,7 @@ class _Tensors:
                     yield self._past(self._before_mean(data))
 
     def _past(self, node: int) -> int:
-        """The node whose values a node passes on."""
+        """The node behind ops that only pass its values on."""
         while self._ops[node] in _PASSING_ON and self._inputs[node]:
             node = self._inputs[node][0]
         return node
@@ -442,7 +441,7 @@ class _Tensors:
         return self._ops[node] in _SQUARES and bool(given)
 
     def _before_mean(self, node: int) -> int:
-        """The data of a difference from a statistic of them, else the node itself."""
+        """The data from which a node subtracts their statistic, else the node itself."""
         given = self._inputs[node]
         if self._ops[node] in _DIFFERENCES and len(given) == 2:
             for data, mean in (given, given[::-1]):
@@ -458,7 +457,7 @@ class _Tensors:
         return node != data and data in reach([node], sources)
 
     def normalization_of(self, data: int) -> dict[int, int]:
-        """The nodes that normalize some data, each with the last of them."""
+        """The nodes that normalize some data, each with the last node of the normalization."""
         parts, normalized = self._parts(data)
 
         def before(node: int) -> list[int]:
@@ -469,19 +468,19 @@ class _Tensors:
             ]
 
         found: dict[int, int] = {}
-        for last in reversed(parts):  # Each comes behind the nodes it is computed from.
+        for last in reversed(parts):  # In reversed topological order.
             if last in normalized and self._ops[last] not in _PASSING_ON and last not in found:
                 found.update(dict.fromkeys(reach([last], before), last) | found)
         return found
 
     def _parts(self, data: int) -> tuple[_Ordered, Collection[int]]:
-        """The nodes computed from some data and weights only, and those that give it normalized."""
+        """The nodes computed from some data and weights only; which of them are normalized data."""
         parts: _Ordered = {data: None}
-        # Of the parts: all of it went through a mean; it is made of a mean of squares; of a root of
-        # one; it is the data, scaled by that.
+        # Of the parts: statistics, means of squares and their descendants, descendants of a root of
+        # these, and data scaled by such a root.
         statistic, squared, scale, normalized = (set[int]() for _ in range(4))
         pending = [data]
-        for near in pending:  # It grows meanwhile.
+        for near in pending:  # It grows while it is iterated.
             for node in self._consumers[near]:
                 op, given = self._ops[node], self._inputs[node]
                 own = [each for each in given if each in parts]
@@ -500,7 +499,7 @@ class _Tensors:
                         scale.add(node)
                 elif len(of_data) == 1:
                     scales = op in _SCALING and not scale.isdisjoint(given)
-                    # A gain or a bias of normalized data.
+                    # A gain or a bias applied to normalized data.
                     follows = of_data[0] in normalized and self._numbers.isdisjoint(given)
                     if scales or (follows and op in _SCALING | _SHIFTING | _PASSING_ON):
                         normalized.add(node)
