@@ -1,4 +1,4 @@
-"""What is worth converting: the optimum found by trying all, never dearer than the lists."""
+"""The minimum cut is the optimum of all placements, and never dearer than the lists."""
 
 import dataclasses
 import itertools
@@ -92,7 +92,7 @@ def problems(draw, most=8):
 
 
 def seconds(index, costs, low):
-    """What a placement takes, counted plainly: slots, and one Cast for each mixed tensor."""
+    """Seconds of a placement, counted plainly: slots, and one Cast for each mixed tensor."""
     total = math.fsum(pair[slot in low] for slot, pair in enumerate(costs.slots))
     mixed = {
         (index.slots[e.source].node, e.port)

@@ -364,8 +364,14 @@ def _broken(change):
     [
         (lambda nodes: setattr(nodes["a"], "op", "Nonsense"), r"'a' \(Nonsense\): .* not know"),
         (lambda nodes: nodes["a"].input.pop(), r"'a' \(MatMul\): it has 1 inputs, not 2"),
-        (lambda nodes: nodes["i"].input.__setitem__(0, "b"), r"'i' .*: its input 'b' is no node's"),
-        (lambda nodes: nodes["i"].input.__setitem__(0, "a:1"), r"'i' .*: .* is no output of 'a'"),
+        (
+            lambda nodes: nodes["i"].input.__setitem__(0, "b"),
+            r"'i' .*: its input 'b' is not the output",
+        ),
+        (
+            lambda nodes: nodes["i"].input.__setitem__(0, "a:1"),
+            r"'i' .*: .* is not an output of 'a'",
+        ),
         (lambda nodes: setattr(nodes["i"].attr["T"], "type", 2), r"'i' .* is float32, not float64"),
         (lambda nodes: nodes["i"].attr.pop("T"), r"'i' \(Sigmoid\): the attribute T is missing"),
         (lambda nodes: setattr(nodes["i"], "name", "a"), r"'a' .*: another node has the same name"),
@@ -383,14 +389,14 @@ def test_the_plan_as_json_and_text():
     assert [node["name"] for node in data["nodes"]] == [node.name for node in plan.nodes]
     assert data["casts"][0]["from"] == "float32"
     assert data["summary"]["casts"] == len(plan.casts) == 2
-    assert data["summary"]["estimated_speed_up"] is None  # the graph tells no shapes
+    assert data["summary"]["estimated_speed_up"] is None  # the graph has no shapes
     assert {node["cost"] for node in data["nodes"] if node["op"] == "MatMul"} == {None}
     assert "a1" in plan.to_text()
     assert "3 of 6 float nodes in bfloat16; 2 Casts inserted" in plan.to_text()
 
 
 def batch_matmul(device):
-    """What is decided about a product of batches, an op that has float16 kernels on GPUs only."""
+    """The decision about a batched product, an op with float16 kernels on GPUs only."""
     with tf.Graph().as_default() as graph:
         x = tf.compat.v1.placeholder(tf.float32, (2, 8, 8), name="x")
         tf.identity(tf.raw_ops.BatchMatMulV3(x=x, y=x, Tout=tf.float32), name="y")
@@ -402,8 +408,8 @@ def batch_matmul(device):
 def sees_a_gpu(monkeypatch):
     machine = hardware.Hardware("", cpu_bfloat16=False, cpu_float16=False, gpus=(), tpu=False)
     monkeypatch.setattr(hardware, "detect", lambda: machine)
-    for ask in ("list_physical_devices", "get_visible_devices"):
-        monkeypatch.setattr(tf.config, ask, lambda kind: [kind] if kind == "GPU" else [])
+    for name in ("list_physical_devices", "get_visible_devices"):
+        monkeypatch.setattr(tf.config, name, lambda kind: [kind] if kind == "GPU" else [])
 
 
 @pytest.mark.filterwarnings("ignore::tfamp.NothingConvertedWarning")
