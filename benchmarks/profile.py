@@ -28,7 +28,7 @@ from benchmarks.tables import Table, show, to_markdown
 from benchmarks.workloads import WORKLOADS
 from tfamp.planning.cost import FLOP_RULES, FREE_OPS, MOVING_OPS, SPECIAL_OPS
 
-_SYSTEMS = tuple(name for name, each in SYSTEMS.items() if not each.torch and not each.xla)
+_SYSTEMS = tuple(name for name, each in SYSTEMS.items() if not each.torch and not each.compiled)
 KINDS = {
     "matmul": "matrix products",
     "conv": "convolutions",

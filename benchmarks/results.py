@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from benchmarks.systems import BASE, CHOSEN, SYSTEMS
+from benchmarks.systems import BASE, SYSTEMS
 
 SCHEMA = 1
 
@@ -148,7 +148,7 @@ def speed(run: WorkloadRun, system: str) -> Spread:
 
 @dataclass(frozen=True)
 class Lead:
-    """A workload's chosen system, compared with the fastest of some others.
+    """A system compared with the fastest of some others.
 
     Attributes:
         other: The fastest of them, by the median step.
@@ -159,13 +159,22 @@ class Lead:
     speed: Spread
 
 
-def lead(run: WorkloadRun, others: Sequence[str]) -> Lead | None:
-    """Compares the chosen system with the fastest of others; None without either."""
+def lead(run: WorkloadRun, system: str, others: Sequence[str]) -> Lead | None:
+    """Compares a system with the fastest of others; None without either."""
     measured = [name for name in others if name in run.systems]
-    if CHOSEN not in run.systems or not measured:
+    if system not in run.systems or not measured:
         return None
     best = min(measured, key=lambda name: spread(run.systems[name].seconds).median)
-    return Lead(best, ratio(run.systems[best].seconds, run.systems[CHOSEN].seconds))
+    return Lead(best, ratio(run.systems[best].seconds, run.systems[system].seconds))
+
+
+def first_ratio(run: WorkloadRun, system: str, calls: int = 1) -> float | None:
+    """The first call over float32's first calls, later ones median steps; None without."""
+    if system not in run.systems:
+        return None
+    base = run.systems[BASE]
+    later = (calls - 1) * spread(base.seconds).median
+    return run.systems[system].first_call / (base.first_call + later)
 
 
 def to_json(run: Run) -> dict[str, Any]:
