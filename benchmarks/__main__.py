@@ -2,7 +2,7 @@
 
     python -m benchmarks [--workload W ...] [--system S ...] [--json F] [--markdown P] ...
 
-docs/benchmarks.md says what the columns mean, and names the other commands.
+docs/benchmarks.md explains the columns and lists the other commands.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOSS_STEPS, _ROUNDS = 200, 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, or reads a run, and shows and writes what was asked for; returns an exit code."""
+    """Measures or reads a run, prints it, writes its files and returns an exit code."""
     args = _parser().parse_args(arguments)
     if args.read is not None:
         read = [json.loads(path.read_text(encoding="utf-8")) for path in args.read]

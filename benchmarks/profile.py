@@ -102,11 +102,11 @@ def main() -> None:
     with (
         # A system sets what holds for its process.
         multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool,
-        reporting("profile", len(args.workload) * len(args.system)) as tell,
+        reporting("profile", len(args.workload) * len(args.system)) as progress,
     ):
         for name in args.workload:
             for system in args.system:
-                tell(f"{name}, {system}")
+                progress(f"{name}, {system}")
                 title = SYSTEMS[system].title + ("" if system == BASE else f", {args.dtype}")
                 found[name, title] = pool.apply(_trace, (name, system, args))
     show([table(found)])

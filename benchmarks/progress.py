@@ -1,4 +1,4 @@
-"""Reports how far a measurement is: a line on stderr now and then."""
+"""Reports the progress of a measurement in lines on stderr."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def grappler_options(system: str, dtype: str) -> dict[str, bool]:
 
 
 def why_not(system: str, workload: str, torch_python: str) -> str | None:
-    """Why a system cannot train a workload here; None if it can."""
+    """The reason why a system cannot train a workload here, or None."""
     if not SYSTEMS[system].torch:
         if workload in KERAS_HUB_WORKLOADS and importlib.util.find_spec("keras_hub") is None:
             return "KerasHub is not installed: pip install keras-hub"

@@ -75,7 +75,7 @@ def _normed(given: int, made: int, kernel: int, stride: int) -> tuple[nn.Module,
 
 
 def resnet50(size: Sizes) -> nn.Module:
-    """As that of keras.applications: strides are in the first convolution of a block."""
+    """As in keras.applications: the first convolution of a block has its stride."""
     del size
     parts = [*_normed(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     given = 64

@@ -3,7 +3,7 @@
     python -m benchmarks.worker SYSTEM DTYPE
 
 The first answer, to no line, says that everything is imported. A request is a JSON object with the
-name of what to do under "do" and its arguments beside it.
+name of a method under "do" and its arguments as further keys.
 """
 
 from __future__ import annotations
