@@ -20,6 +20,8 @@ from benchmarks.worker import WARM_UP_STEPS
 from benchmarks.workloads import Workload
 
 _ROOT = Path(__file__).parents[1]
+# Systems whose second step takes so many times as long as float32's are not timed.
+_TOO_SLOW = 10
 Progress = Callable[[str], None]
 
 
@@ -232,9 +234,15 @@ def stages(options: Options) -> int:
 
 def _first_calls(group: Group, run: WorkloadRun, progress: Progress) -> None:
     progress("first calls")
+    warm = {}
     for name, found in group.in_turn("start", workload=run.workload, size=run.size):
         parts = {key: found[key] for key in ("build", "first_call", "rewrite")}
-        run.systems[name] = Measured(**parts)
+        run.systems[name], warm[name] = Measured(**parts), found["warm"]
+    for name, seconds in warm.items():
+        if seconds > _TOO_SLOW * warm[BASE]:
+            times = f"{seconds / warm[BASE]:.0f} times as long as in {BASE}"
+            run.skipped[name] = f"the step after the first takes {times}"
+            group.dismiss([name])
 
 
 def _rounds(group: Group, systems: Mapping[str, Measured], rounds: int, progress: Progress) -> None:

@@ -144,17 +144,9 @@ def _loss_row(
     return run.workload, title, f"{found[0]:.4f}", last, moved
 
 
-def models(run: Run) -> Table:
-    """The sizes of the models: those that are timed, and those that the losses are of."""
-    rows = [
-        (each.workload, _sizes(each.size), _sizes(each.loss_size) or "-") for each in run.workloads
-    ]
-    return Table("Models", ("workload", "timed", "losses"), tuple(rows), left=3)
-
-
 def all_tables(run: Run) -> list[Table]:
     """Every table of a run, the ratios first."""
-    return [*_summaries(run), *(steps(each, run.dtype) for each in run.workloads), models(run)]
+    return [*_summaries(run), *(steps(each, run.dtype) for each in run.workloads)]
 
 
 def _summaries(run: Run) -> list[Table]:
@@ -199,7 +191,3 @@ def marks(name: str = "") -> tuple[str, str]:
 
 def _quartiles(values: Spread, factor: float, form: str) -> str:
     return f"{factor * values.low:{form}} to {factor * values.high:{form}}"
-
-
-def _sizes(size: dict[str, int]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in size.items())

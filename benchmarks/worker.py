@@ -44,14 +44,17 @@ class Worker:
         start = time.perf_counter()
         self._trainer.build(self._workload, size)
         built = time.perf_counter()
-        losses = [self._trainer.first_step(batch)]
+        loss = self._trainer.first_step(batch)
         first = time.perf_counter() - built
-        losses += [self._take()[0] for _ in range(WARM_UP_STEPS - 1)]
+        losses, steps = zip(
+            (loss, first), *(self._take() for _ in range(WARM_UP_STEPS - 1)), strict=True
+        )
         return {
             "build": built - start,
             "first_call": first,
             "rewrite": self._trainer.rewrite_seconds or None,
-            "losses": losses,
+            "warm": steps[-1],
+            "losses": list(losses),
         }
 
     def step(self) -> dict[str, Any]:
