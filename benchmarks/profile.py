@@ -28,7 +28,7 @@ from benchmarks.tables import Table, show, to_markdown
 from benchmarks.workloads import WORKLOADS
 from tfamp.planning.cost import FLOP_RULES, FREE_OPS, MOVING_OPS, SPECIAL_OPS
 
-_SYSTEMS = tuple(name for name, each in SYSTEMS.items() if not each.torch and not each.xla)
+_SYSTEMS = tuple(name for name, each in SYSTEMS.items() if not each.torch and not each.compiled)
 KINDS = {
     "matmul": "matrix products",
     "conv": "convolutions",
@@ -102,11 +102,11 @@ def main() -> None:
     with (
         # A system sets what holds for its process.
         multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool,
-        reporting("profile", len(args.workload) * len(args.system)) as tell,
+        reporting("profile", len(args.workload) * len(args.system)) as progress,
     ):
         for name in args.workload:
             for system in args.system:
-                tell(f"{name}, {system}")
+                progress(f"{name}, {system}")
                 title = SYSTEMS[system].title + ("" if system == BASE else f", {args.dtype}")
                 found[name, title] = pool.apply(_trace, (name, system, args))
     show([table(found)])
