@@ -16,10 +16,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Convolutions have their gradients by input and by filter beside them: on CPUs these have float16
-# kernels of another kind. "special" is what takes longer per element than a sum or a product:
-# softmax, pooling, batch normalization and so on.
-KINDS = ("matmul", "conv", "conv_input", "conv_filter", "elementwise", "special")
+# Gradients of convolutions are a kind of their own: on CPUs their float16 kernels are not oneDNN's.
+KINDS = ("matmul", "conv", "conv_gradient", "elementwise")
 _DEVICES = ("cpu", "gpu", "tpu")
 
 
@@ -29,9 +27,9 @@ class MachineProfile:
 
     Args:
         name: Name for people.
-        peaks: For each kind of op ("matmul", "conv", "conv_input", "conv_filter", "elementwise",
-            "special") and each dtype ("float32", "bfloat16", "float16") the floating-point
-            operations, or elements, per second.
+        peaks: For each kind of op ("matmul", "conv", "conv_gradient", "elementwise") and each dtype
+            ("float32", "bfloat16", "float16") the floating-point operations, or elements, per
+            second.
         bandwidth: Bytes per second that an op reads and writes.
         cast_bandwidth: The same for a Cast.
         op_overhead: Seconds that every op takes in addition.
@@ -187,7 +185,7 @@ def _pattern(key: str) -> str:
 
 def _reached(product: float, other: float) -> dict[str, float]:
     """What kernels reach of a GPU's peaks, in products and in other arithmetic, per second."""
-    return _by_kind(*[0.4e12 * product] * 4, 0.5e12 * other, 0.25e12 * other)
+    return _by_kind(*[0.4e12 * product] * 3, 0.5e12 * other)
 
 
 def _names(native: Mapping[str, bool]) -> str:
@@ -255,21 +253,21 @@ _GPUS = {
 # In float32: operations per second, bytes per second of ops and of Casts, seconds an op takes.
 _BASES = {
     # Two cores of an AMD EPYC with AVX512-BF16, TensorFlow 2.21; tensors larger than the caches.
-    "cpu": (_by_kind(100e9, 90e9, 80e9, 70e9, 2.2e9, 0.9e9), 10e9, 10e9, 0.3e-6),
+    "cpu": (_by_kind(100e9, 90e9, 75e9, 2.2e9), 10e9, 10e9, 0.3e-6),
     # A TPU v4; float32 takes several passes through units of bfloat16. Its compiler fuses Casts.
-    "tpu": (_by_kind(92e12, 92e12, 92e12, 92e12, 4e12, 2e12), 1.2e12, 4e12, 0.2e-6),
+    "tpu": (_by_kind(92e12, 92e12, 92e12, 4e12), 1.2e12, 4e12, 0.2e-6),
 }
 # Operations per second in a low dtype over those in float32: where it is native, or by dtype where
 # it is not.
 _RATIOS = {
-    ("cpu", "native"): _by_kind(2.1, 1.8, 1.8, 1.6, 0.7, 0.85),
+    ("cpu", "native"): _by_kind(2.1, 1.8, 1.7, 0.7),
     # With oneDNN kept from using AVX512-BF16.
-    ("cpu", "bfloat16"): _by_kind(0.37, 0.43, 0.45, 0.46, 0.7, 0.85),
+    ("cpu", "bfloat16"): _by_kind(0.37, 0.43, 0.45, 0.7),
     # The gradients of float16 convolutions have no kernel of oneDNN's.
-    ("cpu", "float16"): _by_kind(0.93, 0.9, 0.12, 0.14, 1.1, 0.6),
-    ("tpu", "native"): _by_kind(3, 3, 3, 3, 2, 2),
-    ("tpu", "bfloat16"): _by_kind(1, 1, 1, 1, 1, 1),
-    ("tpu", "float16"): _by_kind(1, 1, 1, 1, 1, 1),
+    ("cpu", "float16"): _by_kind(0.93, 0.9, 0.13, 1.1),
+    ("tpu", "native"): _by_kind(3, 3, 3, 2),
+    ("tpu", "bfloat16"): _by_kind(1, 1, 1, 1),
+    ("tpu", "float16"): _by_kind(1, 1, 1, 1),
 }
 
 # Forms of depthwise convolutions: filters of more than 3 x 3; strides of more than 1.
@@ -299,12 +297,10 @@ _CPU_OPS: dict[str, dict[str, tuple[float, float, float]]] = {
         "Sum": (2.6, 0.9, 0.5),
     },
     "conv": {"DepthwiseConv2dNative": (20, 1.4, 0.24)},
-    # In bfloat16 a strided one has no kernel of oneDNN's.
-    "conv_input": {
+    "conv_gradient": {
         "DepthwiseConv2dNativeBackpropInput": (14, 1.3, 0.2),
+        # In bfloat16 a strided one has no kernel of oneDNN's.
         f"DepthwiseConv2dNativeBackpropInput {STRIDED}": (8, 0.1, 0.2),
-    },
-    "conv_filter": {
         "DepthwiseConv2dNativeBackpropFilter": (13, 1.2, 1.0),
         f"DepthwiseConv2dNativeBackpropFilter {WIDE}": (5, 0.45, 1.0),
     },

@@ -47,7 +47,7 @@ _CHOICES = (
 # Environment variables that limit the instructions oneDNN and cuBLAS use.
 _LIBRARY_SETTINGS = re.compile(r"(TF_(ENABLE|SET)_)?(ONEDNN|DNNL)_|NVIDIA_TF32_OVERRIDE")
 # Raised when the contents of a profile, or how it is measured, change: older files are not used.
-_FORMAT = 5
+_FORMAT = 6
 # Two measurements at once would slow each other.
 _MEASURING = threading.Lock()
 

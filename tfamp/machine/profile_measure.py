@@ -31,21 +31,19 @@ _LEAST_ROUNDS = 3
 _NOISE = 1.1
 
 
-# The shapes that are timed, of the size that a small training step has: see `works`. A GPU needs
-# more work to be busy.
+# The shapes that are timed, of the size that a small training step has: see `works`. On a GPU each
+# op takes several times as long as TensorFlow takes to start the next one, some 10 us.
 SIZES: dict[str, dict[str, Any]] = {
     "cpu": {
         "matmuls": ((256, 1024, 1024), (2048, 512, 256), (32, 512, 2048)),
         "convolutions": ((4, 32, 64, 32, 3), (8, 16, 256, 64, 1), (4, 8, 256, 128, 3)),
         "elements": 1 << 19,
-        "images": (16, 32, 32, 32),
         "traffic": 1 << 22,
     },
     "gpu": {
         "matmuls": ((2048, 4096, 4096), (16384, 1024, 1024)),
-        "convolutions": ((64, 56, 64, 64, 3), (64, 28, 512, 128, 1), (64, 14, 256, 256, 3)),
-        "elements": 1 << 22,
-        "images": (64, 56, 56, 64),
+        "convolutions": ((256, 56, 64, 64, 3), (256, 28, 512, 128, 1), (256, 14, 256, 256, 3)),
+        "elements": 1 << 25,
         "traffic": 1 << 25,
     },
 }
@@ -88,7 +86,7 @@ class Work:
         """Times the work once in each dtype, which also shows whether there is a kernel."""
         for dtype in self.dtypes:
             try:
-                self.best[dtype] = together(self.make(dtype), 1)
+                self.best[dtype] = together(self.make(dtype), 1, tf.raw_ops.SyncDevice)
             except tf.errors.OpError as error:
                 if dtype == self.dtypes[0] or isinstance(error, tf.errors.ResourceExhaustedError):
                     raise  # Else there is no kernel for this dtype on this device.
@@ -97,7 +95,7 @@ class Work:
         """Times the work in each dtype that has a kernel."""
         for dtype, known in self.best.items():
             repeats = min(math.ceil(_LEAST_SECONDS / max(known, 1e-9)), _MOST_REPEATS)
-            self.best[dtype] = min(known, together(self.make(dtype), repeats))
+            self.best[dtype] = min(known, together(self.make(dtype), repeats, tf.raw_ops.SyncDevice))
 
 
 def measure_profile(*, seconds: float = 2.0) -> MachineProfile:
@@ -201,13 +199,21 @@ def _rounded(value: float) -> float:
     return float(f"{value:.1e}")
 
 
-def together(run: Callable[[], Any], repeats: int) -> float:
-    """Seconds of a run, of many that are started before the first one is waited for."""
-    tf.test.experimental.sync_devices()
+def together(
+    run: Callable[[], Any],
+    repeats: int,
+    wait: Callable[[], Any] = tf.test.experimental.sync_devices,
+) -> float:
+    """Seconds of a run, of many that are started before the first one is waited for.
+
+    `wait` returns when the devices have finished: all of them, or `tf.raw_ops.SyncDevice` for the
+    current one, so that what others run does not count.
+    """
+    wait()
     start = time.perf_counter()
     for _ in range(repeats):
         run()
-    tf.test.experimental.sync_devices()
+    wait()
     return (time.perf_counter() - start) / repeats
 
 
@@ -215,7 +221,6 @@ def works(
     matmuls: Iterable[tuple[int, int, int]],
     convolutions: Iterable[tuple[int, int, int, int, int]],
     elements: int,
-    images: Sequence[int],
     traffic: int,
 ) -> Iterator[Work]:
     """Makes everything that is timed for a profile, on the current device.
@@ -225,7 +230,6 @@ def works(
         convolutions: (batch, height and width, channels, filters, kernel) of each convolution.
         elements: Elements of what elementwise ops take: on a CPU few enough for the cache, so that
             their arithmetic is timed and not the memory.
-        images: Shape for pooling, normalization and softmax.
         traffic: Elements that are read and written to time the memory: more than a cache holds.
     """
     for rows, depth, columns in matmuls:
@@ -240,13 +244,6 @@ def works(
     names = {"AddV2": "x y", "Mul": "x y", "Relu": "features", "ReluGrad": "gradients features"}
     for op, inputs in names.items():
         yield Work("elementwise", elements, op, dict.fromkeys(inputs.split(), [elements]))
-    amount, rows = math.prod(images), math.prod(images[:2])
-    ones, nothing = tf.ones(images[-1:]), tf.zeros((0,))
-    norm = {"scale": ones, "offset": ones, "mean": nothing, "variance": nothing}
-    pool = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "SAME"}
-    yield Work("special", amount, "Softmax", {"logits": [rows, amount // rows]})
-    yield Work("special", amount, "MaxPool", {"input": images}, pool)
-    yield Work("special", amount, "FusedBatchNormV3", {"x": images}, norm)
     large = {"x": [traffic]}
     # An Add reads two tensors and writes one.
     yield Work("traffic", 3 * 4 * traffic, "AddV2", {**large, "y": [traffic]}, {}, ("float32",))
@@ -267,6 +264,6 @@ def _convolutions(
     op = "Conv2DBackprop"
     yield Work("conv", flops, "Conv2D", {"input": x, "filter": w}, same)
     given: dict[str, Any] = {"filter": w, "out_backprop": y}
-    yield Work("conv_input", flops, f"{op}Input", given, {"input_sizes": x, **same})
+    yield Work("conv_gradient", flops, f"{op}Input", given, {"input_sizes": x, **same})
     given = {"input": x, "out_backprop": y}
-    yield Work("conv_filter", flops, f"{op}Filter", given, {"filter_sizes": w, **same})
+    yield Work("conv_gradient", flops, f"{op}Filter", given, {"filter_sizes": w, **same})

@@ -175,8 +175,7 @@ class _Estimate:
             if node.op in MOVING_OPS:
                 return "elementwise", 0.0
             tensors = [t for slot in node.slots for t in (*self._read[slot], *self._written[slot])]
-            kind = "special" if node.op in SPECIAL_OPS else "elementwise"
-            return kind, max((self._size([tensor]) for tensor in tensors), default=0.0)
+            return "elementwise", max((self._size([tensor]) for tensor in tensors), default=0.0)
         inputs = {number: self._shapes.get(t) for number, t in self._inputs[position].items()}
         made = {0: self._shapes.get((position, 0))}
         return rule.kind, rule.flops(inputs, made, node.equation) or 0.0
@@ -249,12 +248,6 @@ MOVING_OPS = op_types("""
     TensorListConcatV2 TensorListFromTensor TensorListGather TensorListStack Tile Transpose
     Unpack ZerosLike
 """)
-# Ops that take longer per element than a sum or a product.
-SPECIAL_OPS = op_types("""
-    AvgPool AvgPool3D AvgPool3DGrad AvgPoolGrad Elu Erfc FusedBatchNormGradV2
-    FusedBatchNormGradV3 FusedBatchNormV2 FusedBatchNormV3 Log Log1p LogSoftmax MaxPool
-    MaxPool3D MaxPool3DGrad MaxPoolGrad Selu Sigmoid Softmax Softplus _FusedBatchNormEx
-""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +255,7 @@ class FlopRule:
     """How the arithmetic of an op is counted.
 
     Attributes:
-        kind: The peak it is held against: "matmul", "conv", "conv_input" or "conv_filter".
+        kind: The peak it is held against: "matmul", "conv" or "conv_gradient".
         places: The tensors whose shapes tell it: "i1 o0" for the second input and the first
             output; "" for all operands of an equation.
         count: Counts from these shapes and the equation.
@@ -344,6 +337,7 @@ def _cell_gradient(shapes: Sequence[Shape], _: str) -> float:
 
 _DEPTHWISE = "DepthwiseConv2dNative"
 _CONV_GRADIENTS = "Conv2DBackprop{0} Conv2DBackprop{0}V2 Conv3DBackprop{0} Conv3DBackprop{0}V2"
+_BY_INPUT = "i2 i1"  # The shapes that count the gradient of a convolution by its input.
 _CUDNN_GRADIENTS = "CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3"
 _RULES = {
     "MatMul _FusedMatMul BatchMatMul BatchMatMulV2 BatchMatMulV3": ("matmul", "i0 i1 o0", _matmul),
@@ -351,11 +345,11 @@ _RULES = {
     "Conv Conv2D Conv3D _FusedConv2D FusedConv2DBiasActivation": ("conv", "o0 i1", _convolution),
     "FusedPadConv2D": ("conv", "o0 i2", _convolution),
     "FusedResizeAndPadConv2D": ("conv", "o0 i3", _convolution),
-    _CONV_GRADIENTS.format("Input"): ("conv_input", "i2 i1", _convolution),
-    _CONV_GRADIENTS.format("Filter"): ("conv_filter", "i2 o0", _convolution),
+    _CONV_GRADIENTS.format("Input"): ("conv_gradient", _BY_INPUT, _convolution),
+    _CONV_GRADIENTS.format("Filter"): ("conv_gradient", "i2 o0", _convolution),
     _DEPTHWISE: ("conv", "o0 i1", _depthwise),
-    f"{_DEPTHWISE}BackpropInput": ("conv_input", "i2 i1", _depthwise),
-    f"{_DEPTHWISE}BackpropFilter": ("conv_filter", "i2 o0", _depthwise),
+    f"{_DEPTHWISE}BackpropInput": ("conv_gradient", _BY_INPUT, _depthwise),
+    f"{_DEPTHWISE}BackpropFilter": ("conv_gradient", "i2 o0", _depthwise),
     # The gradient of an LSTMBlockCell leaves the matmuls to other ops.
     "LSTMBlockCell CudnnRNN CudnnRNNV2 CudnnRNNV3": ("matmul", "i0 i3", _cell),
     _CUDNN_GRADIENTS: ("matmul", "i0 i3", _cell_gradient),
@@ -389,9 +383,9 @@ def reduction_depth(
         return None
     if op in SUMS and 0 in inputs and output is not None:
         return math.prod(inputs[0]) // math.prod(output)
-    if rule is None or not ("o0" in rule.places or op == "Einsum" or rule.kind == "conv_input"):
+    if rule is None or not ("o0" in rule.places or op == "Einsum" or rule.places == _BY_INPUT):
         return None
-    if rule.kind == "conv_input":  # A filter ends with the channels in and out.
+    if rule.places == _BY_INPUT:  # A filter ends with the channels in and out.
         return math.prod(inputs[1]) // inputs[1][-2] if 1 in inputs else None
     flops = rule.flops(inputs, {0: output}, equation)
     return None if flops is None or output is None else round(flops / 2 / math.prod(output))
