@@ -53,7 +53,7 @@ _GOES_WITH = {
 _WORDS = {"placement": PLACEMENTS, "weight_rounding": WEIGHT_ROUNDINGS, "slots": SLOTS}
 
 # The variables that tfamp reads; `machine.hardware` explains them.
-_VARIABLES = ("TFAMP_PROFILE",)
+_VARIABLES = ("TFAMP_CACHE", "TFAMP_PROFILE")
 
 # What the pages on migration show of other systems' names: torch and mmdetection, DeepSpeed.
 _DYNAMIC_NAMES = {

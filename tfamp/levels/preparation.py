@@ -25,6 +25,7 @@ from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.options import GradClip, LossScale
 from tfamp.interop.keras_hooks import described, layers_of, reading_variables_in
 from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
+from tfamp.interop.tf_private import xla_works
 from tfamp.layers.layer_dtypes import (
     WeakMap,
     become_part,
@@ -53,6 +54,7 @@ from tfamp.rewriting.function_state import kept_random_states
 from tfamp.rewriting.pipeline import traces_for_a_rewrite
 from tfamp.rewriting.tuning import (
     CANDIDATES,
+    FUSED,
     Candidate,
     TuneReport,
     candidates_of,
@@ -160,8 +162,8 @@ def prepare(
             copies in the optimizer. None is False, but at O3 True for optimizers that keep averages
             of squared gradients, Adam for one: they learn nothing from low variables alone.
         placement: At level O1 what decides which ops are converted, as for `tfamp.rewrite`:
-            "lists", "min_cut" or "fused". None is "lists", and with level "auto"
-            "min_cut".
+            "lists", "min_cut" or "fused". None is "lists"; with level "auto" it is "fused" for
+            models whose inputs have known shapes but for the batch, and "min_cut" for others.
         weight_rounding: "stochastic" or "split" stores the weights in the low dtype at
             level O2 or O3 without float32 copies, and rounds their updates so that none is lost;
             see `LossScaleOptimizer`.
@@ -315,8 +317,20 @@ def _put_level_on(
         layer_policies.put_on(model, policy, kept=kept, chosen=chosen)
     if level.level != "O1":
         return None
-    options = _step_options(level.dtype, level.config.rewrite_placement)
+    options = _step_options(level.dtype, _placement(model, level.config))
     return _rewrite_steps_of(model, options, kept)
+
+
+def _placement(model: Any, config: PrecisionConfig) -> str:
+    """Returns how steps are rewritten: at level "auto" fused, if that costs few compilations.
+
+    XLA compiles once for each shape that tensors have, so only the batch size may vary.
+    """
+    shapes = [each.shape[1:] for each in getattr(model, "inputs", ())]
+    is_open = config.level == "auto" and not config.placement
+    if is_open and shapes and all(None not in shape for shape in shapes) and xla_works(""):
+        return FUSED
+    return config.rewrite_placement
 
 
 def _finish(
@@ -553,7 +567,10 @@ def _measured_level(
             mixed = _mixed_step(model, level, kept, chosen, data)
             ways.append(Candidate("O2", mixed, fresh=lambda: None, is_copy=True))
         with _keep_in_float32(kept):
-            report = compare_candidates(ways, (data,), name=model.name, dtype=low.dtype)
+            numbers = [n for n, each in enumerate(layers_of(model)) if any(each is k for k in kept)]
+            report = compare_candidates(
+                ways, (data,), name=model.name, dtype=low.dtype, kept=numbers
+            )
     return _found(report, config)
 
 
@@ -603,7 +620,8 @@ def _found(report: TuneReport, config: PrecisionConfig) -> EffectiveLevel:
     times = time_text(chosen.seconds)
     if name != "O0":
         times += f" ({chosen.candidate}), and {time_text(report.rows[0].seconds)} in float32"
-    reason = f"level: auto is {name}, the fastest on the example batch: a step takes {times}."
+    how = f"the fastest on the example batch ({report.source})"
+    reason = f"level: auto is {name}, {how}: a step takes {times}."
     # A warning would be of a guess, where this was measured.
     return dataclasses.replace(level, reasons=(reason, *level.reasons), warning=None)
 

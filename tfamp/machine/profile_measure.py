@@ -1,8 +1,8 @@
 """Measures a machine profile in about two seconds.
 
 Small pieces of work are timed in every dtype, in rounds over all pieces and dtypes: other load on
-the machine then slows all of them alike, and the best of the times counts. The tensors of a piece
-of work exist during its turn only.
+the machine then slows all of them alike, and the shortest time counts. The tensors of a piece of
+work exist only while it is timed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import tensorflow as tf
 from tfamp.core.profile import DTYPES, KINDS, MachineProfile, builtin_profile, cpu_ops
 from tfamp.interop import tf_private
 
-# The speed of a kind of op in a dtype that it has no kernel for, in parts of float32's.
+# The speed of a kind of op in a dtype without a kernel, relative to float32.
 NO_KERNEL = 1e-3
-# Short works are repeated for this long in each round.
+# Seconds for which short work is repeated in each round.
 _LEAST_SECONDS = 3e-3
 _MOST_REPEATS = 30
 _LEAST_ROUNDS = 3
-# Speeds closer than this cannot be told from equal ones in a few seconds.
+# A smaller ratio of two speeds is within the noise of a few seconds' measurement.
 _NOISE = 1.1
 
 
@@ -55,7 +55,7 @@ class Work:
 
     Attributes:
         kind: A kind of a profile's peaks, "traffic" or "cast traffic".
-        amount: How much work it is: operations, elements or bytes.
+        amount: Amount of work: operations, elements or bytes.
         op: The op type.
         shapes: Shapes of the inputs in the dtype, by name.
         options: The other arguments of the op.
@@ -83,19 +83,21 @@ class Work:
         return lambda: function(**tensors, **self.options)
 
     def time_first(self) -> None:
-        """Times the work once in each dtype, which also shows whether there is a kernel."""
+        """Times the work once in each dtype, and finds out which dtypes have a kernel."""
         for dtype in self.dtypes:
             try:
                 self.best[dtype] = together(self.make(dtype), 1, tf.raw_ops.SyncDevice)
             except tf.errors.OpError as error:
                 if dtype == self.dtypes[0] or isinstance(error, tf.errors.ResourceExhaustedError):
-                    raise  # Else there is no kernel for this dtype on this device.
+                    raise  # Otherwise this dtype has no kernel on this device.
 
     def time_again(self) -> None:
         """Times the work in each dtype that has a kernel."""
         for dtype, known in self.best.items():
             repeats = min(math.ceil(_LEAST_SECONDS / max(known, 1e-9)), _MOST_REPEATS)
-            self.best[dtype] = min(known, together(self.make(dtype), repeats, tf.raw_ops.SyncDevice))
+            self.best[dtype] = min(
+                known, together(self.make(dtype), repeats, tf.raw_ops.SyncDevice)
+            )
 
 
 def measure_profile(*, seconds: float = 2.0) -> MachineProfile:
@@ -109,12 +111,12 @@ def measure_profile(*, seconds: float = 2.0) -> MachineProfile:
 
     Returns:
         The profile, every measured figure rounded to two digits: more would be noise. A dtype that
-        is less than 10 % faster than float32 counts as equal, one that a kind of op has no kernel
-        for as a thousand times slower. Overheads and single op types are those of the built-in
+        is less than 10 % faster than float32 counts as equal, a dtype without a kernel as a
+        thousand times slower. Overheads and the speeds of single op types come from the built-in
         profiles, in proportion to the measured speeds.
 
     Raises:
-        tf.errors.OpError: It cannot be measured, for want of memory for instance.
+        tf.errors.OpError: It cannot be measured, for lack of memory for instance.
 
     Example:
         >>> measure_profile(seconds=0.01).peaks["matmul"]["float32"] > 1
@@ -127,23 +129,23 @@ def measure_profile(*, seconds: float = 2.0) -> MachineProfile:
 
 
 def let_memory_grow() -> None:
-    """Makes GPUs give memory as it is needed, if it is tfamp that starts TensorFlow's runtime.
+    """Makes GPUs allocate memory as it is needed, if tfamp is what starts TensorFlow's runtime.
 
-    By default the first op takes nearly all memory of every GPU, also from a job that runs beside.
-    Nothing is changed once the runtime has started, and of GPUs for which growth has been set or
-    that have been divided.
+    By default the first op allocates nearly all memory of every GPU, also on a GPU that another job
+    uses. Nothing changes once the runtime has started, nor for GPUs with memory growth set or with
+    logical devices.
     """
     if tf_private.runtime_has_started():
         return
     for gpu in tf.config.get_visible_devices("GPU"):
         if tf.config.experimental.get_memory_growth(gpu) is None:
-            with contextlib.suppress(ValueError):  # It is divided, so that each part has a limit.
+            with contextlib.suppress(ValueError):  # Its logical devices have limits of their own.
                 tf.config.experimental.set_memory_growth(gpu, True)
 
 
 def _measure(device: str, seconds: float) -> MachineProfile:
     let_memory_grow()
-    # An op without a kernel on the device is an error then, and does not run on the CPU instead.
+    # Then an op without a kernel on the device is an error instead of running on the CPU.
     before = tf.config.get_soft_device_placement()
     tf.config.set_soft_device_placement(False)
     try:
@@ -165,7 +167,7 @@ def _measure(device: str, seconds: float) -> MachineProfile:
 
 
 def _timed(found: Iterable[Work], seconds: float) -> list[Work]:
-    """Times all in rounds, a few at least, for about that long."""
+    """Times all works in rounds, at least a few, for about that long."""
     end = time.perf_counter() + seconds
     timed = list(found)
     for work in timed:
@@ -184,13 +186,13 @@ def _rate(timed: Iterable[Work]) -> float:
 
 
 def _peaks(timed: Sequence[Work]) -> dict[str, float]:
-    """Work per second by dtype; ratios to float32 are means over the works that have a kernel."""
+    """Work per second by dtype; ratios to float32 are means over works with a kernel."""
     float32 = statistics.geometric_mean(work.amount / work.first for work in timed)
     peaks = {}
     for dtype in DTYPES:
         ratios = [work.first / work.best[dtype] for work in timed if dtype in work.best]
         ratio = statistics.geometric_mean(ratios) if ratios else NO_KERNEL
-        # A dtype that is hardly faster than float32 counts as equal: that may be noise.
+        # A small gain over float32 may be noise.
         peaks[dtype] = _rounded(float32 * (1.0 if 1.0 < ratio < _NOISE else ratio))
     return peaks
 
@@ -223,14 +225,14 @@ def works(
     elements: int,
     traffic: int,
 ) -> Iterator[Work]:
-    """Makes everything that is timed for a profile, on the current device.
+    """Yields the works that are timed for a profile, on the current device.
 
     Args:
         matmuls: (rows, depth, columns) of each matmul; its gradients are timed as well.
         convolutions: (batch, height and width, channels, filters, kernel) of each convolution.
-        elements: Elements of what elementwise ops take: on a CPU few enough for the cache, so that
-            their arithmetic is timed and not the memory.
-        traffic: Elements that are read and written to time the memory: more than a cache holds.
+        elements: Elements of the inputs of elementwise ops: on a CPU few enough for the cache, so
+            that their arithmetic is timed and not the memory.
+        traffic: Elements of the tensors that time the memory: more than fit in a cache.
     """
     for rows, depth, columns in matmuls:
         x, w, y = (rows, depth), (depth, columns), (rows, columns)
