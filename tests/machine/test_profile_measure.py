@@ -3,6 +3,8 @@
 How fast anything is is not tested: machines differ, and are busy.
 """
 
+import math
+
 import pytest
 import tensorflow as tf
 
@@ -106,6 +108,23 @@ def test_nothing_is_timed_where_it_was_not_asked_for(monkeypatch):
     with pytest.raises(tf.errors.OpError, match="GPU"):
         measure()
     assert tf.config.get_soft_device_placement() == before
+
+
+def test_it_waits_for_the_measured_device_only(monkeypatch):
+    waited = []
+    monkeypatch.setattr(tf.raw_ops, "SyncDevice", lambda: waited.append(tf.constant(0).device[-5:]))
+    check(measure())
+    assert set(waited) == {"CPU:0"}
+
+
+def test_work_for_a_gpu_takes_far_longer_than_its_dispatch():
+    profile = builtin_profile("gpu", name="H100")
+    for work in works(**SIZES["gpu"]):
+        moved = 2 * sum(map(math.prod, work.shapes.values()))  # Bytes in a low dtype.
+        seconds = moved / profile.bandwidth
+        if work.kind in ("matmul", "conv", "conv_gradient"):
+            seconds = work.amount / profile.peaks[work.kind]["float16"]
+        assert seconds > 2e-5  # Twice TensorFlow's dispatch.
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])

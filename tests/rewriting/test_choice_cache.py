@@ -1,6 +1,5 @@
 """The cache of `tfamp.tune`: what is taken from it, measured again, and stored in it."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -14,8 +13,7 @@ import tfamp
 from tfamp.rewriting import tuning
 from tfamp.rewriting.choice_cache import fingerprint
 
-QUICK = {"dtype": "bfloat16", "candidates": ("lists", "min_cut"), "rounds": 1}
-X = np.ones((4, 8), "float32")
+X, Y = np.ones((4, 8), "float32"), np.ones((4, 2), "float32")
 
 
 @pytest.fixture
@@ -28,7 +26,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """The runs that are timed; low precision is made up to be faster."""
+    """The timed runs; in the times made up, low precision is faster."""
     found = []
 
     def together(call, count):
@@ -39,25 +37,33 @@ def runs(monkeypatch):
     return found
 
 
-def program(units=8, name="secret", activation="relu"):
-    """A step that is written again, as in another process, with variables of its own."""
+def make_model(units=8, name="secret", activation="relu"):
     keras.utils.set_random_seed(0)
-    model = keras.Sequential(
-        [keras.Input((8,)), keras.layers.Dense(units, activation, name=name), keras.layers.Dense(2)]
-    )
+    hidden = keras.layers.Dense(units, activation, name=name)
+    model = keras.Sequential([keras.Input((8,)), hidden, keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def tune(dtype="bfloat16", max_error=None, **choices):
+    """Tunes a step that is written again, as in another process."""
+    model = make_model(**choices)
 
     def secret_step(x):
         return model(x, training=True)
 
-    return secret_step
+    candidates = ("lists", "min_cut")
+    return tfamp.tune(
+        secret_step, X, dtype=dtype, candidates=candidates, max_error=max_error, rounds=1
+    )
 
 
 def test_a_second_start_takes_the_choice_without_a_run(folder, runs):
-    first = tfamp.tune(program(), X, **QUICK)
+    first = tune()
     (path,) = folder.iterdir()
     assert first.source == f"measured now, kept in {path}"
     timed = len(runs)
-    again = tfamp.tune(program(name="other"), X, **QUICK)
+    again = tune(name="other")
     assert len(runs) == timed
     assert again.source == f"measured before, kept in {path}"
     assert again.source in again.to_text()
@@ -68,31 +74,30 @@ def test_a_second_start_takes_the_choice_without_a_run(folder, runs):
     assert json.loads(text).keys() == {"rows", "rounds", "dropped"}
 
 
-CHANGES = {
-    "the graph": lambda patch: ({}, program(activation="tanh")),
-    "a shape": lambda patch: ({}, program(units=16)),
-    "an argument": lambda patch: ({"max_error": 0.5}, program()),
-    "the dtype": lambda patch: ({"dtype": "float16"}, program()),
-    "tfamp": lambda patch: (patch.setattr(tfamp, "__version__", "9") or {}, program()),
-    "the hardware": lambda patch: (patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2") or {}, program()),
-    "the cache": lambda patch: (patch.setenv("TFAMP_CACHE", "off") or {}, program()),
-    "the op lists": lambda patch: (
-        {},
-        tfamp.rewrite(program(), dtype="bfloat16", op_lists=tfamp.OpLists.default("bfloat16")),
-    ),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_is_measured_again(change, folder, runs, monkeypatch):
-    tfamp.tune(program(), X, **QUICK)
-    timed, kept = len(runs), sorted(folder.iterdir())
-    options, function = CHANGES[change](monkeypatch)
-    report = tfamp.tune(function, X, **QUICK | options)
+@pytest.mark.parametrize(
+    ("choices", "variables"),
+    [
+        ({"activation": "tanh"}, {}),
+        ({"units": 16}, {}),
+        ({"max_error": 0.5}, {}),
+        ({"dtype": "float16"}, {}),
+        ({}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}),
+        ({}, {"TFAMP_CACHE": "off"}),
+        ({}, None),  # Another version.
+    ],
+)
+def test_what_changes_is_measured_again(choices, variables, folder, runs, monkeypatch):
+    tune()
+    timed = len(runs)
+    for name, value in (variables or {}).items():
+        monkeypatch.setenv(name, value)
+    if variables is None:
+        monkeypatch.setattr(tfamp, "__version__", "9")
+    report = tune(**choices)
     assert len(runs) > timed
-    is_kept = change not in ("the cache", "the op lists")
+    is_kept = variables != {"TFAMP_CACHE": "off"}
     assert report.source.startswith("measured now, kept in" if is_kept else "measured now")
-    assert len(list(folder.iterdir())) == len(kept) + is_kept
+    assert len(list(folder.iterdir())) == 1 + is_kept
 
 
 ROW = {"candidate": "lists", "seconds": 1.0, "quartiles": [1, 1], "error": 0.0, "chosen": True}
@@ -101,55 +106,42 @@ ROW = {"candidate": "lists", "seconds": 1.0, "quartiles": [1, 1], "error": 0.0, 
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
         b"\xff\xfe\x00",
         b"[]",
-        b"{}",
-        json.dumps({"rounds": 1, "dropped": [], "rows": []}).encode(),
-        json.dumps({"rounds": 1, "dropped": [], "rows": [ROW | {"seconds": "fast"}]}).encode(),
-        json.dumps({"rounds": 1, "dropped": [], "rows": [ROW | {"candidate": "fused"}]}).encode(),
+        *(
+            json.dumps({"rounds": 1, "dropped": [], "rows": rows}).encode()
+            for rows in ([], [ROW, ROW], [ROW | {"seconds": "fast"}], [ROW | {"candidate": "x"}])
+        ),
     ],
 )
 def test_a_damaged_or_foreign_file_is_a_warning_and_is_replaced(content, folder, runs):
-    report = tfamp.tune(program(), X, **QUICK)
+    report = tune()
     (path,) = folder.iterdir()
     path.write_bytes(content)
     with pytest.warns(tfamp.TfampWarning, match="is damaged or not a file of tfamp's"):
-        again = tfamp.tune(program(), X, **QUICK)
-    assert again.rows == report.rows
-    assert tfamp.tune(program(), X, **QUICK).source.startswith("measured before")
+        assert tune().rows == report.rows
+    assert tune().source.startswith("measured before")
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning(folder, runs):
-    folder.parent.mkdir(parents=True, exist_ok=True)
+def test_a_cache_that_cannot_be_used_says_what_to_do(folder, runs, monkeypatch):
     folder.write_text("no folder")
     with pytest.warns(tfamp.TfampWarning, match="choice of tune cannot be kept.* TFAMP_CACHE"):
-        report = tfamp.tune(program(), X, **QUICK)
-    assert report.source == "measured now; it cannot be kept"
-
-
-def test_a_wrong_value_of_the_variable_is_an_error(monkeypatch):
+        assert tune().source == "measured now; it cannot be kept"
     monkeypatch.setenv("TFAMP_CACHE", "no")
     with pytest.raises(ValueError, match="TFAMP_CACHE must be \"off\", or unset .* got 'no'"):
-        tfamp.tune(program(), X, **QUICK)
+        tune()
 
 
 def test_the_settings_of_a_model_say_so_and_kept_layers_count(folder, runs):
-    def prepared(**options):
-        keras.utils.set_random_seed(0)
-        layers = [keras.layers.Dense(8, name="first"), keras.layers.Dense(2)]
-        model = keras.Sequential([keras.Input((8,)), *layers])
-        model.compile("sgd", "mse")
-        batch = (X, np.ones((4, 2), "float32"))
-        return tfamp.prepare(model, level="auto", dtype="bfloat16", example_batch=batch, **options)
+    def settings(**options):
+        given = {"level": "auto", "dtype": "bfloat16", "example_batch": (X, Y)}
+        return tfamp.prepare(make_model(), **given, **options).settings
 
-    assert "measured now, kept in" in str(prepared().settings)
+    assert "measured now, kept in" in str(settings())
     timed = len(runs)
-    settings = prepared().settings
+    assert "measured before, kept in" in str(settings())
     assert len(runs) == timed
-    assert "measured before, kept in" in str(settings)
-    assert settings.level == "O1"
-    prepared(keep_float32="first")
+    settings(keep_float32="secret")
     assert len(runs) > timed
 
 
@@ -165,12 +157,5 @@ def test_a_fingerprint_is_of_what_takes_time():
         trace = step.get_concrete_function(tf.TensorSpec((2, width)))
         return fingerprint(trace.graph.as_graph_def(add_shapes=True))
 
-    same = of()
-    assert of(name="y", factor=3.0) == same
-    others = [of(loop=4), of(width=5), of(op=tf.sin)]
-    assert len({same, *others}) == 4
-
-
-def test_rows_are_read_as_they_were_written():
-    row = tuning.TuneRow("lists", 1.0, (0.5, 2.0), float("inf"), True, 3, "float32")
-    assert tuning.TuneRow.of(json.loads(json.dumps(dataclasses.asdict(row)))) == row
+    assert of(name="y", factor=3.0) == of()
+    assert len({of(), of(loop=4), of(width=5), of(op=tf.sin)}) == 4

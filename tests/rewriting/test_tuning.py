@@ -1,4 +1,4 @@
-"""`tfamp.tune`: what is chosen, what is said, and that nothing is left changed."""
+"""`tfamp.tune`: its choice, its report, and that it leaves the state unchanged."""
 
 import collections
 import dataclasses
@@ -23,7 +23,7 @@ from tfamp.rewriting.tuning import TuneReport, TuneRow
 
 CANDIDATES = ("float32", "lists", "min_cut")
 WIDTH = 16
-# What is timed does not matter where it is only tested that it was run.
+# For tests in which the times do not matter.
 QUICK = {"dtype": "bfloat16", "candidates": CANDIDATES, "rounds": 1}
 
 
@@ -95,7 +95,7 @@ def timed(monkeypatch):
 
 
 def test_a_train_step_is_tuned_and_what_its_first_call_makes_is_as_it_is_made(timed):
-    """What is restored, and after which errors, is in test_tuning_state."""
+    """test_tuning_state shows what is restored, and after which errors."""
     tuned, untouched = [(make_model(), keras.optimizers.Adam(0.1)) for _ in range(2)]
     step = make_step(*tuned)
     report = tfamp.tune(step, *batch(), **QUICK)
@@ -221,7 +221,7 @@ def test_the_fastest_within_the_bound_is_chosen_and_the_report_says_why(layer, c
     assert report.rows[0].quartiles == (2.0, 2.0)
     assert report.rows[0].error == 0
     assert 1e-4 < report.rows[1].error < 1e-2
-    assert (report.speed_up, report.rounds, report.dtype) == (4.0, 2, "bfloat16")
+    assert (report.speed_up, report.rounds, report.dtype) == (4.0, 1, "bfloat16")
     assert_computes_in("bfloat16", report.best.concrete(x))
     assert_close(report.best(x)[0], layer(x)[0], "bfloat16", depth=64)
     assert "chosen: lists, 4.00 times as fast as float32" in report.to_text()
@@ -262,7 +262,7 @@ def test_a_gain_that_may_be_noise_leaves_float32(seconds, chosen, layer, x, monk
         ({}, 8),
         ({"rounds": 1}, 1),
         ({"seconds": 0.0}, 2),
-        ({"max_error": 0.0}, 2),  # lists is not exact, and min_cut is far from float32.
+        ({"max_error": 0.0}, 1),  # lists is not exact, and min_cut is far from float32.
     ],
 )
 def test_only_those_that_may_be_the_fastest_go_on(choices, expected, cut_layer, x, monkeypatch):
@@ -277,7 +277,7 @@ def test_only_those_that_may_be_the_fastest_go_on(choices, expected, cut_layer, 
     monkeypatch.setattr(tuning, "together", together)
     options = {"dtype": "bfloat16", "candidates": CANDIDATES, "rounds": 8} | choices
     report = tfamp.tune(cut_layer, x, **options)
-    assert runs == {"float32": min(expected, 2), "lists": expected, "min_cut": expected}
+    assert runs == {"float32": 1, "lists": expected, "min_cut": expected}
     assert report.rounds == expected
 
 

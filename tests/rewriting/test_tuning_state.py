@@ -90,7 +90,7 @@ def interrupts():
 
 
 def interrupt():
-    """What Ctrl-C does."""
+    """Interrupts as Ctrl-C does."""
     signal.raise_signal(signal.SIGINT)
 
 

@@ -328,9 +328,11 @@ def _placement(model: Any, config: PrecisionConfig) -> str:
     """
     shapes = [each.shape[1:] for each in getattr(model, "inputs", ())]
     is_open = config.level == "auto" and not config.placement
-    if is_open and shapes and all(None not in shape for shape in shapes) and xla_works(""):
-        return FUSED
-    return config.rewrite_placement
+    is_alone = model.distribute_strategy.num_replicas_in_sync == 1
+    is_static = shapes and all(None not in shape for shape in shapes)
+    return (
+        FUSED if is_open and is_alone and is_static and xla_works("") else config.rewrite_placement
+    )
 
 
 def _finish(

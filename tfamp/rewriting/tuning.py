@@ -48,9 +48,9 @@ FUSED = "fused"
 # The candidates of `tune` unless others are given.
 CANDIDATES = (FLOAT32, "lists", "min_cut", FUSED)
 ROUNDS, SECONDS = 10, 10.0
-# Rounds of all candidates; further ones are for those within a factor of the fastest and, after
-# some, for those that are not slower in three quarters of the rounds.
-_FIRST_ROUNDS, _CLOSE, _CLOSE_ROUNDS = 2, 1.15, 4
+# Rounds after the first are for candidates within the first factor of the fastest, those after the
+# second within the other one, and later ones for those not slower in three quarters of the rounds.
+_FAR, _CLOSE, _CLOSE_ROUNDS = 1.5, 1.15, 4
 # A candidate may always compile this many seconds longer than float32.
 _LEAST_LIMIT = 1.0
 # Short calls are repeated for this long in each round.
@@ -242,9 +242,9 @@ def tune(
 
     float32, the function as it is, is always a candidate: the result is never slower. Another
     candidate is chosen only if it was faster in three quarters of the rounds, which noise is not.
-    All candidates run two rounds, those within 15 % of the fastest four. Further rounds are for
-    those that are not slower in three quarters of the rounds. Candidates with the same graph run
-    once.
+    After the first call, which compiles, all candidates are timed once, those within a factor of
+    1.5 of the fastest again, and those within 15 % twice more. Further rounds are for those that
+    are not slower in three quarters of the rounds. Candidates with the same graph run once.
 
     The choice is kept in the user's cache: the next start of the program uses it without a run, and
     the report says so. It is measured again for another graph, version, machine or argument, for op
@@ -263,8 +263,8 @@ def tune(
         max_error: Largest error of the outputs against float32's for a candidate to be chosen; see
             `TuneRow.error`. With None results must only be finite where float32's are.
         rounds: Largest number of times that each candidate is timed.
-        seconds: Time after which no round begins except the first two. A candidate whose first
-            call, which compiles it, takes this much longer than float32's is dropped.
+        seconds: Time for the runs, after which no round begins except the first two. A candidate
+            whose first call takes this much longer than float32's is dropped.
 
     Returns:
         The report: call `report.best` from now on; `print(report.to_text())` shows the reasons.
@@ -401,46 +401,35 @@ def compare_candidates(
                 f"Tuning runs {name} on the arguments, which must have values: give a batch of "
                 f"data, got {leaf!r}."
             )
-    generator = keras_hooks.global_seed_generator()
+    limits = (max_error, rounds, seconds)
     once = traced_once(TracedFunction.of(candidates[0].function))
     # Autocast is off, and the report replaces the warning.
     with current_modes.set_to(None), warnings.catch_warnings(), once:
         warnings.simplefilter("ignore", NothingConvertedWarning)
         with kept_random_states() as restore_randoms:
-            path = _file_of(candidates, args, (max_error, rounds, seconds, kept))
-            found = None if path is None else _kept_choice(path, candidates)
+            generator = keras_hooks.global_seed_generator()
+            path = _file_of(candidates, args, (*limits, kept))
+            found, draws = _kept_choice(path, candidates), False
             if found is None:
-                limits = max_error, rounds, seconds
-                found = _measured_choice(candidates, args, restore_randoms, limits)
-                if keras_hooks.global_seed_generator() is not generator:
-                    found = found._replace(draws=True)
-                if path is not None:
-                    found = found._replace(source=_keep(path, found))
+                found, draws = _measured_choice(candidates, args, restore_randoms, limits)
+                draws = draws or keras_hooks.global_seed_generator() is not generator
+                found = _keep(path, found)
     chosen = next(row for row in found.rows if row.chosen)
-    (best,) = (each for each in candidates if each.name == chosen.candidate)
-    return TuneReport(
-        function=name,
-        dtype=dtype,
-        rows=found.rows,
-        max_error=max_error,
-        rounds=found.rounds,
-        source=found.source,
-        dropped=found.dropped,
-        best=best.fresh() if best.is_copy or found.draws else best.function,
-    )
+    (way,) = (each for each in candidates if each.name == chosen.candidate)
+    best = way.fresh() if way.is_copy or draws else way.function
+    return TuneReport(name, dtype, max_error=max_error, best=best, **found._asdict())
 
 
 # ---- The cache -----------------------------------------------------------------------------------
 
 
 class _Choice(NamedTuple):
-    """The measured part of a report, and whether traces hold random states."""
+    """The measured part of a report."""
 
     rows: tuple[TuneRow, ...]
     rounds: int
     dropped: tuple[str, ...]
     source: str = "measured now"
-    draws: bool = False
 
 
 def _file_of(candidates: Sequence[Candidate], args: Sequence[Any], limits: Any) -> Path | None:
@@ -448,39 +437,40 @@ def _file_of(candidates: Sequence[Candidate], args: Sequence[Any], limits: Any) 
 
     Choices with the user's own op lists or calibration data are not kept.
     """
-    settings = [getattr(each.function, "settings", None) for each in candidates]
-    own = (x for each in settings if each for x in (each.op_lists, each.calibration))
-    if any(x is not None for x in own):
+    settings = {each.name: getattr(each.function, "settings", None) for each in candidates}
+    if any(each and (each.op_lists or each.calibration) for each in settings.values()):
         return None
     trace = candidates[0].function.get_concrete_function(*args)
-    names = [each.name for each in candidates]
-    return choice_file(trace, {"candidates": names, "settings": settings, "limits": limits})
+    return choice_file(trace, {"candidates": settings, "limits": limits})
 
 
-def _kept_choice(path: Path, candidates: Sequence[Candidate]) -> _Choice | None:
+def _kept_choice(path: Path | None, candidates: Sequence[Candidate]) -> _Choice | None:
     """Reads a choice; a damaged file is a warning and counts as missing."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads("null" if path is None else path.read_text(encoding="utf-8"))
+        if fields is None:
+            return None
         rows = tuple(map(TuneRow.of, fields["rows"]))
-        (chosen,) = (row.candidate for row in rows if row.chosen)
-        if chosen in {each.name for each in candidates}:
-            dropped, source = tuple(fields["dropped"]), f"measured before, kept in {path}"
-            return _Choice(rows, int(fields["rounds"]), dropped, source)
-        error: Exception = ValueError(f"{chosen!r} is not a candidate")
+        names = {each.name for each in candidates}
+        (_,) = (row for row in rows if row.chosen and row.candidate in names)  # Exactly one.
+        source = f"measured before, kept in {path}"
+        return _Choice(rows, int(fields["rounds"]), tuple(fields["dropped"]), source)
     except OSError:
         return None
-    except (ValueError, TypeError, LookupError, AttributeError) as damage:
-        error = damage
-    text = f"{path} is damaged or not a file of tfamp's, so tune measures again: {error!r}"
-    warnings.warn(text, TfampWarning, stacklevel=level_of_user())
-    return None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        text = f"{path} is damaged or not a file of tfamp's, so tune measures again: {error!r}"
+        warnings.warn(text, TfampWarning, stacklevel=level_of_user())
+        return None
 
 
-def _keep(path: Path, found: _Choice) -> str:
+def _keep(path: Path | None, found: _Choice) -> _Choice:
+    """Writes a choice to its file; returns it with its origin."""
+    if path is None:
+        return found
     rows = [dataclasses.asdict(row) for row in found.rows]
     text = json.dumps({"rows": rows, "rounds": found.rounds, "dropped": found.dropped})
     costs = "The choice of tune cannot be kept, so the next start of the program measures again"
-    return keep_in_cache(path, text, costs, f'set {VARIABLE} to "off"')
+    return found._replace(source=keep_in_cache(path, text, costs, f'set {VARIABLE} to "off"'))
 
 
 # ---- Measuring -----------------------------------------------------------------------------------
@@ -491,20 +481,19 @@ def _measured_choice(
     args: Sequence[Any],
     restore_randoms: Callable[[], None],
     limits: tuple[float | None, int, float],
-) -> _Choice:
-    max_error, rounds, seconds = limits
+) -> tuple[_Choice, bool]:
+    """Returns the choice, and whether a trace holds a random state."""
     runs = _traced(candidates, args)
-    draws = any(draws_random(each.trace) for each in runs)
     with tf.init_scope():  # A tape around it must not record the runs.
-        _measure(runs, args, restore_randoms, _rounds(runs, max_error, rounds, seconds))
-    dropped = tuple(name for each in runs if not each.times for name in each.names)
+        _measure(runs, args, restore_randoms, _rounds(runs, *limits))
     timed = [each for each in runs if each.times]
-    allowed = [each for each in timed if _is_within(each.error, max_error)]
-    better = [each for each in allowed if each.is_faster_than(runs[0])]
+    better = [each for each in timed if _is_within(each.error, limits[0])]
+    better = [each for each in better if each.is_faster_than(runs[0])]
     chosen = min([runs[0], *better], key=lambda each: each.seconds)
-    found = {row.candidate: row for each in timed for row in each.rows(each is chosen)}
-    rows = tuple(found[each.name] for each in candidates if each.name in found)
-    return _Choice(rows, max(len(each.times) for each in timed), dropped, draws=draws)
+    rows = tuple(row for each in timed for row in each.rows(each is chosen))
+    dropped = tuple(name for each in runs if not each.times for name in each.names)
+    found = _Choice(rows, max(len(each.times) for each in timed), dropped)
+    return found, any(draws_random(each.trace) for each in runs)
 
 
 def _traced(candidates: Sequence[Candidate], args: Sequence[Any]) -> list[_Run]:
@@ -568,18 +557,22 @@ def _rounds(
     runs: Sequence[_Run], max_error: float | None, rounds: int, seconds: float
 ) -> Iterator[Sequence[_Run]]:
     """Yields the runs of each round: first all, then those that may still be the fastest."""
-    end = time.monotonic() + seconds
-    longest = runs[0].first + max(seconds, _LEAST_LIMIT)
-    runs = [each for each in runs if each.first <= longest]
+    end = time.monotonic() + seconds - sum(each.first for each in runs)
+    limit = runs[0].first + max(seconds, _LEAST_LIMIT)
+    runs = [each for each in runs if each.first <= limit]
     for number in range(rounds):
         open_ones = runs
-        if number >= _FIRST_ROUNDS:
+        if number:
             allowed = [runs[0], *(each for each in runs[1:] if _is_within(each.error, max_error))]
             fastest = min(allowed, key=lambda each: each.seconds)
-            close = (each for each in allowed if each.seconds < _CLOSE * fastest.seconds)
-            is_early = number < _CLOSE_ROUNDS
-            open_ones = [each for each in close if is_early or not fastest.is_faster_than(each)]
-            if len(open_ones) == 1 or time.monotonic() > end:
+            longest = (_FAR if number == 1 else _CLOSE) * fastest.seconds
+            open_ones = [
+                each
+                for each in allowed
+                if each.seconds < longest
+                and (number < _CLOSE_ROUNDS or not fastest.is_faster_than(each))
+            ]
+            if len(open_ones) == 1 or (number > 1 and time.monotonic() > end):
                 return
         yield open_ones
 
