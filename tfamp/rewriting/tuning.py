@@ -411,9 +411,10 @@ def compare_candidates(
             path = _file_of(candidates, args, (*limits, kept))
             found, draws = _kept_choice(path, candidates), False
             if found is None:
-                found, draws = _measured_choice(candidates, args, restore_randoms, limits)
-                draws = draws or keras_hooks.global_seed_generator() is not generator
-                found = _keep(path, found)
+                runs = _traced(candidates, args)
+                draws = keras_hooks.global_seed_generator() is not generator
+                draws = draws or any(draws_random(each.trace) for each in runs)
+                found = _keep(path, _measured_choice(runs, args, restore_randoms, limits))
     chosen = next(row for row in found.rows if row.chosen)
     (way,) = (each for each in candidates if each.name == chosen.candidate)
     best = way.fresh() if way.is_copy or draws else way.function
@@ -477,13 +478,11 @@ def _keep(path: Path | None, found: _Choice) -> _Choice:
 
 
 def _measured_choice(
-    candidates: Sequence[Candidate],
+    runs: Sequence[_Run],
     args: Sequence[Any],
     restore_randoms: Callable[[], None],
     limits: tuple[float | None, int, float],
-) -> tuple[_Choice, bool]:
-    """Returns the choice, and whether a trace holds a random state."""
-    runs = _traced(candidates, args)
+) -> _Choice:
     with tf.init_scope():  # A tape around it must not record the runs.
         _measure(runs, args, restore_randoms, _rounds(runs, *limits))
     timed = [each for each in runs if each.times]
@@ -492,8 +491,7 @@ def _measured_choice(
     chosen = min([runs[0], *better], key=lambda each: each.seconds)
     rows = tuple(row for each in timed for row in each.rows(each is chosen))
     dropped = tuple(name for each in runs if not each.times for name in each.names)
-    found = _Choice(rows, max(len(each.times) for each in timed), dropped)
-    return found, any(draws_random(each.trace) for each in runs)
+    return _Choice(rows, max(len(each.times) for each in timed), dropped)
 
 
 def _traced(candidates: Sequence[Candidate], args: Sequence[Any]) -> list[_Run]:
