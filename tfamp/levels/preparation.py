@@ -567,7 +567,7 @@ def _measured_level(
         ways = candidates_of(_train_step_of(model), options, names)
         if level.level == "O2":
             mixed = _mixed_step(model, level, kept, chosen, data)
-            ways.append(Candidate("O2", mixed, fresh=lambda: None, is_copy=True))
+            ways.append(Candidate("O2", mixed, mixed))
         with _keep_in_float32(kept):
             numbers = [n for n, each in enumerate(layers_of(model)) if any(each is k for k in kept)]
             report = compare_candidates(

@@ -212,14 +212,12 @@ class Candidate:
     Attributes:
         name: Its name in the report.
         function: A `tf.function` for tuning alone.
-        fresh: Makes the same function without traces, for use if `function` is a copy.
-        is_copy: Whether `function` is only a copy.
+        best: The function to use afterwards, if it is not `function`.
     """
 
     name: str
     function: Any
-    fresh: Callable[[], Any]
-    is_copy: bool = False
+    best: Any = None
 
 
 def tune(
@@ -320,12 +318,10 @@ def candidates_of(fn: Any, options: RewriteOptions, names: Iterable[str]) -> lis
             options = dataclasses.replace(options, profile=find_profile().profile)
     traced = TracedFunction.of(fn)
     kinds = (tf.types.experimental.PolymorphicFunction, tf.types.experimental.ConcreteFunction)
-    as_it_is = (lambda: fn) if isinstance(fn, kinds) else traced.unchanged
-    found = [Candidate(FLOAT32, traced.unchanged(), as_it_is, is_copy=True)]
-    for name in placed:
-        fresh = partial(RewrittenFunction, fn, dataclasses.replace(options, placement=name))
-        found.append(Candidate(name, fresh(), fresh))
-    return found
+    as_it_is = fn if isinstance(fn, kinds) else traced.unchanged()
+    settings = {name: dataclasses.replace(options, placement=name) for name in placed}
+    rewritten = [Candidate(name, RewrittenFunction(fn, settings[name])) for name in placed]
+    return [Candidate(FLOAT32, traced.unchanged(), as_it_is), *rewritten]
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -417,7 +413,7 @@ def compare_candidates(
                 found = _keep(path, _measured_choice(runs, args, restore_randoms, limits))
     chosen = next(row for row in found.rows if row.chosen)
     (way,) = (each for each in candidates if each.name == chosen.candidate)
-    best = way.fresh() if way.is_copy or draws else way.function
+    best = way.best or (way.function.copy() if draws else way.function)
     return TuneReport(name, dtype, max_error=max_error, best=best, **found._asdict())
 
 
