@@ -334,7 +334,6 @@ class _Run:
     `names` are the candidates with this graph, `first` is the time of the first call in seconds.
     """
 
-    candidate: Candidate
     trace: Any
     call: Callable[[], Any]
     low_nodes: int
@@ -503,7 +502,7 @@ def _traced(candidates: Sequence[Candidate], args: Sequence[Any]) -> list[_Run]:
             continue  # It equals "min_cut".
         key = each.name if plan is None else (plan.retypes, plan.casts, is_fused)
         low_nodes = 0 if plan is None else plan.summary.low_nodes
-        run = runs.setdefault(key, _Run(each, trace, partial(each.function, *args), low_nodes))
+        run = runs.setdefault(key, _Run(trace, partial(each.function, *args), low_nodes))
         run.names.append(each.name)
     return list(runs.values())
 
