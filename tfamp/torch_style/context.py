@@ -73,7 +73,7 @@ def _adjust(op: str, inputs: Sequence[Any]) -> Sequence[Any] | None:
     if mode is None:
         return None
     device = _next_device()
-    if op not in mode.targets and not _is_particular(op, device):
+    if op not in mode.targets and not _is_restricted(op, device):
         return None
     adjusted = list(inputs)
     for group in _groups(op, device):
@@ -105,7 +105,7 @@ def _groups(op: str, device: str) -> tuple[_Group, ...]:
 
 
 @functools.cache
-def _is_particular(op: str, device: str) -> bool:
+def _is_restricted(op: str, device: str) -> bool:
     """Whether an unlisted op may get float dtypes that it has no kernel for."""
     return any(each.is_list or each.dtype == tf.resource for each in op_inputs(op)) or any(
         len(places) > 1 or not floats.issuperset(LOW_PRECISION)
@@ -215,7 +215,7 @@ def cast(mode: Mode, original: Any, x: Any, DstT: Any, *args: Any, **kwargs: Any
     source, target = dtype_name(x), tf.as_dtype(DstT).name
     if source not in EDITABLE or target not in EDITABLE or not tf.is_tensor(x):
         return run()
-    module, function = _asker()
+    module, function = _caller()
     if source == "float32":
         needless = (module, function) in patching.RESULTS_CAST_BACK
     else:
@@ -236,7 +236,7 @@ def public_cast(mode: Mode, original: Any, x: Any, dtype: Any, name: Any = None)
     result = original(x, dtype, name)
     if result is not x or not tf.is_tensor(x) or dtype_name(x) not in EDITABLE:
         return result
-    if _asker()[0].startswith(patching.LIBRARIES):
+    if _caller()[0].startswith(patching.LIBRARIES):
         return result
     with current_modes.set_to(None):
         result = tf.identity(x)  # Other uses of the tensor itself are not explicit.
@@ -244,7 +244,7 @@ def public_cast(mode: Mode, original: Any, x: Any, dtype: Any, name: Any = None)
     return result
 
 
-def _asker() -> tuple[str, str]:
+def _caller() -> tuple[str, str]:
     """The module and the function that called the running cast."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -430,7 +430,7 @@ def convert(original: Any, value: Any, dtype: Any = None, *args: Any, **kwargs: 
     return original(value, dtype, *args, **kwargs)
 
 
-def _converted(value: Any, dtype: Any, asker: FrameType) -> tuple[Any, Any]:
+def _converted(value: Any, dtype: Any, caller: FrameType) -> tuple[Any, Any]:
     """Returns the tensor to convert for a caller, and the dtype to request.
 
     The tensor is cast up if float32 is requested, and to the dtype of a variable that it is
@@ -439,10 +439,10 @@ def _converted(value: Any, dtype: Any, asker: FrameType) -> tuple[Any, Any]:
     given = dtype_name(value)
     if given not in EDITABLE:
         return value, dtype
-    module = asker.f_globals.get("__name__", "")
-    function = (module, asker.f_code.co_name)
+    module = caller.f_globals.get("__name__", "")
+    function = (module, caller.f_code.co_name)
     if function in patching.FLOAT32_FUNCTIONS or (
-        function in patching.SAME_DTYPE_FUNCTIONS and _mixes(asker.f_locals.values())
+        function in patching.SAME_DTYPE_FUNCTIONS and _mixes(caller.f_locals.values())
     ):
         return recast(value, "float32"), None
     wanted = given if dtype is None else tf.as_dtype(dtype).base_dtype.name
