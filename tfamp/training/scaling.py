@@ -92,7 +92,10 @@ class Mark(NamedTuple):
 
     def set(self, where: Any = True) -> None:
         """Sets it if a scalar bool holds."""
-        self.variable.assign(ops.where(where, as_tensor(self.value), as_tensor(self.variable)))
+        value = as_tensor(self.value)
+        if where is not True:
+            value = ops.where(where, value, as_tensor(self.variable))
+        self.variable.assign(value)
 
     def clear(self) -> None:
         """Clears it, if it is a bool variable."""
@@ -165,9 +168,10 @@ class GradientRecord:
         # Eager calls may be followed by a step in a function, which only the mark shows.
         if unscaled is None and calls.last == "unscale" and not tf.executing_eagerly():
             unscaled = True
-        scale = as_tensor(self._scale)
-        known = ops.where(self.unscaled.is_set, 1.0, scale) if unscaled is None else scale
-        return Gradients(gradients, targets, None if unscaled else known, checked)
+        divisor = None if unscaled else as_tensor(self._scale)
+        if unscaled is None:
+            divisor = ops.where(self.unscaled.is_set, 1.0, divisor)
+        return Gradients(gradients, targets, divisor, checked)
 
     def forget_here(self) -> None:
         """Forgets the calls in this graph."""
