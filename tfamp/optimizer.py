@@ -630,7 +630,7 @@ for _name in _INNER_SETTINGS - {"learning_rate"}:
     setattr(LossScaleOptimizer, _name, _inner_setting(_name))
 
 
-def go_on_from(optimizer: LossScaleOptimizer, other: LossScaleOptimizer) -> None:
+def continue_from(optimizer: LossScaleOptimizer, other: LossScaleOptimizer) -> None:
     """Copies the counters of another optimizer and, if the rule is the same, its scale."""
     optimizer._skipped.assign(other._skipped)
     optimizer._consecutive.assign(other._consecutive)
