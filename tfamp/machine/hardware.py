@@ -50,6 +50,21 @@ _LIBRARY_SETTINGS = re.compile(r"(TF_(ENABLE|SET)_)?(ONEDNN|DNNL)_|NVIDIA_TF32_O
 _FORMAT = 6
 # Two measurements at once would slow each other.
 _MEASURING = threading.Lock()
+# The environment variables that tfamp reads.
+_VARIABLES = ("TFAMP_CACHE", VARIABLE)
+
+
+def warn_of_unknown_variables() -> None:
+    """Warns about environment variables that only look like tfamp's, each once per process."""
+    for variable in os.environ:
+        if variable.startswith("TFAMP_") and variable not in _VARIABLES:
+            warnings.warn(
+                f"The environment variable {variable!r} is not one of tfamp's, which ignores it. "
+                f"Known: {', '.join(_VARIABLES)}. Settings of prepare are its arguments or its "
+                "config=, a dict or the path of a file.",
+                TfampWarning,
+                stacklevel=1,
+            )
 
 
 @dataclass(frozen=True)
