@@ -20,6 +20,7 @@ if strays or missing:
 size = wheel.stat().st_size
 if size >= LARGEST:
     sys.exit(
-        f"{wheel}: {size} bytes; expected less than {LARGEST}. Move data and pages out of the package."
+        f"{wheel}: {size} bytes; expected less than {LARGEST}. Move data and pages out of the "
+        "package."
     )
 print(f"{wheel.name}: {len(names)} files, {size / 1000:.0f} kB")

@@ -1,8 +1,8 @@
 """Training steps in mixed precision, in ratios to float32, on the machine at hand.
 
-    python -m benchmarks [--workload W ...] [--system S ...] [--json F] [--plot F] ...
+    python -m benchmarks [--workload W ...] [--system S ...] [--json F] [--markdown P] ...
 
-docs/benchmarks.md says what the columns mean, and names the other commands.
+docs/benchmarks.md explains the columns and lists the other commands.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOSS_STEPS, _ROUNDS = 200, 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, or reads a run, and shows and writes what was asked for; returns an exit code."""
+    """Measures or reads a run, prints it, writes its files and returns an exit code."""
     args = _parser().parse_args(arguments)
     if args.read is not None:
         read = [json.loads(path.read_text(encoding="utf-8")) for path in args.read]
@@ -69,20 +69,11 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _write(run: Run, args: argparse.Namespace) -> None:
-    for path in (args.json, args.plot):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
     if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(results.to_json(run), indent=1), encoding="utf-8")
-    if args.plot is not None and run.workloads:
-        from benchmarks import plot
-
-        plot.save(run, args.plot)
     if args.markdown is not None:
-        picture = None
-        if args.plot is not None:
-            picture = Path(os.path.relpath(args.plot, args.markdown.parent)).as_posix()
-        report.put_section(args.markdown, report.section(run, picture))
+        report.put_section(args.markdown, report.section(run))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,12 +88,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=_at_least(1), default=_ROUNDS, help="steps to time of each")
     about = "steps after which losses are compared; 0 leaves them out"
     add("--loss-steps", type=_at_least(0), metavar="N", default=_LOSS_STEPS, help=about)
-    about = "of which size of the models; default reduced, which takes much less time"
+    about = "size of the models for losses; default reduced, which takes much less time"
     add("--loss-size", choices=("full", "reduced"), help=about)
     add("--small", action="store_true", help="tiny models, to see that everything runs")
     add("--json", type=Path, metavar="FILE", help="write every number")
-    add("--plot", type=Path, metavar="FILE", help="write a picture of the ratios")
-    add("--markdown", type=Path, metavar="PAGE", help="put the tables between the page's marks")
+    add(
+        "--markdown",
+        type=Path,
+        metavar="PAGE",
+        help="put tables between a PAGE's marks, or PAGE#NAME's",
+    )
     help_read = "measure nothing: show what --json wrote, of several runs as of one"
     add("--read", type=Path, nargs="+", metavar="FILE", help=help_read)
     add("--torch-python", default=sys.executable, metavar="PYTHON", help="where PyTorch is")

@@ -48,7 +48,7 @@ DTYPES = ("bfloat16", "float16")
 WAYS = ("policy", *PLACEMENTS, "autocast")
 # More than roundings make: outputs with the other sign.
 JUMP = 0.05
-# How far biases and gains are from zero and one, as those of trained models are.
+# How far biases and gains are from zero and one, as in trained models.
 MOVED = 0.2
 # How these are called.
 _MOVED_WEIGHTS = ("bias", "beta", "gamma", "scale")
@@ -96,7 +96,7 @@ MODELS: Mapping[str, Callable[[Sizes], Any]] = {
 
 
 def inputs_of(model: keras.Model, size: Sizes, seed: int) -> Any:
-    """Inputs like those of training: images, or tokens of which the last of some are padding."""
+    """Inputs as in training: images, or tokens, padded at the end in some rows."""
     random = np.random.default_rng(seed)
     if not isinstance(model.input, Mapping):
         return tf.constant(random.normal(size=(size["batch"], *model.input.shape[1:])), tf.float32)
@@ -131,7 +131,7 @@ class Errors:
 
     Attributes:
         keras: Those under Keras's own mixed policy.
-        ways: Those of each way.
+        ways: Errors of each way.
     """
 
     keras: Sequence[float]
@@ -207,8 +207,8 @@ def _jumps(found: Errors) -> str:
         way: sum(error > JUMP for error in of_seeds)
         for way, of_seeds in {"Keras's policy": found.keras, **found.ways}.items()
     }
-    told = ", ".join(f"{way} {count}" for way, count in counts.items() if count)
-    return f"over {JUMP:.0%} on some of {len(found.keras)} seeds: {told}" if told else ""
+    counted = ", ".join(f"{way} {count}" for way, count in counts.items() if count)
+    return f"over {JUMP:.0%} on some of {len(found.keras)} seeds: {counted}" if counted else ""
 
 
 def _cell(ratio: float, bound: float) -> str:
@@ -224,12 +224,12 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="print Markdown")
     args = parser.parse_args()
     tables = []
-    with reporting("models", len(args.dtypes) * len(args.models) * len(args.sizes)) as tell:
+    with reporting("models", len(args.dtypes) * len(args.models) * len(args.sizes)) as progress:
         for dtype in args.dtypes:
             rows = []
             for size in args.sizes:
                 for model in args.models:
-                    tell(f"{model}, {size}, {dtype}")
+                    progress(f"{model}, {size}, {dtype}")
                     found = errors(model, SIZES[size], dtype, args.ways, args.seeds)
                     rows.append((model, size, found))
             tables.append(table(dtype, rows, args.ways))

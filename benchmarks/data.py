@@ -45,7 +45,7 @@ def words(batch: int, tokens: int, vocabulary: int, number: int) -> Batch:
 
 
 def hidden_words(batch: int, tokens: int, vocabulary: int, number: int) -> Batch:
-    """Sequences of words by number, of which every seventh or so is 0, and all of them."""
+    """Sequences of words by number with about every seventh replaced by 0, and without."""
     found = _windows(_words(vocabulary), batch, tokens, number)
     hidden = np.random.default_rng((2, number)).random(found.shape) < 0.15
     return np.where(hidden, 0, found).astype("int32"), found

@@ -20,20 +20,22 @@ from benchmarks.worker import WARM_UP_STEPS
 from benchmarks.workloads import Workload
 
 _ROOT = Path(__file__).parents[1]
+# Systems whose second step takes so many times as long as float32's are not timed.
+_TOO_SLOW = 10
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure.
+    """Options of a measurement.
 
     Attributes:
         dtype: The low dtype.
-        rounds: How many steps of each system are timed.
-        size: Which size of the workloads is timed.
-        loss_steps: How many steps the losses are looked at after; 0 leaves them out.
-        loss_size: Which size these are of.
-        torch_python: The interpreter that has PyTorch.
+        rounds: Timed steps of each system.
+        size: Size of the timed workloads.
+        loss_steps: Steps after which losses are compared; 0 leaves them out.
+        loss_size: Size of the workloads for losses.
+        torch_python: Python interpreter with PyTorch.
     """
 
     dtype: str
@@ -63,7 +65,7 @@ class WorkerProcess:
     def __init__(self, system: str, options: Options) -> None:
         python = options.torch_python if _is_torch(system) else sys.executable
         paths = (str(_ROOT), os.environ.get("PYTHONPATH", ""))
-        # Open as long as the process is; `close` closes it.
+        # Stays open until `close`.
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [python, "-m", "benchmarks.worker", system, options.dtype],
@@ -75,7 +77,7 @@ class WorkerProcess:
         )
 
     def send(self, do: str, **arguments: Any) -> None:
-        """Asks for something; `read` gives the answer."""
+        """Sends a request; `read` returns the answer."""
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             self._process.stdin.flush()
@@ -90,7 +92,7 @@ class WorkerProcess:
         return json.loads(line)
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Asks for something and waits for it."""
+        """Sends a request and waits for the answer."""
         self.send(do, **arguments)
         return self.read()
 
@@ -118,8 +120,8 @@ class Group:
         options: How they train.
 
     Attributes:
-        workers: Those that are left, by system.
-        failed: Why the others ended.
+        workers: Running workers, by system.
+        failed: Reasons why the others ended.
     """
 
     def __init__(self, systems: Iterable[str], options: Options) -> None:
@@ -136,17 +138,17 @@ class Group:
             worker.close()
 
     def dismiss(self, systems: Iterable[str]) -> None:
-        """Ends some: nothing more is asked of them."""
+        """Ends some."""
         for name in systems:
             self.workers.pop(name).close()
 
     def in_turn(self, do: str, *, first: int = 0, **arguments: Any) -> Iterator[tuple[str, Any]]:
-        """Asks one after the other, beginning with the one at `first`; names and answers."""
+        """Sends a request to one worker after the other, from number `first`; yields answers."""
         names = rotated(tuple(self.workers), first)
         yield from self._each(names, lambda worker: worker.ask(do, **arguments)).items()
 
     def together(self, do: str, **arguments: Any) -> Iterator[tuple[str, Any]]:
-        """Asks as many at once as there are cores: for what is not timed."""
+        """Sends a request to as many workers at once as there are cores; for untimed work."""
         names, at_once = tuple(self.workers), os.cpu_count() or 1
         for start in range(0, len(names), at_once):
             chunk = names[start : start + at_once]
@@ -171,7 +173,7 @@ class Group:
 
 @contextmanager
 def workers(systems: Iterable[str], options: Options) -> Iterator[Group]:
-    """A group that is closed in the end."""
+    """Yields a group and closes it at exit."""
     with ExitStack() as stack:
         group = Group(systems, options)
         stack.callback(group.close)
@@ -188,7 +190,7 @@ def measure(
         workload: The workload.
         systems: Names of systems, float32 among them.
         options: How to measure.
-        progress: Is told what is done, in a few words, at each of `stages` stages.
+        progress: Called with a few words before each of `stages` stages.
 
     Returns:
         The results; systems that cannot run here are in `skipped`, with the reason.
@@ -226,21 +228,27 @@ def measure(
 
 
 def stages(options: Options) -> int:
-    """How often `measure` tells its progress."""
+    """How often `measure` reports its progress."""
     return 1 + options.rounds + 1 + 2 * bool(options.loss_steps)
 
 
 def _first_calls(group: Group, run: WorkloadRun, progress: Progress) -> None:
     progress("first calls")
+    warm = {}
     for name, found in group.in_turn("start", workload=run.workload, size=run.size):
         parts = {key: found[key] for key in ("build", "first_call", "rewrite")}
-        run.systems[name] = Measured(**parts)
+        run.systems[name], warm[name] = Measured(**parts), found["warm"]
+    for name, seconds in warm.items():
+        if seconds > _TOO_SLOW * warm[BASE]:
+            times = f"{seconds / warm[BASE]:.0f} times as long as in {BASE}"
+            run.skipped[name] = f"the step after the first takes {times}"
+            group.dismiss([name])
 
 
 def _rounds(group: Group, systems: Mapping[str, Measured], rounds: int, progress: Progress) -> None:
     for number in range(rounds):
         progress(f"round {number + 1}")
-        # The system after the slowest finds its caches: rotate who that is.
+        # Rotate, so that no system always runs after the one that evicts the caches most.
         for name, found in group.in_turn("step", first=number):
             systems[name].seconds.append(found["seconds"])
             systems[name].memory = max(systems[name].memory, found["memory"])

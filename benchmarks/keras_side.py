@@ -57,7 +57,11 @@ class Trainer:
         if self._system == CONTROL.name:
             for each in model.trainable_variables:
                 each.assign(tf.cast(tf.cast(each.value, self._dtype), each.dtype))
-        step = models.train_step(model, self._with_loss_scale(optimizer), xla=self._about.xla)
+        if self._system == "auto":
+            prepared = tfamp.prepare(model, optimizer, level="auto", dtype=self._dtype)
+            self._step = prepared.settings.rewrite(models.train_step(*prepared))
+            return
+        step = models.train_step(model, self._with_loss_scale(optimizer), xla=self._about.compiled)
         if self._about.placement:
             step = tfamp.rewrite(step, dtype=self._dtype, placement=self._about.placement)
         self._step = step
@@ -89,7 +93,7 @@ class Trainer:
 
     def casts(self, batch: Any) -> CastTotals | None:
         """Counts the Casts between float dtypes that run in a step; None for what XLA makes."""
-        if self._about.xla:
+        if self._about.compiled:
             return None
         concrete = self.concrete(batch)
         if any(op.type == "PartitionedCall" for op in concrete.graph.get_operations()):

@@ -34,7 +34,7 @@ DTYPES = ("float16", "bfloat16")
 CHECKS = ("Keras", "policy", "autocast", "rewrite", "O1", "O2", "O0", "train", "reload")
 # Those that are compared with Keras's policy.
 _COMPARED = ("Keras", "policy", "autocast", "rewrite", "O1", "O2")
-# A small model's error is that of a few roundings: half as much again is not worse.
+# A small model's error comes from a few roundings: half as much again is not worse.
 _TOLERANCE = 1.5
 _SEED = 7
 # A model that picks experts jumps where a rounding changes the choice, under Keras's policy too:
@@ -239,13 +239,13 @@ def run(models: Sequence[str], dtypes: Sequence[str]) -> dict[str, Outcomes]:
     keys = {f"{name}-{dtype}": (name, dtype) for name in models for dtype in dtypes}
     found = {}
     with (
-        reporting("KerasHub", len(keys) + 1) as tell,
+        reporting("KerasHub", len(keys) + 1) as progress,
         tempfile.TemporaryDirectory() as folder,
     ):
         for key in keys:
-            tell(key)
+            progress(key)
             found[key] = run_model(*keys[key], Path(folder))
-        tell("reload")
+        progress("reload")
         for key, outcome in reload_without_tfamp(Path(folder)).items():
             found[key]["reload"] = outcome
     return found

@@ -67,7 +67,7 @@ def lenet5() -> keras.Model:
 
 
 def characters() -> keras.Model:
-    """A transformer that tells the next character."""
+    """A transformer that predicts the next character."""
     size = {"vocabulary": data.CHARACTERS, "tokens": 32, "width": 64, "heads": 4, "layers": 2}
     return transformer(size)
 
@@ -175,9 +175,9 @@ def learn_all(
     """Trains every task in every way, from each seed."""
     wanted = list(itertools.product(tasks, ways, range(seeds)))
     found = []
-    with reporting("runs", len(wanted)) as tell:
+    with reporting("runs", len(wanted)) as progress:
         for task, way, seed in wanted:
-            tell(f"{task}, {way}, seed {seed}")
+            progress(f"{task}, {way}, seed {seed}")
             found.append(learn(task, way, seed, steps))
             keras.backend.clear_session()
     return found
@@ -211,7 +211,7 @@ def _range(ratios: Sequence[float]) -> str:
 
 
 def ratios_of(way: str, runs: Sequence[Learnt], name: str) -> list[float]:
-    """The loss or accuracy of a way over that of float32, for each seed."""
+    """The loss or accuracy of a way over float32's, for each seed."""
     exact = {run.seed: getattr(run, name) for run in runs if run.way == FLOAT32}
     return [getattr(run, name) / exact[run.seed] for run in runs if run.way == way]
 

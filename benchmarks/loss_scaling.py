@@ -40,8 +40,8 @@ SYSTEMS: Systems = {
 }
 
 
-def _low(**told: Any) -> tuple[str, Callable[[Any], Any]]:
-    return "bfloat16", lambda inner: tfamp.LossScaleOptimizer(inner, **told)
+def _low(**arguments: Any) -> tuple[str, Callable[[Any], Any]]:
+    return "bfloat16", lambda inner: tfamp.LossScaleOptimizer(inner, **arguments)
 
 
 LOW_SYSTEMS: Systems = {

@@ -1,8 +1,8 @@
 """Measures the memory of a training step with AdamW for every way to store weights.
 
 Each way trains an MLP in a process of its own: "variables" are the bytes of the model's and the
-optimizer's, "gradients" those of the gradients, and "peak" is the most memory that the process held
-during a step, less what it held before it made the model.
+optimizer's, "gradients" those of the gradients, and "peak" is the process's peak memory during a
+step, less the memory before the model was made.
 
 python -m benchmarks.memory [--small] [--dtype bfloat16]
 """
@@ -25,7 +25,7 @@ from benchmarks import process_memory
 from benchmarks.tables import Table, show
 
 DEPTH, WIDTH, SMALL_WIDTH, BATCH = 6, 4096, 256, 8
-# The policy of the model, as level O3 makes it all through, and what the optimizer is told.
+# The policy of every layer, as at level O3, and the optimizer's arguments.
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "float32": ("float32", {}),
     "mixed": ("mixed_{}", {}),
@@ -54,7 +54,7 @@ def main() -> None:
 def _in_process(way: str, args: argparse.Namespace) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.memory", "--way", way, "--dtype", args.dtype]
     command += ["--small"] if args.small else []
-    # XLA's memory is given back where it can be, so that a peak is that of the step.
+    # XLA's memory is given back where it can be, so that a peak belongs to the step.
     environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -92,11 +92,11 @@ def measure(way: str, dtype: str, width: int) -> dict[str, float]:
 
 
 def _made(way: str, dtype: str, width: int) -> tuple[keras.Model, tfamp.LossScaleOptimizer]:
-    policy, told = WAYS[way]
+    policy, arguments = WAYS[way]
     with tfamp.policy_scope(policy.format(dtype)):
         layers = [keras.layers.Dense(width, use_bias=False) for _ in range(DEPTH)]
         model = keras.Sequential([keras.Input((width,)), *layers])
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.AdamW(1e-3), loss_scale=1.0, **told)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.AdamW(1e-3), loss_scale=1.0, **arguments)
     optimizer.build(model.trainable_variables)
     gc.collect()
     return model, optimizer

@@ -93,7 +93,7 @@ def lstm(size: Sizes) -> keras.Model:
 
 
 def bert(size: Sizes) -> keras.Model:
-    """KerasHub's BERT, which tells the word at every place."""
+    """KerasHub's BERT, which predicts the word at every position."""
     import keras_hub
 
     backbone = keras_hub.models.BertBackbone(

@@ -16,7 +16,7 @@ def reset_peak() -> None:
 
 
 def resident() -> int:
-    """Bytes of memory that the process holds now; its peak where the system does not tell."""
+    """Bytes of memory that the process holds now; its peak where the system reports only that."""
     return _status("VmRSS") or peak()
 
 

@@ -7,10 +7,9 @@ from statistics import geometric_mean
 
 from benchmarks import results, tables
 from benchmarks.results import Run, Spread, WorkloadRun
-from benchmarks.systems import BASE, CHOSEN, CONTROL, OWN, PEERS, SYSTEMS
+from benchmarks.systems import BASE, CHOSEN, CONTROL, PEERS, SYSTEMS, TORCH
 from benchmarks.tables import Table
 
-BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 _STEP_HEADERS = (
     "system",
     "x float32",
@@ -27,12 +26,14 @@ _STEP_HEADERS = (
 
 def overview(run: Run) -> Table:
     """How many times as fast as float32 each system is on each workload."""
-    names = [name for name in SYSTEMS if any(name in each.systems for each in run.workloads)]
+    names = [name for name in SYSTEMS if _measured(run, name)]
     rows = [
         (SYSTEMS[name].title, *(_speed(each, name) for each in run.workloads)) for name in names
     ]
     headers = ("times as fast as float32", *(each.workload for each in run.workloads))
-    return Table(f"Training step, {run.dtype}", headers, tuple(rows), notes=_not_measured(run))
+    machine = ", ".join(f"{name} {value}" for name, value in run.machine.items())
+    notes = (f"Machine: {machine}.", *_not_measured(run))
+    return Table(f"Training step, {run.dtype}", headers, tuple(rows), notes=notes)
 
 
 def _not_measured(run: Run) -> tuple[str, ...]:
@@ -54,26 +55,41 @@ def _once(names: list[str], separator: str) -> str:
     return separator.join(dict.fromkeys(names))
 
 
-def summary(run: Run) -> Table:
-    """The chosen step, compared with the best peer and the best of tfamp's placements."""
-    rows, over_peers, over_own = [], [], []
+def over_peers(run: Run, system: str) -> Table:
+    """A system's speed over the fastest peer on TensorFlow, and over PyTorch's fastest way."""
+    rows: list[tuple[str, ...]] = []
+    medians: tuple[list[float], list[float]] = ([], [])
     for each in run.workloads:
-        peer, placement = results.lead(each, PEERS), results.lead(each, OWN)
-        if peer is None:
-            continue
-        over_peers.append(peer.speed.median)
-        row = [each.workload, SYSTEMS[CHOSEN].title, _speed(each, CHOSEN)]
-        row += [SYSTEMS[peer.other].title, f"{peer.speed.median:.2f}"]
-        row += [_quartiles(peer.speed, 1, ".2f"), "-", "-"]
-        if placement is not None:
-            over_own.append(placement.speed.median)
-            row[-2:] = [SYSTEMS[placement.other].title, f"{placement.speed.median:.2f}"]
-        rows.append(tuple(row))
-    means = [f"{geometric_mean(each):.2f}" if each else "-" for each in (over_peers, over_own)]
-    rows.append(("geometric mean", "", "", "", means[0], "", "", means[1]))
-    headers = ("workload", "chosen", "x float32", "best peer", "over it", "quartiles")
-    headers += ("best placement", "over it")
-    return Table(f"The chosen step, {run.dtype}", headers, tuple(rows))
+        cells = [each.workload, _speed(each, system)]
+        for others, found in zip((PEERS, TORCH), medians, strict=True):
+            lead = results.lead(each, system, others)
+            if lead is None:
+                cells += ["-"] * 3
+                continue
+            found.append(lead.speed.median)
+            cells += [SYSTEMS[lead.other].title, f"{lead.speed.median:.2f}"]
+            cells.append(_quartiles(lead.speed, 1, ".2f"))
+        rows.append(tuple(cells))
+    tf_mean, torch_mean = (f"{geometric_mean(each):.2f}" if each else "-" for each in medians)
+    rows.append(("geometric mean", "", "", tf_mean, "", "", torch_mean, ""))
+    headers = ("workload", "x float32", "best peer", "over it", "quartiles")
+    headers += ("PyTorch's best", "over it", "quartiles")
+    return Table(f"{SYSTEMS[system].title} over peers, {run.dtype}", headers, tuple(rows))
+
+
+def first_calls(run: Run) -> Table:
+    """How long the first call takes, over float32's."""
+    names = [name for name in SYSTEMS if _measured(run, name)]
+    rows = []
+    for each in run.workloads:
+        seconds = each.systems[BASE].first_call
+        ratios = [results.first_ratio(each, name) for name in names[1:]]
+        ratios.append(results.first_ratio(each, "tune", calls=2))
+        cells = ("-" if one is None else f"{one:.1f}" for one in ratios)
+        rows.append((each.workload, f"{seconds:.1f}", *cells))
+    headers = ("workload", "float32, s", *(SYSTEMS[name].title for name in names[1:]))
+    headers += ("tfamp.tune over two calls",)
+    return Table(f"First calls over float32's, {run.dtype}", headers, tuple(rows))
 
 
 def _speed(run: WorkloadRun, system: str) -> str:
@@ -128,55 +144,50 @@ def _loss_row(
     return run.workload, title, f"{found[0]:.4f}", last, moved
 
 
-def models(run: Run) -> Table:
-    """The sizes of the models: those that are timed, and those that the losses are of."""
-    rows = [
-        (each.workload, _sizes(each.size), _sizes(each.loss_size) or "-") for each in run.workloads
-    ]
-    return Table("Models", ("workload", "timed", "losses"), tuple(rows), left=3)
-
-
-def machine(run: Run) -> Table:
-    """The machine."""
-    return Table("Machine", ("what", "which"), tuple(run.machine.items()), left=2)
-
-
 def all_tables(run: Run) -> list[Table]:
     """Every table of a run, the ratios first."""
+    return [*_summaries(run), *(steps(each, run.dtype) for each in run.workloads)]
+
+
+def _summaries(run: Run) -> list[Table]:
     found = [overview(run)]
-    if any(CHOSEN in each.systems for each in run.workloads):
-        found.append(summary(run))
-    found += [steps(each, run.dtype) for each in run.workloads]
+    found += [over_peers(run, name) for name in CHOSEN if _measured(run, name)]
+    found.append(first_calls(run))
     if any(each.systems[BASE].losses for each in run.workloads):
         found.append(losses(run))
-    return [*found, models(run), machine(run)]
+    return found
 
 
-def section(run: Run, picture: str | None = None) -> str:
-    """The tables of a run as part of a page."""
-    parts = [tables.to_markdown(table) for table in all_tables(run)]
-    if picture is not None:
-        parts.insert(1, f"![Times as fast as float32, by workload and system]({picture})\n")
-    return "\n".join(parts)
+def _measured(run: Run, system: str) -> bool:
+    return any(system in each.systems for each in run.workloads)
+
+
+def section(run: Run) -> str:
+    """The tables that compare systems, as part of a page."""
+    return "\n".join(tables.to_markdown(table) for table in _summaries(run))
 
 
 def put_section(page: Path, text: str) -> None:
-    """Replaces what is between the two marks of a page.
+    """Replaces what is between two marks of a page; `page#name` has the marks of a name.
 
     Raises:
         ValueError: The page does not have both marks, each once.
     """
+    path, _, name = str(page).partition("#")
+    page, (begin, end) = Path(path), marks(name)
     before = page.read_text(encoding="utf-8")
-    if before.count(BEGIN) != 1 or before.count(END) != 1:
-        raise ValueError(f"{page} must have a line {BEGIN} and a line {END}, each once.")
-    head, _, rest = before.partition(BEGIN)
-    tail = rest.partition(END)[2]
-    page.write_text(f"{head}{BEGIN}\n\n{text}\n{END}{tail}", encoding="utf-8")
+    if before.count(begin) != 1 or before.count(end) != 1:
+        raise ValueError(f"{page} must have a line {begin} and a line {end}, each once.")
+    head, _, rest = before.partition(begin)
+    tail = rest.partition(end)[2]
+    page.write_text(f"{head}{begin}\n\n{text}\n{end}{tail}", encoding="utf-8")
+
+
+def marks(name: str = "") -> tuple[str, str]:
+    """The lines around a generated section of a page."""
+    subject = f"benchmarks {name}".strip()
+    return f"<!-- {subject}: begin -->", f"<!-- {subject}: end -->"
 
 
 def _quartiles(values: Spread, factor: float, form: str) -> str:
     return f"{factor * values.low:{form}} to {factor * values.high:{form}}"
-
-
-def _sizes(size: dict[str, int]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in size.items())

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from benchmarks.systems import BASE, CHOSEN, SYSTEMS
+from benchmarks.systems import BASE, SYSTEMS
 
 SCHEMA = 1
 
@@ -29,11 +29,11 @@ class Measured:
         seconds: Each step after the warm-up, in the order of the rounds.
         build: Making the model and its variables.
         first_call: The first step: tracing, rewriting, compiling, running.
-        rewrite: The part of it in which tfamp rewrote the graph; None for others.
-        memory: The most that was held beyond what was before the model.
-        casts: Casts between float dtypes in a step; None where there is no graph.
+        rewrite: Time of the graph rewrite in it; None without one.
+        memory: Peak memory less the memory before the model was made.
+        casts: Casts between float dtypes in a step; None without a graph.
         cast_bytes: Bytes these read and write.
-        losses: Of each step of the long run.
+        losses: Losses of the long run, by step.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -53,9 +53,9 @@ class WorkloadRun:
     Attributes:
         workload: Its name.
         size: Its dimensions.
-        loss_size: Those that the losses are of.
+        loss_size: Dimensions of the model for losses.
         systems: The measurements, by system.
-        skipped: Why others were not measured, by system.
+        skipped: Reasons why others were not measured, by system.
         control: Losses in float32 from initial weights rounded to the low dtype.
     """
 
@@ -125,7 +125,7 @@ def final_loss(losses: Sequence[float]) -> float:
 
 
 def loss_difference(run: WorkloadRun, system: str) -> float | None:
-    """The final loss relative to that of the system's float32, less 1; None without either."""
+    """The final loss relative to the system's float32, less 1; None without either."""
     base = run.systems.get(SYSTEMS[system].base)
     own = run.systems[system]
     if base is None or not base.losses or not own.losses:
@@ -148,7 +148,7 @@ def speed(run: WorkloadRun, system: str) -> Spread:
 
 @dataclass(frozen=True)
 class Lead:
-    """A workload's chosen system, compared with the fastest of some others.
+    """A system compared with the fastest of some others.
 
     Attributes:
         other: The fastest of them, by the median step.
@@ -159,13 +159,22 @@ class Lead:
     speed: Spread
 
 
-def lead(run: WorkloadRun, others: Sequence[str]) -> Lead | None:
-    """Compares the chosen system with the fastest of others; None without either."""
+def lead(run: WorkloadRun, system: str, others: Sequence[str]) -> Lead | None:
+    """Compares a system with the fastest of others; None without either."""
     measured = [name for name in others if name in run.systems]
-    if CHOSEN not in run.systems or not measured:
+    if system not in run.systems or not measured:
         return None
     best = min(measured, key=lambda name: spread(run.systems[name].seconds).median)
-    return Lead(best, ratio(run.systems[best].seconds, run.systems[CHOSEN].seconds))
+    return Lead(best, ratio(run.systems[best].seconds, run.systems[system].seconds))
+
+
+def first_ratio(run: WorkloadRun, system: str, calls: int = 1) -> float | None:
+    """The first call over float32's first calls, later ones median steps; None without."""
+    if system not in run.systems:
+        return None
+    base = run.systems[BASE]
+    later = (calls - 1) * spread(base.seconds).median
+    return run.systems[system].first_call / (base.first_call + later)
 
 
 def to_json(run: Run) -> dict[str, Any]:

@@ -36,13 +36,13 @@ def interleaved(
 ) -> dict[str, Times]:
     """Calls every function twice, then times each once in every round."""
     found = {name: Times() for name in calls}
-    with reporting(title, 1 + rounds) as tell:
-        tell("first calls")
+    with reporting(title, 1 + rounds) as progress:
+        progress("first calls")
         for name, call in calls.items():
             found[name].first = _timed(call)[0]
             call()
         for number in range(rounds):
-            tell(f"round {number + 1}")
+            progress(f"round {number + 1}")
             for name in rotated(list(calls), number):
                 wall, cpu = _timed(calls[name])
                 found[name].wall.append(wall)

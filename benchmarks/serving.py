@@ -245,8 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--small", action="store_true", help="tiny models, to see that everything runs")
     add("--page", type=Path, help="a page with the two marks of a benchmark")
     args = parser.parse_args(arguments)
-    with reporting("serving", len(args.models) * (1 + args.rounds)) as tell:
-        found = [measure(m, args.small, args.rounds, args.seconds, tell) for m in args.models]
+    with reporting("serving", len(args.models) * (1 + args.rounds)) as progress:
+        found = [measure(m, args.small, args.rounds, args.seconds, progress) for m in args.models]
     tables = [files_table(found), *map(load_table, found)]
     show(tables)
     if args.page:

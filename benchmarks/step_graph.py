@@ -1,6 +1,6 @@
 """The graph that TensorFlow runs for a step, with shapes, times and Casts: from a traced session.
 
-A `tf.function` does not tell what its graph became after TensorFlow's own optimizers; a session
+A `tf.function` does not expose its graph as TensorFlow's own optimizers leave it; a session
 does, with the shape of every tensor and the time of every op. The session gets variables of its own
 with the values of the function's, so that the function's stay as they are.
 """
@@ -86,7 +86,7 @@ class CastTotals(NamedTuple):
 
 
 def count_casts(nodes: Iterable[Node]) -> CastTotals:
-    """Counts the Casts from a float dtype to another; others are no matter of precision."""
+    """Counts the Casts from a float dtype to another; others do not change precision."""
     count = size = 0
     for node in nodes:
         ends = [each for each in (*node.inputs[:1], *node.outputs[:1]) if each is not None]
@@ -132,7 +132,7 @@ def trace(
         steps = [v1.RunMetadata() for _ in range(1 + runs)]
         for found in steps:
             session.run(fetches, dict(feeds), options=options, run_metadata=found)
-    # The first run that is traced makes new executors: its times are not those of a step.
+    # The first run that is traced makes new executors: its times are longer than a step's.
     return Trace(_nodes(steps[1 if runs else 0 :]), walls)
 
 
@@ -215,7 +215,7 @@ def plain_op(op: str) -> str:
 
 
 def _executions(stats: Any) -> list[tuple[str, Any, float]]:
-    """Node names, records and seconds; a GPU's are those of its kernels, not of their launch."""
+    """Node names, records and seconds; on a GPU of kernels, not of launches."""
     found = []
     on_gpu = any("/stream:all" in each.device for each in stats.dev_stats)
     for device in stats.dev_stats:

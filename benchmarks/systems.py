@@ -12,7 +12,6 @@ import sys
 from dataclasses import dataclass
 
 BASE = "float32"
-TORCH_WORKLOADS = ("mlp", "transformer", "resnet50")
 KERAS_HUB_WORKLOADS = ("bert", "vit")
 
 
@@ -25,25 +24,27 @@ class System:
         title: Its name in tables.
         base: The system in float32 that its loss is compared with.
         torch: Whether it is PyTorch's.
-        xla: Whether XLA compiles its step.
+        compiled: Whether XLA, or torch.compile, compiles its step.
         placement: Which of tfamp's placements a rewrite is made with; None for no rewrite.
-        losses: Whether its losses are looked at too, which takes long where XLA compiles again.
+        losses: Whether its losses are compared too, which takes long where it is compiled again.
     """
 
     name: str
     title: str
     base: str = BASE
     torch: bool = False
-    xla: bool = False
+    compiled: bool = False
     placement: str | None = None
     losses: bool = True
 
 
+_COMPILED = {"compiled": True, "losses": False}
+_TORCH = {"base": "torch_float32", "torch": True}
 _ALL = (
     System("float32", "float32"),
-    System("float32_xla", "float32, XLA", xla=True, losses=False),
+    System("float32_xla", "float32, XLA", **_COMPILED),
     System("keras_policy", "Keras's policy"),
-    System("keras_policy_xla", "Keras's policy, XLA", xla=True, losses=False),
+    System("keras_policy_xla", "Keras's policy, XLA", **_COMPILED),
     System("tensorflow_amp", "TensorFlow's auto_mixed_precision"),
     System("tfamp_policy", "tfamp policy"),
     System("rewrite_lists", "tfamp.rewrite, lists", placement="lists"),
@@ -51,15 +52,17 @@ _ALL = (
     System("rewrite_fused", "tfamp.rewrite, fused", placement="fused"),
     # Whichever of these and float32 is fastest by its own measurement: its losses are theirs.
     System("tune", "tfamp.tune", losses=False),
-    System("torch_float32", "PyTorch, float32", "torch_float32", torch=True),
-    System("torch_autocast", "PyTorch, autocast", "torch_float32", torch=True),
+    System("auto", 'tfamp.prepare, "auto"', losses=False),
+    System("torch_float32", "PyTorch, float32", **_TORCH),
+    System("torch_float32_compiled", "PyTorch, float32, compiled", **_TORCH | _COMPILED),
+    System("torch_autocast", "PyTorch, autocast", **_TORCH),
+    System("torch_autocast_compiled", "PyTorch, autocast, compiled", **_TORCH | _COMPILED),
 )
 SYSTEMS = {each.name: each for each in _ALL}
-# Systems without tfamp, and the candidates of tfamp next to the one that it chooses.
+# The ways that the docs recommend, and the systems without tfamp.
+CHOSEN = ("tune", "auto")
 PEERS = ("float32", "float32_xla", "keras_policy", "keras_policy_xla", "tensorflow_amp")
-OWN = tuple(name for name in SYSTEMS if SYSTEMS[name].placement)
-# The way that the docs recommend.
-CHOSEN = "tune"
+TORCH = tuple(name for name in SYSTEMS if SYSTEMS[name].torch)
 # float32 again, from initial weights rounded to the low dtype: how far that alone takes the loss.
 CONTROL = System("float32_rounded", "float32, initial weights rounded")
 # TensorFlow's own optimizer of graphs, by dtype.
@@ -75,13 +78,11 @@ def grappler_options(system: str, dtype: str) -> dict[str, bool]:
 
 
 def why_not(system: str, workload: str, torch_python: str) -> str | None:
-    """Why a system cannot train a workload here; None if it can."""
-    if workload in KERAS_HUB_WORKLOADS and importlib.util.find_spec("keras_hub") is None:
-        return "KerasHub is not installed: pip install keras-hub"
+    """The reason why a system cannot train a workload here, or None."""
     if not SYSTEMS[system].torch:
+        if workload in KERAS_HUB_WORKLOADS and importlib.util.find_spec("keras_hub") is None:
+            return "KerasHub is not installed: pip install keras-hub"
         return None
-    if workload not in TORCH_WORKLOADS:
-        return "there is no PyTorch model of it"
     if torch_version(torch_python) is None:
         return f"{torch_python} has no PyTorch; see --torch-python"
     return None

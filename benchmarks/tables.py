@@ -1,10 +1,9 @@
-"""Tables: for a terminal, as plain text, as Markdown."""
+"""Tables as plain text and as Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -51,27 +50,7 @@ def to_markdown(table: Table) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def to_rich(table: Table) -> Any:
-    """The table for a terminal."""
-    from rich.markup import escape
-    from rich.table import Table as RichTable
-
-    notes = "\n".join(table.notes)
-    result = RichTable(title=escape(table.title), caption=escape(notes) or None)
-    for column, header in enumerate(table.headers):
-        result.add_column(header, justify="left" if column < table.left else "right")
-    for row in table.rows:
-        result.add_row(*map(escape, row))
-    return result
-
-
 def show(tables: Sequence[Table]) -> None:
-    """Prints tables: coloured in a terminal, plain text elsewhere."""
-    from rich.console import Console
-
-    console = Console()
+    """Prints tables as plain text."""
     for table in tables:
-        if console.is_terminal:
-            console.print(to_rich(table))
-        else:
-            print(to_text(table))
+        print(to_text(table))

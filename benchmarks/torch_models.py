@@ -1,4 +1,4 @@
-"""PyTorch models like those of `benchmarks.models`; initial values as Keras's."""
+"""The models of `benchmarks.models` in PyTorch, initialized as Keras does."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _normed(given: int, made: int, kernel: int, stride: int) -> tuple[nn.Module,
 
 
 def resnet50(size: Sizes) -> nn.Module:
-    """As that of keras.applications: strides are in the first convolution of a block."""
+    """As in keras.applications: the first convolution of a block has its stride."""
     del size
     parts = [*_normed(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     given = 64
@@ -89,7 +89,197 @@ def resnet50(size: Sizes) -> nn.Module:
     )
 
 
-MODELS = {"mlp": mlp, "transformer": transformer, "resnet50": resnet50}
+class _MobileBlock(nn.Module):
+    def __init__(self, given: int, made: int, expand: int, kernel: int, stride: int) -> None:
+        super().__init__()
+        width, squeezed = expand * given, given // 4
+        expansion = [*_silu_convolution(given, width, 1)] if expand > 1 else []
+        depthwise = _silu_convolution(width, width, kernel, stride, width)
+        self.inner = nn.Sequential(*expansion, *depthwise)
+        self.squeeze = nn.Sequential(
+            *(nn.AdaptiveAvgPool2d(1), nn.Conv2d(width, squeezed, 1), nn.SiLU()),
+            *(nn.Conv2d(squeezed, width, 1), nn.Sigmoid()),
+        )
+        self.project = nn.Sequential(*_silu_convolution(width, made, 1)[:-1])
+        self.has_skip = stride == 1 and given == made
+
+    def forward(self, x: Tensor) -> Tensor:
+        """An inverted bottleneck with squeeze and excitation."""
+        inner = self.inner(x)
+        made = self.project(inner * self.squeeze(inner))
+        return x + made if self.has_skip else made
+
+
+def _silu_convolution(
+    given: int, made: int, kernel: int, stride: int = 1, groups: int = 1
+) -> list[nn.Module]:
+    convolution = nn.Conv2d(given, made, kernel, stride, kernel // 2, groups=groups, bias=False)
+    return [convolution, nn.BatchNorm2d(made, eps=1e-3, momentum=0.01), nn.SiLU()]
+
+
+def efficientnet_b0(size: Sizes) -> nn.Module:
+    """The one of keras.applications, without dropped paths."""
+    del size
+    parts, given = _silu_convolution(3, 32, 3, 2), 32
+    for made, expand, kernel, stride, blocks in (
+        *((16, 1, 3, 1, 1), (24, 6, 3, 2, 2), (40, 6, 5, 2, 2), (80, 6, 3, 2, 3)),
+        *((112, 6, 5, 1, 3), (192, 6, 5, 2, 4), (320, 6, 3, 1, 1)),
+    ):
+        for block in range(blocks):
+            parts.append(_MobileBlock(given, made, expand, kernel, 1 if block else stride))
+            given = made
+    parts += [*_silu_convolution(given, 1280, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*parts, nn.Dropout(0.2), nn.Linear(1280, IMAGE_CLASSES))
+
+
+class _ConvNextBlock(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
+        self.norm = nn.LayerNorm(channels, eps=1e-3)
+        self.hidden, self.back = (
+            nn.Linear(channels, 4 * channels),
+            nn.Linear(4 * channels, channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A depthwise convolution and a feed-forward part around a skip."""
+        normed = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        return x + self.back(functional.gelu(self.hidden(normed))).permute(0, 3, 1, 2)
+
+
+def convnext(size: Sizes) -> nn.Module:
+    """Three stages of ConvNeXt's blocks, each after a convolution of patches."""
+    parts, given = [], 3
+    for stage in range(3):
+        channels, patch = size["channels"] << stage, 2 if stage else 4
+        parts.append(nn.Conv2d(given, channels, patch, patch))
+        parts += [_ConvNextBlock(channels) for _ in range(size["blocks"])]
+        given = channels
+    pooled = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(given, eps=1e-3))
+    return nn.Sequential(*parts, *pooled, nn.Linear(given, data.DIGITS))
+
+
+class _Level(nn.Module):
+    """A level of a U-Net around the lower ones."""
+
+    def __init__(self, given: int, channels: int, lower: int) -> None:
+        super().__init__()
+        self.down, self.lower = _two_convolutions(given, channels), None
+        if lower:
+            self.lower = nn.Sequential(
+                nn.MaxPool2d(2),
+                _Level(channels, 2 * channels, lower - 1),
+                nn.ConvTranspose2d(2 * channels, channels, 2, 2),
+            )
+            self.up = _two_convolutions(2 * channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Down, the lower levels, and up, with a skip between."""
+        x = self.down(x)
+        return x if self.lower is None else self.up(torch.cat([self.lower(x), x], 1))
+
+
+def _two_convolutions(given: int, channels: int) -> nn.Module:
+    parts = []
+    for before in (given, channels):
+        convolution = nn.Conv2d(before, channels, 3, padding=1, bias=False)
+        parts += [convolution, nn.BatchNorm2d(channels, eps=1e-3, momentum=0.01), nn.ReLU()]
+    return nn.Sequential(*parts)
+
+
+class _ClassesLast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        """Moves channels to the last axis, where the loss expects classes."""
+        return x.movedim(1, -1)
+
+
+def unet(size: Sizes) -> nn.Module:
+    """Convolutions with BatchNormalization down and, transposed, up again; skips between."""
+    channels = size["channels"]
+    levels = _Level(1, channels, size["levels"] - 1)
+    return nn.Sequential(levels, nn.Conv2d(channels, data.INK_LEVELS, 1), _ClassesLast())
+
+
+class _Sequences(nn.LSTM):
+    def forward(self, x: Tensor) -> Tensor:
+        """The output of every token."""
+        return super().forward(x)[0]
+
+
+def lstm(size: Sizes) -> nn.Module:
+    """A language model of characters."""
+    width, layers = size["width"], size["layers"]
+    hidden = _Sequences(width, width, layers, batch_first=True)
+    output = nn.Linear(width, data.CHARACTERS)
+    return nn.Sequential(nn.Embedding(data.CHARACTERS, width), hidden, output)
+
+
+class _CausalBlock(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(channels, channels, 5)
+        self.norm = nn.BatchNorm1d(channels, eps=1e-3, momentum=0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A causal convolution around a skip."""
+        return x + functional.relu(self.norm(self.convolution(functional.pad(x, (4, 0)))))
+
+
+def conv1d(size: Sizes) -> nn.Module:
+    """A language model of characters: causal convolutions in residual blocks."""
+    channels = size["channels"]
+    embedding, channels_first = nn.Embedding(data.CHARACTERS, channels), _ClassesLast()
+    blocks = [_CausalBlock(channels) for _ in range(size["layers"])]
+    output = nn.Linear(channels, data.CHARACTERS)
+    return nn.Sequential(embedding, channels_first, *blocks, _ClassesLast(), output)
+
+
+class _Positions(nn.Module):
+    def __init__(self, tokens: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(classes, width))
+        self.places = nn.Parameter(0.02 * torch.randn(tokens + classes, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Prepends learned tokens and adds position embeddings."""
+        return torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.places
+
+
+def _encoder(size: Sizes, norm_first: bool) -> list[nn.Module]:
+    width = size["width"]
+    given = {"activation": "gelu", "batch_first": True, "norm_first": norm_first}
+    return [
+        nn.TransformerEncoderLayer(width, size["heads"], 4 * width, 0.0, **given)
+        for _ in range(size["layers"])
+    ]
+
+
+def bert(size: Sizes) -> nn.Module:
+    """A post-norm encoder that predicts the word at every position."""
+    width, words = size["width"], size["vocabulary"]
+    embedded = nn.Embedding(words, width), _Positions(size["tokens"], width, 0)
+    encoder = _encoder(size, norm_first=False)
+    return nn.Sequential(*embedded, nn.LayerNorm(width), *encoder, nn.Linear(width, words))
+
+
+class _FirstToken(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        """The class token of each image."""
+        return x[:, 0]
+
+
+def vit(size: Sizes) -> nn.Module:
+    """A Vision Transformer with a classifier on its class token."""
+    width, patch = size["width"], size["patch"]
+    patches = nn.Conv2d(3, width, patch, patch), nn.Flatten(2), _ClassesLast()
+    positions = _Positions((size["pixels"] // patch) ** 2, width, 1)
+    encoder = [*_encoder(size, norm_first=True), nn.LayerNorm(width), _FirstToken()]
+    return nn.Sequential(*patches, positions, *encoder, nn.Linear(width, IMAGE_CLASSES))
+
+
+_ALL = (mlp, transformer, resnet50, convnext, unet, lstm, bert, vit, efficientnet_b0, conv1d)
+MODELS = {each.__name__: each for each in _ALL}
 
 
 def initialize(model: nn.Module) -> None:
@@ -97,7 +287,8 @@ def initialize(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             nn.init.xavier_uniform_(module.weight)
-            nn.init.zeros_(module.bias)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             nn.init.uniform_(module.weight, -0.05, 0.05)
 

@@ -1,4 +1,7 @@
-"""Training steps of PyTorch, in float32 and under autocast, written as its documentation does."""
+"""Training steps of PyTorch, written as its documentation does.
+
+In float32 and under autocast, each eager and compiled by `torch.compile`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 
 from benchmarks import torch_models
 from benchmarks.data import Batch
+from benchmarks.systems import SYSTEMS
 from benchmarks.workloads import Sizes, Workload
 
 _MOMENTUM = 0.9
@@ -17,7 +21,7 @@ class Trainer:
     """Trains models with one system.
 
     Args:
-        system: "torch_float32" or "torch_autocast".
+        system: The name of one of PyTorch's systems.
         dtype: The low dtype.
     """
 
@@ -26,16 +30,19 @@ class Trainer:
     def __init__(self, system: str, dtype: str) -> None:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._dtype = getattr(torch, dtype)
-        self._low = system == "torch_autocast"
+        self._low, self._compiles = "autocast" in system, SYSTEMS[system].compiled
         # The first optimizer imports much, which is not a model's memory.
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
 
     def build(self, workload: Workload, size: Sizes) -> None:
         """Makes the model and its optimizer."""
-        self._model = torch_models.make(workload.name, size).to(self._device)
+        model = torch_models.make(workload.name, size).to(self._device)
+        # Channels last is the layout its documentation recommends, on CPUs and GPUs.
+        model = model.to(memory_format=torch.channels_last)
         self._optimizer = torch.optim.SGD(
-            self._model.parameters(), workload.learning_rate, momentum=_MOMENTUM
+            model.parameters(), workload.learning_rate, momentum=_MOMENTUM
         )
+        self._model = torch.compile(model) if self._compiles else model
         scales = self._low and self._dtype == torch.float16
         self._scaler = torch.amp.GradScaler(self._device, enabled=scales)
 
@@ -44,10 +51,10 @@ class Trainer:
         return self.step(batch)
 
     def put(self, batch: Batch) -> Any:
-        """Brings a batch to the device, channels first."""
+        """Brings a batch to the device; the axis of channels is first, last in memory."""
         x, y = (torch.from_numpy(each) for each in batch)
         if x.ndim == 4:
-            x = x.permute(0, 3, 1, 2).contiguous()
+            x = x.permute(0, 3, 1, 2)
         return x.to(self._device), y.long().to(self._device)
 
     def step(self, batch: Any) -> float:

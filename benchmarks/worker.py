@@ -3,7 +3,7 @@
     python -m benchmarks.worker SYSTEM DTYPE
 
 The first answer, to no line, says that everything is imported. A request is a JSON object with the
-name of what to do under "do" and its arguments beside it.
+name of a method under "do" and its arguments as further keys.
 """
 
 from __future__ import annotations
@@ -44,14 +44,17 @@ class Worker:
         start = time.perf_counter()
         self._trainer.build(self._workload, size)
         built = time.perf_counter()
-        losses = [self._trainer.first_step(batch)]
+        loss = self._trainer.first_step(batch)
         first = time.perf_counter() - built
-        losses += [self._take()[0] for _ in range(WARM_UP_STEPS - 1)]
+        losses, steps = zip(
+            (loss, first), *(self._take() for _ in range(WARM_UP_STEPS - 1)), strict=True
+        )
         return {
             "build": built - start,
             "first_call": first,
             "rewrite": self._trainer.rewrite_seconds or None,
-            "losses": losses,
+            "warm": steps[-1],
+            "losses": list(losses),
         }
 
     def step(self) -> dict[str, Any]:

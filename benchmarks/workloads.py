@@ -1,7 +1,6 @@
 """The workloads as values: sizes, data and learning rates. No framework is imported.
 
-The models are in `benchmarks.models`, those of them that PyTorch is compared on in
-`benchmarks.torch_models`.
+The models are in `benchmarks.models` and, for PyTorch, in `benchmarks.torch_models`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Workload:
 
     Attributes:
         name: Its name on the command line.
-        learning_rate: That of SGD with momentum 0.9. With it runs that differ by roundings stay
+        learning_rate: For SGD with momentum 0.9. With it runs that differ by roundings stay
             together for 200 steps: deep networks with BatchNormalization do at small ones only.
         batch: Makes the batch of a number in some dimensions.
         sizes: The dimensions, "batch" among them: "full" is timed, "reduced" is what several

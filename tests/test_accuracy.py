@@ -5,7 +5,7 @@ import pytest
 from benchmarks.accuracy import DTYPES, SIZES, WAYS, Errors, errors, table
 from helpers.cases import one_of_each
 
-# The shape of the table in docs/accuracy.md with fewer layers and tokens.
+# The shape of the table in docs/benchmarks.md with fewer layers and tokens.
 SIZE = {**SIZES["full"], "layers": 3, "tokens": 32, "batch": 2}
 
 

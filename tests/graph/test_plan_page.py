@@ -54,9 +54,9 @@ def lstm_plan(dtype="bfloat16"):
     ).plan
 
 
-def made_plan(nodes, casts=(), **totals):
+def made_plan(nodes, casts=()):
     low = sum(node.dtype == "float16" for node in nodes)
-    summary = RewriteSummary(len(nodes), low, low, len(casts), 0, len(casts), **totals)
+    summary = RewriteSummary(len(nodes), low, low, len(casts), 0, len(casts))
     return RewritePlan("float16", tuple(nodes), tuple(casts), (), summary)
 
 

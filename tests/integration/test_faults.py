@@ -1,4 +1,4 @@
-"""Processes killed at any moment, full disks, read-only folders: never half a file."""
+"""Processes killed at any moment leave whole files."""
 
 import contextlib
 import os

@@ -271,7 +271,7 @@ class _Nodes:
         for index in indexes:
             places = [(index.scope, node.name) for node in index.nodes]
             self.at.update(zip(places, index.nodes, strict=True))
-            self.order[index.scope] = [places[position] for position in index.producers_first()]
+            self.order[index.scope] = [places[position] for position in index.producers_first]
             for edge in index.edges:
                 source, target = index.slots[edge.source], index.slots[edge.target]
                 tensor = (*places[source.node], edge.port)

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfamp.core.dtypes import FLOAT_DTYPES, LOW_PRECISION
 from tfamp.diagnostics.model_runs import computing_in
-from tfamp.graph.functions import bodies, inline_calls, unshare_branches
+from tfamp.graph.functions import bodies, flattened
 from tfamp.graph.observe import UNROUNDED, low_dtypes, observed_scopes, seeded
 from tfamp.interop import keras_hooks, tf_private
 from tfamp.interop.keras_hooks import layers_of
@@ -305,11 +305,10 @@ def _trace(function: Any, args: tuple[Any, ...], sources: Sequence[Any] = ()) ->
         notes.add_gradients(sources, traced.structured_outputs[1])
     gradients = dict(_gradients(graph, notes.gradients, paths))
     operations = tuple(operation.name for operation in graph.control_outputs)
-    graph_def = inline_calls(
-        graph.as_graph_def(add_shapes=False), keep=[*outputs, *gradients, *operations]
-    )
+    kept = [*outputs, *gradients, *operations]
+    graph_def = flattened(graph.as_graph_def(add_shapes=False), kept).graph
     return Step(
-        graph_def=seeded(unshare_branches(graph_def)),
+        graph_def=seeded(graph_def),
         inputs=tuple(inputs),
         values=values,
         outputs=outputs,

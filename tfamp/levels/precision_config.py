@@ -77,7 +77,7 @@ class PrecisionConfig:
             layers.
         master_weights: True to store weights in the low dtype with float32 copies in the optimizer.
         placement: "lists", "min_cut" or "fused": at level O1 what decides which ops are
-            converted. None is "lists", and with level "auto" "min_cut".
+            converted. None is "lists", and with level "auto" "fused" or "min_cut".
         weight_rounding: "stochastic" or "split" to store weights in the low dtype without
             copies, as `LossScaleOptimizer` does.
         slots: With it, the dtype of the optimizer's slots: "bfloat16", "float16" or "float32".

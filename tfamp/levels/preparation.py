@@ -25,8 +25,8 @@ from tfamp.core.dtypes import LOW_PRECISION
 from tfamp.core.errors import NothingConvertedWarning, TfampWarning
 from tfamp.core.options import GradClip, LossScale, warn_of_unknown_variables
 from tfamp.interop.keras_hooks import described, layers_of, reading_variables_in
-from tfamp.interop.patching import level_of_user, wrap_method
-from tfamp.interop.tf_private import replicas_share_graph
+from tfamp.interop.patching import level_of_user, wrap_method, wrapped_methods
+from tfamp.interop.tf_private import replicas_share_graph, xla_works
 from tfamp.layers.layer_dtypes import (
     WeakMap,
     become_part,
@@ -54,6 +54,7 @@ from tfamp.rewriting.function_state import kept_random_states
 from tfamp.rewriting.pipeline import traces_for_a_rewrite
 from tfamp.rewriting.tuning import (
     CANDIDATES,
+    FUSED,
     Candidate,
     TuneReport,
     candidates_of,
@@ -161,8 +162,8 @@ def prepare(
             copies in the optimizer. None is False, but at O3 True for optimizers that keep averages
             of squared gradients, such as Adam, which do not learn with low variables alone.
         placement: At level O1 what decides which ops are converted, as for `tfamp.rewrite`:
-            "lists", "min_cut" or "fused". None is "lists", and with level "auto"
-            "min_cut".
+            "lists", "min_cut" or "fused". None is "lists"; with level "auto" it is "fused" for
+            models whose inputs have known shapes but for the batch, and "min_cut" for others.
         weight_rounding: "stochastic" or "split" stores the weights in the low dtype at
             level O2 or O3 without float32 copies, and rounds updates so that none is lost;
             see `LossScaleOptimizer`.
@@ -316,8 +317,22 @@ def _put_level_on(
         layer_policies.put_on(model, policy, kept=kept, chosen=chosen)
     if level.level != "O1":
         return None
-    options = _step_options(level.dtype, level.config.rewrite_placement)
+    options = _step_options(level.dtype, _placement(model, level.config))
     return _rewrite_steps_of(model, options, kept)
+
+
+def _placement(model: Any, config: PrecisionConfig) -> str:
+    """Returns how steps are rewritten: at level "auto" fused, if that costs few compilations.
+
+    XLA compiles once for each shape that tensors have, so only the batch size may vary.
+    """
+    shapes = [each.shape[1:] for each in getattr(model, "inputs", ())]
+    is_open = config.level == "auto" and not config.placement
+    is_alone = model.distribute_strategy.num_replicas_in_sync == 1
+    is_static = shapes and all(None not in shape for shape in shapes)
+    return (
+        FUSED if is_open and is_alone and is_static and xla_works("") else config.rewrite_placement
+    )
 
 
 def _finish(
@@ -505,6 +520,8 @@ def _rewrite_step_of(model: Any, name: str, dtype: str, rewrite: Callable[..., A
         return replica.merge_call(lambda _, data: on_replicas(data), args=(data,))
 
     wrap_method(model, name, around)
+    # find_nonfinite searches the graph that is trained.
+    wrapped_methods(model)[name].rewrite = rewrite  # type: ignore[attr-defined]
 
 
 def _under_autocast(dtype: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -555,9 +572,12 @@ def _measured_level(
         ways = candidates_of(_train_step_of(model), options, names)
         if level.level == "O2":
             mixed = _mixed_step(model, level, kept, chosen, data)
-            ways.append(Candidate("O2", mixed, fresh=lambda: None, is_copy=True))
+            ways.append(Candidate("O2", mixed, mixed))
         with _keep_in_float32(kept):
-            report = compare_candidates(ways, (data,), name=model.name, dtype=low.dtype)
+            numbers = [n for n, each in enumerate(layers_of(model)) if any(each is k for k in kept)]
+            report = compare_candidates(
+                ways, (data,), name=model.name, dtype=low.dtype, kept=numbers
+            )
     return _found(report, config)
 
 
@@ -607,7 +627,8 @@ def _found(report: TuneReport, config: PrecisionConfig) -> EffectiveLevel:
     times = time_text(chosen.seconds)
     if name != "O0":
         times += f" ({chosen.candidate}), and {time_text(report.rows[0].seconds)} in float32"
-    reason = f"level: auto is {name}, the fastest on the example batch: a step takes {times}."
+    how = f"the fastest on the example batch ({report.source})"
+    reason = f"level: auto is {name}, {how}: a step takes {times}."
     # Measured, so a warning about a guess does not apply.
     return dataclasses.replace(level, reasons=(reason, *level.reasons), warning=None)
 

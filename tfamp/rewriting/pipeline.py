@@ -31,7 +31,7 @@ import tensorflow as tf
 
 from tfamp.core.errors import NothingConvertedWarning, RewriteError
 from tfamp.graph.calibration import measure
-from tfamp.graph.editor import SHAPES
+from tfamp.graph.editor import SHAPES, GraphEditor
 from tfamp.graph.functions import (
     CALLS,
     GRADIENT,
@@ -39,11 +39,10 @@ from tfamp.graph.functions import (
     argument_name,
     attribute_text,
     bodies,
-    inline_calls,
+    flattened,
     library_of,
     new_suffix,
     rename_functions,
-    unshare_branches,
 )
 from tfamp.graph.rewrite import PreparedGraph, convert_prepared, prepare, resolved
 from tfamp.interop import tf_private
@@ -248,7 +247,7 @@ def converted(
 ) -> tuple[Any, RewritePlan | None]:
     """Returns the graph of a trace in low precision, and the plan."""
     if options.dtype == FLOAT32:
-        return _flat(traced), None
+        return _flat(traced).graph, None
     options, shared = resolved(options), _shared.get()
     if shared is None or shared.trace is not traced:
         prepared, use = _prepared(function, traced, options)
@@ -262,14 +261,14 @@ def _prepared(
     function: TracedFunction, traced: Any, options: RewriteOptions
 ) -> tuple[PreparedGraph, GraphUse]:
     """Inlines the calls of a trace, measures ranges on calibration data, and runs the passes."""
-    graph_def, ranges = _flat(traced), None
+    graph, ranges = _flat(traced), None
     inputs, outputs = ([tensor.name for tensor in x] for x in (traced.inputs, traced.outputs))
     if options.calibration is not None:
         calls = options.calibration.calls()
         batches = (function.call(*args, **kwargs).values() for args, kwargs in calls)
-        ranges = measure(graph_def, inputs, batches, traced.captured_inputs, outputs)
+        ranges = measure(graph.graph, inputs, batches, traced.captured_inputs, outputs)
     use = graph_use(outputs, inputs, options, ranges)
-    return prepare(graph_def, options, use), use
+    return prepare(graph, options), use
 
 
 def graph_use(
@@ -280,13 +279,13 @@ def graph_use(
     return GraphUse(fetches, feeds, ranges, limits)
 
 
-def _flat(traced: Any) -> Any:
-    """Returns a new copy of the graph of a trace, with its calls inlined."""
-    graph_def = traced.graph.as_graph_def(add_shapes=True)
-    inline_calls(graph_def, [tensor.name for tensor in (*traced.outputs, *traced.inputs)])
-    for node in _custom_nodes(graph_def):
+def _flat(traced: Any) -> GraphEditor:
+    """Returns the editor of a new copy of the graph of a trace, with its calls inlined."""
+    names = [tensor.name for tensor in (*traced.outputs, *traced.inputs)]
+    graph = flattened(traced.graph.as_graph_def(add_shapes=True), names)
+    for node in _custom_nodes(graph.graph):
         node.attr[_DTYPES].CopyFrom(node.attr["T"])
-    return unshare_branches(graph_def)
+    return graph
 
 
 def _into_current_graph(

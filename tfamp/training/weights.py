@@ -1,6 +1,6 @@
-"""Stores of weights - plain ones, low ones with float32 masters, rounded ones - and their update.
+"""Stores of weights - plain, low precision with float32 masters, rounded - and their update.
 
-A store holds what an optimizer updates for each variable, and moves values between the two.
+A store maps each variable to the object that the optimizer updates, and moves values between them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tfamp.training.rounding import Chance, Form, form_of, nearest
 
 
 class PlainWeights:
-    """Weights that an optimizer updates as they are; subclasses store low ones differently.
+    """Weights that an optimizer updates directly; subclasses store low-precision ones differently.
 
     Attributes:
         optimizer: The optimizer that updates them.
@@ -41,43 +41,43 @@ class PlainWeights:
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         self.optimizer = optimizer
-        # What the optimizer updates for a variable, by its key of the variable.
+        # Targets of the optimizer's update, by its key of the variable.
         self._by_key: dict[Any, Any] = {}
 
     def create(self, variables: Sequence[Any]) -> list[keras.Variable]:
-        """Creates the variables that are stored with low-precision ones, once; returns them."""
+        """Creates extra variables for low-precision ones, on the first call; returns them."""
         return []
 
     def targets(self, variables: Sequence[Any]) -> list[Any]:
-        """Returns what the optimizer updates for each variable."""
+        """Returns the optimizer's target for each variable."""
         key = keras_hooks.key_of(self.optimizer)
         return [self._by_key.get(key(v), v) for v in variables]
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Builds the optimizer for what it updates of variables."""
+        """Builds the optimizer for the targets of variables."""
         self.optimizer.build(self.targets(variables))
 
     def load(self) -> None:
-        """Takes over what has been assigned to the variables since `store`.
+        """Copies values assigned to the variables since `store` to the targets.
 
-        Under a strategy that updates variables by `merge_call`, `load` and `store` are to be called
-        in cross-replica context.
+        Under a strategy that updates variables by `merge_call`, call `load` and `store` in
+        cross-replica context.
         """
 
     def store(self) -> None:
-        """Assigns what the optimizer has updated to the variables."""
+        """Assigns the updated targets to the variables."""
 
     def finalize(self, variables: Sequence[Any]) -> None:
-        """Puts the optimizer's moving averages, if it has any, into the weights."""
+        """Overwrites the weights with the optimizer's moving averages, if any."""
         self.load()
         self.optimizer.finalize_variable_values(self.targets(variables))
         self.store()
 
     def exact_values(self, variables: Sequence[Any]) -> list[Any]:
-        """Returns the values of variables as exactly as they are known.
+        """Returns the values of variables in the highest stored precision.
 
-        A value that was assigned to a variable since the last update holds. Variables that are as
-        they are are returned.
+        A value assigned to a variable since the last update counts. A variable that is its own
+        target is returned itself.
         """
         self.load()
         return [
@@ -86,20 +86,20 @@ class PlainWeights:
         ]
 
     def set_exact(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        """Gives what stands for variables, if anything, their float32 values."""
+        """Assigns float32 values to the targets of variables."""
         for variable, target, value in zip(variables, self.targets(variables), values, strict=True):
             if target is not variable:
                 target.assign(tf.cast(tf.convert_to_tensor(value), tf.float32))
         self.store()
 
     def chance(self) -> Chance:
-        """Returns what decides the rounding of the next update."""
+        """Returns the seed and the step of the next update's rounding."""
         steps = as_tensor(self.optimizer._iterations)
         return Chance(ops.zeros_like(steps), steps)
 
 
 class MasterWeights(PlainWeights):
-    """Low-precision weights with float32 copies, their masters, which the optimizer updates.
+    """Low-precision weights with float32 masters, which the optimizer updates.
 
     An update smaller than half the distance between two float16 numbers is lost when it is added
     to a float16 weight, however often. Added to its master it is kept; the weight is the master,
@@ -112,11 +112,11 @@ class MasterWeights(PlainWeights):
 
     @property
     def masters(self) -> list[keras.Variable]:
-        """The masters, in the order of the variables they belong to."""
+        """The masters, in the order of their variables."""
         return [master for _, master in self._pairs]
 
     def create(self, variables: Sequence[Any]) -> list[keras.Variable]:
-        """Creates the masters, once, and returns them."""
+        """Creates the masters on the first call; returns them."""
         if self._pairs or not (low := _low_ones(self.optimizer, variables)):
             return []
         key = keras_hooks.key_of(self.optimizer)
@@ -130,11 +130,10 @@ class MasterWeights(PlainWeights):
         return self.masters
 
     def load(self) -> None:
-        """Takes over what has been assigned to the variables since `store`.
+        """Copies values assigned to the variables since `store` to the masters.
 
-        Where a variable is its master rounded, the master keeps its value; elsewhere, in each
-        element by itself, somebody has assigned another one (has loaded weights, say), and that
-        holds.
+        An element that equals its rounded master keeps the master; any other was assigned, as by
+        loading weights, and replaces it.
         """
 
         def take_over_all() -> None:
@@ -142,11 +141,11 @@ class MasterWeights(PlainWeights):
                 update_everywhere(master, _take_over, (variable,))
 
         if tf.executing_eagerly():
-            take_over_all()  # Without waiting for the device to know whether it is needed.
+            take_over_all()  # A check would wait for the device.
         elif self._pairs:
-            # Nearly always nothing was: one look is cheaper than writing all masters.
-            looks = [update_everywhere(master, _differs, (low,)) for low, master in self._pairs]
-            call_if(tf.reduce_any(tf.stack(tf.nest.flatten(looks))), take_over_all)
+            # Usually none was: a check is cheaper than writing all masters.
+            checks = [update_everywhere(master, _differs, (low,)) for low, master in self._pairs]
+            call_if(tf.reduce_any(tf.stack(tf.nest.flatten(checks))), take_over_all)
 
     def store(self) -> None:
         """Assigns the masters, rounded, to the variables."""
@@ -156,14 +155,14 @@ class MasterWeights(PlainWeights):
 
 @dataclass(eq=False)
 class StoredWeight:
-    """What an optimizer is built for in the place of a low variable: a float32 number in a form.
+    """Float32 stand-in for a low-precision variable, which an optimizer is built for.
 
     Attributes:
-        variable: The variable, which is the first of what is stored.
-        _unique_id: By which Keras's optimizers know it.
-        form: How the float32 number is stored.
-        beside: The variables that are stored beside it.
-        number: Its own among the optimizer's.
+        variable: The variable, the first stored part.
+        _unique_id: Its key in Keras's optimizers.
+        form: Storage format of the float32 values.
+        beside: Variables for the other parts.
+        number: Its random stream.
     """
 
     variable: Any
@@ -184,17 +183,17 @@ class StoredWeight:
 
     @property
     def device(self) -> str:
-        """Where it is."""
+        """Device of the variable."""
         return str(native(self.variable).device)
 
     @property
     def handles(self) -> list[Any]:
-        """The resources of what is stored, on a replica its own."""
+        """Resource handles of the parts, of the current replica."""
         return [native(each).handle for each in (self.variable, *self.beside)]
 
     @property
     def value(self) -> Any:
-        """The float32 value, outside of a replica too, where there are no resources."""
+        """The float32 value; also outside a replica, where there are no handles."""
         parts = (native(each) for each in (self.variable, *self.beside))
         return self.form.decode(*map(tf.convert_to_tensor, parts))
 
@@ -212,11 +211,11 @@ class StoredWeight:
 
 
 class RoundedWeights(PlainWeights):
-    """Low-precision weights without masters: what is stored beside them, if anything, is small.
+    """Low-precision weights without masters, with at most 16 more bits each.
 
     Args:
         optimizer: The optimizer that updates them; not built.
-        how: What is done about the rounding of weights: "stochastic" or "split".
+        how: "stochastic" rounding, or "split" into a weight and its lower half.
         slots: The dtype of the optimizer's slots.
         seed: A scalar integer variable with the seed of all random rounding.
 
@@ -245,7 +244,7 @@ class RoundedWeights(PlainWeights):
             )
 
     def create(self, variables: Sequence[Any]) -> list[keras.Variable]:
-        """Creates what is stored beside variables, once, and returns it."""
+        """Creates the lower halves of split variables on the first call; returns them."""
         if self._by_key:
             return []
         created = []
@@ -266,7 +265,7 @@ class RoundedWeights(PlainWeights):
         return created
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Builds the optimizer, whose slots of low variables get the dtype of `slots`."""
+        """Builds the optimizer; slots of low-precision variables get the dtype of `slots`."""
         undo = wrap_method(self.optimizer, "add_variable_from_reference", self._add_slot)
         try:
             super().build(variables)
@@ -284,12 +283,12 @@ class RoundedWeights(PlainWeights):
             )
 
     def chance(self) -> Chance:
-        """Returns what decides the rounding of the next update."""
+        """Returns the seed and the step of the next update's rounding."""
         return Chance(as_tensor(self.seed), as_tensor(self.optimizer._iterations))
 
 
 def _low_ones(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """The low-precision variables; raises if an optimizer was built for them as they are."""
+    """Selects low-precision variables; raises if the optimizer was already built for them."""
     low = [v for v in variables if dtype_name(v) in LOW_PRECISION and not is_next_value(v)]
     if low and optimizer.built:
         raise ValueError(
@@ -301,9 +300,9 @@ def _low_ones(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
 
 
 def _beside(variable: Any, dtype: str, suffix: str, value: Callable[[Any], Any]) -> keras.Variable:
-    """Creates a variable of the same name, path, shape and place as another one, from its value.
+    """Creates a variable of another one's name, path, shape and device, from its value.
 
-    Optimizers decide by names and paths what decays and which variables they treat how.
+    Optimizers select variables, for weight decay for example, by name and path.
     """
     *scopes, name = variable_name(variable).partition(":")[0].split("/")
     with contextlib.ExitStack() as stack:
@@ -320,7 +319,7 @@ def _beside(variable: Any, dtype: str, suffix: str, value: Callable[[Any], Any])
         )
 
 
-# ---- Masters and what was assigned since --------------------------------------------------------
+# ---- Masters and later assignments ---------------------------------------------------------------
 
 
 def _assigned(master: Any, value: Any) -> Any:
@@ -340,9 +339,9 @@ def _round(variable: Any, master: Any) -> None:
 
 
 def _in_one_pass(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets a function of tensors take variables, and compiles it where it is part of a graph.
+    """Lets a function of tensors take variables, and compiles it inside a graph.
 
-    Op by op every step of a rounding reads and writes whole tensors.
+    Otherwise each op of a rounding reads and writes whole tensors.
     """
     compiled = tf.function(function, jit_compile=True, autograph=False)
 
@@ -368,16 +367,16 @@ def _differs(master: Any, value: Any) -> Any:
 # ---- The update ----------------------------------------------------------------------------------
 
 
-# Calls a function with arguments that differ between the replicas, once on each of them.
+# Calls a function on each replica with its own arguments.
 OnEach = Callable[..., None]
 
 
 def once_for_all_replicas(function: Callable[..., None], condition: Any, *arguments: Any) -> None:
-    """Calls `function(on_each, condition, *arguments)` where a `tf.cond` may hold updates.
+    """Calls `function(on_each, condition, *arguments)` in a context where `tf.cond` may update.
 
-    Most strategies allow no condition around an update in a replica; for those the function is
-    called once for all replicas, in cross-replica context. `on_each(update, *arguments)` calls an
-    update on every replica with its own arguments. The condition is the same on all replicas.
+    Most strategies do not allow a condition around an update on a replica; for those the function
+    is called once, in cross-replica context. `on_each(update, *arguments)` calls an update on every
+    replica with its own arguments. The condition is equal on all replicas.
     """
     if not (runs_tensorflow() and strategy_needs_merge_call()):
         function(lambda update, *own: update(*own), condition, *arguments)
@@ -387,7 +386,7 @@ def once_for_all_replicas(function: Callable[..., None], condition: Any, *argume
         def on_each(update: Callable[..., None], *own: Any) -> None:
             strategy.extended.call_for_each_replica(update, args=own)
 
-        # The replicas agree on it, so any one's will do.
+        # Equal on all replicas.
         function(on_each, strategy.experimental_local_results(condition)[0], *arguments)
 
     tf.distribute.get_replica_context().merge_call(merged, args=(condition, *arguments))
@@ -401,10 +400,10 @@ def apply_if_finite(
     skips: bool = True,
     record: Callable[[Any], None] = lambda finite: None,
 ) -> None:
-    """Applies gradients where they are `finite`, and otherwise changes nothing.
+    """Applies gradients if they are `finite`; otherwise changes nothing.
 
-    `finite` is equal on all replicas. `skips=False` applies them in any case. `record` is called
-    with `finite` after that, once for all replicas.
+    `finite` is equal on all replicas. `skips=False` always applies them. `record` is then called
+    with `finite`, once for all replicas.
     """
 
     def apply_own(values: list[Any], divisor: Any) -> None:
@@ -426,7 +425,7 @@ def apply_if_finite(
 
 
 def _apply(weights: PlainWeights, gradients: Gradients) -> None:
-    """Divides gradients by their divisor and applies them, with the same result as Keras."""
+    """Unscales gradients and applies them, with the same result as Keras."""
     optimizer = weights.optimizer
     others = fused_update(optimizer, gradients, weights.chance())
     if others is None:
@@ -449,26 +448,26 @@ def _apply(weights: PlainWeights, gradients: Gradients) -> None:
 
 
 def _view_of(optimizer: Any, summed: bool) -> Any:
-    """An object with the attributes of an optimizer, thus its variables, to call `apply` on.
+    """Returns a view of an optimizer, which shares its variables, to call `apply` on.
 
-    If the gradients are `summed` it takes them so: Keras's optimizers sum over the replicas inside
-    `apply` and have no switch for it. Keras counts iterations with a `merge_call`, which a
-    condition in a replica does not allow: where there is one, the view counts in the replica's own
-    copy. The optimizer itself is not touched, which matters where replicas run in threads.
+    The view of `summed` gradients does not sum them over replicas again, which Keras's `apply`
+    always does. Keras counts iterations with a `merge_call`, which a condition on a replica does
+    not allow: there the view counts in the replica's own copy. The optimizer is not modified, as
+    replicas may run in threads.
     """
     kind, methods = type(optimizer), {}
     if summed:
         keras_symbol(optimizer, _SUMS)  # Raises where a Keras sums elsewhere.
         methods[_SUMS] = lambda self, grads_and_vars: list(grads_and_vars)
     view: Any = object.__new__(type(kind.__name__, (kind,), methods))
-    # Past Keras's __setattr__, which would track the variables a second time.
+    # Bypass Keras's __setattr__, which would track the variables a second time.
     state = vars(view)
     state.update(vars(optimizer))
     if tf.distribute.has_strategy() and not strategy_needs_merge_call():
         state["_iterations"] = tf.distribute.get_strategy().extended.update(
             native(optimizer._iterations), lambda own: own, group=False
         )
-    if "_inner_optimizers" in state:  # MultiOptimizer hands each its share.
+    if "_inner_optimizers" in state:  # MultiOptimizer splits the gradients.
         inner = keras_hooks.inner_optimizers(optimizer)
         state["_inner_optimizers"] = [_view_of(each, summed) for each in inner]
     return view
