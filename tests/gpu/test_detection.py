@@ -147,7 +147,7 @@ CHOICES = {
     "none": ("tf.config.set_visible_devices([], 'GPU')", 0, "CPU:0"),
     "only the second": ("tf.config.set_visible_devices(gpus[1:2], 'GPU')", 2, "GPU:0"),
     "two logical ones": (
-        "part = tf.config.LogicalDeviceConfiguration(memory_limit=1024)\n"
+        "part = tf.config.LogicalDeviceConfiguration(memory_limit=4096)\n"
         "tf.config.set_visible_devices(gpus[:1], 'GPU')\n"
         "tf.config.set_logical_device_configuration(gpus[0], [part, part])",
         *(1, "GPU:0"),

@@ -168,7 +168,9 @@ class Device:
         """Runs a module of tests/helpers as a program, which prints RESULT and one JSON object."""
         path = os.pathsep.join([str(Path(tfamp.__file__).parents[1]), str(TESTS)])
         command = [sys.executable, "-m", f"helpers.{name}", *arguments]
-        done = self._run(command, {"PYTHONPATH": path} | environment)
+        # The program shares the GPU with this process.
+        shared = {"PYTHONPATH": path, "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+        done = self._run(command, shared | environment)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.partition("RESULT")[2])
 
