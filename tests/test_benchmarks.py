@@ -16,7 +16,7 @@ import tensorflow as tf
 
 pytest.importorskip("sklearn")
 sys.path.append(str(Path(__file__).parents[1]))
-pytest.importorskip("benchmarks", reason="the benchmarks are no part of the package")
+pytest.importorskip("benchmarks", reason="the benchmarks are not in the package")
 
 import tfamp
 from benchmarks import interleaved, profile, report, results, serving
