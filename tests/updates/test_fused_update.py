@@ -155,12 +155,18 @@ def test_clipping_and_masters_keep_the_update_one_pass(name, arguments):
     )
 
 
-def updated_at_once():
-    """Weights after an update, and how many compiled calls that was."""
+bit_for_bit = pytest.mark.skipif(
+    platform.machine().lower() not in {"x86_64", "amd64"} or tf.config.list_physical_devices("GPU"),
+    reason="compilers for other processors contract a * b + c into one rounding",
+)
+
+
+def updated_at_once(shapes=((4, 4),) * 5 + ((3,),) * 2 + ((40,),), dtype="float32", **rounding):
+    """Weights after an update, its compiled calls, and the products in what these compile."""
     random = np.random.default_rng(3)
-    shapes = [(4, 4)] * 5 + [(3,)] * 2 + [(40,)]
-    weights = [keras.Variable(random.standard_normal(each).astype("float32")) for each in shapes]
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.AdamW(0.01))
+    values = [random.standard_normal(each).astype("float32") for each in shapes]
+    weights = [keras.Variable(value, dtype=dtype) for value in values]
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.AdamW(0.01), **rounding)
     optimizer.build(weights)
 
     @tf.function
@@ -169,22 +175,37 @@ def updated_at_once():
         optimizer.apply(slopes, weights, unscaled=True)
 
     step()
-    nodes = nodes_of(step.get_concrete_function().graph.as_graph_def())
-    return weights, sum("update_all" in node.attr["f"].func.name for node in nodes)
+    graph_def = step.get_concrete_function().graph.as_graph_def()
+    calls = [node.attr["f"].func.name for node in nodes_of(graph_def)]
+    programs = [f for f in graph_def.library.function if "update_all" in f.signature.name]
+    products = sum(node.op == "Mul" for each in programs for node in each.node_def)
+    return [*weights, *optimizer.variables], sum("update_all" in name for name in calls), products
 
 
-@pytest.mark.skipif(
-    platform.machine().lower() not in {"x86_64", "amd64"} or tf.config.list_physical_devices("GPU"),
-    reason="compilers for other processors contract a * b + c into one rounding",
-)
+@bit_for_bit
 def test_many_weights_are_updated_in_groups_with_the_same_result(monkeypatch):
-    whole, calls = updated_at_once()
+    whole, calls, _ = updated_at_once()
     assert calls == 1
     monkeypatch.setattr("tfamp.training.fused_update._ROOM", 512)
-    grouped, calls = updated_at_once()
+    grouped, calls, _ = updated_at_once()
     # Twice two of the matrices; the fifth; both vectors; and the one that is larger than a group.
-    assert 1 < calls <= len(whole)
+    assert 1 < calls <= 8
     assert_all_equal(whole, grouped)
+
+
+@bit_for_bit
+@pytest.mark.parametrize("rounding", [{}, {"weight_rounding": "stochastic"}])
+def test_the_programs_do_not_grow_with_the_number_of_small_weights(monkeypatch, rounding):
+    dtype = "bfloat16" if rounding else "float32"
+    few, many = (((20,),) * count + ((3, 17),) * count for count in (8, 24))
+    _, calls, products = updated_at_once(few, dtype, **rounding)
+    parted, more_calls, same_products = updated_at_once(many, dtype, **rounding)
+    assert (more_calls, same_products) == (3 * calls, products)
+    monkeypatch.setattr("tfamp.training.fused_update._MOST", 1000)
+    whole, calls, more_products = updated_at_once(many, dtype, **rounding)
+    assert calls == (2 if rounding else 1)  # Of slots and of values.
+    assert more_products > 2 * products
+    assert_all_equal(parted, whole)
 
 
 @pytest.mark.parametrize("scale", [3.0, 2.0**-30, 2.0**32])
