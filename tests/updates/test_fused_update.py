@@ -1,4 +1,4 @@
-"""The compiled update: it is used where it may be, and its numbers are the inner optimizer's."""
+"""The compiled update: where it is used, and equality with the inner optimizer."""
 
 import collections
 import platform
@@ -14,7 +14,7 @@ from helpers.cases import one_in, one_of_each
 from helpers.tolerances import assert_all_equal
 from tfamp.training import fused_update
 
-# Of the shared matmul weights, of a bias and of something with more axes.
+# Matmul weights, a bias and a tensor with more axes.
 SHAPES = [(7, 5), (5,), (2, 3, 4)]
 STEPS = 50
 
@@ -57,7 +57,7 @@ def gradients(number):
 
 
 def nodes_of(graph_def, compiled=True):
-    """The nodes of a graph and its functions, those of compiled ones as asked."""
+    """The nodes of a graph and its functions, with or without compiled ones."""
     functions = [
         each
         for each in graph_def.library.function
@@ -67,10 +67,10 @@ def nodes_of(graph_def, compiled=True):
 
 
 def ops(function):
-    """Op types of a traced function, those of its branches included, and its compiled updates."""
+    """Op types of a traced function and its branches, and the number of compiled updates."""
     graph_def = function.get_concrete_function(*gradients(0)).graph.as_graph_def()
     nodes = nodes_of(graph_def, compiled=False)
-    # Masters are looked at in compiled calls of their own.
+    # Masters are checked in separate compiled calls.
     called = [node.attr["f"].func.name for node in nodes if node.attr["_XlaMustCompile"].b]
     return collections.Counter(node.op for node in nodes), sum("update_all" in f for f in called)
 
@@ -81,7 +81,7 @@ def one_pass_updates(function):
 
 
 def updates_of(name):
-    """How many ops and compiled calls update all variables."""
+    """Number of ops and compiled calls that update all variables."""
     return 1 if name.startswith("ada") else len(SHAPES)
 
 
@@ -123,7 +123,7 @@ class Pair:
 def assert_same(optimizer, ours, bare, theirs, rtol=1e-6):
     values = [*ours, *optimizer.inner_optimizer.variables]
     for actual, expected in zip(values, [*theirs, *bare.variables], strict=True):
-        # Sums that cancel have lost what the terms were rounded by: as good as zero.
+        # After cancellation only the terms' rounding errors are left.
         np.testing.assert_allclose(
             actual.numpy(), expected.numpy(), rtol=rtol, atol=2e-7, err_msg=actual.path
         )
@@ -269,7 +269,7 @@ def test_huge_gradients_are_finite_but_not_if_they_overflow_when_unscaled():
 
 
 def test_a_scale_whose_inverse_is_subnormal():
-    """And a weight that is infinite, as in a mask, stays so."""
+    """And a weight that is infinite, as in a mask, stays infinite."""
     weight, expected = (keras.Variable([1.0, -np.inf]) for _ in range(2))
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.5), loss_scale=2.0**127)
     optimizer.apply([tf.constant([2.0**125, 0.0])], [weight], unscaled=False)

@@ -1,6 +1,6 @@
 """Updates of Keras's SGD, Adam, AdamW, Lion and Adafactor, each in one pass over memory.
 
-Keras writes an update as a dozen ops, each of which reads and writes whole tensors. For SGD
+Keras writes an update as a dozen ops that each read and write whole tensors. For SGD
 TensorFlow has fused ops with the same roundings. The other updates are compiled by XLA, together
 for all variables of a device: TensorFlow's ResourceApplyAdam computes 1 - beta_2 in float32, which
 for 0.999 is off by 1e-5. Each replica of a strategy updates its own copies. Adafactor's means over
@@ -476,7 +476,7 @@ def _compiled(
             cells = [_Cell(*pair, first + j) for j, pair in pairs]
             for part in parts:
                 results += part(rule, step, gradients[i], decays, cells)
-        # XLA on CPUs has a loop for each result, and recomputes in it values that are no results.
+        # XLA on CPUs has a loop for each result, and recomputes intermediate values in it.
         return results if on_cpu else []
 
     scalar, count = tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.int64)
