@@ -418,23 +418,24 @@ def _rule_of(optimizer: keras.optimizers.Optimizer) -> _Rule | None:
 # Bytes of one call. On CPUs two calls that run at once fit into a shared cache.
 _ROOM = 8 << 20
 # Variables of one call. XLA compiles the update of each by itself, which takes long for hundreds.
-_MOST = 8
+_MOST = 4
 
 
 def _grouped(updates: list[_Update], device: str) -> list[list[_Update]]:
-    """Updates by compiled call.
+    """Updates by compiled call: all in one on GPUs.
 
     On CPUs the size of a call keeps values that were just written in a cache. Calls of the same
     kinds, as in repeated layers, are compiled once.
     """
+    if device_kind_of(device) != "cpu":
+        return [updates]
     kinds: dict[Any, list[_Update]] = defaultdict(list)
     for each in updates:
         kinds[each.kind].append(each)
     groups: list[list[_Update]] = []
     room = 0
     for each in itertools.chain(*kinds.values()):
-        full = groups and len(groups[-1]) == _MOST
-        if not groups or full or (each.bytes > room and device_kind_of(device) == "cpu"):
+        if not groups or len(groups[-1]) == _MOST or each.bytes > room:
             groups.append([])
             room = _ROOM
         groups[-1].append(each)
@@ -494,8 +495,7 @@ def _update_value(rule: _Rule, step: _Step, given: Any, decays: bool, cells: Any
     value, *slots = (cell.load() for cell in cells)
     if decays:
         # A weight may be infinite, as in a mask: do not multiply it by 0.
-        decayed = value - times(value, step.decay)
-        value = tf.where(tf.equal(step.decay, 0.0), value, decayed)
+        value = tf.where(tf.equal(step.decay, 0.0), value, value - times(value, step.decay))
     new = rule.next_value(times, step.numbers, _unscaled(times, step, given[0]), value, *slots)
     cells[0].store(new, step.chance)
     return [new] if len(cells[0].form.dtypes) > 1 else []
